@@ -120,6 +120,8 @@ profiler's own threads."""
 CUDA_GRAPH_FACT: Final = "cuda_graph"
 """Kind of the facts of CUDA graphs that were replayed, and of how many `communications` each of them holds (null: not
 known): of these nothing is seen."""
+SYMMETRIC_MEMORY_FACT: Final = "symmetric_memory"
+"""Kind of the fact that a rank has symmetric memory: what ranks read and write of each other there is not seen."""
 LOST_FACT: Final = "lost"
 """Kind of the facts of what could not be hooked, in words; one is `decisive` where its collectors are as good as
 switched off."""

@@ -45,6 +45,26 @@ class Training:
     under_way: int = 0
     """Of them, those of a step that is not complete yet."""
     skipped_steps: int = 0
+    failure: str | None = None
+    """What broke off a step, or a load, that had begun to change things; None if nothing has."""
+
+    def fail(self, what: str, error: BaseException) -> None:
+        """`what` (a step, a load) has failed half-way on this rank: weights, gradients and the optimizer's state may be
+        of two steps at once, until a checkpoint is loaded. The first cause is kept."""
+        if self.failure is None:
+            self.failure = f"{what} failed half-way: {type(error).__name__}: {error}"
+
+    def refuse_failed(self, doing: str, error: type[RuntimeError] = RuntimeError) -> None:
+        """Raise `error` if something has failed half-way."""
+        if self.failure is not None:
+            raise error(
+                f"{doing}: {self.failure}. Weights, gradients or the optimizer's state may be neither the old ones nor "
+                "the new: go on from a checkpoint, by engine.load_checkpoint or with a new engine"
+            )
+
+    def recover(self) -> None:
+        """All that a step changes has been loaded."""
+        self.failure = None
 
     def count_microbatch(self) -> None:
         """One more of the step under way has been seen."""

@@ -46,7 +46,7 @@ class Ran:
         got to it after its launch, and the host had gone on when it was over: a host that a busy machine stops may put
         an event before or behind it too late."""
         log = self.log(rank).sort_values("launch_ns", kind="stable")
-        went_on = log["launch_ns"].shift(-1) < log["end_ns"]
+        went_on = (log["launch_ns"].shift(-1) < log["end_ns"]) | log["name"].str.endswith("barrier")  # for which it waits
         log = log.assign(ahead=(log["arrival_ns"] > log["launch_ns"]) & went_on)
         found = log[log["name"] == name]
         return found.iloc[0 if last is None else -last :].reset_index(drop=True)

@@ -108,3 +108,23 @@ def test_what_systemd_removes_at_logout(tmp_path: Path, files: dict[str, str], r
     assert free_space.is_removed_at_logout(1000, tmp_path) == removed
     assert not free_space.is_removed_at_logout(0, tmp_path)
     assert not free_space.is_removed_at_logout(1000, tmp_path / "no systemd")
+
+
+@pytest.mark.parametrize(
+    ("environ", "processes", "mounts", "ends"),
+    [
+        ({}, 4026531836, 4026531840, False),
+        ({}, 4026531836, 4026531832, False),
+        ({"SLURM_JOB_ID": ""}, 4026531836, 4026531841, False),
+        ({}, 4026532301, 4026531840, True),
+        ({}, 4026531836, 4026532299, True),  # a /dev/shm of its own, as Slurm's job_container/tmpfs makes it
+        ({"SLURM_JOB_ID": "7"}, 4026531836, 4026531840, True),
+        ({"PBS_JOBID": "7.server"}, 4026531836, 4026531840, True),
+    ],
+)
+def test_where_memory_may_be_gone_with_the_job(
+    tmp_path: Path, environ: dict[str, str], processes: int, mounts: int, ends: bool
+) -> None:
+    (tmp_path / "pid").symlink_to(f"pid:[{processes}]")
+    (tmp_path / "mnt").symlink_to(f"mnt:[{mounts}]")
+    assert free_space.ends_with_job(environ, tmp_path) == ends

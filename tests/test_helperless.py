@@ -124,7 +124,7 @@ def test_where_it_cannot_be_told_nothing_is_slowed_down(tmp_path: Path, monkeypa
     monkeypatch.setenv("DSPROF_NATIVE", "off")
     monkeypatch.setattr(recorder_setup, "device_job", moved)
     monkeypatch.setattr(recorder_setup, "count_error", lambda where, error: counted.append(f"{where}: {error}"))
-    recorder, native, found = recorder_setup.recorder(tmp_path, LIMIT_BYTES)
+    recorder, native, found = recorder_setup.recorder(tmp_path, LIMIT_BYTES, copied=False)
     recorder.close()
     assert not native
     assert found == left_out(SWITCHED_OFF, "or perhaps not: it could not be told")

@@ -10,7 +10,7 @@ import pytest
 from synthetic import Job, constant
 
 from dsprof.analyzer.budget.host_load import Gauges, HostLoad, core_masks, measure_load
-from dsprof.analyzer.study import interval, intervals
+from dsprof.analyzer.price.confidence_interval import interval, intervals
 from dsprof.run import RankInfo, RunInfo
 
 

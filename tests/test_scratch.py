@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -107,7 +108,7 @@ def test_the_whole_limit_of_all_ranks_must_fit_or_it_is_lowered_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, large, run = tmp_path / "small", tmp_path / "large", tmp_path / "run"
-    monkeypatch.setattr(scratch, "_parents", lambda given: [small, large])
+    monkeypatch.setattr(scratch, "parents", lambda given: [small, large])
     free = {small: 10 * GiB, large: 16 * GiB}
 
     def choose(ranks: int, kind: str = "xfs") -> scratch.Place:
@@ -138,7 +139,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(scratch, "SHARED_MEMORY", folder)
-    monkeypatch.setattr(scratch.free_space, "in_container", lambda: False)
+    monkeypatch.setattr(scratch.free_space, "ends_with_job", lambda environ: False)
     monkeypatch.setattr(scratch.free_space, "is_removed_at_logout", lambda user: False)
     return folder
 
@@ -163,7 +164,11 @@ def test_captures_of_a_run_folder_on_a_local_disk_are_written_to_memory_where_th
     with monkeypatch.context() as patched:
         patched.setitem(kinds, "shm", "overlay")
         assert choose() == directly
-    for ends in ("in_container", "is_removed_at_logout"):  # then a kill, or a logout, would lose it
+    with monkeypatch.context() as patched:
+        patched.setattr(scratch, "SHARED_MEMORY", tmp_path / "none" / "shm")
+        assert choose() == directly
+        assert not (tmp_path / "none").exists()
+    for ends in ("ends_with_job", "is_removed_at_logout"):  # then a kill, or a logout, would lose it
         with monkeypatch.context() as patched:
             patched.setattr(scratch.free_space, ends, lambda *_: True)
             assert choose() == directly
@@ -362,6 +367,21 @@ def test_a_local_folder_that_vanishes_is_said_with_what_to_do(
     (problem,) = [text for text in read_capture(run.capture / local.name).problems if "removed" in text]
     assert problem == (
         f"{local} on elsewhere was removed before all of it was copied: the newest part of its capture is lost"
+    )
+
+
+def test_a_chunk_that_vanishes_before_it_is_copied_is_said_with_what_to_do(tmp_path: Path, local: Path) -> None:
+    moving(local)
+    target = tmp_path / "run" / "capture" / local.name
+    copying = Copier(local, tmp_path / "run", "host")
+    copying.step()
+    (local / ondisk.chunk_name(5)).unlink()
+    assert copying.finish()
+    assert numbers(target) == [0, 1, 2, 3, 4, 6, 7]
+    (problem,) = [text for text in read_capture(target).problems if "chunk-00005" in text]
+    assert problem == (
+        "chunk-00005.bin: missing, and its records with it: something else removed it; keep cleaners of temporary "
+        "files away from the run folder and from where captures are written (--scratch DIR)"
     )
 
 
@@ -575,6 +595,8 @@ def test_a_capture_in_memory_is_moved_while_it_is_written_and_no_kill_loses_any(
     while not {1, 2} <= set(numbers(target)) - set(numbers(local)):
         time.sleep(0.01)
     assert len(numbers(local)) <= 6
+    assert {stat.S_IMODE(path.stat().st_mode) for path in local.iterdir()} == {0o600}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (local, *local.parents[:3])} == {0o700}
     state = json.loads((local / COPYING_FILE).read_bytes())
     os.kill(state["copier"], signal.SIGKILL)
     job.stdin.write("go on\n")

@@ -10,13 +10,15 @@ The local folder is one that stands for the run (`stand_in`) below this user's o
 removed, whoever names it.
 
 Nothing is lost if the rank or this process is killed at any moment: a chunk is removed here after its copy is whole,
-and whoever copies the folder next copies again what is still in it. It needs the standard library, and no more of
-dsprof than does the same.
+and whoever copies the folder next copies again what is still in it. The rank and its copier hold the folder (`hold`);
+where both were killed nobody does, and the next `dsprof run` or `dsprof doctor` starts a copier that has it alone. It
+needs the standard library, and no more of dsprof than does the same.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -34,6 +36,8 @@ from dsprof.atomic import write_atomically
 from dsprof.names import CaptureName
 from dsprof.schema import CONTROL_FILE, COPYING_FILE
 
+from ..system import proc
+
 CLOSED_FILE: Final = ".closed"
 """Where the rank has closed its capture, and writes no more."""
 LARGEST_CONTROL: Final = 4096
@@ -43,6 +47,8 @@ OPEN_CHUNKS: Final = 3
 """The last ones, which are still written: see `chunks.Chunks`. What comes later into others is copied at the end."""
 LARGEST_FILE: Final = 4 << 30
 """Bytes of a file of a capture: a memory snapshot, or what torch.profiler saw."""
+HOLD_TRIES: Final = 20
+HOLD_AGAIN_S: Final = 0.01
 COPY_EVERY_S: Final = 1.0
 LOOK_EVERY_S: Final = 0.1
 PATIENCE_S: Final = 60.0
@@ -67,6 +73,32 @@ def check_stands_for(local: Path, run: Path) -> None:
     permissions.check_own(wanted.parent, wanted.name, "capture", local.name)
 
 
+def remove_empty(local: Path) -> None:
+    """When the capture's folder `local` is gone: remove capture/, and what stands for the run, where they are empty."""
+    for parent in local.parents[:2]:
+        try:
+            parent.rmdir()
+        except OSError:
+            break
+
+
+def hold(local: Path, *, alone: bool = False, tries: int | None = None) -> int:
+    """A descriptor that holds the folder while it is open in any process, whatever namespace that is in: together with
+    others, or alone. Raises OSError, BlockingIOError where somebody else holds it, also a moment later: who holds it
+    together with others tries again, as somebody may be looking whether it is held."""
+    folder = os.open(local, os.O_RDONLY | os.O_DIRECTORY | permissions.NO_LINK)
+    for left in reversed(range(tries or (1 if alone else HOLD_TRIES))):
+        try:
+            fcntl.flock(folder, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if not left:
+                os.close(folder)
+                raise
+            time.sleep(HOLD_AGAIN_S)
+    return folder
+
+
 @dataclass
 class CopyState:
     """The contents of copying.json."""
@@ -84,13 +116,15 @@ class CopyState:
     given_up: bool = False
     gone: bool = False
     """The folder was removed, by something else, before all of it was copied."""
+    run: str = ""
+    """The run folder; empty in older ones."""
 
     @staticmethod
     def of(told: Any) -> CopyState:
         """Raises TypeError or ValueError where it is none."""
         state = CopyState(**told)
         numbers = (state.copier, state.copier_began or 0, state.left)
-        texts = (state.host, state.local, state.error or "")
+        texts = (state.host, state.local, state.error or "", state.run)
         if not all(isinstance(text, str) and text.isprintable() for text in texts):
             raise TypeError
         if not all(type(number) is int for number in numbers):
@@ -217,7 +251,7 @@ class Copier:
         check_stands_for(local, run)
         self._open_every_s, self._clock = open_every_s, clock
         self._open_due = clock() + open_every_s
-        self.state = CopyState(host, str(local), os.getpid(), began(os.getpid()))
+        self.state = CopyState(host, str(local), os.getpid(), began(os.getpid()), run=os.path.abspath(run))
         self._local, self._run = local, run
         self._target = run / "capture" / local.name
         self._mirror = Mirror(local, self._target)
@@ -243,12 +277,11 @@ class Copier:
         """When the rank has ended: copy the rest. Whether all of it is there, and the local folder gone."""
         if not self._attempt(all_of_it=True):
             return False
+        for path in regular_files.files(self._local):  # what says whose it is goes last
+            if path.name != COPYING_FILE:
+                path.unlink(missing_ok=True)
         shutil.rmtree(self._local, ignore_errors=True)
-        for parent in self._local.parents[:2]:  # capture/, and what stands for the run: as far as they are empty
-            try:
-                parent.rmdir()
-            except OSError:
-                break
+        remove_empty(self._local)
         return True
 
     def give_up(self) -> None:
@@ -285,12 +318,8 @@ class Copier:
 
 def began(pid: int) -> int | None:
     """When the process began, in ticks since the host did; None where it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    fields = proc.stat(pid)
+    return None if not fields or fields[proc.STATE] in (b"Z", b"X") else int(fields[proc.START_TICKS])
 
 
 def watch(
@@ -317,7 +346,7 @@ def watch(
 
 def main(words: list[str]) -> int:
     """LOCAL RUN HOST PID OPEN_EVERY_S: in a child that nobody waits for. PID's begin is taken, and the child has told
-    who it is, before the parent goes on."""
+    who it is, before the parent goes on. PID 0: the rank is gone, and so is its copier."""
     local, run, host, pid = Path(words[0]), Path(words[1]), words[2], int(words[3])
     check_stands_for(local, run)
     rank_began = began(pid)
@@ -335,7 +364,10 @@ def main(words: list[str]) -> int:
     def rank_writes() -> bool:
         return rank_began is not None and began(pid) == rank_began and not (local / CLOSED_FILE).exists()
 
-    copier = Copier(local, run, host, float(words[4]))
-    os.close(telling)
-    watch(copier, rank_writes)
-    os._exit(0)
+    try:
+        hold(local, alone=rank_began is None)  # until this process ends
+        copier = Copier(local, run, host, float(words[4]))
+        os.close(telling)
+        watch(copier, rank_writes)
+    finally:  # somebody else copies it, or it is not there any more
+        os._exit(0)

@@ -15,6 +15,7 @@ from ..hooking.errors import count_error
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import LIMIT_BYTES, Recorder
 from . import free_space, scratch
+from .facts import Fact
 from .identity import Identity, setting
 from .without_helper import SWITCHED_OFF, LeftOut, device_job, left_out
 
@@ -27,6 +28,14 @@ class CapturePlace(NamedTuple):
     copied: bool
     limit: int
     notes: list[str]
+
+    @property
+    def written_first(self) -> Fact | None:
+        """The fact that says where it is written first; None: nowhere else."""
+        if not self.copied:
+            return None
+        within = self.root.parents[1]
+        return {"fact": "written_first", "folder": str(within), "file_system": scratch.file_system(within)}
 
 
 def place(run: Path, who: Identity, limit: int) -> CapturePlace:
@@ -42,6 +51,7 @@ def place(run: Path, who: Identity, limit: int) -> CapturePlace:
             make_folders(run, ("capture",))
         local = chosen.folder / "capture" / who.folder_name
         scratch.make_private(local)
+        scratch.hold(local)
         scratch.start_copier(local, run, who.host, scratch.OPEN_EVERY_S if chosen.in_memory else 0.0)
         return CapturePlace(chosen.folder, True, chosen.limit or limit, notes)
     except (OSError, ValueError, subprocess.SubprocessError) as error:

@@ -48,6 +48,8 @@ START_S: Final = 10.0
 LARGEST_STATE: Final = 1 << 16
 """Bytes of copying.json."""
 LOOK_EVERY_S: Final = 0.02
+BRING_TRIES: Final = 200
+"""To hold a capture alone, in 2 s: a killed rank holds it until its last thread has ended."""
 HOME: Final = Path(__file__).parent.parent.parent.parent
 """Where dsprof is imported from."""
 COPIER: Final = """
@@ -120,7 +122,7 @@ def choose(
     if not given and not on_network(kind):
         return _in_memory(run, kind, limit * ranks, type_of, free_bytes)
     reasons, most, roomiest = [], 0, None
-    for parent in _parents(given):
+    for parent in parents(given):
         reason = _unfit(parent, type_of)
         if not reason:
             free, what = free_bytes(_mine(parent), type_of(parent)), _free_words(type_of(parent))
@@ -165,11 +167,12 @@ def places(run: Path, given: str = "") -> tuple[Path, ...]:
     """Every folder in which a rank of this host may have put its capture: which, it decides by what was free then."""
     if given.lower() in OFF:
         return ()
-    parents = _parents(given) if given else [*_parents(""), SHARED_MEMORY]
-    return tuple(stand_in(run, parent) for parent in parents)
+    within = parents(given) if given else [*parents(""), SHARED_MEMORY]
+    return tuple(stand_in(run, parent) for parent in within)
 
 
-def _parents(given: str) -> list[Path]:
+def parents(given: str) -> list[Path]:
+    """The folders of disks in which captures may be written first."""
     return [Path(given)] if given else list(dict.fromkeys((Path(tempfile.gettempdir()), Path("/tmp"))))
 
 
@@ -188,7 +191,8 @@ def _in_memory(
             not kind
             or kind in free_space.IN_MEMORY
             or memory not in free_space.IN_MEMORY
-            or free_space.in_container()  # it ends with the container, and its disk may not
+            or not SHARED_MEMORY.is_dir()  # what lies below /dev may be memory, too
+            or free_space.ends_with_job(os.environ)  # and what is on its disk may not
             or free_space.is_removed_at_logout(os.getuid())
             or _unfit(SHARED_MEMORY, type_of)
             or free_bytes(_mine(SHARED_MEMORY), memory) < needed
@@ -230,12 +234,12 @@ def _unfit(parent: Path, type_of: Callable[[Path], str]) -> str:
     return ""
 
 
-def start_copier(local: Path, run: Path, host: str, open_every_s: float = 0.0) -> None:
-    """Have the capture folder `local` of this process copied below `run`; `open_every_s`: see `copier`. Raises OSError
-    or SubprocessError."""
+def start_copier(local: Path, run: Path, host: str, open_every_s: float = 0.0, rank: int | None = None) -> None:
+    """Have the capture folder `local` copied below `run`; `open_every_s`: see `copier`. `rank`: the process that writes
+    it, this one without; 0: none does. Raises OSError or SubprocessError."""
     program = [sys.executable, "-I", "-S", "-c", COPIER.format(home=str(HOME)), str(local), str(run), host]
     subprocess.run(
-        [*program, str(os.getpid()), str(open_every_s)],
+        [*program, str(os.getpid() if rank is None else rank), str(open_every_s)],
         env={**os.environ, permissions.SHARED: "1" if permissions.is_shared() else "0"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -244,6 +248,29 @@ def start_copier(local: Path, run: Path, host: str, open_every_s: float = 0.0) -
         timeout=START_S,
         check=True,
     )
+
+
+_held: Final[dict[Path, int]] = {}
+"""Of this process, as a rank: its capture's local folder, and the descriptor that holds it (`copier.hold`)."""
+
+
+def hold(local: Path) -> None:
+    """Nobody takes the capture `local` for left behind until this process closes it or ends. Raises OSError."""
+    _held[local] = copier.hold(local)
+
+
+def _let_go(local: Path) -> None:
+    held = _held.pop(local, None)
+    if held is not None:
+        os.close(held)
+
+
+def _let_go_of_all() -> None:
+    for local in list(_held):
+        _let_go(local)
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)  # the parent holds it, for no longer than it lives
 
 
 def close(
@@ -265,12 +292,14 @@ def close(
             sleep(LOOK_EVERY_S)
     except (OSError, subprocess.SubprocessError):
         pass  # the copier sees the end of this process all the same
+    finally:
+        _let_go(local)
 
 
 def _is_left(local: Path) -> bool:
     """Whether the copier of this capture, which told of itself before it was asked for anything, is gone, or has given
     up."""
-    state = _state(local / COPYING_FILE)
+    state = state_of(local / COPYING_FILE)
     return state is not None and (state.given_up or copier.began(state.copier) != state.copier_began)
 
 
@@ -306,13 +335,13 @@ def waiting(run: Path, places: Iterable[Path] = ()) -> list[Waiting]:
 
 def _states(folder: Path) -> Iterator[tuple[str, copier.CopyState]]:
     for path in regular_files.folders(folder / "capture", "rank*"):
-        state = _state(path / COPYING_FILE)
+        state = state_of(path / COPYING_FILE)
         if state is not None and CaptureName.of(path.name) is not None:
             yield path.name, state
 
 
-def _state(path: Path) -> copier.CopyState | None:
-    """What a copier told there; None: nothing that can be read."""
+def state_of(path: Path) -> copier.CopyState | None:
+    """What a copier told in that file; None: nothing that can be read."""
     try:
         return copier.CopyState.of(regular_files.read_json(path, LARGEST_STATE))
     except (OSError, ValueError, TypeError):
@@ -326,12 +355,18 @@ def bring(item: Waiting, run: Path, places: Iterable[Path]) -> bool:
     if local not in [place / "capture" / item.name for place in places if _stands_for(place, run)]:
         return False
     try:
-        copying = copier.Copier(local, run, item.state.host)
-    except OSError:  # not there any more, or not the user's own
+        held = copier.hold(local, alone=True, tries=BRING_TRIES)
+    except OSError:  # not there any more, or the rank lives on
         return False
-    if copying.finish():
-        return True
-    copying.give_up()
+    try:
+        copying = copier.Copier(local, run, item.state.host)
+        if copying.finish():
+            return True
+        copying.give_up()
+    except OSError:  # not the user's own
+        pass
+    finally:
+        os.close(held)
     return False
 
 

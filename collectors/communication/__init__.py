@@ -9,5 +9,6 @@ call_sites          which lines of the script issue which collectives
 process_groups      which process groups there are
 purposes            what a call communicates for
 sharding            how FSDP was configured, and what it does for each of its units
+symmetric_memory    that ranks communicate where none of it is seen
 tensor_parallel     which groups are for tensor parallelism
 """

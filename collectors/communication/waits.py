@@ -212,11 +212,11 @@ def _coalesced(recorder: Recorder) -> Iterator[Uninstall]:
 
 
 def _blocking(recorder: Recorder, ends: Ends | None) -> Iterator[Uninstall]:
-    enter, leave = recorder.enter_blocking, recorder.leave_blocking
+    enter, leave, compiling = recorder.enter_blocking, recorder.leave_blocking, dynamo.check()
 
     def watched(original: Function) -> Function:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if dynamo.compiling():
+            if compiling():
                 return original(*args, **kwargs)
             enter()
             try:

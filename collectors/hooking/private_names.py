@@ -89,6 +89,11 @@ NAMES: Final = (
         ("arming",),
         "ranks that were not started by `dsprof run` write into a run folder each",
     ),
+    PrivateName(
+        "torch._C._distributed_c10d:_SymmetricMemory",
+        COMMUNICATION,
+        "a job that communicates through symmetric memory is judged as if dsprof saw that",
+    ),
     PrivateName(f"{C10D}:_world.pg_map", ("process-groups",), "process groups are not known, but for the default one"),
     PrivateName(
         f"{C10D}:_world.pg_names", ("process-groups",), "process groups are not known, but for the default one"

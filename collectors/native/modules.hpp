@@ -63,8 +63,10 @@ inline bool count_tensor(PyObject* object, int64_t& elements, int64_t& bytes) {
   if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensor_type))) return true;
   const char* type = Py_TYPE(object)->tp_name;
   if (!strcmp(type, "FakeTensor") || !strcmp(type, "FunctionalTensor")) return false;
-  PyObject* nbytes = PyObject_GetAttrString(object, "nbytes");
-  PyObject* itemsize = nbytes ? PyObject_GetAttrString(object, "itemsize") : nullptr;
+  static PyObject* const nbytes_name = PyUnicode_InternFromString("nbytes");  // to make them each time takes as long again
+  static PyObject* const itemsize_name = PyUnicode_InternFromString("itemsize");
+  PyObject* nbytes = PyObject_GetAttr(object, nbytes_name);
+  PyObject* itemsize = nbytes ? PyObject_GetAttr(object, itemsize_name) : nullptr;
   const int64_t size = nbytes ? PyLong_AsLongLong(nbytes) : 0, each = itemsize ? PyLong_AsLongLong(itemsize) : 1;
   Py_XDECREF(nbytes);
   Py_XDECREF(itemsize);

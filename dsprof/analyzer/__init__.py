@@ -7,6 +7,8 @@
     finding      findings, their evidence, gains and fixes
     analysis     what comes out: everything the reports draw
     text         how numbers and names are said
+    arrays       the three types of arrays
+    columns      columns of tables as arrays
 
 The rooms; the docstring of each is its table of contents:
 

@@ -12,6 +12,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
+from .align.steps import StepTime
 from .device import Devices
 from .finding import Finding
 from .graph.validate import ReplayCheck
@@ -22,16 +23,6 @@ from .work.mfu import Efficiency
 from .work.module_times import COLUMNS as MODULE_COLUMNS
 
 FINDINGS_SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Durations of the ordinary training steps, in ms."""
-
-    mean: float
-    median: float
-    p10: float
-    p90: float
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dsprof.trace import Trace
 from .align.match import Matches
 from .align.steps import steps_taken
 from .budget.capture_overhead import count_records
-from .budget.step_budget import RankTime, paint
-from .budget.wall_time import apart_spans
+from .budget.step_budget import RankTime, label_time
+from .budget.wall_time import spans_outside_training
 from .device import DeviceTime, device_time
 from .graph.events import Program, find_program
 from .memory.use_by_step import sum_memory
@@ -59,7 +59,7 @@ def summarize_ranks(trace: Trace, collectives: pd.DataFrame, matches: Matches) -
 
 
 def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo) -> RankSummary:
-    time = paint(rows, collectives, rank, run, apart_spans(rows), matches)
+    time = label_time(rows, collectives, rank, run, spans_outside_training(rows), matches)
     return RankSummary(
         time=time,
         program=find_program(time, rows, matches, run),

@@ -1,10 +1,12 @@
-"""What the rules work with: the measured run, its replay, and gains with their intervals.
+"""The study of a run: everything measured, and nothing judged. Rules and the answer begin here, and never at rows.
 
-What several rules use is worked out once: of the run, it is a property of `Context`; of one family, a function that is
-marked `once`."""
+What several rules use is worked out once: of the run, it is a property of `Study`; of one family, a function that is
+marked `once`.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -13,71 +15,101 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from scipy.special import chdtri, stdtrit
 
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
+from .align.aligned import Aligned, align
+from .align.match import Matches, match_collectives
+from .align.steps import StepTime, completed_steps, step_time
 from .align.topology import Topology
-from .budget.host_load import Gauges, HostLoad
-from .budget.irregular import Irregular
-from .device import Devices
-from .finding import MEASURED_EXCESS, Gain
+from .arrays import Bool, Float
+from .budget.capture_overhead import estimate_overhead, measure_overhead
+from .budget.host_load import Gauges, HostLoad, measure_load
+from .budget.irregular import Irregular, find_irregular, mark_ordinary, profiled_steps
+from .budget.step_budget import step_budget
+from .budget.wait_table import waits_table
+from .device import Devices, compare_devices
+from .graph.build_graph import build_graph
 from .graph.step_graph import StepGraph
-from .memory.use_by_step import MemoryUse, nothing
-
-Float = npt.NDArray[np.float64]
-Bool = npt.NDArray[np.bool_]
+from .graph.validate import ReplayCheck, check
+from .memory.use_by_step import MemoryUse, memory_uses, nothing
+from .rank_summary import RankSummary, summarize_ranks
 
 Found = TypeVar("Found")
-
-BATCH: Final = 10
-FEWEST_BATCHES: Final = 5
-MOST_BATCHES: Final = 20
-"""Batches of at least BATCH steps, but no fewer than five of them and no more than twenty."""
-
 
 PHASE_COLUMNS: Final = ("rank", "step", "name", "lane", "start_ns", "dur_ns", "bytes", "value", "grad", "source")
 
 
 @dataclass(frozen=True)
-class Context:
-    """A run, ready to be judged.
+class Study:
+    """A run as it was measured.
 
-    rows:         of all ranks, those that they are compared by (`aligned.Aligned.compared`).
-    trace:        all rows, aligned, to be read a rank at a time.
+    aligned:      the ranks beside each other: one clock, one numbering of steps.
+    summaries:    each rank by itself.
     steps, collectives, waits: as in `Analysis`.
-    graph:        the ordinary steps, for replay; None without one.
-    load:         how busy the hosts' cores are; None: not measured.
-    gauges:       what threads and cores spent in each ordinary step.
-    facts:        `RunInfo.facts` by their kind.
+    step_time:    durations of the ordinary steps; None without one.
     irregular:    the steps that are not ordinary, and what they cost.
-    topology:     which ranks are stages of a pipeline.
-    clock_error_ms: how far the clocks of ranks may be apart.
+    graph:        the ordinary steps, for replay; None without one.
+    checked:      whether a replay of it agrees with what was measured; None without a graph.
+    facts:        `RunInfo.facts` by their kind.
+    gauges:       what threads and cores spent in each ordinary step.
+    load:         how busy the hosts' cores are; None: not measured.
     memory:       what the ranks had after each step (`use_by_step.COLUMNS`).
     memory_uses:  the most of it, by rank and place.
     device:       what the devices' streams did; None: their kernels were not traced.
+    overhead_percent: what capturing cost, as a share of the step; None: not known.
+    overhead_measured: whether that was measured, or else estimated.
     """
 
-    run: RunInfo
-    rows: pd.DataFrame
-    trace: Trace
+    aligned: Aligned
+    summaries: Mapping[int, RankSummary]
     steps: pd.DataFrame
+    step_time: StepTime | None
+    irregular: Irregular
     collectives: pd.DataFrame
     waits: pd.DataFrame
     graph: StepGraph | None
-    step_ms: float
-    load: HostLoad | None
+    checked: ReplayCheck | None
+    facts: Mapping[str, list[dict[str, Any]]]
     gauges: Gauges
-    facts: Mapping[str, list[dict[str, Any]]] = field(default_factory=dict)
-    irregular: Irregular = field(default_factory=Irregular)
-    topology: Topology = field(default_factory=Topology)
-    clock_error_ms: float = 0.0
-    memory: pd.DataFrame = field(default_factory=nothing)
-    memory_uses: tuple[MemoryUse, ...] = ()
-    device: Devices | None = None
+    load: HostLoad | None
+    memory: pd.DataFrame
+    memory_uses: tuple[MemoryUse, ...]
+    device: Devices | None
+    overhead_percent: float | None
+    overhead_measured: bool
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What functions marked `once` found."""
+
+    @property
+    def run(self) -> RunInfo:
+        return self.trace.run
+
+    @property
+    def trace(self) -> Trace:
+        """All rows, aligned, to be read a rank at a time."""
+        return self.aligned.trace
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """Of all ranks, those that they are compared by."""
+        return self.aligned.compared
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks are stages of a pipeline."""
+        return self.aligned.topology
+
+    @property
+    def clock_error_ms(self) -> float:
+        """How far the clocks of ranks may be apart."""
+        return self.aligned.clock_error_us / 1e3
+
+    @property
+    def step_ms(self) -> float:
+        """Mean of the ordinary steps; 0 without one."""
+        return self.step_time.mean if self.step_time else 0.0
 
     @cached_property
     def ordinary(self) -> pd.DataFrame:
@@ -123,15 +155,15 @@ class Context:
     @property
     def in_stages(self) -> bool:
         """Whether ranks are stages of a pipeline, which do different work."""
-        return len(self.teams) > 1
+        return len(self.peer_groups) > 1
 
     @cached_property
-    def teams(self) -> list[Bool]:
-        """Which of `ranks` are to do the same work, [R] a team: all, or those that hold the same stages."""
+    def peer_groups(self) -> list[Bool]:
+        """Which of `ranks` are to do the same work, [R] a peer_group: all, or those that hold the same stages."""
         stages = [self.topology.stage_of.get(rank, ()) for rank in self.ranks]
         team_of = {held: number for number, held in enumerate(sorted(set(stages)))}
         number = np.array([team_of[held] for held in stages], np.int64)
-        return [number == team for team in range(len(team_of))]
+        return [number == peer_group for peer_group in range(len(team_of))]
 
     @property
     def ranks_missing(self) -> bool:
@@ -187,89 +219,76 @@ class Context:
         """The ranks at which `chosen`, [R], holds."""
         return tuple(np.array(self.ranks)[chosen].tolist())
 
-    def noise_ms(self, durations: Float) -> float:
-        """The noise floor: what the mean of these steps ([S], ms) could be off by, by chance.
 
-        Not counted is what differs for a reason: steps that were given more input, and slow drift, which a comparison
-        in turns cancels. So it is told from the differences between neighbours (von Neumann).
-        """
-        sizes = self.input_sizes
-        if sizes is not None and len(durations) > 2:
-            size = sizes[:, np.isin(self.step_numbers, self.replayed_steps)].mean(axis=0)
-            if np.ptp(size) > 0:
-                slope, level = np.polyfit(size, durations, 1)
-                durations = durations - slope * size - level
-        if len(durations) < 2:
-            return float(np.abs(durations).sum()) / 2
-        neighbours = float(1.96 * np.sqrt(np.mean(np.diff(durations) ** 2) / 2 / len(durations)))
-        low, high = interval(durations)  # of what comes and goes in a fixed rhythm, neighbours say too much
-        return min(neighbours, (high - low) / 2)
-
-    def overlapped(self, before: Float, after: Float) -> Float:
-        """`after`, where what is saved from `before` was only moved beside other work: there must be idle cores."""
-        if self.load is None:
-            return after
-        return np.maximum(after, before - self.load.idle_in(self.replayed_steps))
-
-    def cost(self, events: Float, *, rare: bool = False) -> Gain:
-        """What `events` (ms each) that make steps irregular cost, divided over the steps after warm-up; percent of a
-        step with its share of all that is irregular.
-
-        The interval is Student's over the events, whose number is taken as given; of `rare` ones, which come at
-        random, it is Poisson's for their number.
-        """
-        count, steps = len(events), len(self.irregular.steps)
-        total = float(events.sum())
-        if rare:
-            low = float(chdtri(2 * count, 0.975)) / 2 / count * total
-            high = float(chdtri(2 * count + 2, 0.025)) / 2 / count * total
-        elif count > 1:
-            half = float(stdtrit(count - 1, 0.975) * events.std(ddof=1) * np.sqrt(count))
-            low, high = total - half, total + half
-        else:  # one tells nothing about the next
-            low, high = 0.0, 2 * total
-        mean = total / steps
-        whole = self.irregular.mean_ms
-        return Gain(mean, 100 * mean / whole if whole else 0.0, low / steps, high / steps, method=MEASURED_EXCESS)
-
-    def gain(self, saved: Float) -> Gain:
-        """Mean of the ms saved in each step, with its 95 % interval."""
-        low, high = interval(saved)
-        mean = float(saved.mean()) if len(saved) else 0.0
-        return Gain(mean, 100 * mean / self.step_ms if self.step_ms else 0.0, low, high)
-
-
-def once(function: Callable[[Context], Found]) -> Callable[[Context], Found]:
-    """`function`, which is only called the first time that it is asked about a context."""
+def once(function: Callable[[Study], Found]) -> Callable[[Study], Found]:
+    """`function`, which is only called the first time that it is asked about a study."""
 
     @wraps(function)
-    def kept(context: Context) -> Found:
-        if function not in context.kept:
-            context.kept[function] = function(context)
-        found: Found = context.kept[function]
+    def kept(study: Study) -> Found:
+        if function not in study.kept:
+            study.kept[function] = function(study)
+        found: Found = study.kept[function]
         return found
 
     return kept
 
 
-def interval(values: Float) -> tuple[float, float]:
-    """95 % interval of the mean of a series, by batch means."""
-    low, high = intervals(values[None])
-    return float(low[0]), float(high[0])
+def study(trace: Trace) -> Study:
+    """Measure a run. Never raises for a poor capture: what is not there is None or empty."""
+    run = trace.run
+
+    # One clock, one numbering of steps, one name for each communication on all ranks.
+    aligned = align(trace)
+    rows = aligned.compared
+    collectives = match_collectives(rows, run)
+    matches = Matches(collectives)
+
+    # Each rank by itself: what it did when it was not training, and where its training thread's time went.
+    ranks = summarize_ranks(aligned.trace, collectives, matches)
+    times = {rank: summary.time for rank, summary in ranks.items()}
+
+    # All ranks together: their steps, and which of them are ordinary.
+    steps = step_budget(times, completed_steps(rows[rows["rank"].isin(list(ranks))]))
+    irregular = find_irregular(steps, rows, profiled_steps(run))
+    steps = mark_ordinary(steps, irregular)
+    ordinary, length = steps[steps["ordinary"]], step_time(steps)
+    overhead = measure_overhead(rows, ordinary)
+    estimated = estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary)
+
+    # The step graph, and whether to believe it.
+    graph = build_graph(times, {rank: summary.program for rank, summary in ranks.items()}, collectives, steps, run)
+    checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
+
+    # Memory, devices, cores.
+    held = [summary.memory for summary in ranks.values() if len(summary.memory)]
+    memory = pd.concat(held, ignore_index=True) if held else nothing()
+    uses = memory_uses(memory, run)
+    traced = {rank: summary.device for rank, summary in ranks.items() if summary.device is not None}
+    devices = compare_devices(traced, collectives, run)
+    facts, gauges = _facts_by_kind(run), Gauges(rows, steps)
+    return Study(
+        aligned=aligned,
+        summaries=ranks,
+        steps=steps,
+        step_time=length,
+        irregular=irregular,
+        collectives=collectives,
+        waits=waits_table(times, collectives, steps),
+        graph=graph,
+        checked=checked,
+        facts=facts,
+        gauges=gauges,
+        load=measure_load(run, gauges, facts, length.mean if length else 0.0),
+        memory=memory,
+        memory_uses=uses,
+        device=devices,
+        overhead_percent=estimated if overhead is None else overhead,
+        overhead_measured=overhead is not None,
+    )
 
 
-def intervals(series: Float) -> tuple[Float, Float]:
-    """95 % interval of the mean of each series, [N, S], by batch means: both ends, [N].
-
-    Neighbouring steps are alike: what disturbs a host lasts for seconds. So a series is cut into a few long batches,
-    and the interval is Student's over their means.
-    """
-    count = series.shape[1]
-    if count < 2:  # one step tells nothing about the next
-        total = series.sum(axis=1)
-        return np.minimum(0.0, total), np.maximum(0.0, total)
-    batches = min(max(FEWEST_BATCHES, count // BATCH), MOST_BATCHES, count)
-    means = np.stack([batch.mean(axis=1) for batch in np.array_split(series, batches, axis=1)], axis=1)
-    half = stdtrit(batches - 1, 0.975) * means.std(axis=1, ddof=1) / np.sqrt(batches)
-    mean = series.mean(axis=1)
-    return mean - half, mean + half
+def _facts_by_kind(run: RunInfo) -> Mapping[str, list[dict[str, Any]]]:
+    facts: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for fact in run.facts:
+        facts[str(fact.get("fact"))].append(fact)
+    return dict(facts)

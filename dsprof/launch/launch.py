@@ -28,6 +28,7 @@ from dsprof.redact import redact_words
 from dsprof.run import RunFolder, RunInfo
 from dsprof.settings import Settings
 
+from . import left_behind
 from .claim import claim
 from .conclude import Conclusion, now
 from .hints import launch_hints
@@ -155,6 +156,8 @@ class Launch:
             joined = "made" if part.founded else "found"
             talk.say(f"one run of {info.nnodes} hosts, {joined} here; the host of rank 0 will draw the verdict")
         talk.say(f"run folder: {shown(folder.path)}")
+        for text in left_behind.tidy(folder.path, self.settings.scratch):
+            talk.say(text)
         limit, ranks = parse_size(self.settings.limit), self.job.world_size or 1
         place = scratch.choose(folder.path, self.settings.scratch, limit, ranks)
         if place.folder is not None and not place.in_memory:

@@ -218,7 +218,8 @@ def _look_for_a_copy(path: Path, problems: list[str]) -> None:
     if state.get("gone"):
         problems.append(f"{where} was removed before all of it was copied: the newest part of its capture is lost")
         return
-    problems.append(f"the newest part of its capture {why}; it lies in {where}")
+    moved = "if it and its copier were killed, `dsprof doctor` there moves it here"
+    problems.append(f"the newest part of its capture {why}; it lies in {where}; {moved}")
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:

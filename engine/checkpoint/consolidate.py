@@ -35,6 +35,7 @@ def save_16bit_model(
     `stage3_gather_16bit_weights_on_model_save` says so: else nothing is written, and False returned. Raises
     CheckpointError on all ranks.
     """
+    training.refuse_failed("save_16bit_model", CheckpointError)
     path = Path(save_dir) / save_filename
     zero = training.zero
     if zero.settings.stage == 3 and not training.config.zero_optimization.stage3_gather_16bit_weights_on_model_save:

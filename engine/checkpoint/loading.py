@@ -46,7 +46,9 @@ def load(
     as there were; else buffers are as the first replica had them.
 
     Raises CheckpointError on all ranks. If that is because a file cannot be read, the weights may be neither the old
-    ones nor the new; nothing is touched before it is known that the checkpoint fits and is complete.
+    ones nor the new, and the engine neither steps nor saves before another load; nothing is touched before it is known
+    that the checkpoint fits and is complete. What a step that failed half-way left behind is over when the weights and,
+    if there is an optimizer, its states are loaded.
     """
     world, folder = World(CheckpointError), Path(load_dir)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
@@ -71,10 +73,16 @@ def load(
                 doing, lambda: loading.with_training(optimizer=load_optimizer_states, lr=load_lr_scheduler_states)
             )
         world.together(doing, loading.check)
-        with training.hooks.span("copy", "checkpoint_read", purpose="checkpoint", bytes=loading.bytes):
-            world.together(doing, loading.read)
-        world.together(doing, loading.finish)
-        loading.publish()
+        try:
+            with training.hooks.span("copy", "checkpoint_read", purpose="checkpoint", bytes=loading.bytes):
+                world.together(doing, loading.read)
+            world.together(doing, loading.finish)
+            loading.publish()
+        except BaseException as error:
+            training.fail("a load of a checkpoint", error)
+            raise
+        if loading.complete:
+            training.recover()
     return str(path), loading.client_state
 
 
@@ -112,6 +120,12 @@ class _Loading:
         self._module_only = True
 
     @property
+    def complete(self) -> bool:
+        """Whether it is all that a step changes."""
+        whole = len(self._params) == len(self._job.zero.params)
+        return whole and (self._job.optimizer is None or self._optimizer is not None)
+
+    @property
     def bytes(self) -> int:
         """To be read."""
         return sum(piece.flat.nbytes for piece in self._sources())
@@ -145,8 +159,9 @@ class _Loading:
     def read(self) -> None:
         """Read the tensors to where they belong: masters and optimizer states as they come into memory."""
         training = self._job
-        if training.zero.fetcher is not None:
-            training.zero.fetcher.finish_backward()  # releases what is whole, and would be out of date
+        training.zero.begin_update()
+        if self.complete:
+            training.states.recover()
         rest = dict.fromkeys(self._params)
         for tile in training.states.through() if training.optimizer is not None else ():
             loaded = [param for param in tile if param in rest]

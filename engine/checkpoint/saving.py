@@ -34,8 +34,10 @@ def save(
 
     `client_state` is returned by `load`: numbers, texts, tensors, and collections of them; rank 0's counts.
     Returns True. Raises CheckpointError on all ranks; if so, or if the job is killed at any moment, what was there
-    before is still there, a checkpoint of the same tag included.
+    before is still there, a checkpoint of the same tag included. A rank whose last step failed half-way raises it at
+    once, without waiting for the others, which may be waiting elsewhere.
     """
+    training.refuse_failed("save_checkpoint", CheckpointError)
     world = World(CheckpointError)
     with training.hooks.span("phase", "checkpoint", purpose="checkpoint"):
         name = _agree_on_tag(training, f"global_step{training.global_steps}" if tag is None else str(tag), world)
@@ -58,11 +60,11 @@ def save(
             found = gather_objects((training.parallel.mesh.dp_rank, hashes))
             mine += world.together(doing, lambda: _buffers(training, found, world.rank))
             place = Place(Path(save_dir), name)
-            world.from_first(doing, place.open)
+            temporary = place.folder / world.from_first(doing, place.open)
             try:
                 size = sum(piece.flat.nbytes for piece in mine)
                 with training.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
-                    write(place.temporary, mine, values, world, doing)
+                    write(temporary, mine, values, world, doing)
                 world.from_first(doing, lambda: _finish(training, place, save_latest))
             except CheckpointError:
                 if world.rank == 0:

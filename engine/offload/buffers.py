@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import deque
 from collections.abc import Iterator
@@ -101,6 +102,14 @@ class Pool:
             buffer.memory = aligned(0)  # frees the old before the new is there
             buffer.memory = aligned(nbytes, self._pin)
         return buffer
+
+    def settle(self) -> None:
+        """Wait for the writes under way. What they raise, who began them has from their tickets."""
+        while self._leaving:
+            buffer, ticket = self._leaving.popleft()
+            with contextlib.suppress(Exception):
+                ticket.wait()
+            self._free.append(buffer)
 
     def memory(self) -> Iterator[tuple[MemoryPart, Tensor]]:
         """The buffers that nobody has taken."""

@@ -42,6 +42,9 @@ class States(Protocol):
         """As `through`, all of them at once, for a checkpoint; kept if `changed`. Those in a file are mapped, and take
         no memory."""
 
+    def recover(self) -> None:
+        """Forget the writes that have failed: all masters and states are about to be set."""
+
 
 class InMemory:
     """Masters and states in memory: the host's for a share `ratio` of the model's elements, else the device's.
@@ -72,6 +75,9 @@ class InMemory:
 
     def at_once(self, *, changed: bool = True) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def recover(self) -> None:
+        return
 
     def _choose(self, param: ShardedParam) -> bool:
         """Whether the share comes nearest to `ratio` with this one on the host too."""

@@ -170,6 +170,14 @@ class OnDisk:
             for tile in self._tiles:
                 self._hollow_out(tile)
 
+    def recover(self) -> None:
+        self._pool.settle()
+        for tile in self._tiles:
+            if tile.writing is not None:
+                with contextlib.suppress(OffloadError):
+                    tile.writing.wait()
+                tile.writing = None
+
     # --- into memory
 
     def _start_reading(self, tile: _Tile, wait: bool) -> bool:

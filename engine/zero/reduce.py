@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import compress
 
 import torch
@@ -27,6 +28,17 @@ from .shard import ShardedParam
 from .sparse import SparseReducer
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardPart:
+    """A part of a micro-batch's backward: what an action of a pipeline's plan computes."""
+
+    stage: int
+    """The stage of the model whose parameters may get gradients."""
+    microbatch: int
+    ends: bool
+    """Whether no other part of this micro-batch's backward follows on this rank."""
+
+
 class Reducer:
     """Takes gradients as backward makes them; `collect` puts the reduced ones on the masters.
 
@@ -35,9 +47,15 @@ class Reducer:
     """
 
     def __init__(
-        self, params: Sequence[ShardedParam], sparse: SparseReducer, comm: Comm, settings: ZeroSettings
+        self,
+        params: Sequence[ShardedParam],
+        sparse: SparseReducer,
+        comm: Comm,
+        settings: ZeroSettings,
+        stages: Mapping[ShardedParam, frozenset[int]] | None = None,
     ) -> None:
-        """`sparse` takes the gradients of few rows, of other parameters."""
+        """`sparse` takes the gradients of few rows, of other parameters. `stages` are those of a pipeline that each
+        parameter belongs to, where a rank has several; each has buckets of its own then."""
         self._params = list(params)
         self._sparse = sparse
         self._comm = comm
@@ -53,7 +71,14 @@ class Reducer:
         """In which gradients become ready, until it is settled."""
         self._prescale, self._postscale = self._scales()
         self._last = self._complete = True
-        self._open = False
+        self._part: BackwardPart | None = None
+        """What this backward is a part of, if it is, and its gradients are reduced by itself."""
+        self._came: dict[int, set[ShardedParam]] = {}
+        """Micro-batch -> the parameters that have a gradient of it, where all must have one."""
+        self._stages = stages if settings.stage >= 2 else None
+        self._expected: Sequence[Bucket] = ()
+        """The buckets that this backward may have gradients for."""
+        self.open = False
         """Whether a backward of this engine is under way. What comes otherwise, as from the loss of another engine's
         model, stays where autograd has put it."""
         self._ready: list[Tensor] = []
@@ -66,9 +91,13 @@ class Reducer:
         self._accumulated: dict[ShardedParam, Tensor] = {}
         self._ready_hooks: list[RemovableHandle] = []
         self._run_hooks: dict[ShardedParam, RemovableHandle] = {}
-        if comm.size > 1 or settings.accumulate_dtype is not None:
-            self._ready_hooks += [p.param.register_post_accumulate_grad_hook(self._ready.append) for p in self._params]
+        self._widens = any(self._sums_in(param) != param.dtype for param in self._params)
+        """Whether gradients are added up otherwise than autograd does it."""
+        self._left_whole = False
+        """Whether a last backward has left its gradients where they were, on a rank that is alone."""
         self._divide(list(reversed(self._params)))
+        if comm.size > 1:
+            self._watch()
 
     @property
     def postscale(self) -> float:
@@ -82,30 +111,50 @@ class Reducer:
 
     # --- during backward
 
-    def begin(self, *, last: bool, complete: bool = True) -> None:
-        """A backward begins: of the `last` micro-batch of the step; and of one whose gradients are then `complete`, so
-        that they can be reduced."""
-        self._last, self._complete, self._open = last, complete, True
+    def begin(self, *, last: bool, complete: bool = True, part: BackwardPart | None = None) -> None:
+        """A backward begins: the `last` of the step; and one whose gradients are then `complete`, so that they can be
+        reduced. `part`: it is a part of its micro-batch's."""
+        self._last, self._complete, self.open = last, complete, True
+        self._part = part if self._settings.stage >= 2 and not self.local else None
+        self._expected = self._buckets_of(self._part)
         self._ready.clear()
+        if self._widens and not self._ready_hooks and not (last and complete):
+            self._watch()  # a rank that is alone, and a first micro-batch that more are added to
+        if self._left_whole:
+            self._accumulate(self._params)
+            self._left_whole = False
+
+    def _buckets_of(self, part: BackwardPart | None) -> Sequence[Bucket]:
+        """Those of the parameters that `part` may make gradients for, by the plan: the same on all ranks."""
+        stages = self._stages
+        if part is None or stages is None:
+            return self._buckets
+        found = [bucket for bucket in self._buckets if part.stage in stages[bucket.params[0]]]
+        # The last of a step sends one bucket at least, which shows whether anything was late.
+        return found or (self._buckets[-1:] if self._last else [])
 
     def process_ready(self) -> None:
         """Take the gradients that have come since the last call: they go to their buckets, or stay whole, in their own
-        or the accumulation's dtype. Another engine's, and those that are not `complete`, are left where they are."""
-        params = [self._by_id[id(param)] for param in self._ready]
+        or the accumulation's dtype. Another engine's are left where they are."""
+        # torch calls hooks also where a function's backward has returned None.
+        params = [self._by_id[id(param)] for param in self._ready if param.grad is not None]
         self._ready.clear()
-        if not self._open or not self._complete:
+        if self.open and self._part is not None and not self._settings.ignore_unused_parameters:
+            self._came.setdefault(self._part.microbatch, set()).update(params)
+        if not self.open:
+            return
+        if not self._complete or (self._stays_whole and not self._last):
+            if self._widens:
+                self._accumulate(params)
             return
         if self._stays_whole:
-            if self._settings.accumulate_dtype is not None:
-                for param in params:
-                    self._accumulate(param)
-            return
+            return  # `collect` takes them
         if self._order is not None:
             self._order += params
         complete: dict[Bucket, list[int]] = {}
         for param in params:
             bucket, place = self._places[param]
-            if param in bucket.waiting:
+            if param in bucket.waiting and (self._stages is None or bucket in self._expected):
                 bucket.waiting.remove(param)
                 complete.setdefault(bucket, []).append(place)
             else:
@@ -115,24 +164,28 @@ class Reducer:
         if self._settings.contiguous_gradients:
             for bucket, places in complete.items():
                 self._copy_in(bucket, places)
-        self._launch_complete(len(self._buckets) - 1)  # the last one shows whether anything was late
+        self._launch_complete(len(self._expected) - 1)  # the last one shows whether anything was late
 
     def finish(self) -> None:
-        """Backward is over: reduce what has not been yet, and wait for all of it.
+        """Backward is over: reduce what has not been yet, if its gradients are complete, and wait for all of it.
 
         Raises RuntimeError if parameters got no gradient and the configuration says that this is an error.
         """
         self.process_ready()
         if self.local and self._last:
             self._refuse(p for p in self._params if p.param.grad is None and p not in self._accumulated)
-        if not self._stays_whole:
+        if self._part is not None and self._part.ends and not self._settings.ignore_unused_parameters:
+            came = self._came.pop(self._part.microbatch, set())
+            self._refuse(param for param in self._params if param not in came)
+        self._left_whole = self.local and self._last and self._widens
+        if not self._stays_whole and self._complete:
             self._reduce_rest()
-        self._open = False
+        self.open = False
         self._sparse.finish(self._last)  # behind all buckets, of which ranks may have launched others so far
 
     def _reduce_rest(self) -> None:
         """Launch the buckets that are not complete, too, with zeros for gradients that have not come; await all."""
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._expected[self._next :]:
             if not bucket.waiting:
                 continue
             waiting = [self._places[param][1] for param in bucket.params if param in bucket.waiting]
@@ -143,9 +196,10 @@ class Reducer:
                 self._order += [bucket.params[at] for at in sorted(earlier)]
             if self._settings.contiguous_gradients:
                 self._copy_in(bucket, earlier)
-        self._refuse(bucket.params[at] for bucket in self._buckets for at in bucket.absent)
+        if self._part is None:
+            self._refuse(bucket.params[at] for bucket in self._expected for at in bucket.absent)
         self._late = [param for param in self._late if self._has(param)]
-        self._launch_complete(len(self._buckets))
+        self._launch_complete(len(self._expected))
         self._exchange.drain(0)
         self._begin_anew()
 
@@ -175,7 +229,8 @@ class Reducer:
         """This rank's shard [n] of a gradient that has been reduced, in its own memory, before `postscale`; None where
         there is none. With one rank, or where the optimizer communicates, it is what this rank has [numel]."""
         if self.local:
-            grad = self._accumulated.get(param, param.param.grad)
+            kept, grad = self._accumulated.get(param), param.param.grad
+            grad = grad if kept is None else kept if grad is None else kept + grad
             return None if grad is None else grad.view(-1)
         if param not in self._places:
             return None
@@ -231,19 +286,21 @@ class Reducer:
 
     def clear(self) -> None:
         """Forget the gradients there are, those of a backward that an error has ended too: then on all ranks."""
-        if self._open:  # a backward has not come to its end: be as before it began
+        if self.open:  # a backward has not come to its end: be as before it began
             self._exchange.drain(0)
             for bucket in self._buckets:
                 self._exchange.abandon(bucket)
                 bucket.absent.clear()
             self._begin_anew()
-            self._open = False
+            self.open = False
         with no_torch_function():
             for tensor in self._with_grads:
                 tensor.grad = None
         self._accumulated.clear()
+        self._left_whole = False
         self._sparse.clear()
         self._late.clear()
+        self._came.clear()
         for bucket in self._buckets:
             bucket.holds = False
             bucket.collected = []
@@ -300,7 +357,8 @@ class Reducer:
         return (1.0 / size, 1.0) if self._settings.prescale_gradients or exact else (1.0 / factor, factor / size)
 
     def _divide(self, order: Iterable[ShardedParam]) -> None:
-        self._buckets = divide(order, self._settings)
+        self._buckets = divide(order, self._settings, self._stages)
+        self._expected = self._buckets
         self._places = {p: (bucket, place) for bucket in self._buckets for place, p in enumerate(bucket.params)}
         self._next = 0
         self._accumulated.clear()
@@ -326,28 +384,41 @@ class Reducer:
                 reducer.process_ready()
 
         for param in wanted - self._run_hooks.keys():
-            self._run_hooks[param] = param.param.register_post_accumulate_grad_hook(process)
+            self._run_hooks[param] = _hook_gradient(param, process)
 
-    def _accumulate(self, param: ShardedParam) -> None:
-        """Sum micro-batches in another precision than the gradients', where that is asked for."""
-        dtype, grad = self._settings.accumulate_dtype, param.param.grad
-        if dtype is None or grad is None or dtype == grad.dtype:
-            return
-        if param in self._accumulated:
-            self._accumulated[param].add_(grad)
-        else:
-            self._accumulated[param] = grad.to(dtype)
-        param.param.grad = None
+    def _sums_in(self, param: ShardedParam) -> torch.dtype:
+        """What the gradients of several micro-batches are added up in: fp32 for half precisions, unless the
+        configuration says otherwise. The wire has a dtype of its own."""
+        return self._settings.accumulate_dtype or param.master_dtype
+
+    def _watch(self) -> None:
+        """Have gradients noted as they come, and those that have come processed."""
+        self._ready_hooks = [_hook_gradient(param, self._ready.append) for param in self._params]
+        self._hook_runs()
+
+    def _accumulate(self, params: Iterable[ShardedParam]) -> None:
+        """Add their gradients up where autograd would do it in another dtype; those are freed."""
+        for param in params:
+            dtype, grad = self._sums_in(param), param.param.grad
+            if grad is None or dtype == grad.dtype:
+                continue
+            if param in self._accumulated:
+                self._accumulated[param].add_(grad)
+            else:
+                self._accumulated[param] = grad.to(dtype)
+            param.param.grad = None
 
     def _take(self, params: Sequence[ShardedParam]) -> list[Tensor]:
         """Their gradients, sums of all micro-batches where they are summed here; the parameters' are freed."""
-        if self._settings.accumulate_dtype is not None:
-            for param in params:
-                self._accumulate(param)
+        if self._accumulated:
+            self._accumulate(param for param in params if param in self._accumulated)
         grads = [self._accumulated.pop(param, param.param.grad) for param in params]
         for param in params:
             param.param.grad = None
-        return [grad for grad in grads if grad is not None]
+        found = [grad for grad in grads if grad is not None]
+        if any(grad.dtype != found[0].dtype for grad in found):  # not all have come in earlier micro-batches
+            found = [grad.to(self._sums_in(param)) for param, grad in zip(params, found, strict=True)]
+        return found
 
     def _copy_in(self, bucket: Bucket, places: Iterable[int]) -> None:
         rows = self._exchange.rows(bucket)
@@ -356,8 +427,8 @@ class Reducer:
 
     def _launch_complete(self, stop: int) -> None:
         """Start every bucket before `stop` that is complete, in order: a complete one waits for those before it."""
-        while self._next < stop and not self._buckets[self._next].waiting:
-            self._launch(self._buckets[self._next])
+        while self._next < stop and not self._expected[self._next].waiting:
+            self._launch(self._expected[self._next])
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
@@ -368,7 +439,7 @@ class Reducer:
 
     def _reduce_late(self) -> None:
         """Add the parts that came after their bucket had been sent. On all ranks, if any has some."""
-        mine = set(self._late)
+        mine = {param for param in self._late if self._has(param)}
         flags = torch.tensor([param in mine for param in self._params], device=self._params[0].device).int()
         self._comm.all_reduce(flags, "gradient").wait()
         late = list(compress(self._params, flags.tolist()))
@@ -397,3 +468,14 @@ class Reducer:
             return
         param.param.grad = None
         master.grad = grad.to(master.device).to(master.dtype).view(master.shape)
+
+
+def _hook_gradient(param: ShardedParam, call: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have `call` called when a gradient of it has come, also if the script has frozen it for now."""
+    tensor = param.param
+    trains = tensor.requires_grad
+    try:
+        tensor.requires_grad_(True)  # else torch refuses the hook
+        return tensor.register_post_accumulate_grad_hook(call)
+    finally:
+        tensor.requires_grad_(trains)

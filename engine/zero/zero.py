@@ -21,10 +21,12 @@ from ..hooks import Hooks, MemoryPart, holds_memory
 from ..tree import batches
 from .fetch import Fetcher
 from .gather import Gatherer
-from .reduce import Reducer
+from .init import EarlyParam
+from .reduce import BackwardPart, Reducer
 from .settings import ZeroSettings
 from .shard import Partition, ShardedParam, find_sharded, forget, register
 from .sparse import SparseReducer, sparse_params
+from .validate import UNCOMPILED, compiled_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +56,23 @@ class Zero:
         make_master: Callable[[ShardedParam], nn.Parameter] = ShardedParam.make_master,
         offload_shard: Callable[[ShardedParam], None] | None = None,
         names: Mapping[nn.Parameter, str] | None = None,
+        stages: Mapping[nn.Parameter, frozenset[int]] | None = None,
     ) -> None:
         """`make_master` decides where masters are. `offload_shard` moves shards of stage 3 away, of a single rank too.
-        `names` are those of the parameters in the whole model, where this is a part of it."""
+        `names` are those of the parameters in the whole model, where this is a part of it; `stages` the stages of a
+        pipeline that each belongs to, where there are several here."""
         self.settings = settings
         self.comms = comms.all()
         self._comm = comms.gradients
         self.gatherer = Gatherer(comms.parameters, settings, comms.near)
         size, rank = self._comm.size, self._comm.rank
         self.params: list[ShardedParam] = []
+        self._early: dict[ShardedParam, Gatherer] = {}
+        """What `zero.Init` had sharded, and what gathers it there; empty once there is an engine."""
+        self._closed = False
         sharded_size = 0
         rewritten = _rewritten_in_forward(model)
+        compiled = compiled_module(model) if settings.stage == 3 else None
         for index, (name, param) in enumerate(model.named_parameters()):
             early = find_sharded(param)  # by zero.Init
             if early is not None:
@@ -77,6 +85,8 @@ class Zero:
             if may and sharded_size > settings.stage3_model_persistence_threshold:
                 sharded = True
             sharded = sharded and param not in rewritten
+            if sharded and compiled is not None:
+                raise ValueError(f"initialize: {compiled} is compiled, and {UNCOMPILED}")
             if sharded and early is None:
                 param.data = param.data.clone()  # storage of its own, which can be emptied
             partition = Partition(
@@ -85,6 +95,8 @@ class Zero:
             self.params.append(
                 ShardedParam(name, param, partition, rank, self.gatherer, persistent=not sharded, index=index)
             )
+            if isinstance(early, EarlyParam):
+                self._early[self.params[-1]] = early.over
             if sharded:
                 self.params[-1].release()  # one at a time: the model need not fit whole
             if sharded and offload_shard is not None:
@@ -92,10 +104,11 @@ class Zero:
         self.by_param = {p.param: p for p in self.params}
         self.trainable = [p for p in self.params if p.param.requires_grad]
         rows = sparse_params(model, dense_too=settings.sparse_gradients) if settings.stage <= 1 else set()
-        sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients)
+        sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients, settings)
         self.masters = {param.param: make_master(param) for param in self.trainable}
         dense = [p for p in self.trainable if p.param not in rows]
-        self.reducer = Reducer(dense, sparse, comms.gradients, settings)
+        belongs = None if stages is None else {p: stages[p.param] for p in dense}
+        self.reducer = Reducer(dense, sparse, comms.gradients, settings, belongs)
         self.deadlocks = _watch(comms, hooks) if settings.stage == 3 and size > 1 else None
         self.fetcher: Fetcher | None = None
         self._handles: list[RemovableHandle] = []
@@ -133,28 +146,45 @@ class Zero:
 
         return release
 
-    def begin_backward(self, *, last: bool, complete: bool = True) -> None:
-        """Before each backward. `last`: it is of the step's last micro-batch. `complete`: no gradients of the
-        micro-batches under way are to come later, so that they can be reduced."""
-        self.reducer.begin(last=last, complete=complete)
+    def begin_backward(self, *, last: bool, complete: bool = True, part: BackwardPart | None = None) -> None:
+        """Before each backward. `last`: it is the step's last. `complete`: no gradients of the micro-batches under way
+        are to come later, so that they can be reduced. `part`: it is a part of its micro-batch's."""
+        self.reducer.begin(last=last, complete=complete, part=part)
 
     def finish_backward(self) -> None:
-        """After each backward that is complete: gradients reduced as far as the stage has it, parameters released."""
+        """After each backward: gradients reduced as far as the stage has it, if they are complete; parameters
+        released."""
         self.reducer.finish()
         if self.fetcher is not None:
             self.fetcher.finish_backward()
+
+    def begin_update(self) -> None:
+        """Before a step or a load changes the weights."""
+        if self.fetcher is not None:
+            self.fetcher.weights_change()
 
     def check_order(self, everyone: Comm) -> None:
         """Before the step: raise RuntimeError on all ranks of the job if ranks were seen to run different modules."""
         if self.gatherer.order_check is not None:
             self.gatherer.order_check.check(everyone)
 
+    def settle(self) -> None:
+        """The engine is made: `close` leaves what `zero.Init` had sharded whole, too."""
+        self._early.clear()
+
     def close(self, *, whole: bool = True) -> None:
         """Leave the model whole and without hooks; end the lanes, and destroy their groups. On all ranks; again is of
-        no effect. Not `whole`: this rank may be alone in it, so what is sharded is lost."""
+        no effect. Not `whole`: this rank may be alone in it, so what is sharded is lost.
+
+        What `zero.Init` had sharded is so again if there never was an engine: it need not fit whole."""
+        if self._closed:
+            return
+        self._closed = True
+        again, self._early = self._early, {}
         try:
             if whole:
-                self.gatherer.gather([p for p in self.params if not p.resident], self.settings.allgather_bucket_size)
+                absent = [p for p in self.params if not p.resident and p not in again]
+                self.gatherer.gather(absent, self.settings.allgather_bucket_size)
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -162,7 +192,11 @@ class Zero:
             if self.fetcher is not None:
                 self.fetcher.remove()
             for param in self.params:
-                forget(param.param)
+                if whole and param in again:
+                    param.gather()
+                    EarlyParam(param.name, param.param, again[param]).release()
+                else:
+                    forget(param.param)
             for comm in self.comms:
                 comm.close()
 

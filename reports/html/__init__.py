@@ -213,6 +213,7 @@ def _card(finding: Finding, cwd: str) -> dict[str, Any]:
         "color": color,
         "confidence": wording.confidence(finding),
         "gain": finding.gain if finding.gain.ms > 0 else None,
+        "together": wording.saving(finding) if finding.together is not None else "",
         "where": wording.where(finding.where),
         "evidence": [
             {

@@ -315,7 +315,7 @@ def test_nothing_is_left_under_way_by_a_step_that_failed(ranks: Ranks, schedule:
     assert first[2] == cause
     if schedule != "gpipe":  # there it fails before any gradient is made, and nothing is lost
         assert "an earlier step of this engine failed half-way" in first[3]
-        assert first[3] == last[3]
+        assert "an earlier step of this engine failed half-way" in last[3]
     else:
         assert first[3] == last[3] == "done"
 

@@ -19,12 +19,11 @@ from dsprof.trace import Trace, concat_rows
 from dsprof.trace.load import EVERY_COLUMN
 from dsprof.trace.merge import warn
 
+from ..arrays import Int
 from .clock import Clocks, find_clocks, find_jumps
 from .numbering import number_by_order
 from .steps import late_beginnings, renumber_steps
 from .topology import Topology, find_topology, name_pipeline_messages
-
-Int = npt.NDArray[np.int64]
 
 COMPARED_KINDS: Final = ("comm", "step", "phase", "pipe", "gauge", "pause")
 """And the waits for messages, which say when a message was there."""

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
 from dsprof.schema import SYNCHRONIZING
 
-Bool = npt.NDArray[np.bool_]
-Words = npt.NDArray[np.object_]
+from ..arrays import Bool
+from ..columns import Words
 
 
 @dataclass(frozen=True)

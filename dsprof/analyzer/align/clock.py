@@ -21,10 +21,8 @@ import pandas as pd
 from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import SYNCHRONIZING
 
+from ..arrays import Float, Int
 from .match import numbers
-
-Int = npt.NDArray[np.int64]
-Float = npt.NDArray[np.float64]
 
 LEAST_JUMP_NS: Final = 100_000_000
 """Ends of one collective lie milliseconds apart on a busy host; this is a clock."""

@@ -15,10 +15,9 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
+from ..arrays import Int
+from ..columns import Words, codes_of
 from .backends import by_backend
-
-Int = npt.NDArray[np.int64]
-Words = npt.NDArray[np.object_]
 
 COLLECTIVE_COLUMNS: Final = (
     "group", "seq", "name", "purpose", "step", "bytes", "ranks", "first_ns", "last_ns", "late_rank", "end_ns",
@@ -93,16 +92,6 @@ def _arrived(comm: pd.DataFrame, key: tuple[Int, Int]) -> Int:
     either = np.where(arrival != NOT_TOLD, arrival, issue)
     found: Int = np.where(every["arrival"], arrival, np.where(every["issue"], issue, either))
     return found
-
-
-def codes_of(column: pd.Series[Any]) -> tuple[Int, Words]:
-    """A number for each value, in order of the values (as text), and the values; -1: none. Of a category nothing is
-    looked at but its codes."""
-    categories = column.astype("category").cat
-    names = categories.categories.astype(str).to_numpy(object)
-    order = np.argsort(names, kind="stable")
-    place = np.append(np.argsort(order), -1)
-    return place[categories.codes.to_numpy()].astype(np.int64), names[order]
 
 
 def numbers(comm: pd.DataFrame) -> Int:

@@ -12,9 +12,9 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from .match import ISSUED, PAIR, SEND_RECV, asked_ns, codes_of, is_issued, matched_codes, numbers
-
-Int = npt.NDArray[np.int64]
+from ..arrays import Int
+from ..columns import codes_of
+from .match import ISSUED, PAIR, SEND_RECV, asked_ns, is_issued, matched_codes, numbers
 
 MOST_MISMATCHES: Final = 3
 """Collectives that are named, of those that ranks disagree about."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -13,9 +14,19 @@ from dsprof.run import RunInfo
 from dsprof.schema import CAPTURE_GAP, CAPTURE_OFF, CAPTURE_ON
 from dsprof.trace.derive.steps import step_pattern
 
-from ..analysis import StepTime
 from ..text import count
 from .match import numbers
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Durations of the ordinary training steps, in ms."""
+
+    mean: float
+    median: float
+    p10: float
+    p90: float
+
 
 NOT_SHARED: Final = np.iinfo(np.int64).min
 """In the place of a difference, where one of the two has no such collective."""

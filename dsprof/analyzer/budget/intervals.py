@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Int = npt.NDArray[np.int64]
+from ..arrays import Int
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
 
+from ..arrays import Bool, Float, Int
 from .parts import OWN_WORK
-
-Float = npt.NDArray[np.float64]
-Bool = npt.NDArray[np.bool_]
-Int = npt.NDArray[np.int64]
 
 KNOWN: Final = ("evaluation", "checkpointing", "compilation")
 """Kinds of time that are not training."""

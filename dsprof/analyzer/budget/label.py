@@ -8,8 +8,9 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from ..align.match import codes_of
-from .intervals import Int, Intervals, nest
+from ..arrays import Int
+from ..columns import codes_of
+from .intervals import Intervals, nest
 
 Parts = dict[str, Intervals]
 """Part of the budget -> when."""
@@ -72,7 +73,7 @@ def innermost_of(start: Int, end: Int, label: Int, names: tuple[str, ...]) -> Pa
     return found
 
 
-def painted(parts: Mapping[str, Intervals]) -> Intervals:
+def labelled(parts: Mapping[str, Intervals]) -> Intervals:
     """When any of them is."""
     result = Intervals.empty()
     for spans in parts.values():
@@ -81,7 +82,7 @@ def painted(parts: Mapping[str, Intervals]) -> Intervals:
 
 
 def add(to: Parts, more: Mapping[str, Intervals]) -> None:
-    """Paint `more` where nothing is painted yet."""
-    there = painted(to)
+    """Paint `more` where nothing is labelled yet."""
+    there = labelled(to)
     for part, spans in more.items():
         to[part] = to.get(part, Intervals.empty()) | (spans - there)

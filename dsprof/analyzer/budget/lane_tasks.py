@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from .intervals import Int
-
-Words = npt.NDArray[np.object_]
+from ..arrays import Int
+from ..columns import Words
 
 NO_TASK: Final = -1
 COPY: Final = "copy"

@@ -19,16 +19,18 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..align.match import PAIRED, Matches, arrivals, asked_ns, codes_of, is_issued
+from ..align.match import PAIRED, Matches, arrivals, asked_ns, is_issued
 from ..align.topology import PIPELINE
-from .intervals import Int, Intervals
+from ..arrays import Int
+from ..columns import codes_of
+from .intervals import Intervals
 from .label import NOTHING, PHASE_PART, Parts, add, innermost_of, labels
 from .lane_tasks import LANE_TASK_COLUMNS, LaneTasks, find_lane_tasks
 
 KIND_PART: Final = {"copy": "offload", "kernel": "compute"}
-LAUNCHED_FOR: Final = ("optimizer", "data", "apart")
+LAUNCHED_FOR: Final = ("optimizer", "data", "outside_training")
 """What a launched operation takes over from where it was launched."""
-DOES: Final = ("compute", "offload", "comm_exposed", "optimizer", "data", "apart", "other")
+DOES: Final = ("compute", "offload", "comm_exposed", "optimizer", "data", "outside_training", "other")
 """What a row of a lane can be; `other` paints nothing."""
 
 MAIN: Final = "main"
@@ -50,7 +52,7 @@ WORKING: Final = tuple(dict.fromkeys((*PAIRED, *LANE_TASK_COLUMNS, "lane", "step
 class Lanes:
     """The lanes beside the training thread of one rank, as far as they do more than to communicate for it.
 
-    launched: `innermost` phases of the training thread, and `apart`, when it was not training
+    launched: `innermost` phases of the training thread, and `outside_training`, when it was not training
     tasks:    what was issued to those of them that take it in order
     """
 

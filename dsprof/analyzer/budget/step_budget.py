@@ -1,13 +1,13 @@
 """Where each rank's step went. Every moment belongs to one part, so the parts sum to the step.
 
 A step is followed along its critical lane, the one that ends it: the training thread, or the stream that computes where
-the device goes on after the thread. Where that lane waits for another one of its rank, what that one does is painted;
+the device goes on after the thread. Where that lane waits for another one of its rank, what that one does is labelled;
 where a stream waits for nothing that is known, what the training thread does.
 
 A moment of the training thread that several claim goes to the first of: a pause of the interpreter; a wait (for a peer,
 then for the bytes); a wait for another stage of the pipeline, which is a bubble; evaluation, checkpoints and
 compilation; the innermost phase or copy; a pipeline's schedule, between its actions.
-What nothing explains is `other`, and so is what is not training at all (`apart`).
+What nothing explains is `other`, and so is what is not training at all (`outside_training`).
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS, SHARDING
 
 from ..align.match import Matches
-from .intervals import Int, Intervals
-from .label import NOTHING, PHASE_PART, Parts, add, innermost, painted, spans_of
+from ..arrays import Float, Int
+from .intervals import Intervals
+from .label import NOTHING, PHASE_PART, Parts, add, innermost, labelled, spans_of
 from .lane_tasks import LaneTasks
 from .lanes import MAIN, OWN_LANES, Lanes, bind_waits
 
-Float = npt.NDArray[np.float64]
-
 LAYERS: Final = (
-    "pause", "peer_wait", "comm_exposed", "bubble", "apart", "offload", "data", "optimizer", "compute",
+    "pause", "peer_wait", "comm_exposed", "bubble", "outside_training", "offload", "data", "optimizer", "compute",
 )  # fmt: skip
-"""In order of precedence. `apart` is no part of the budget: it counts as `other`."""
+"""In order of precedence. `outside_training` is no part of the budget: it counts as `other`."""
 WORK: Final = ("compute", "data", "optimizer", "offload", "pause", "other")
 """Parts that are a rank's own doing; the rest is waiting for others."""
 THREAD_WORK: Final = ("phase", "pipe", "module", "copy", "launch", "pause")
@@ -43,12 +41,12 @@ THREAD_WORK: Final = ("phase", "pipe", "module", "copy", "launch", "pause")
 
 COPY: Final = "copy"
 BEHIND: Final = ("offload", "data", "optimizer", "compute")
-"""What a wait for another lane is painted with; a pause within it, or a checkpoint, is painted over that."""
+"""What a wait for another lane is labelled with; a pause within it, or a checkpoint, is labelled over that."""
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """One rank's time, painted: `layers[k]` is all that LAYERS[: k + 1] claim together."""
+    """One rank's time, labelled: `layers[k]` is all that LAYERS[: k + 1] claim together."""
 
     rank: int
     layers: tuple[Intervals, ...]
@@ -56,7 +54,7 @@ class RankTime:
     """Of the training thread: start_ns, end_ns, arrival_ns (of the last peer, within the wait), collective (row of the
     matched table, NOTHING: none or unknown), derived, bubble; lane, part and lane_task, of a wait for what another lane
     does (see `lanes.Lanes.name`)."""
-    apart: Mapping[str, Intervals] = field(default_factory=dict)
+    outside_training: Mapping[str, Intervals] = field(default_factory=dict)
     """Kind of schema.TIME_KINDS -> when it was under way."""
     device: Intervals = field(default_factory=Intervals.empty)
     """The steps that a device's stream ends."""
@@ -88,19 +86,19 @@ class RankTime:
         return {part: upper - lower for part, upper, lower in zip(LAYERS, covered, below, strict=True)}
 
 
-def paint(
+def label_time(
     rows: pd.DataFrame,
     collectives: pd.DataFrame,
     rank: int,
     run: RunInfo | None = None,
-    apart: Mapping[str, Intervals] | None = None,
+    outside_training: Mapping[str, Intervals] | None = None,
     matches: Matches | None = None,
 ) -> RankTime:
     """Assign every moment of `rank` to a part. `rows` are that rank's; `matches` are of `collectives`, and made here if
     they are not given."""
     main = rows[["kind", "name", "step", "start_ns", "dur_ns"]][(rows["lane"] == MAIN) & rows["dur_ns"].notna()]
     phases = innermost(_phases_and_copies(main, rows), {**PHASE_PART, COPY: "offload"})
-    phases["apart"] = painted(apart or {})
+    phases["outside_training"] = labelled(outside_training or {})
     lanes = Lanes(rows, collectives, run, matches, phases)
     waits = bind_waits(rows, collectives, run, matches, lanes)
     own = _of_thread(main, waits, phases, lanes)
@@ -112,7 +110,7 @@ def paint(
     layers = _layers(own)
     sharding = spans_of(main[(main["kind"] == "module") & (main["name"] == SHARDING)])
     compute = layers[-1] - layers[-2]
-    return RankTime(rank, layers, waits, dict(apart or {}), device, sharding & compute, lanes.tasks)
+    return RankTime(rank, layers, waits, dict(outside_training or {}), device, sharding & compute, lanes.tasks)
 
 
 def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: Lanes) -> Parts:
@@ -131,7 +129,7 @@ def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: La
     own["compute"] = own["compute"] | _scheduled(main)
     if for_lane.any():
         behind = lanes.behind(waits[for_lane])
-        within = painted(behind)
+        within = labelled(behind)
         for part in BEHIND:
             own[part] = own[part] - within
         for part, spans in behind.items():
@@ -182,7 +180,7 @@ def step_budget(times: dict[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame
 
     Beside them `apart_ms`, which is part of `other`, and `<kind>_ms` for each kind of time in it.
     """
-    names = {kind for time in times.values() for kind in time.apart}
+    names = {kind for time in times.values() for kind in time.outside_training}
     columns: dict[str, Float] = {part: np.zeros(len(steps)) for part in BUDGET_PARTS}
     columns |= {f"{name}_ms": np.zeros(len(steps)) for name in ("apart", *sorted(names))}
     starts, lengths = steps["start_ns"].to_numpy(np.int64), steps["dur_ns"].to_numpy(np.int64)
@@ -195,12 +193,12 @@ def step_budget(times: dict[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame
         explained = np.zeros(len(start))
         for part in LAYERS:
             spent = (upto_end[part] - upto_start[part]) / 1e6
-            if part == "apart":
+            if part == "outside_training":
                 columns["apart_ms"][chosen] = spent
                 continue
             columns[part][chosen] = spent
             explained += spent
         columns["other"][chosen] = (end - start) / 1e6 - explained
-        for kind, spans in time.apart.items():
+        for kind, spans in time.outside_training.items():
             columns[f"{kind}_ms"][chosen] = (spans.before(end) - spans.before(start)) / 1e6
     return steps.assign(**columns)

@@ -6,17 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
 from dsprof.schema import TIME_KINDS
 
-from .intervals import Int, Intervals
+from ..arrays import Float, Int
+from .intervals import Intervals
 from .irregular import KNOWN, USUAL, Irregular
 from .label import spans_of
-
-Float = npt.NDArray[np.float64]
 
 PHASE_KIND: Final = {"checkpoint": "checkpointing", "compile": "compilation"}
 PHASE_COLUMNS: Final = ("name", "step", "start_ns", "dur_ns", "value", "grad", "source")
@@ -24,7 +22,7 @@ LANDMARKS: Final = ("backward", "optimizer", "checkpoint", "compile")
 """Phases that end a stretch of evaluation, beside a forward with gradients."""
 
 
-def apart_spans(rows: pd.DataFrame) -> dict[str, Intervals]:
+def spans_outside_training(rows: pd.DataFrame) -> dict[str, Intervals]:
     """Kind -> when the training thread was not training but evaluating, saving or compiling; they do not overlap.
     `rows` are of one rank."""
     chosen = (rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna()
@@ -112,7 +110,10 @@ def run_span(run: RunInfo, seen: Iterable[tuple[int, int]]) -> tuple[int, int] |
 
 
 def divide_time(
-    span: tuple[int, int], steps: pd.DataFrame, apart: Mapping[int, Mapping[str, Intervals]], irregular: Irregular
+    span: tuple[int, int],
+    steps: pd.DataFrame,
+    outside_training: Mapping[int, Mapping[str, Intervals]],
+    irregular: Irregular,
 ) -> dict[str, float]:
     """Kind of TIME_KINDS -> s, mean over ranks; they sum to the span.
 
@@ -122,12 +123,12 @@ def divide_time(
     """
     total = dict.fromkeys(TIME_KINDS, 0.0)
     begin, end = span
-    ranks = sorted(apart)
+    ranks = sorted(outside_training)
     numbers, shares = _known_shares(irregular)
     of_rank = dict(iter(steps.groupby("rank")))
     for rank in ranks:
         mine = of_rank.get(rank, steps[:0]).sort_values("start_ns")
-        spans = apart[rank]
+        spans = outside_training[rank]
         starts = mine["start_ns"].to_numpy(np.int64)
         ends = starts + mine["dur_ns"].to_numpy(np.int64)
         first, last = (int(starts[0]), int(ends[-1])) if len(mine) else (end, end)

@@ -14,7 +14,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..budget.intervals import Int
+from ..arrays import Int
 from .stream_time import UNKNOWN, DeviceTime
 
 BUS_FACTOR: Final = {

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof import gauges
 
-Float = npt.NDArray[np.float64]
-Int = npt.NDArray[np.int64]
+from ..arrays import Float, Int
 
 IDLE: Final = 0x1
 """Bit of `dsprof.gauges.CLOCK_REASONS`: nothing runs, so the clock is low."""

@@ -19,12 +19,12 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.trace.kineto import is_computation, launch_pauses
 
-from ..align.match import PAIRED, Matches, codes_of
-from ..budget.intervals import Int, Intervals
+from ..align.match import PAIRED, Matches
+from ..arrays import Float, Int
+from ..budget.intervals import Intervals
 from ..budget.label import PHASE_PART, innermost
 from ..budget.lanes import MAIN, OWN_LANES, STREAM
-
-Float = npt.NDArray[np.float64]
+from ..columns import codes_of
 
 KERNEL_WAIT_NS: Final = 30_000
 """HTA's `consecutive_kernel_delay`."""

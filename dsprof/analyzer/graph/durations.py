@@ -1,6 +1,6 @@
 """What tasks took, and how late who waited for them went on, from when everything was measured to begin and end.
 
-Arrays are of like-shaped steps, S of them; moments are ms from the earliest rank's start of a step.
+Arrays are of steps of one template, S of them; moments are ms from the earliest rank's start of a step.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Float
 from .step_graph import Structure
-
-Float = npt.NDArray[np.float64]
 
 
 def no_later_than_seen(structure: Structure, began: Float, ended: Float) -> Float:
@@ -52,7 +50,7 @@ def transfers(
     return ended - begins, ended
 
 
-def lags(structure: Structure, began: Float, over: Float, outside: Float, ended: Float) -> Float:
+def wake_up_delays(structure: Structure, began: Float, over: Float, outside: Float, ended: Float) -> Float:
     """How much later each segment that waited began than all it waited for had ended, [W, S] ms."""
     segments = structure.segments
     source, target = structure.edges.source, structure.edges.target

@@ -1,4 +1,4 @@
-"""In which order the operations of like-shaped steps are evaluated: nodes, the edges between them, their levels, rows.
+"""In which order the operations of a step are evaluated: nodes, the edges between them, their levels, rows.
 
 A node is a chain (segments of a thread of which only the first waits for something), a task's start, or, of a task that
 has the link of its lane to itself at its end, when it gets it. A negative source of an edge is a given row: -1 - row.
@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Bool, Int
 from .longest_path import Level, Plan
 
-Int = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 Edge = tuple[Int, Int, Int]
 """Source node, row of the weight that the edge adds, target node."""
 

@@ -1,4 +1,4 @@
-"""The points of each rank's program, and the own work between them."""
+"""The events of each rank's program, and the own work between them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from dsprof.engine.schedule import COMPUTE
 from dsprof.run import RunInfo
 
 from ..align.match import Matches, asked_ns, is_issued
+from ..arrays import Float, Int
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import BEHIND, RankTime
 from .step_graph import PARTS
 
-Float = npt.NDArray[np.float64]
-Int = npt.NDArray[np.int64]
-
 ISSUE, WAIT, WAIT_GRADIENTS, BACKWARD, ACTION_BEGINS, ACTION_ENDS = range(6)
-"""What a point of a thread is. To wait for gradients is to wait for all that were issued so far; an action is one of a
+"""What a event of a thread is. To wait for gradients is to wait for all that were issued so far; an action is one of a
 pipeline's schedule."""
 TURN: Final = np.array([2, 0, 0, 4, 4, 1])
-"""Which of the points of one moment comes first: what a rank waited for is over, and its action, before it issues the
+"""Which of the events of one moment comes first: what a rank waited for is over, and its action, before it issues the
 next; then it begins something new."""
 WAIT_FOR_OWN: Final = 3
 """The turn of a wait for what is issued at that very moment."""
@@ -35,13 +33,13 @@ ACTIONS: Final = ("", *COMPUTE)
 
 
 @dataclass(frozen=True)
-class Points:
-    """Points by step, rank and time.
+class ProgramEvents:
+    """ProgramEvents by step, rank and time.
 
     step:   index of the step, -1: in none of the graph's; rank: index; what: ISSUE, ...
     target: row of `tasks.Tasks`, -1: none
     when, ended: ns, the latter when the rank saw its task end (-1: unknown)
-    action: of a point at either end of one, index into ACTIONS
+    action: of a event at either end of one, index into ACTIONS
     """
 
     step: Int
@@ -52,19 +50,19 @@ class Points:
     ended: Int
     action: Int
 
-    def take(self, chosen: Int) -> Points:
-        return Points(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+    def take(self, chosen: Int) -> ProgramEvents:
+        return ProgramEvents(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
 Program = tuple[Int, ...]
-"""One rank's points in any order: what, target, when, ended, action, own. The target is a row of the matched table, or
-of the rank's own `LaneTasks` where `own` is 1; the others are as in `Points`."""
+"""One rank's events in any order: what, target, when, ended, action, own. The target is a row of the matched table, or
+of the rank's own `LaneTasks` where `own` is 1; the others are as in `ProgramEvents`."""
 WHAT, TARGET, WHEN, ENDED, ACTION, OWN = range(6)
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The stretches between points, by step, rank and time: when each began (ns), and its own work, [:, PARTS] in ms;
+    """The stretches between events, by step, rank and time: when each began (ns), and its own work, [:, PARTS] in ms;
     `first`: [N + 1] index of each step's first."""
 
     began: Int
@@ -72,14 +70,14 @@ class Segments:
     first: Int
 
 
-def find_points(
+def find_events(
     programs: Mapping[int, Program],
     ranks: tuple[int, ...],
     begin: Int,
     end: Int,
     first_own: Int,
-) -> Points:
-    """The points of these ranks. begin, end: [R, N] of the graph's steps, ns; `first_own`: [R] the row of `tasks.Tasks`
+) -> ProgramEvents:
+    """The events of these ranks. begin, end: [R, N] of the graph's steps, ns; `first_own`: [R] the row of `tasks.Tasks`
     that the first of each rank's own tasks is."""
     parts: list[Program] = []
     steps: list[Int] = []
@@ -94,11 +92,11 @@ def find_points(
     rank_of, what, target, when, ended, action = (np.concatenate([part[k] for part in parts]) for k in range(6))
     step = np.concatenate(steps)
     order = np.lexsort((_turn(rank_of, what, target, when), when, rank_of, step))
-    return Points(step, rank_of, what, target, when, ended, action).take(order)
+    return ProgramEvents(step, rank_of, what, target, when, ended, action).take(order)
 
 
 def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunInfo | None = None) -> Program:
-    """One rank's points: of its `rows` the communications, phases and actions, of its `time` the waits and tasks."""
+    """One rank's events: of its `rows` the communications, phases and actions, of its `time` the waits and tasks."""
     kind, main = rows["kind"], rows["lane"] == "main"
     backward_at = rows.loc[(kind == "phase") & (rows["name"] == "backward") & main, "start_ns"].to_numpy(np.int64)
     comm = rows.loc[(kind == "comm") & is_issued(rows) & rows["seq"].notna(), COMM]
@@ -160,34 +158,34 @@ def _waits(waits: pd.DataFrame, backward_at: Int) -> Program:
 
 
 def _turn(rank: Int, what: Int, target: Int, when: Int) -> Int:
-    """Which of the points of one moment comes first."""
+    """Which of the events of one moment comes first."""
     turn = TURN[what]
     width = int(target.max(initial=0)) + 1
     issued, waited = np.flatnonzero(what == ISSUE), np.flatnonzero(what == WAIT)
     key = rank[issued] * width + target[issued]
     order = np.argsort(key, kind="stable")
-    wanted = rank[waited] * width + target[waited]
-    at = np.searchsorted(key[order], wanted)
+    awaited = rank[waited] * width + target[waited]
+    at = np.searchsorted(key[order], awaited)
     known = at < len(key)
-    known[known] = key[order][at[known]] == wanted[known]
+    known[known] = key[order][at[known]] == awaited[known]
     own = issued[order][at[known]]
     turn[waited[known][when[own] == when[waited[known]]]] = WAIT_FOR_OWN
     return turn
 
 
 def find_segments(
-    times: Mapping[int, RankTime], ranks: tuple[int, ...], points: Points, begin: Int, end: Int
+    times: Mapping[int, RankTime], ranks: tuple[int, ...], events: ProgramEvents, begin: Int, end: Int
 ) -> Segments:
-    """What lies between the points, from the beginning of each step to its end."""
+    """What lies between the events, from the beginning of each step to its end."""
     steps = begin.shape[1]
     number: list[Int] = []
     began: list[Int] = []
     work: list[Float] = []
     for i, rank in enumerate(ranks):
-        mine = (points.rank == i) & (points.step >= 0)
-        edge_step = np.concatenate([np.arange(steps), points.step[mine], np.arange(steps)])
+        mine = (events.rank == i) & (events.step >= 0)
+        edge_step = np.concatenate([np.arange(steps), events.step[mine], np.arange(steps)])
         edge_kind = np.repeat([0, 1, 2], [steps, int(mine.sum()), steps])
-        when = np.concatenate([begin[i], points.when[mine], end[i]])
+        when = np.concatenate([begin[i], events.when[mine], end[i]])
         order = np.lexsort((when, edge_kind, edge_step))
         when, edge_step, edge_kind = when[order], edge_step[order], edge_kind[order]
         inside = edge_kind[:-1] < 2  # from the end of a step to the next one's start is no segment
@@ -202,11 +200,11 @@ def find_segments(
 
 def _work_between(time: RankTime, when: Int) -> Float:
     """Own work between consecutive moments, [len(when) - 1, PARTS] in ms. Waits for something unknown keep their
-    length: they count as `other`. Those for the rank's own tasks are no work, whatever was painted there."""
+    length: they count as `other`. Those for the rank's own tasks are no work, whatever was labelled there."""
     spent = {part: np.diff(value) / 1e6 for part, value in time.before(when).items()}
     explained = sum(spent.values(), np.zeros(len(when) - 1))
     unknown = np.diff(time.unbound.before(when)) / 1e6
-    spent["other"] = np.diff(when) / 1e6 - explained + spent["apart"] + unknown
+    spent["other"] = np.diff(when) / 1e6 - explained + spent["outside_training"] + unknown
     if len(time.lane_tasks):
         waited = time.for_lane_tasks
         behind = {part: np.diff(value) / 1e6 for part, value in time.before(when, waited).items()}
@@ -215,17 +213,17 @@ def _work_between(time: RankTime, when: Int) -> Float:
             spent[part] -= behind[part]
     spent["sharding"] = np.diff((time.sharding - time.for_lane_tasks).before(when)) / 1e6
     spent["compute"] -= spent["sharding"]
-    spent["lag"] = np.zeros(len(when) - 1)
+    spent["wake_up_delay"] = np.zeros(len(when) - 1)
     return np.stack([spent[part] for part in PARTS], axis=-1)
 
 
-def actions_of(points: Points, segments: int) -> npt.NDArray[np.object_]:
+def actions_of(events: ProgramEvents, segments: int) -> npt.NDArray[np.object_]:
     """The action that each segment of one step is of: one that has begun and not ended."""
     found = np.full(segments, "", object)
     under_way: dict[int, str] = {}
-    after = np.arange(len(points.rank)) + points.rank + 1
+    after = np.arange(len(events.rank)) + events.rank + 1
     for segment, rank, what, action in zip(
-        after.tolist(), points.rank.tolist(), points.what.tolist(), points.action.tolist(), strict=True
+        after.tolist(), events.rank.tolist(), events.what.tolist(), events.action.tolist(), strict=True
     ):
         if what == ACTION_BEGINS:
             under_way[rank] = ACTIONS[action]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-Float = npt.NDArray[np.float64]
+from ..arrays import Float
 
 MIN_SIZE_RATIO = 2.0
 """Latency and bandwidth come apart only if the sizes differ by this much."""

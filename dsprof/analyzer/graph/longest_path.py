@@ -1,4 +1,4 @@
-"""Longest paths through the operations of like-shaped steps, for many steps and variants at once.
+"""Longest paths through the operations of steps of one template, for many steps and variants at once.
 
 What begins when the last of several others has ended is a node; what merely follows one other is part of that one's
 chain, at a distance known beforehand (a prefix sum). Nodes are evaluated level by level: all nodes of a level over all
@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-Float = npt.NDArray[np.float64]
-Int = npt.NDArray[np.int64]
+from ..arrays import Float, Int
 
 NEVER: Final = -1e18
 """ms: before anything."""

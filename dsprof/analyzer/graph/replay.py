@@ -14,11 +14,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Float, Int
 from .longest_path import NEVER
 from .step_graph import StepGraph, Steps
-
-Float = npt.NDArray[np.float64]
-Int = npt.NDArray[np.int64]
 
 SETTLED: Final = 1e-9
 """Of the mean step: what moves by less between two sweeps has settled."""
@@ -61,40 +59,40 @@ def replay_all(graphs: Iterable[StepGraph]) -> list[Replayed]:
             found += _Sweeps(first, weights).run()
             first, weights = None, []
         first = first or graph
-        weights.append([weights_of(steps) for steps in graph.shapes])
+        weights.append([weights_of(steps) for steps in graph.templates])
     return found + (_Sweeps(first, weights).run() if first is not None else [])
 
 
 def _same_structure(one: StepGraph, other: StepGraph) -> bool:
     return (
-        one.crossings is other.crossings
-        and len(one.shapes) == len(other.shapes)
-        and all(a.structure is b.structure for a, b in zip(one.shapes, other.shapes, strict=True))
+        one.cross_step_edges is other.cross_step_edges
+        and len(one.templates) == len(other.templates)
+        and all(a.structure is b.structure for a, b in zip(one.templates, other.templates, strict=True))
     )
 
 
 class _Sweeps:
-    """V graphs of one structure, evaluated together: the first, and `weights_of` every shape of each. Inside a shape,
-    moments are from `reference` of their step."""
+    """V graphs of one structure, evaluated together: the first, and `weights_of` every template of each. Inside a
+    template, moments are from `reference` of their step."""
 
     def __init__(self, graph: StepGraph, weights: Sequence[Sequence[Float]]) -> None:
         self.graph = graph
         self.count = count = len(weights)
-        self.columns = [graph.columns_of(index) for index in range(len(graph.shapes))]
-        self.weights = [np.stack([of[index] for of in weights], axis=1) for index in range(len(graph.shapes))]
+        self.columns = [graph.columns_of(index) for index in range(len(graph.templates))]
+        self.weights = [np.stack([of[index] for of in weights], axis=1) for index in range(len(graph.templates))]
         steps = graph.start.shape[1]
         self.start = np.repeat(graph.start[:, None], count, axis=1)  # [T, V, N]
         self.end = self.start + graph.duration[:, None]
-        self.outside = [np.repeat(shape.outside[:, None], count, axis=1) for shape in graph.shapes]
-        lanes = list(dict.fromkeys(lane for shape in graph.shapes for lane in shape.structure.lanes))
+        self.outside = [np.repeat(template.outside[:, None], count, axis=1) for template in graph.templates]
+        lanes = list(dict.fromkeys(lane for template in graph.templates for lane in template.structure.lanes))
         self.lanes_of = [
-            np.array([2 * lanes.index(lane) + i for lane in shape.structure.lanes for i in (0, 1)], np.int64)
-            for shape in graph.shapes
+            np.array([2 * lanes.index(lane) + i for lane in template.structure.lanes for i in (0, 1)], np.int64)
+            for template in graph.templates
         ]
         self.free = np.full((2 * len(lanes), count, steps), NEVER)  # when each lane's workers are, at the start
         self.left = self.free.copy()  # and at the end
         self.reference = np.zeros((count, steps))
-        self._rows: list[Float | None] = [None] * len(graph.shapes)
+        self._rows: list[Float | None] = [None] * len(graph.templates)
         self._followers = np.flatnonzero(graph.follows)
 
     def run(self) -> list[Replayed]:
@@ -115,13 +113,15 @@ class _Sweeps:
         return [Replayed(start[:, v], end[:, v], graph.judged) for v in range(self.count)]
 
     def _evaluate(self, index: int, moved: Int) -> None:
-        """Evaluate these of the shape's columns."""
-        graph, shape = self.graph, self.graph.shapes[index]
-        plan, columns = shape.structure.plan, self.columns[index][moved]
+        """Evaluate these of the template's columns."""
+        graph, template = self.graph, self.graph.templates[index]
+        plan, columns = template.structure.plan, self.columns[index][moved]
         lanes = self.lanes_of[index]
         parts = (self.start, columns), (self.outside[index], moved), (self.free[lanes], columns)
         given = np.concatenate([of.take(chosen, axis=-1) for of, chosen in parts])
-        weights = self.weights[index] if len(moved) == len(shape.numbers) else self.weights[index].take(moved, axis=-1)
+        weights = (
+            self.weights[index] if len(moved) == len(template.numbers) else self.weights[index].take(moved, axis=-1)
+        )
         flat = (-1, self.count * len(moved))
         rows = plan.evaluate(given.reshape(flat), weights.reshape(flat)).reshape(plan.rows, self.count, len(moved))
         self.end[..., columns] = rows[plan.chain_of[plan.last]] + weights[plan.last]
@@ -130,10 +130,10 @@ class _Sweeps:
             state = rows[plan.lane_ends] + weights[plan.lane_weights]
             for row, lane in enumerate(lanes.tolist()):
                 self.left[lane][:, columns] = state[row]
-        if len(graph.crossings):
+        if len(graph.cross_step_edges):
             whole = self._rows[index]
             if whole is None:
-                whole = self._rows[index] = np.empty((plan.rows, self.count, len(shape.numbers)))
+                whole = self._rows[index] = np.empty((plan.rows, self.count, len(template.numbers)))
             whole[..., moved] = rows
 
     def _pass_on(self, tolerance: float) -> npt.NDArray[np.bool_]:
@@ -160,15 +160,15 @@ class _Sweeps:
             total = np.cumsum(step, axis=1)
             begin = np.where(graph.follows, 0, np.arange(len(graph.numbers)))
             self.reference = total - total[:, np.maximum.accumulate(begin)]
-        crossings = graph.crossings
-        for index in range(len(graph.shapes)):
-            into = np.flatnonzero(crossings.target_shape == index)
+        cross_step_edges = graph.cross_step_edges
+        for index in range(len(graph.templates)):
+            into = np.flatnonzero(cross_step_edges.target_template == index)
             if not len(into):
                 continue
-            columns, row = crossings.target_column[into], crossings.target[into]
+            columns, row = cross_step_edges.target_column[into], cross_step_edges.target[into]
             value = np.empty((len(into), self.count))
-            for other in np.unique(crossings.source_shape[into]):
-                chosen = crossings.source_shape[into] == other
+            for other in np.unique(cross_step_edges.source_template[into]):
+                chosen = cross_step_edges.source_template[into] == other
                 value[chosen] = self._ends(int(other), into[chosen])
             value -= self.reference[:, self.columns[index][columns]].T
             before = self.outside[index][row, :, columns]
@@ -178,9 +178,12 @@ class _Sweeps:
         return changed
 
     def _ends(self, index: int, crossing: Int) -> Float:
-        """When the operations that these crossings come from end, from the stretch's first reference, [:, V]."""
-        plan, structure = self.graph.shapes[index].structure.plan, self.graph.shapes[index].structure
-        operation, column = self.graph.crossings.source[crossing], self.graph.crossings.source_column[crossing]
+        """When the operations that these cross_step_edges come from end, from the stretch's first reference, [:, V]."""
+        plan, structure = self.graph.templates[index].structure.plan, self.graph.templates[index].structure
+        operation, column = (
+            self.graph.cross_step_edges.source[crossing],
+            self.graph.cross_step_edges.source_column[crossing],
+        )
         rows = self._rows[index]
         assert rows is not None
         is_task = operation >= structure.segments

@@ -1,7 +1,7 @@
 """The step graph: what every rank did in every step, as operations with costs, and edges that say what waited for what.
 
-An operation is a *segment*, a thread's own work between two points of its program, or a *task*, which a thread issues
-and something else runs: a collective, a message, a kernel. Points are where a thread issues a task, waits for one,
+An operation is a *segment*, a thread's own work between two events of its program, or a *task*, which a thread issues
+and something else runs: a collective, a message, a kernel. Events are where a thread issues a task, waits for one,
 begins a backward, or begins or ends an action of a pipeline's schedule. Edges are typed: program order (segments of a
 thread, by their order), issue (segment to task), wait (task to segment), the order of tasks in a lane, and edges across
 steps. Like-shaped steps share one structure and are columns of its arrays. A what-if is a function from graph to graph;
@@ -18,26 +18,23 @@ import numpy as np
 import numpy.typing as npt
 
 from ..align.backends import BACKENDS, DEFAULT
+from ..arrays import Bool, Float, Int
 from ..budget.step_budget import WORK
 from .evaluation_order import make_plan
 from .longest_path import Plan
 
-Float = npt.NDArray[np.float64]
-Int = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
-
-PARTS: Final = (*WORK, "sharding", "lag")
+PARTS: Final = (*WORK, "sharding", "wake_up_delay")
 """What a segment consists of: a rank's own work by its parts, with what FSDP does for its units apart from the rest of
 compute, and at the beginning of a segment that waited for a task how much later it went on than that task had ended (a
 thread that is woken, a kernel that is launched)."""
 
 SHARDING_PART: Final = PARTS.index("sharding")
-LAG: Final = PARTS.index("lag")
+WAKE_UP_DELAY: Final = PARTS.index("wake_up_delay")
 
 
 @dataclass(frozen=True)
 class Task:
-    """What like-shaped steps have in common of a task.
+    """What steps of one template have in common of a task.
 
     lane:     what runs it: its process group, or of a device the stream
     kind:     its name and purpose: `all_gather parameter`
@@ -68,7 +65,7 @@ class Edges:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """What like-shaped steps have in common.
+    """What steps of one template have in common.
 
     thread:   [W] of each segment, the index of its rank, ascending; the segments of a thread follow one another
     backward: [W] whether a backward begins with the segment
@@ -117,12 +114,12 @@ class Structure:
 
     @cached_property
     def programs(self) -> tuple[bytes, ...]:
-        """What each thread does at its points: the same of threads that do the same. Of waits for what other steps
+        """What each thread does at its events: the same of threads that do the same. Of waits for what other steps
         supply nothing is said."""
         issued, waited = np.zeros(self.segments, bool), np.zeros(self.segments, bool)
         issued[self.issues[:, 0]], waited[self.waits[:, 1]] = True, True
-        points = np.stack([self.backward, issued, waited], axis=1)
-        return tuple(points[self.of_thread(thread)].tobytes() for thread in range(self.threads))
+        events = np.stack([self.backward, issued, waited], axis=1)
+        return tuple(events[self.of_thread(thread)].tobytes() for thread in range(self.threads))
 
     @cached_property
     def plan(self) -> Plan:
@@ -166,20 +163,20 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Crossings:
-    """Edges across steps. Of each: the shape, the operation (a segment or a task) and the column that it comes from;
-    the shape, the number of the outside operation there and the column that it goes to."""
+class CrossStepEdges:
+    """Edges across steps. Of each: the template, the operation (a segment or a task) and the column that it comes from;
+    the template, the number of the outside operation there and the column that it goes to."""
 
-    source_shape: Int
+    source_template: Int
     source: Int
     source_column: Int
-    target_shape: Int
+    target_template: Int
     target: Int
     target_column: Int
 
     @staticmethod
-    def none() -> Crossings:
-        return Crossings(*(np.empty(0, np.int64) for _ in range(6)))
+    def none() -> CrossStepEdges:
+        return CrossStepEdges(*(np.empty(0, np.int64) for _ in range(6)))
 
     def __len__(self) -> int:
         return len(self.source)
@@ -190,9 +187,9 @@ class StepGraph:
     """A job's steps, N of them in T threads.
 
     ranks:    [T]
-    shapes:   the steps, those alike together
+    templates:   the steps, those alike together
     numbers:  [N] ascending; `judged`: [N] whether a step is one of those whose time counts
-    shape, column: [N] where each is
+    template, column: [N] where each is
     start:    [T, N] when each thread began the step, measured, ms from the earliest of them
     duration: [T, N] how long it took, measured
     follows:  [N] whether the step before is in the graph too: it then begins where that one ends
@@ -200,40 +197,42 @@ class StepGraph:
     """
 
     ranks: tuple[int, ...]
-    shapes: tuple[Steps, ...]
+    templates: tuple[Steps, ...]
     numbers: Int
     judged: Bool
-    shape: Int
+    template: Int
     column: Int
     start: Float
     duration: Float
     follows: Bool
     gap: Float
-    crossings: Crossings = field(default_factory=Crossings.none)
+    cross_step_edges: CrossStepEdges = field(default_factory=CrossStepEdges.none)
 
     @staticmethod
-    def of_one_shape(steps: Steps, *, follow: bool = False, crossings: Crossings | None = None) -> StepGraph:
-        """A graph of like-shaped steps that were not measured, all judged: each begins anew, or with `follow` where the
-        one before ends."""
+    def of_one_template(
+        steps: Steps, *, follow: bool = False, cross_step_edges: CrossStepEdges | None = None
+    ) -> StepGraph:
+        """A graph of steps of one template that were not measured, all judged: each begins anew, or with `follow`
+        where the one before ends."""
         threads, count = steps.structure.threads, len(steps.numbers)
         nothing = np.zeros((threads, count))
         return StepGraph(
             ranks=tuple(range(threads)),
-            shapes=(steps,),
+            templates=(steps,),
             numbers=steps.numbers,
             judged=np.ones(count, bool),
-            shape=np.zeros(count, np.int64),
+            template=np.zeros(count, np.int64),
             column=np.arange(count),
             start=nothing,
             duration=nothing,
             follows=follow & (np.arange(count) > 0),
             gap=nothing,
-            crossings=crossings or Crossings.none(),
+            cross_step_edges=cross_step_edges or CrossStepEdges.none(),
         )
 
-    def columns_of(self, shape: int) -> Int:
-        """Which steps have this shape, in the order of its columns."""
-        columns = np.flatnonzero(self.shape == shape)
+    def columns_of(self, template: int) -> Int:
+        """Which steps have this template, in the order of its columns."""
+        columns = np.flatnonzero(self.template == template)
         ordered: Int = columns[np.argsort(self.column[columns])]
         return ordered
 
@@ -243,10 +242,10 @@ class StepGraph:
 
     @property
     def operations(self) -> int:
-        return sum((s.structure.segments + len(s.structure.tasks)) * len(s.numbers) for s in self.shapes)
+        return sum((s.structure.segments + len(s.structure.tasks)) * len(s.numbers) for s in self.templates)
 
-    def with_shapes(self, shapes: tuple[Steps, ...]) -> StepGraph:
-        return replace(self, shapes=shapes)
+    def with_templates(self, templates: tuple[Steps, ...]) -> StepGraph:
+        return replace(self, templates=templates)
 
     @cached_property
     def measured(self) -> Float:

@@ -14,11 +14,9 @@ from dsprof.run import RunInfo
 
 from ..align.backends import backend_of
 from ..align.match import SEND_RECV
+from ..arrays import Float, Int
 from ..budget.lane_tasks import LaneTasks
-from .events import ISSUE, Points
-
-Float = npt.NDArray[np.float64]
-Int = npt.NDArray[np.int64]
+from .events import ISSUE, ProgramEvents
 
 EVERYONE, OWN = 0, 1
 """Whose arrival the end of a task depends on, as a rank sees it: on that of all; OWN + i: on that of rank i itself and,
@@ -61,13 +59,17 @@ class Tasks:
 
 
 def find_tasks(
-    collectives: pd.DataFrame, own: Sequence[LaneTasks], points: Points, ranks: tuple[int, ...], run: RunInfo | None
+    collectives: pd.DataFrame,
+    own: Sequence[LaneTasks],
+    events: ProgramEvents,
+    ranks: tuple[int, ...],
+    run: RunInfo | None,
 ) -> Tasks:
     """Those of the matched table, and each rank's own. `ranks`: the threads of the graph."""
     shared, alone = len(collectives), sum(map(len, own))
-    issues = points.what == ISSUE
-    home = _homes(points, shared + alone)
-    target, ended = points.target[issues], points.ended[issues]
+    issues = events.what == ISSUE
+    home = _owner_steps(events, shared + alone)
+    target, ended = events.target[issues], events.ended[issues]
     message = (collectives["name"] == SEND_RECV).to_numpy(bool)
     end = collectives["end_ns"].to_numpy(np.int64).copy()
     seen = (ended >= 0) & (target < shared)
@@ -106,16 +108,16 @@ def find_tasks(
     return Tasks(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(found)))
 
 
-def _homes(points: Points, count: int) -> Int:
+def _owner_steps(events: ProgramEvents, count: int) -> Int:
     """Index of the step that each of `count` tasks belongs to, -1: none of the graph's."""
-    issues = points.what == ISSUE
-    target, step = points.target[issues], points.step[issues]
+    issues = events.what == ISSUE
+    target, step = events.target[issues], events.step[issues]
     home = np.full(count, -1, np.int64)
     np.maximum.at(home, target, step)
     # A rank that issues it after the steps of the graph: then who waited for whom there is not known.
     last_in = np.full(count, np.iinfo(np.int64).min)
-    np.maximum.at(last_in, target[step >= 0], points.when[issues][step >= 0])
-    late = points.when[issues] > last_in[target]
+    np.maximum.at(last_in, target[step >= 0], events.when[issues][step >= 0])
+    late = events.when[issues] > last_in[target]
     home[target[(step < 0) & late]] = -1
     return home
 

@@ -1,4 +1,4 @@
-"""The structure that like-shaped steps share: a step's segments, its tasks, and the edges between them."""
+"""The structure that steps of one template share: a step's segments, its tasks, and the edges between them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from .events import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, Points, actions_of
+from ..arrays import Bool, Int
+from .events import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, ProgramEvents, actions_of
 from .step_graph import Edges, Structure, Task
 from .tasks import EVERYONE, Tasks
-
-Int = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 
 END, ISSUED = "end", "issue"
 """What a step is supplied with by others."""
 
 
 @dataclass
-class Alike:
+class StepTemplate:
     """A structure, and which rows of `tasks.Tasks` its local targets are in each of its steps.
 
     tasks:   (local target, view) of each task
@@ -36,49 +33,49 @@ class Alike:
     targets: list[Int] = field(default_factory=list)
 
 
-def find_shape(
-    points: Points,
+def find_template(
+    events: ProgramEvents,
     table: Tasks,
     here: Bool,
-    wanted: set[tuple[int, int]],
-    astray: Sequence[tuple[int, int]],
+    awaited: set[tuple[int, int]],
+    issued_elsewhere: Sequence[tuple[int, int]],
     threads: int,
-) -> Alike:
-    """The structure of the step with these points, whose targets are rows of `table`, the step's own tasks.
+) -> StepTemplate:
+    """The structure of the step with these events, whose targets are rows of `table`, the step's own tasks.
 
     here:   [rows] whether a task belongs to this step
-    wanted: (row, view) of what other steps wait for
-    astray: (row, rank) of what that rank issued in another step
+    awaited: (row, view) of what other steps wait for
+    issued_elsewhere: (row, rank) of what that rank issued in another step
     """
-    gradients = _waited_gradients(points, table.gradient)
-    views = {*wanted, *((i, EVERYONE) for i in np.flatnonzero(here).tolist() if table.needs[i] == "all")}
+    gradients = _waited_gradients(events, table.gradient)
+    views = {*awaited, *((i, EVERYONE) for i in np.flatnonzero(here).tolist() if table.needs[i] == "all")}
     views |= {(index, table.view(index, rank)) for _, rank, index in gradients if here[index]}
-    wiring = _Wiring(table, here, sorted(views), len(points.rank) + threads, threads)
-    # The points of a thread lie between its segments: one ends at each, and the next begins.
-    ends = np.arange(len(points.rank)) + points.rank
-    for point in np.flatnonzero(points.what == ISSUE).tolist():
-        wiring.issue(int(points.target[point]), int(points.rank[point]), int(ends[point]))
-    for index, rank in astray:
-        wiring.issue(index, rank, None)
-    for point in np.flatnonzero(points.what == WAIT).tolist():
-        wiring.wait(int(points.target[point]), int(points.rank[point]), int(ends[point]) + 1)
-    for point, rank, index in gradients:
-        wiring.wait(index, rank, int(ends[point]) + 1)
-    backward = np.zeros(wiring.segments, bool)
-    backward[ends[points.what == BACKWARD] + 1] = True
+    found = _EdgeFinder(table, here, sorted(views), len(events.rank) + threads, threads)
+    # The events of a thread lie between its segments: one ends at each, and the next begins.
+    ends = np.arange(len(events.rank)) + events.rank
+    for event in np.flatnonzero(events.what == ISSUE).tolist():
+        found.issue(int(events.target[event]), int(events.rank[event]), int(ends[event]))
+    for index, rank in issued_elsewhere:
+        found.issue(index, rank, None)
+    for event in np.flatnonzero(events.what == WAIT).tolist():
+        found.wait(int(events.target[event]), int(events.rank[event]), int(ends[event]) + 1)
+    for event, rank, index in gradients:
+        found.wait(index, rank, int(ends[event]) + 1)
+    backward = np.zeros(found.segments, bool)
+    backward[ends[events.what == BACKWARD] + 1] = True
     structure = Structure(
-        thread=np.sort(np.concatenate([points.rank, np.arange(threads)])),
+        thread=np.sort(np.concatenate([events.rank, np.arange(threads)])),
         backward=backward,
-        action=actions_of(points, wiring.segments),
-        tasks=tuple(_task(table, index, view) for index, view in wiring.tasks),
-        outside=len(wiring.outside),
-        edges=Edges(np.array(wiring.source, np.int64), np.array(wiring.target, np.int64)),
+        action=actions_of(events, found.segments),
+        tasks=tuple(_task(table, index, view) for index, view in found.tasks),
+        outside=len(found.outside),
+        edges=Edges(np.array(found.source, np.int64), np.array(found.target, np.int64)),
         threads=threads,
     )
-    return Alike(structure, wiring.tasks, list(wiring.outside))
+    return StepTemplate(structure, found.tasks, list(found.outside))
 
 
-class _Wiring:
+class _EdgeFinder:
     """The edges of a step, as they are found. Operations are numbered as in `step_graph.Edges`."""
 
     def __init__(self, table: Tasks, here: Bool, tasks: list[tuple[int, int]], segments: int, threads: int) -> None:
@@ -126,19 +123,19 @@ def _task(table: Tasks, index: int, view: int) -> Task:
     )
 
 
-def _waited_gradients(points: Points, gradient: Bool) -> list[tuple[int, int, int]]:
-    """(point, rank, target) of each wait for all gradients and what it waits for."""
-    if not (points.what == WAIT_GRADIENTS).any():
+def _waited_gradients(events: ProgramEvents, gradient: Bool) -> list[tuple[int, int, int]]:
+    """(event, rank, target) of each wait for all gradients and what it waits for."""
+    if not (events.what == WAIT_GRADIENTS).any():
         return []
     found = []
     under_way: dict[int, dict[int, None]] = defaultdict(dict)
-    for point, (rank, what, target) in enumerate(
-        zip(points.rank.tolist(), points.what.tolist(), points.target.tolist(), strict=True)
+    for event, (rank, what, target) in enumerate(
+        zip(events.rank.tolist(), events.what.tolist(), events.target.tolist(), strict=True)
     ):
         if what == ISSUE and gradient[target]:
             under_way[rank][target] = None
         elif what == WAIT:
             under_way[rank].pop(target, None)
         elif what == WAIT_GRADIENTS:
-            found += [(point, rank, index) for index in under_way.pop(rank, {})]
+            found += [(event, rank, index) for index in under_way.pop(rank, {})]
     return found

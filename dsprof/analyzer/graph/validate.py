@@ -16,9 +16,7 @@ import numpy.typing as npt
 from ..text import percent
 from .evaluation_order import Cyclic
 from .replay import replay, replay_all
-from .step_graph import LAG, StepGraph
-
-Float = npt.NDArray[np.float64]
+from .step_graph import WAKE_UP_DELAY, StepGraph
 
 MOST_ERROR: Final = 0.01
 """Of the step: an unchanged replay that misses by more has lost something."""
@@ -28,7 +26,7 @@ CONTRADICTION_MS: Final = 0.1
 """An operation that begins so much before what it waits for, and by more than clocks may be apart, contradicts it: a
 time is taken a little before or after what it is the time of."""
 FEWEST_HELD_OUT: Final = 4
-"""Judged steps of a shape, for half of them to predict the others."""
+"""Judged steps of a template, for half of them to predict the others."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,10 @@ def contradicted(graph: StepGraph, clock_error_ms: float = 0.0) -> float:
     """Share of the edges by which something waited, whose target began before their source had ended."""
     slack = max(CONTRADICTION_MS, clock_error_ms)
     wrong = every = 0
-    for steps in graph.shapes:
+    for steps in graph.templates:
         structure, segments = steps.structure, steps.structure.segments
         source, target = structure.edges.source, structure.edges.target
-        over = steps.began + steps.work.sum(axis=-1) - steps.work[..., LAG]
+        over = steps.began + steps.work.sum(axis=-1) - steps.work[..., WAKE_UP_DELAY]
         ends = np.concatenate([over, steps.ended, steps.outside])
         of_wait = target < segments
         early = steps.began[target[of_wait]] < ends[source[of_wait]] - slack
@@ -95,23 +93,23 @@ def contradicted(graph: StepGraph, clock_error_ms: float = 0.0) -> float:
 
 
 def held_out(graph: StepGraph) -> tuple[StepGraph, npt.NDArray[np.bool_]]:
-    """The graph with the costs of every second judged step of a shape replaced by the means of the others', and which
-    of the judged steps these are, [S]."""
+    """The graph with the costs of every second judged step of a template replaced by the means of the others', and
+    which of the judged steps these are, [S]."""
     chosen = np.zeros(len(graph.numbers), bool)
-    shapes = []
-    for index, steps in enumerate(graph.shapes):
+    templates = []
+    for index, steps in enumerate(graph.templates):
         columns = graph.columns_of(index)
         judged = np.flatnonzero(graph.judged[columns])
         if len(judged) < FEWEST_HELD_OUT:
-            shapes.append(steps)
+            templates.append(steps)
             continue
         odd, even = judged[1::2], judged[0::2]
         chosen[columns[even]] = True
         work, transfer = steps.work.copy(), steps.transfer.copy()
         work[:, even] = steps.work[:, odd].mean(axis=1, keepdims=True)
         transfer[:, even] = steps.transfer[:, odd].mean(axis=1, keepdims=True)
-        shapes.append(replace(steps, work=work, transfer=transfer))
-    return graph.with_shapes(tuple(shapes)), chosen[graph.judged]
+        templates.append(replace(steps, work=work, transfer=transfer))
+    return graph.with_templates(tuple(templates)), chosen[graph.judged]
 
 
 def held_out_error(graph: StepGraph) -> float | None:

@@ -7,16 +7,14 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.live.waiting import SAME_BYTES, Communication, RankState, Stall, find_stall, mismatch
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
-from ..align.match import asked_ns, codes_of, global_ranks, numbers
-
-Bool = npt.NDArray[np.bool_]
+from ..align.match import asked_ns, global_ranks, numbers
+from ..columns import codes_of
 
 COMM: Final = (
     "rank", "name", "group", "seq", "peer", "tag", "root", "start_ns", "dur_ns", "ended", "issue_ns", "arrival_ns",

@@ -18,7 +18,7 @@ from dsprof.run import from_known
 from dsprof.schema import STANDSTILL, WENT_ON
 
 from ..align.match import PAIR, SEND_RECV, matched_group
-from ..study import Context, once
+from ..study import Study, once
 from ..text import ms
 
 AT_WORK: Final = ("checkpoint", "compile")
@@ -28,7 +28,7 @@ Fact = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class PassedHang:
+class TransientHang:
     """ranks:  for which the others waited; none: not known
     step:   in which; None: outside of all, or not known
     what:   the communication, in words; `group` and `op` of it
@@ -55,43 +55,43 @@ class PassedHang:
 
 
 @once
-def passed_hangs(context: Context) -> tuple[PassedHang, ...]:
+def transient_hangs(study: Study) -> tuple[TransientHang, ...]:
     """In the order of time."""
-    told = context.run.hangs
-    found = [_of_launcher(context, hang) for hang in told if has_passed(context, hang)]
-    if not told and context.run.started_ns is None:  # else the launcher watched, and called nothing a hang
-        found += _of_ranks(context)
+    told = study.run.hangs
+    found = [_of_launcher(study, hang) for hang in told if has_passed(study, hang)]
+    if not told and study.run.started_ns is None:  # else the launcher watched, and called nothing a hang
+        found += _of_ranks(study)
     return tuple(found)
 
 
-def has_passed(context: Context, hang: Fact) -> bool:
+def has_passed(study: Study, hang: Fact) -> bool:
     """Whether what the launcher called a hang resolved itself: it saw that, or the rank that was missing came after the
     last look."""
     if hang.get("went_on"):
         return True
     if hang.get("kind") != "missing":
         return False
-    issued = set(_issued(context, from_known(Communication, hang["operation"]))["rank"])
+    issued = set(_issued(study, from_known(Communication, hang["operation"]))["rank"])
     return bool(hang["culprits"]) and set(hang["culprits"]) <= issued
 
 
-def step_of(context: Context, operation: Communication) -> int | None:
+def step_of(study: Study, operation: Communication) -> int | None:
     """The step in which ranks issued it."""
-    steps = _issued(context, operation)["step"]
+    steps = _issued(study, operation)["step"]
     steps = steps[steps >= 0]
     return None if steps.empty else int(steps.max())
 
 
-def _issued(context: Context, operation: Communication) -> pd.DataFrame:
+def _issued(study: Study, operation: Communication) -> pd.DataFrame:
     """rank and step of the rows of a communication, on all ranks; of a message, both of its sides."""
-    rows = context.rows
+    rows = study.rows
     numbered = (rows["kind"] == "comm") & (rows["group"] == operation.group) & (rows["seq"] == operation.seq)
     found = rows[numbered]
     if operation.peer is None:
         return found.loc[found["peer"].isna(), ["rank", "step"]]
     found = found[found["peer"].notna() & (found["tag"].fillna(-1) == operation.tag)]
     mine = found[found["name"] == operation.name]
-    pairs = matched_group(found, context.run)
+    pairs = matched_group(found, study.run)
     started = (mine["start_ns"] - operation.start_ns).abs()
     if started.empty:
         return found.loc[[], ["rank", "step"]]
@@ -101,23 +101,23 @@ def _issued(context: Context, operation: Communication) -> pd.DataFrame:
 # --- of the launcher
 
 
-def _of_launcher(context: Context, hang: Fact) -> PassedHang:
+def _of_launcher(study: Study, hang: Fact) -> TransientHang:
     operation = from_known(Communication, hang["operation"])
     ranks = tuple(int(rank) for rank in hang["culprits"])
     seconds = hang.get("stood_s")
     if seconds is None:  # it went on, and the job ended, before the launcher looked again
-        rows = context.collectives
+        rows = study.collectives
         same = rows[(rows["group"] == operation.group) & (rows["seq"] == operation.seq)]
         waited_s = float((same["last_ns"] - same["first_ns"]).max()) / 1e9 if len(same) else 0.0
         seconds = max(float(hang.get("still_s") or 0.0), waited_s)
-    stood = {rank: said for rank in ranks if (said := _stood(context, rank, operation.start_ns)) is not None}
-    step = step_of(context, operation)
-    return PassedHang(ranks, float(seconds), step, operation.words, operation.group, operation.name, stood)
+    stood = {rank: said for rank in ranks if (said := _stood(study, rank, operation.start_ns)) is not None}
+    step = step_of(study, operation)
+    return TransientHang(ranks, float(seconds), step, operation.words, operation.group, operation.name, stood)
 
 
-def _stood(context: Context, rank: int, begun_ns: int) -> tuple[str, str] | None:
+def _stood(study: Study, rank: int, begun_ns: int) -> tuple[str, str] | None:
     """Of what the rank said of the standstill in which something had begun."""
-    said = [fact for fact in context.facts.get(STANDSTILL, []) if fact.get("rank") == rank]
+    said = [fact for fact in study.facts.get(STANDSTILL, []) if fact.get("rank") == rank]
     return _place(next((fact for fact in said if int(fact["at_ns"]) >= begun_ns), {}))
 
 
@@ -131,20 +131,20 @@ def _place(fact: Fact) -> tuple[str, str] | None:
 # --- of the ranks
 
 
-def _of_ranks(context: Context) -> list[PassedHang]:
+def _of_ranks(study: Study) -> list[TransientHang]:
     """Where all captured ranks stood still at once, and the last to come to a communication neither worked nor was
     where it may take any time."""
-    if len({item.clock_name for item in context.run.ranks}) != 1:  # times were corrected, and those of facts not
+    if len({item.clock_name for item in study.run.ranks}) != 1:  # times were corrected, and those of facts not
         return []
-    expected = context.run.world_size or len(context.run.ranks)
-    facts = [fact for fact in context.facts.get(STANDSTILL, []) if _ended(context, fact)]
+    expected = study.run.world_size or len(study.run.ranks)
+    facts = [fact for fact in study.facts.get(STANDSTILL, []) if _ended(study, fact)]
     found = []
     for together in _overlapping(facts):
         of_rank = {int(fact["rank"]): fact for fact in together}
         if len(of_rank) < max(expected, 2):
             continue
         began, told = max(int(fact["since_ns"]) for fact in together), max(int(fact["at_ns"]) for fact in together)
-        waited = context.collectives
+        waited = study.collectives
         waited = waited[(waited["first_ns"] <= began) & (waited["last_ns"] >= told)].sort_values("first_ns")
         if waited.empty:
             continue
@@ -158,7 +158,7 @@ def _of_ranks(context: Context) -> list[PassedHang]:
         place = _place(late)
         rank = int(late["rank"])
         found.append(
-            PassedHang(
+            TransientHang(
                 (rank,), (int(first["last_ns"]) - int(first["first_ns"])) / 1e9, step if step >= 0 else None, what,
                 pd.Series([group]).str.replace(PAIR, "", regex=True).iloc[0], name, {rank: place} if place else {},
             )
@@ -166,9 +166,9 @@ def _of_ranks(context: Context) -> list[PassedHang]:
     return found
 
 
-def _ended(context: Context, fact: Fact) -> bool:
+def _ended(study: Study, fact: Fact) -> bool:
     """Whether the rank said that it went on."""
-    left = context.facts.get(WENT_ON, [])
+    left = study.facts.get(WENT_ON, [])
     return any((one.get("rank"), one.get("since_ns")) == (fact.get("rank"), fact.get("since_ns")) for one in left)
 
 

@@ -8,24 +8,24 @@ few faults orders are sampled, each with its reverse; every order's contribution
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Float
 from ..graph.replay import replay_all
 from ..graph.step_graph import StepGraph
 from ..whatif import WhatIf
-
-Float = npt.NDArray[np.float64]
 
 MOST_EXACT: Final = 5
 """Of more faults, orders are sampled: of five there are 32 sets to replay and 120 orders."""
 SAMPLED: Final = 24
 """Orders, and as many reversed ones."""
+HIDDEN: Final = 0.5
+"""A fault that alone saves less than this part of its share is hidden by another."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Attribution:
     shares:  fault -> [S] ms saved in each step that are its share; they sum to before - left
     alone:   fault -> [S] ms saved if it were the only one mended
     error:   fault -> standard error of the mean share, ms, that sampling orders leaves; 0 where all were tried
+    together: of a fault that another one hides -> the other, and [S] ms saved if both were mended
     """
 
     before: Float
@@ -41,6 +42,7 @@ class Attribution:
     shares: dict[str, Float]
     alone: dict[str, Float]
     error: dict[str, float]
+    together: dict[str, tuple[str, Float]]
 
 
 def attribute(graph: StepGraph, faults: Mapping[str, WhatIf], sampled: int = SAMPLED) -> Attribution:
@@ -60,8 +62,13 @@ def attribute(graph: StepGraph, faults: Mapping[str, WhatIf], sampled: int = SAM
                 result = faults[name](result)
         return result
 
-    replayed = replay_all(mended(some) for some in chosen)
-    duration = {some: of.durations for some, of in zip(chosen, replayed, strict=True)}
+    duration: dict[frozenset[str], Float] = {}
+
+    def replay_these(some: Iterable[frozenset[str]]) -> None:
+        new = [names for names in dict.fromkeys(some) if names not in duration]
+        duration.update(zip(new, (of.durations for of in replay_all(map(mended, new))), strict=True))
+
+    replay_these(chosen)
     before = duration[frozenset()]
     shares, error = {}, {}
     for name in names:
@@ -71,7 +78,15 @@ def attribute(graph: StepGraph, faults: Mapping[str, WhatIf], sampled: int = SAM
         draws = (added[::2] + added[1::2]).mean(axis=1) / 2 if not exact else np.zeros(1)
         error[name] = float(draws.std(ddof=1) / np.sqrt(len(draws))) if len(draws) > 1 else 0.0
     alone = {name: before - duration[frozenset((name,))] for name in names}
-    return Attribution(before, duration[frozenset(names)], shares, alone, error)
+    hidden = [name for name in names if alone[name].mean() < HIDDEN * shares[name].mean()]
+    pairs = {name: [frozenset((name, other)) for other in names if other != name] for name in hidden}
+    replay_these(pair for of_name in pairs.values() for pair in of_name)
+    together = {}
+    for name, of_name in pairs.items():
+        best = min(of_name, key=lambda pair: float(duration[pair].mean()))
+        (other,) = best - {name}
+        together[name] = other, before - duration[best]
+    return Attribution(before, duration[frozenset(names)], shares, alone, error, together)
 
 
 def _orders(names: Sequence[str], sampled: int) -> Iterator[tuple[str, ...]]:

@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Float
 from ..budget.host_load import HostLoad
 from ..budget.parts import WAITING
-from ..graph.step_graph import LAG, Structure
-from ..study import Context, once
-
-Float = npt.NDArray[np.float64]
+from ..graph.step_graph import WAKE_UP_DELAY, Structure
+from ..study import Study, once
 
 OF_ONE_MS: Final = 1.1
 """What a communication beside a rank's computation costs the core of each of its ranks where all cores are used, ms:
@@ -31,54 +29,54 @@ CPU_MS_PER_BYTE: Final = 2e-6
 """Of reducing and copying, nominal: it stays however the bytes are divided."""
 
 
-def busy(context: Context, shorter_ms: float = 0.0) -> float:
+def busy(study: Study, shorter_ms: float = 0.0) -> float:
     """Share of the busiest cores' time that the job would use in steps that are shorter by so much; 0: not measured."""
-    if context.load is None or context.step_ms <= 0:
+    if study.load is None or study.step_ms <= 0:
         return 0.0
-    length = max(context.step_ms - shorter_ms, context.load.busy * context.step_ms)
-    return min(context.load.busy * context.step_ms / max(length, 1e-9), 1.0)
+    length = max(study.step_ms - shorter_ms, study.load.busy * study.step_ms)
+    return min(study.load.busy * study.step_ms / max(length, 1e-9), 1.0)
 
 
-def lost_by_waiting_less(context: Context, gain_ms: float) -> float:
+def lost_by_waiting_less(study: Study, gain_ms: float) -> float:
     """The share of a gain, from what-ifs on own work, that communications cost more then: who no longer waits computes
     meanwhile. As much of it as the gain is of the waiting there is; none while cores are free, since both of two that
     need a core have to need it at once. At most MOST_OF_GAIN."""
-    if context.load is None or gain_ms <= 0:
+    if study.load is None or gain_ms <= 0:
         return 0.0
-    waited = float(context.ordinary[list(WAITING)].sum(axis=1).mean())
+    waited = float(study.ordinary[list(WAITING)].sum(axis=1).mean())
     share = min(gain_ms / waited, 1.0) if waited > 0 else 0.0
-    here = np.isin(context.ranks, context.load.busiest.ranks)
-    a_core = float(_beside(context)[here].sum()) / context.load.busiest.cores
-    return min(OF_ONE_MS * a_core * share * busy(context, gain_ms) ** 2 / gain_ms, MOST_OF_GAIN)
+    here = np.isin(study.ranks, study.load.busiest.ranks)
+    a_core = float(_beside(study)[here].sum()) / study.load.busiest.cores
+    return min(OF_ONE_MS * a_core * share * busy(study, gain_ms) ** 2 / gain_ms, MOST_OF_GAIN)
 
 
-def kept_of_overlap(context: Context) -> float:
+def kept_of_overlap(study: Study) -> float:
     """The share that is left of what is gained by moving communication beside computation: to do both at once takes
     cores that neither needs."""
-    return 1 - busy(context) ** 2
+    return 1 - busy(study) ** 2
 
 
-def freed_ms(context: Context, modelled: Float, moved_bytes: float) -> float:
+def freed_ms(study: Study, modelled: Float, moved_bytes: float) -> float:
     """What a step gets back if no collective had a fixed cost, beyond what a replay with modelled transfers says.
 
     The training thread waits for a core while a backend's threads have it; and these get theirs late, so that measured
     steps take longer than `modelled` ones ([S] ms). Neither is more than the CPU time of these threads. 0 where the
     scheduler does not tell of such waiting. moved_bytes: by collectives of one rank in a step.
     """
-    load, graph = context.load, context.graph
+    load, graph = study.load, study.graph
     if load is None or load.beside_ms is None or graph is None:
         return 0.0
     most = load.beside_ms * max(load.ranks_per_core, 1.0)
-    share = _of_backend(load, load.beside_ms, context.step_ms, _spent_ms(context, "worker_cpu_seconds"))
-    waited = min(_spent_ms(context, "core_wait_seconds") * share, most)
+    share = _of_backend(load, load.beside_ms, study.step_ms, _spent_ms(study, "worker_cpu_seconds"))
+    waited = min(_spent_ms(study, "core_wait_seconds") * share, most)
     late = float(np.clip(graph.measured.mean() - modelled.mean(), 0.0, min(MOST_LATE * waited, most)))
     fixed = 1 - min(moved_bytes * CPU_MS_PER_BYTE / max(load.beside_ms, 1e-9), 1.0)
     return (waited + late) * fixed
 
 
-def _spent_ms(context: Context, gauge: str) -> float:
+def _spent_ms(study: Study, gauge: str) -> float:
     """By how much a gauge rises in a step, mean over steps and over the ranks that have it; 0 where none has."""
-    spent = context.gauges.spent(gauge)
+    spent = study.gauges.spent(gauge)
     told = spent[np.isfinite(spent)]
     return float(told.mean()) if len(told) else 0.0
 
@@ -92,23 +90,23 @@ def _of_backend(load: HostLoad, beside_ms: float, step_ms: float, workers_ms: fl
 
 
 @once
-def _beside(context: Context) -> Float:
+def _beside(study: Study) -> Float:
     """In how many communications a step each rank takes part that go on while one of their ranks computes, [R]."""
-    graph = context.graph
-    found = np.zeros(len(context.ranks))
+    graph = study.graph
+    found = np.zeros(len(study.ranks))
     if graph is None:
         return found
-    place = np.searchsorted(context.ranks, graph.ranks)
-    for index, steps in enumerate(graph.shapes):
+    place = np.searchsorted(study.ranks, graph.ranks)
+    for index, steps in enumerate(graph.templates):
         columns = int(graph.judged[graph.columns_of(index)].sum())
         if columns:
-            work = (steps.work.sum(axis=-1) - steps.work[..., LAG]).mean(axis=1)
+            work = (steps.work.sum(axis=-1) - steps.work[..., WAKE_UP_DELAY]).mean(axis=1)
             found[place] += columns * _beside_of(steps.structure, work)
     return found / max(int(graph.judged.sum()), 1)
 
 
 def _beside_of(structure: Structure, work: Float) -> Float:
-    """The same of like-shaped steps, [threads]. `work`: mean of each segment, [W] ms."""
+    """The same of steps of one template, [threads]. `work`: mean of each segment, [W] ms."""
     waited: dict[tuple[int, int], int] = {}
     for task, segment in structure.waits.tolist():
         key = int(structure.thread[segment]), task

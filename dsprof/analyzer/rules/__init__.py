@@ -1,7 +1,7 @@
 """The rules, one file a family. To add one, add it to FAULTS or RULES.
 
-A fault is a pair: what would go away if it were mended (`Context -> Change | None`), and what to say of it once its
-share of the lost time is known. The other rules price their own what-ifs: `Context -> list[Finding]`.
+A fault is a pair: what would go away if it were mended (`Study -> Change | None`), and what to say of it once its
+share of the lost time is known. The other rules price their own what-ifs: `Study -> list[Finding]`.
 
     run/  data/  comm/  pipeline/  memory/  compute/   the families; a folder's docstring says what is where
     missing_collectors   what cannot be judged since a collector was not there
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..finding import Finding, Gain
-from ..study import Context
+from ..study import Study
 from ..whatif.work import Change
 from .base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
 from .comm import ddp_buckets
@@ -37,10 +37,10 @@ ABOUT_GPUS: Final = frozenset({"compute.throttle", "compute.host-sync"})
 ON_DEVICES: Final = frozenset({"rank.straggler", "data.stall"})
 """Of RULES: they judge by themselves, where kernels were traced, what the faults of that code cannot."""
 
-Describe = Callable[[Context, Change, Gain, Gain], Finding]
-"""(context, change, its share of the lost time, the gain of mending it alone) -> finding."""
+Describe = Callable[[Study, Change, Gain, Gain], Finding]
+"""(study, change, the gain of mending it alone, its share of what mending all gains) -> finding."""
 
-FAULTS: Final[dict[str, tuple[Callable[[Context], Change | None], Describe]]] = {
+FAULTS: Final[dict[str, tuple[Callable[[Study], Change | None], Describe]]] = {
     "rank.straggler": (slow_rank.slow_ranks, slow_rank.straggler),
     "data.stall": (data_stall.waiting, data_stall.stall),
     "data.imbalance": (unequal_input.unequal, unequal_input.imbalance),
@@ -48,7 +48,7 @@ FAULTS: Final[dict[str, tuple[Callable[[Context], Change | None], Describe]]] = 
     "pipeline.imbalance": (bubble_and_imbalance.unbalanced, bubble_and_imbalance.imbalance),
 }
 
-RULES: Final[dict[tuple[str, ...], Callable[[Context], list[Finding]]]] = {
+RULES: Final[dict[tuple[str, ...], Callable[[Study], list[Finding]]]] = {
     ("run.hang", "run.desync"): hang_and_desync.hang_or_desync,
     ("run.rank-died",): rank_died.rank_died,
     ("data.stall",): data_stall.loaders,

@@ -6,37 +6,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from dsprof.schema import CUDA_GRAPH_FACT, LOST_FACT
+from dsprof.collectors.catalogue import COLLECTORS
+from dsprof.collectors.catalogue import EVERYTHING as EVERYTHING
+from dsprof.schema import CUDA_GRAPH_FACT, LOST_FACT, SYMMETRIC_MEMORY_FACT
 
-EVERYTHING: Final = "everything"
-"""What the budget and every gain rest on."""
+NEEDED_FOR: Final = {name: collector.judges for name, collector in COLLECTORS.items()}
+"""Collector -> codes of what cannot be judged without it."""
 
-NEEDED_FOR: Final[dict[str, tuple[str, ...]]] = {
-    "collectives": (EVERYTHING,),
-    "modules": (EVERYTHING, "eval.uneven"),
-    "phases": (EVERYTHING,),
-    "optimizers": (EVERYTHING,),
-    "process-groups": (EVERYTHING,),
-    "engine": (EVERYTHING,),
-    "deepspeed": (EVERYTHING,),
-    "devices": (EVERYTHING, "compute.throttle", "compute.host-sync"),
-    "pipelining": ("pipeline.bubble", "pipeline.imbalance", "rank.straggler", "data.imbalance"),
-    "checkpoints": ("checkpoint.stall", "pause.stop"),
-    "compilation": ("pause.stop",),
-    "sharding": ("comm.small-messages",),
-    "tensor-parallelism": ("comm.exposed", "comm.small-messages"),
-    "host": ("pause.gc", "data.stall", "pause.stop"),
-    "nvml": ("compute.throttle",),
-    "host-sync": ("compute.host-sync",),
-}
-"""Collector -> codes of what cannot be told without it. Others cost a line of evidence, or the MFU."""
-
-NEEDED_TO_PASS: Final[dict[str, tuple[str, ...]]] = {"collectives": ("run.hang", "run.desync")}
+NEEDED_TO_PASS: Final = {name: collector.proves for name, collector in COLLECTORS.items()}
 """Collector -> codes that may be found without it, but where nothing is found, nothing is proved."""
-
 
 IN_GRAPHS: Final = (
     "communications are in a CUDA graph that is replayed, where dsprof does not see them; profile a run without graphs"
+)
+IN_SYMMETRIC_MEMORY: Final = (
+    "ranks communicate through symmetric memory (torch.distributed._symmetric_memory), where dsprof does not see it; "
+    "profile a run without it"
 )
 
 
@@ -51,6 +36,8 @@ def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[st
                     why.setdefault(code, f"{fact.get('what')} ({fact.get('because')})")
     if any(fact.get("communications") != 0 for fact in facts.get(CUDA_GRAPH_FACT, [])):
         why |= {code: IN_GRAPHS for code in codes if code.startswith("comm.") and code not in why}
+    if facts.get(SYMMETRIC_MEMORY_FACT):
+        why |= {code: IN_SYMMETRIC_MEMORY for code in codes if code.startswith("comm.") and code not in why}
     return {code: why[code] for code in (*codes, EVERYTHING) if code in why}
 
 

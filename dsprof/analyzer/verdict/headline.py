@@ -61,7 +61,7 @@ COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
 """Kinds of irregular steps that come again. Of a stop that came by chance its finding says what is sure."""
 
 
-def answer(
+def verdict_of(
     analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", missing: str = "", stood: str = ""
 ) -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at.
@@ -143,6 +143,8 @@ def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
     title, gain, step = clean(finding.title), finding.gain, analysis.step_ms
     if finding.code.startswith("run."):
         return Verdict("failed", title)
+    if step is not None and finding.together is not None:
+        return Verdict("bottleneck", f"{title}; {_hidden(finding, step.mean)}")
     if step is None or gain.ms <= 0:
         return Verdict("bottleneck", title)
     if gain.method == MEASURED_ON_DEVICE:
@@ -153,6 +155,15 @@ def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
     else:
         saved = f"fixing it saves {ms(gain.ms)} of each {ms(step.mean)} step ({percent(gain.percent)})"
     return Verdict("bottleneck", f"{title}; {saved}")
+
+
+def _hidden(finding: Finding, step_ms: float) -> str:
+    """What fixing a finding gains that another one hides."""
+    assert finding.together is not None
+    alone, both = finding.gain, finding.together.gain
+    gained = f"only {ms(alone.ms)}" if alone.percent >= NOTHING_TO_GAIN else "next to nothing"
+    of = f"{ms(both.ms)} of each {ms(step_ms)} step ({percent(both.percent)})"
+    return f"fixing it alone saves {gained}, as {finding.together.code} holds the step up too; fixing both saves {of}"
 
 
 def _of_memory(analysis: Analysis) -> str:
@@ -225,7 +236,7 @@ def _more(analysis: Analysis, part: str) -> str:
     about = [finding for finding in analysis.findings if finding.code in JUDGES.get(part, ())]
     if part == "peer_wait" and not about:
         return ", none of which is late on the whole"
-    if any(finding.gain.ms > 0 for finding in about):
+    if any(finding.weight.ms > 0 for finding in about):
         return " (what could be gained is not sure: run more steps)"
     return f" ({clean(about[0].title)})" if about else ""
 

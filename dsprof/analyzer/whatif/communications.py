@@ -6,13 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
+from ..arrays import Float, Int
 from ..graph.step_graph import Edges, Steps, Task
 from .edit import GONE, Edited
-
-Float = npt.NDArray[np.float64]
-Int = npt.NDArray[np.int64]
 
 Which = Callable[[Task], bool]
 

@@ -7,15 +7,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays import Float, Int
 from ..graph.link import Link
-from ..graph.step_graph import LAG, PARTS, Edges, Steps, Task
+from ..graph.step_graph import PARTS, WAKE_UP_DELAY, Edges, Steps, Task
 from .edit import GONE, Edited
 
-Float = npt.NDArray[np.float64]
-Int = npt.NDArray[np.int64]
 
-
-class NotRecut(Exception):
+class NotRebucketed(Exception):
     """Of steps whose gradients cannot be cut anew, why not."""
 
 
@@ -25,15 +23,15 @@ def rebucket(steps: Steps, sizes: list[int], link: Link, host_ms: float) -> Edit
     Each bucket is issued when its last byte is ready. When bytes become ready is known at the measured issues and
     taken as linear in the compute between them. A wait for old buckets waits for the new ones that hold their bytes.
     `host_ms` is the issuing thread's cost of one collective.
-    Raises NotRecut unless gradients are reduced one after the other in one backward, by one group.
+    Raises NotRebucketed unless gradients are reduced one after the other in one backward, by one group.
     """
     structure = steps.structure
     old = _gradients_in_order(steps)
     lanes = {structure.tasks[c].lane for c in old}
     if not old:
-        raise NotRecut("no gradients are reduced in these steps")
+        raise NotRebucketed("no gradients are reduced in these steps")
     if len(lanes) > 1:
-        raise NotRecut(f"gradients are reduced by {len(lanes)} process groups, and buckets are those of one")
+        raise NotRebucketed(f"gradients are reduced by {len(lanes)} process groups, and buckets are those of one")
     count = len(steps.numbers)
     ready = np.cumsum([float(np.mean(steps.size[c])) for c in old])
     wanted = np.cumsum(sizes) * ready[-1] / max(sum(sizes), 1)
@@ -152,7 +150,8 @@ def _gradients_in_order(steps: Steps) -> list[int]:
 
 
 def _stretch(steps: Steps, thread: int, old: list[int]) -> tuple[int, int]:
-    """From which segment to which a thread makes gradients. Raises NotRecut if it does more there than reduce them."""
+    """From which segment to which a thread makes gradients. Raises NotRebucketed if it does more there than
+    reduce them."""
     structure = steps.structure
     mine = structure.of_thread(thread)
     issues = structure.issues
@@ -160,24 +159,24 @@ def _stretch(steps: Steps, thread: int, old: list[int]) -> tuple[int, int]:
     issues = issues[np.argsort(issues[:, 0], kind="stable")]
     of_gradients = np.isin(issues[:, 1], old)
     if issues[of_gradients, 1].tolist() != old:
-        raise NotRecut("the ranks do not reduce the same gradients in the same order")
+        raise NotRebucketed("the ranks do not reduce the same gradients in the same order")
     first, last = int(issues[of_gradients, 0].min()), int(issues[of_gradients, 0].max())
     begun = np.flatnonzero(structure.backward[mine.start : first + 1])
     if not len(begun):
-        raise NotRecut("gradients are reduced where no backward was seen to begin before")
+        raise NotRebucketed("gradients are reduced where no backward was seen to begin before")
     since = mine.start + int(begun[-1])
     if structure.backward[since + 1 : last + 1].any():
-        raise NotRecut("gradients are reduced in several backwards of a step")
+        raise NotRebucketed("gradients are reduced in several backwards of a step")
     waited = structure.edges.target
     if ((waited > since) & (waited <= last)).any():
-        raise NotRecut(
+        raise NotRebucketed(
             "a rank waits for collectives before its last gradients are issued, and what it would wait for with "
             "other buckets is not known"
         )
     others = issues[~of_gradients, 0]
     if since < first or ((others >= since) & (others < last)).any():
         what = "copies" if any(steps.structure.tasks[c].owner >= 0 for c in issues[~of_gradients, 1]) else "collectives"
-        raise NotRecut(f"other {what} are issued among those of the gradients")
+        raise NotRebucketed(f"other {what} are issued among those of the gradients")
     return first, last
 
 
@@ -188,7 +187,7 @@ def coalesce(steps: Steps, families: list[list[int]], together: int, link: Link,
     those merged, so it is issued and waited for there; what is reduced is there with the last. `host_ms` is the issuing
     thread's cost of each collective that is saved. Every family's transfers are modelled, merged or not, so that with
     `together` 1 the model's own error can be told and cancels from a difference.
-    Raises NotRecut where ranks do not issue the same collectives.
+    Raises NotRebucketed where ranks do not issue the same collectives.
     """
     structure = steps.structure
     count, segments = len(steps.numbers), structure.segments
@@ -209,7 +208,7 @@ def coalesce(steps: Steps, families: list[list[int]], together: int, link: Link,
     for r in range(structure.threads):
         mine = issues[structure.thread[issues[:, 0]] == r]
         if not every <= set(mine[:, 1].tolist()):
-            raise NotRecut("not every rank issues the same collectives")
+            raise NotRebucketed("not every rank issues the same collectives")
     work = steps.work.copy()
     saved = np.isin(issues[:, 1], list(dropped))
     for segment in issues[saved, 0].tolist():
@@ -218,7 +217,7 @@ def coalesce(steps: Steps, families: list[list[int]], together: int, link: Link,
     # Nobody is woken late from a wait that there is no more.
     waits = structure.waits
     gone = np.isin(waits[:, 0], list(dropped))
-    work[np.setdiff1d(waits[gone, 1], waits[~gone, 1]), :, LAG] = 0.0
+    work[np.setdiff1d(waits[gone, 1], waits[~gone, 1]), :, WAKE_UP_DELAY] = 0.0
     kept_tasks = [c for c in range(len(tasks)) if c not in dropped]
     number = np.full(len(tasks), GONE)
     number[kept_tasks] = np.arange(len(kept_tasks))

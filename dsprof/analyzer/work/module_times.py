@@ -17,10 +17,8 @@ import pandas as pd
 
 from dsprof.schema import COUNTED, FLOPS, SHARDING
 
+from ..arrays import Bool, Int
 from ..budget.intervals import nest
-
-Int = npt.NDArray[np.int64]
-Bool = npt.NDArray[np.bool_]
 
 COLUMNS: Final = (
     "module", "calls", "ms", "own_ms", "backward_ms", "backward_own_ms", "recompute_ms", "gflop", "slowest_rank",

@@ -6,22 +6,21 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
+from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import Steps
 from ...price.contention import freed_ms, kept_of_overlap
-from ...study import Context
+from ...price.gains import beside_other_work, mean_gain
+from ...study import Study
 from ...text import count, ms, size
 from ...whatif.edit import Edited
 from ...whatif.rebucket import rebucket
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, ddp_argument_fix, need_steps, replay_recut
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, ddp_argument_fix, need_steps, replay_rebucketed
 from .deepspeed_config import stage_of
 from .shards import UNJUDGED, sharded, small_shards
 from .zero_buckets import blocking_buckets
-
-Float = npt.NDArray[np.float64]
 
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
 TENSOR_PARALLEL: Final = "tensor-parallel"
@@ -29,7 +28,7 @@ TENSOR_PARALLEL: Final = "tensor-parallel"
 
 
 @dataclass(frozen=True)
-class Recut:
+class Rebucketed:
     """Another bucket size, replayed."""
 
     cap_mb: float
@@ -37,53 +36,53 @@ class Recut:
     gain: Gain
 
 
-def bucket_size(context: Context) -> list[Finding]:
+def bucket_size(study: Study) -> list[Finding]:
     """The gradient buckets are too small (each pays the latency) or too large (they end after the computation).
 
     Every size is replayed, and the best one says which of the two it is: comm.small-messages or comm.exposed.
     """
-    need_steps(context)
-    if context.on_gpu:
+    need_steps(study)
+    if study.on_gpu:
         raise NotJudged("collectives ran on a device, on which this version replays no steps")
-    if context.ranks_missing:
+    if study.ranks_missing:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
-    stage = stage_of(context)
+    stage = stage_of(study)
     if stage in (1, 2):
-        _need_gradients_to_matter(context)
-        return blocking_buckets(context)
-    if sharded(context):
-        raise PartlyJudged(small_shards(context), ("comm.exposed",), UNJUDGED)
+        _need_gradients_to_matter(study)
+        return blocking_buckets(study)
+    if sharded(study):
+        raise PartlyJudged(small_shards(study), ("comm.exposed",), UNJUDGED)
     if stage is not None:
-        _need_gradients_to_matter(context)
+        _need_gradients_to_matter(study)
         raise NotJudged(
             "DeepSpeed reduces gradients when backward is over, in pieces whose size no key tells (stage 0)"
         )
-    waited = float(context.ordinary["comm_exposed"].mean())
-    cut = _gradients(context)
+    waited = float(study.ordinary["comm_exposed"].mean())
+    cut = _gradients(study)
     if cut is None:
-        if context.collectives["step"].isin(context.step_numbers).any():
-            _need_gradients_to_matter(context)
+        if study.collectives["step"].isin(study.step_numbers).any():
+            _need_gradients_to_matter(study)
             raise NotJudged("no collective was seen to carry gradients: none reduces inside backward")
         raise NotConcerned
-    recuts = _recuts(context, cut)
-    best = max(recuts, key=lambda recut: recut.gain.ms, default=None)
-    if best is not None and best.gain.ms < LEAST_SHARE * context.step_ms:
+    rebucketings = _rebucketings(study, cut)
+    best = max(rebucketings, key=lambda rebucketed: rebucketed.gain.ms, default=None)
+    if best is not None and best.gain.ms < LEAST_SHARE * study.step_ms:
         best = None
     if best is None:
-        _need_gradients_to_matter(context)
+        _need_gradients_to_matter(study)
     if best is not None and best.buckets < cut.count:
-        return [_small(context, cut, best)]
-    if best is None and waited < LEAST_SHARE * context.step_ms:
+        return [_small(study, cut, best)]
+    if best is None and waited < LEAST_SHARE * study.step_ms:
         return []
-    return [_exposed(context, cut, best, waited)]
+    return [_exposed(study, cut, best, waited)]
 
 
-def _need_gradients_to_matter(context: Context) -> None:
+def _need_gradients_to_matter(study: Study) -> None:
     """Raises NotJudged where waiting for collectives is mostly for those of tensor parallelism."""
-    waits, named = context.waits, ["group", "seq"]
+    waits, named = study.waits, ["group", "seq"]
     start, arrival, end = (waits[name].astype("Float64") for name in ("start_ns", "arrival_ns", "end_ns"))
     exposed = (end - np.maximum(start, arrival.fillna(start))).clip(lower=0)
-    issued = context.collectives[context.collectives["step"].isin(context.step_numbers)]
+    issued = study.collectives[study.collectives["step"].isin(study.step_numbers)]
     purposes = (
         waits[named].astype(object).merge(issued[[*named, "purpose"]].astype(object), "left", on=named)["purpose"]
     )
@@ -94,7 +93,7 @@ def _need_gradients_to_matter(context: Context) -> None:
         )
 
 
-def _small(context: Context, cut: _Cut, best: Recut) -> Finding:
+def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
     evidence = (
         Evidence("gradient collectives a step", cut.count, "count", best.buckets),
         Evidence("median size", round(cut.median_bytes / 1024, 1), "KiB"),
@@ -102,15 +101,15 @@ def _small(context: Context, cut: _Cut, best: Recut) -> Finding:
         Evidence("host time to issue one", round(cut.host_ms, 4), "ms"),
     )
     title = f"{cut.count} gradient collectives a step of {size(cut.median_bytes)} each are bound by latency"
-    where = Where(group=cut.group, op=cut.op, steps=context.step_range)
+    where = Where(group=cut.group, op=cut.op, steps=study.step_range)
     fixes = (_bucket_fix(cut, best),)
     return Finding("comm.small-messages", title, "info", where, evidence, best.gain, fixes)
 
 
-def _exposed(context: Context, cut: _Cut, best: Recut | None, waited: float) -> Finding:
+def _exposed(study: Study, cut: _Cut, best: Rebucketed | None, waited: float) -> Finding:
     evidence = (
         Evidence("exposed communication a step", round(waited, 3), "ms", 0.0),
-        Evidence("share of the step", round(100 * waited / context.step_ms, 1), "%"),
+        Evidence("share of the step", round(100 * waited / study.step_ms, 1), "%"),
         Evidence("gradient collectives a step", cut.count, "count", best.buckets if best else None),
     )
     gain = best.gain if best is not None else Gain(0.0, 0.0, 0.0, 0.0)
@@ -121,7 +120,7 @@ def _exposed(context: Context, cut: _Cut, best: Recut | None, waited: float) -> 
         fixes.append(ddp_argument_fix(fact, "find_unused_parameters", False, note=note))
     title = f"{ms(waited)} of each step wait for collectives"
     title += "; no other bucket size would hide more of them" if best is None and cut.ddp else ""
-    where = Where(group=cut.group, op=cut.op, steps=context.step_range)
+    where = Where(group=cut.group, op=cut.op, steps=study.step_range)
     return Finding("comm.exposed", title, "info", where, evidence, gain, tuple(fixes))
 
 
@@ -142,9 +141,9 @@ class _Cut:
     """What the DistributedDataParallel that makes them said of itself."""
 
 
-def _gradients(context: Context) -> _Cut | None:
-    table = context.collectives
-    table = table[(table["purpose"] == "gradient") & table["step"].isin(context.step_numbers)]
+def _gradients(study: Study) -> _Cut | None:
+    table = study.collectives
+    table = table[(table["purpose"] == "gradient") & table["step"].isin(study.step_numbers)]
     if table.empty:
         return None
     steps = table["step"].nunique()
@@ -156,43 +155,43 @@ def _gradients(context: Context) -> _Cut | None:
         count=round(len(table) / steps),
         total_bytes=total,
         median_bytes=float(table["bytes"].median()),
-        host_ms=context.host_ms("gradient"),
+        host_ms=study.host_ms("gradient"),
         link=fit_link(table),
         sizes=tuple(int(size) for size in one_step.sort_values("first_ns")["bytes"]),
-        ddp=_ddp_of(context, total),
+        ddp=_ddp_of(study, total),
     )
 
 
-def _ddp_of(context: Context, total_bytes: float) -> dict[str, Any] | None:
+def _ddp_of(study: Study, total_bytes: float) -> dict[str, Any] | None:
     """The DDP whose gradients are as large as what is reduced, if any."""
-    for fact in context.facts.get("ddp", []):
+    for fact in study.facts.get("ddp", []):
         if 0.5 < sum(fact.get("gradient_bytes", [])) / max(total_bytes, 1) < 2:
             return fact
     return None
 
 
-def _recuts(context: Context, cut: _Cut) -> list[Recut]:
+def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
     """The step replayed with other bucket sizes. Raises NotJudged where buckets are no knob of this job."""
-    before = _replay_cut(context, cut, list(cut.sizes))
-    freed = freed_ms(context, before, cut.total_bytes)
+    before = _replay_cut(study, cut, list(cut.sizes))
+    freed = freed_ms(study, before, cut.total_bytes)
     spread = (1.0, 1 + cut.link.spread, 1 - cut.link.spread)
-    found: list[Recut] = []
+    found: list[Rebucketed] = []
     for cap in CAPS_MB:
         sizes = pack(_tensor_bytes(cut), cap << 20)
         if len(sizes) == cut.count or (found and found[-1].buckets == len(sizes)):
             continue
-        saved = [before - _replay_cut(context, cut, sizes, slower) for slower in spread]
+        saved = [before - _replay_cut(study, cut, sizes, slower) for slower in spread]
         if len(sizes) > cut.count:
-            kept = kept_of_overlap(context)
-            saved = [before - context.overlapped(before, before - of_link) for of_link in saved]
+            kept = kept_of_overlap(study)
+            saved = [before - beside_other_work(study, before, before - of_link) for of_link in saved]
             saved = [np.where(of_link > 0, kept * of_link, of_link) for of_link in saved]
-        gain, *ends = (context.gain(of_link + freed * (1 - len(sizes) / cut.count)) for of_link in saved)
+        gain, *ends = (mean_gain(study, of_link + freed * (1 - len(sizes) / cut.count)) for of_link in saved)
         low, high = min(end.ms for end in ends), max(end.ms for end in ends)
-        found.append(Recut(cap, len(sizes), replace(gain, low=min(gain.low, low), high=max(gain.high, high))))
+        found.append(Rebucketed(cap, len(sizes), replace(gain, low=min(gain.low, low), high=max(gain.high, high))))
     return found
 
 
-def _replay_cut(context: Context, cut: _Cut, sizes: list[int], slower: float = 1.0) -> Float:
+def _replay_cut(study: Study, cut: _Cut, sizes: list[int], slower: float = 1.0) -> Float:
     """Step durations [S] with gradients cut into `sizes`. The present cut is replayed the same way, with modelled
     transfers, so that the model's own error cancels from the difference."""
     link = replace(cut.link, latency_ms=cut.link.latency_ms * slower, ms_per_byte=cut.link.ms_per_byte * slower)
@@ -200,7 +199,7 @@ def _replay_cut(context: Context, cut: _Cut, sizes: list[int], slower: float = 1
     def change(steps: Steps) -> Edited:
         return rebucket(steps, sizes, link, cut.host_ms)
 
-    return replay_recut(context, change, "no other bucket size was tried")
+    return replay_rebucketed(study, change, "no other bucket size was tried")
 
 
 def _tensor_bytes(cut: _Cut) -> list[int]:
@@ -222,7 +221,7 @@ def pack(tensors: list[int], cap_bytes: int) -> list[int]:
     return [*sizes, current] if current else sizes
 
 
-def _bucket_fix(cut: _Cut, best: Recut) -> Fix:
+def _bucket_fix(cut: _Cut, best: Rebucketed) -> Fix:
     if cut.ddp is None:
         return Fix(
             "code",

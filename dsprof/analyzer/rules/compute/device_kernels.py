@@ -11,14 +11,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ...arrays import Float
 from ...budget.irregular import FEWEST_JUDGED
 from ...device import Devices
 from ...finding import MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
-from ...study import Context, interval
+from ...price.confidence_interval import interval
+from ...study import Study
 from ...text import count, ms, percent
 from ..base import LEAST_SHARE, NotConcerned, NotJudged
-
-Float = npt.NDArray[np.float64]
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
@@ -26,18 +26,18 @@ LEAST_LATE: Final = 0.5
 """Of the collectives that make others wait, those to which a straggler is the last to come."""
 
 
-def launch_bound(context: Context) -> list[Finding]:
+def launch_bound(study: Study) -> list[Finding]:
     """The device does nothing, and what it does next has not been launched, while its host is busy launching."""
-    devices = need_devices(context)
+    devices = need_devices(study)
     if all(one.delay_us is None for one in devices.ranks.values()):
         raise NotJudged("the trace does not tell when kernels were launched")
-    steps = judged_steps(context, devices)
+    steps = judged_steps(study, devices)
     if not len(steps):
         raise NotJudged("no step is there on all traced ranks")
     tables = [one.steps.set_index("step")["launching_ms"].reindex(steps) for one in devices.ranks.values()]
     host: Float = np.stack([table.to_numpy(np.float64) for table in tables])
-    gain = cost(context, devices, steps, host)
-    if gain.ms < LEAST_SHARE * context.step_ms:
+    gain = cost(study, devices, steps, host)
+    if gain.ms < LEAST_SHARE * study.step_ms:
         return []
     worst = int(host.mean(axis=1).argmax())
     rank = list(devices.ranks)[worst]
@@ -45,7 +45,7 @@ def launch_bound(context: Context) -> list[Finding]:
         one.kernel_time_ns for one in devices.ranks.values()
     )
     traced = _traced_ms(devices, steps)
-    longer = f", of {ms(traced)} that they took" if traced > 1.01 * context.step_ms else ""
+    longer = f", of {ms(traced)} that they took" if traced > 1.01 * study.step_ms else ""
     delays = [one.delay_us for one in devices.ranks.values() if one.delay_us is not None]
     evidence = (
         Evidence("the device does nothing", round(100 * idle, 1), "%"),
@@ -70,37 +70,37 @@ def launch_bound(context: Context) -> list[Finding]:
     return [Finding("compute.launch-bound", title, "info", where, evidence, gain, fixes)]
 
 
-def collectives(context: Context) -> list[Finding]:
+def collectives(study: Study) -> list[Finding]:
     """The rank that the others' devices wait for in collectives; and, as a remark, transfers beside no computation."""
-    if context.device is None:
+    if study.device is None:
         return []
-    return [*_late_rank(context, context.device), *_exposed(context, context.device)]
+    return [*_late_rank(study, study.device), *_exposed(study, study.device)]
 
 
-def _late_rank(context: Context, devices: Devices) -> list[Finding]:
+def _late_rank(study: Study, devices: Devices) -> list[Finding]:
     if len(devices.ranks) < 2:
         raise NotJudged("the device of only one rank was traced")
     if not devices.matched:
         raise NotJudged("no collective was matched on several ranks")
-    steps = judged_steps(context, devices)
+    steps = judged_steps(study, devices)
     waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
     by_rank = devices.delays_by_step(steps).mean(axis=1)
     if waits.empty or not float(by_rank.max()) > 0:
         return []
     waited = float(waits["peer_ms"].sum()) / len(waits)
-    if context.clock_error_ms > MOST_CLOCK_ERROR * waited:
-        raise NotJudged(f"the clocks of the ranks may be {ms(context.clock_error_ms)} apart, and waits are as short")
+    if study.clock_error_ms > MOST_CLOCK_ERROR * waited:
+        raise NotJudged(f"the clocks of the ranks may be {ms(study.clock_error_ms)} apart, and waits are as short")
     rank = int(by_rank.idxmax())
     others = [one for one in devices.ranks if one != rank]
     saved = np.zeros((len(others), len(steps)))
     mine = devices.delays[(devices.delays["late_rank"] == rank) & devices.delays["step"].isin(steps.tolist())]
     saved[np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])] = mine["ms"]
-    gain = cost(context, devices, steps, saved)
+    gain = cost(study, devices, steps, saved)
     each = waits.drop_duplicates("row")
     times, every = int((each["late_rank"] == rank).sum()), len(each)
     alone = waits[(waits["late_rank"] == rank) & (waits["rank"] != rank)].groupby("row")["saved_ms"].mean()
     worst = int(alone.idxmax())
-    name = str(context.collectives["name"].iloc[worst])
+    name = str(study.collectives["name"].iloc[worst])
     evidence = (
         Evidence(f"rank {rank} comes last", f"{times} of {every}", "matched collectives"),
         Evidence("the others stand still for it alone, mean a step", round(float(saved.mean()), 3), "ms"),
@@ -128,9 +128,9 @@ def _began_late(devices: Devices, rank: int, steps: npt.NDArray[np.int64]) -> li
     ]
 
 
-def _exposed(context: Context, devices: Devices) -> list[Finding]:
+def _exposed(study: Study, devices: Devices) -> list[Finding]:
     """What of them could be hidden is not judged."""
-    steps = judged_steps(context, devices)
+    steps = judged_steps(study, devices)
     waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
     if waits.empty:
         return []
@@ -138,7 +138,7 @@ def _exposed(context: Context, devices: Devices) -> list[Finding]:
     at = np.searchsorted(list(devices.ranks), waits["rank"]), np.searchsorted(steps, waits["step"])
     np.add.at(spent, at, waits["transfer_ms"].to_numpy(np.float64))
     mean = float(spent.mean())
-    share = 100 * mean / context.step_ms if context.step_ms else 0.0
+    share = 100 * mean / study.step_ms if study.step_ms else 0.0
     gain = Gain(mean, share, 0.0, float(spent.max(axis=0).mean()), method=MEASURED_ON_DEVICE)
     evidence = tuple(
         Evidence(f"{one.name} of {one.bytes:,} bytes on {one.ranks} ranks, bus bandwidth", round(one.busbw_gbps, 2),
@@ -153,15 +153,15 @@ def _exposed(context: Context, devices: Devices) -> list[Finding]:
     return [Finding("comm.exposed", title, "info", where, evidence, gain)]
 
 
-def need_devices(context: Context) -> Devices:
-    if context.device is None:
+def need_devices(study: Study) -> Devices:
+    if study.device is None:
         raise NotConcerned
-    return context.device
+    return study.device
 
 
-def judged_steps(context: Context, devices: Devices) -> npt.NDArray[np.int64]:
+def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:
     """Those that are judged: the ordinary ones among the traced, or, where --deep traced a few, those."""
-    ordinary = devices.steps[np.isin(devices.steps, context.step_numbers)]
+    ordinary = devices.steps[np.isin(devices.steps, study.step_numbers)]
     return ordinary if len(ordinary) else devices.steps
 
 
@@ -172,12 +172,12 @@ def _traced_ms(devices: Devices, steps: npt.NDArray[np.int64]) -> float:
     return float(np.concatenate(lengths).mean())
 
 
-def cost(context: Context, devices: Devices, steps: npt.NDArray[np.int64], spent: Float) -> Gain:
+def cost(study: Study, devices: Devices, steps: npt.NDArray[np.int64], spent: Float) -> Gain:
     """Of `spent`, [R, S] ms: its mean, and an interval from the rank (and, of few, the step) with least to that with
     most. Where the profiler makes the traced steps longer than ordinary ones, the same share of these."""
     traced = _traced_ms(devices, steps)
-    if traced > context.step_ms > 0:
-        spent = spent * context.step_ms / traced
+    if traced > study.step_ms > 0:
+        spent = spent * study.step_ms / traced
     mean = float(spent.mean())
     low, high = float(spent.min(axis=0).mean()), float(spent.max(axis=0).mean())
     if spent.shape[1] >= FEWEST_JUDGED:
@@ -186,7 +186,7 @@ def cost(context: Context, devices: Devices, steps: npt.NDArray[np.int64], spent
     else:
         of_step = spent.mean(axis=0)
         low, high = min(low, float(of_step.min())), max(high, float(of_step.max()))
-    percent_of_step = 100 * mean / context.step_ms if context.step_ms else 0.0
+    percent_of_step = 100 * mean / study.step_ms if study.step_ms else 0.0
     return Gain(mean, percent_of_step, max(low, 0.0), high, method=MEASURED_ON_DEVICE)
 
 

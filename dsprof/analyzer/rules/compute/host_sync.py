@@ -11,20 +11,17 @@ import re
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.schema import HOST_SYNC
 
+from ...arrays import Float, Int
 from ...budget.intervals import Intervals
 from ...budget.lanes import MAIN, STREAM
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...study import Context, once
+from ...study import Study, once
 from ...text import ms, number
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, at, code_fix, need_steps
-
-Float = npt.NDArray[np.float64]
-Int = npt.NDArray[np.int64]
 
 CODE: Final = "compute.host-sync"
 SHOWN: Final = 5
@@ -47,20 +44,20 @@ REMEDIES: Final = {
 """`purpose` of a row -> what to do instead; of what waits by its own name, to leave it out."""
 
 
-def stops(context: Context) -> list[Finding]:
+def stops(study: Study) -> list[Finding]:
     """Where the training thread waits for the device, and what the device stood idle after it, at most."""
-    if not context.on_gpu:
+    if not study.on_gpu:
         raise NotConcerned
-    need_steps(context)
-    watched, found = context.facts.get("host_sync", []), _stops(context)
+    need_steps(study)
+    watched, found = study.facts.get("host_sync", []), _stops(study)
     if not watched and not len(found):
         raise NotJudged("what the host waits for the device in was not captured")
     operators = all(fact.get("operators") for fact in watched)
     ordinary = found[found["ordinary"]]
-    by_rank = ordinary.groupby("rank")["ms"].sum().reindex(context.ranks, fill_value=0.0) / len(context.step_numbers)
+    by_rank = ordinary.groupby("rank")["ms"].sum().reindex(study.ranks, fill_value=0.0) / len(study.step_numbers)
     findings = []
-    if len(ordinary) and float(by_rank.max()) >= LEAST_SHARE * context.step_ms:
-        findings.append(_finding(context, found, by_rank))
+    if len(ordinary) and float(by_rank.max()) >= LEAST_SHARE * study.step_ms:
+        findings.append(_finding(study, found, by_rank))
     if not operators:
         reason = "without the native helper only synchronize is seen, not .item() and copies"
         raise PartlyJudged(findings, (CODE,), reason)
@@ -74,17 +71,17 @@ def stops(context: Context) -> list[Finding]:
 
 
 @once
-def _stops(context: Context) -> pd.DataFrame:
+def _stops(study: Study) -> pd.DataFrame:
     """Waits for the device on training threads: rank, step, call, site, ms; whether in an `ordinary` step; idle_ms, for
     how long the device stood idle after it, NaN in steps whose kernels were not recorded; traced_steps, of how many
     they were: ordinary ones, or else those that `--deep` looked at."""
     tables = []
-    for rank in context.ranks:
-        rows = context.trace.read(rank, COLUMNS)
+    for rank in study.ranks:
+        rows = study.trace.read(rank, COLUMNS)
         traced = _traced(rows)
         known = traced["step"][traced["kind"] == "kernel"].unique().astype(np.int64)
-        known = np.intersect1d(known, context.step_numbers) if np.isin(known, context.step_numbers).any() else known
-        here = rows["step"].isin(context.step_numbers) | rows["step"].isin(known)
+        known = np.intersect1d(known, study.step_numbers) if np.isin(known, study.step_numbers).any() else known
+        here = rows["step"].isin(study.step_numbers) | rows["step"].isin(known)
         here &= (rows["lane"] == MAIN) & rows["dur_ns"].notna()
         mine = rows[here & (rows["kind"] == "mark") & (rows["name"] == HOST_SYNC) & rows["purpose"].notna()]
         if mine.empty:
@@ -100,7 +97,7 @@ def _stops(context: Context) -> pd.DataFrame:
                 "call": mine["purpose"].astype(str).to_numpy(object),
                 "site": mine["site"].astype(object).where(mine["site"].notna(), UNKNOWN).to_numpy(object),
                 "ms": mine["dur_ns"].to_numpy(np.float64) / 1e6,
-                "ordinary": np.isin(step, context.step_numbers),
+                "ordinary": np.isin(step, study.step_numbers),
                 "idle_ms": np.where(np.isin(step, known), _idle_after(traced, end), np.nan),
                 "traced_steps": len(known),
             })
@@ -131,9 +128,9 @@ def _idle_after(traced: pd.DataFrame, moments: Int) -> Float:
     return idle
 
 
-def _finding(context: Context, found: pd.DataFrame, by_rank: pd.Series[float]) -> Finding:
-    steps = len(context.step_numbers)
-    a_rank = steps * len(context.ranks)
+def _finding(study: Study, found: pd.DataFrame, by_rank: pd.Series[float]) -> Finding:
+    steps = len(study.step_numbers)
+    a_rank = steps * len(study.ranks)
     ordinary = found[found["ordinary"]]
     by_line = ordinary.groupby(["site", "call"])["ms"]
     lines = pd.DataFrame({
@@ -164,9 +161,9 @@ def _finding(context: Context, found: pd.DataFrame, by_rank: pd.Series[float]) -
             title += ", in the steps that were traced"
     # What is waited for may be needed, so that nothing is gained; more than the idle time cannot be.
     most = float(idle_ms.max()) if known else 0.0
-    gain = Gain(most, 100 * most / context.step_ms, 0.0, most, method="upper bound")
-    ranks = context.ranks_where(by_rank.to_numpy(np.float64) > 0.5 * float(by_rank.max()))
-    where = Where(ranks=ranks, op=call, steps=context.step_range)
+    gain = Gain(most, 100 * most / study.step_ms, 0.0, most, method="upper bound")
+    ranks = study.ranks_where(by_rank.to_numpy(np.float64) > 0.5 * float(by_rank.max()))
+    where = Where(ranks=ranks, op=call, steps=study.step_range)
     fixes = tuple(_fix(site, call) for site, call, _ in listed[:MENDED])
     return Finding(CODE, title, "info", where, tuple(evidence), gain, fixes)
 

@@ -10,47 +10,46 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ...arrays import Float
 from ...budget.lanes import OWN_LANES
 from ...device import Devices
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...study import Context
+from ...study import Study
 from ...text import ms, percent
 from ..base import LEAST_SHARE, NotJudged
 from ..data.loader import loader_fix
 from .device_kernels import cost, in_steps, judged_steps, need_devices
 
-Float = npt.NDArray[np.float64]
-
 MOST_NAMED: Final = 3
 """Operators that are named, of those that the host computes."""
 
-Describe = Callable[[Context, Devices, Float, Gain, str], Finding]
+Describe = Callable[[Study, Devices, Float, Gain, str], Finding]
 
 
-def loads_or_saves(context: Context) -> list[Finding]:
+def loads_or_saves(study: Study) -> list[Finding]:
     """Nothing where no kernels were traced: other rules judge these codes there."""
-    if context.device is None:
+    if study.device is None:
         return []
-    found = _found(context, context.device, ("data_ms",), _data)
-    return found + _found(context, context.device, ("checkpoint_ms",), _checkpoint)
+    found = _found(study, study.device, ("data_ms",), _data)
+    return found + _found(study, study.device, ("checkpoint_ms",), _checkpoint)
 
 
-def elsewhere(context: Context) -> list[Finding]:
-    return _found(context, need_devices(context), ("cpu_ms", "away_ms"), _elsewhere)
+def elsewhere(study: Study) -> list[Finding]:
+    return _found(study, need_devices(study), ("cpu_ms", "away_ms"), _elsewhere)
 
 
-def _found(context: Context, devices: Devices, columns: tuple[str, ...], describe: Describe) -> list[Finding]:
+def _found(study: Study, devices: Devices, columns: tuple[str, ...], describe: Describe) -> list[Finding]:
     """What the device waits for the host in these columns of its steps, if that is worth a line."""
     if all(one.delay_us is None for one in devices.ranks.values()):
         raise NotJudged("the trace does not tell when kernels were launched")
-    steps = judged_steps(context, devices)
+    steps = judged_steps(study, devices)
     if not len(steps):
         raise NotJudged("no step is there on all traced ranks")
     spent = np.sum([_spent(devices, column, steps) for column in columns], axis=0)
-    gain = cost(context, devices, steps, spent)
-    if gain.ms <= 0 or gain.ms < LEAST_SHARE * context.step_ms:
+    gain = cost(study, devices, steps, spent)
+    if gain.ms <= 0 or gain.ms < LEAST_SHARE * study.step_ms:
         return []
-    return [describe(context, devices, spent, gain, in_steps(len(steps)))]
+    return [describe(study, devices, spent, gain, in_steps(len(steps)))]
 
 
 def _spent(devices: Devices, column: str, steps: npt.NDArray[np.int64]) -> Float:
@@ -67,37 +66,37 @@ def _evidence(devices: Devices, spent: Float) -> tuple[Evidence, ...]:
     )
 
 
-def _where(context: Context, devices: Devices) -> Where:
-    steps = judged_steps(context, devices)
+def _where(study: Study, devices: Devices) -> Where:
+    steps = judged_steps(study, devices)
     return Where(steps=(int(steps[0]), int(steps[-1])))
 
 
-def _data(context: Context, devices: Devices, spent: Float, gain: Gain, which: str) -> Finding:
+def _data(study: Study, devices: Devices, spent: Float, gain: Gain, which: str) -> Finding:
     title = f"the device waits {ms(gain.ms)} of the step ({percent(gain.percent)}) for the host to load data{which}"
     more = {"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True}
     fixes = (
-        loader_fix(context, None, more),
+        loader_fix(study, None, more),
         Fix("code", "less work a sample: decode or tokenize once, before training, and keep what comes of it"),
         Fix("code", "pin_memory=True, and copies to the device with non_blocking=True"),
     )
-    return Finding("data.stall", title, "info", _where(context, devices), _evidence(devices, spent), gain, fixes)
+    return Finding("data.stall", title, "info", _where(study, devices), _evidence(devices, spent), gain, fixes)
 
 
-def _checkpoint(context: Context, devices: Devices, spent: Float, gain: Gain, which: str) -> Finding:
+def _checkpoint(study: Study, devices: Devices, spent: Float, gain: Gain, which: str) -> Finding:
     title = f"the device waits {ms(gain.ms)} of the step ({percent(gain.percent)}) for the host to save{which}"
     fixes = (
         Fix("code", "save while training goes on: torch.distributed.checkpoint.async_save; it waits for a copy only"),
         Fix("code", "or save less often"),
     )
-    return Finding("checkpoint.stall", title, "info", _where(context, devices), _evidence(devices, spent), gain, fixes)
+    return Finding("checkpoint.stall", title, "info", _where(study, devices), _evidence(devices, spent), gain, fixes)
 
 
-def _elsewhere(context: Context, devices: Devices, spent: Float, gain: Gain, which: str) -> Finding:
+def _elsewhere(study: Study, devices: Devices, spent: Float, gain: Gain, which: str) -> Finding:
     """On the CPU, as far as operators tell, and else in what the trace has no name for."""
-    steps = judged_steps(context, devices)
+    steps = judged_steps(study, devices)
     on_cpu = float(_spent(devices, "cpu_ms", steps).mean())
     away = float(spent.mean()) - on_cpu
-    operators = _operators(context, devices, steps)
+    operators = _operators(study, devices, steps)
     does = "computes on the CPU" if on_cpu > away else "does something else than to launch"
     title = f"the device waits {ms(gain.ms)} of the step ({percent(gain.percent)}) while its host {does}{which}"
     evidence = (
@@ -114,15 +113,15 @@ def _elsewhere(context: Context, devices: Devices, spent: Float, gain: Gain, whi
             Fix("code", "record the trace with with_stack=True: the timeline then shows which function it is; or put "
                 "torch.profiler.record_function(...) around what runs between the steps")
         )  # fmt: skip
-    where = _where(context, devices)
+    where = _where(study, devices)
     return Finding("compute.host-work", title, "info", where, evidence, gain, tuple(fixes))
 
 
-def _operators(context: Context, devices: Devices, steps: npt.NDArray[np.int64]) -> list[tuple[str, float]]:
+def _operators(study: Study, devices: Devices, steps: npt.NDArray[np.int64]) -> list[tuple[str, float]]:
     """Those that the hosts are in for longest and launch nothing, and how long: ms, mean over steps and ranks."""
     tables = []
     for rank in devices.ranks:
-        rows = context.trace.read(rank, ("kind", "name", "lane", "step", "dur_ns"))
+        rows = study.trace.read(rank, ("kind", "name", "lane", "step", "dur_ns"))
         chosen = (rows["kind"] == "kernel") & rows["lane"].isin(OWN_LANES) & rows["dur_ns"].notna()
         chosen &= rows["step"].isin(steps.tolist())
         tables.append(pd.DataFrame({"name": rows["name"][chosen].astype(str), "ns": rows["dur_ns"][chosen]}))

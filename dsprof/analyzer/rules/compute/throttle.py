@@ -12,7 +12,7 @@ from dsprof import gauges
 
 from ...device.device_gauges import WatchedDevice, devices_of
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...study import Context, once
+from ...study import Study, once
 from ...text import number, percent
 from ..base import NotConcerned, NotJudged, listed
 
@@ -61,19 +61,19 @@ class Clock:
 
 
 @once
-def _devices(context: Context) -> list[WatchedDevice]:
-    ordinary = context.ordinary
+def _devices(study: Study) -> list[WatchedDevice]:
+    ordinary = study.ordinary
     begin = int(ordinary["start_ns"].min())
     end = int((ordinary["start_ns"] + ordinary["dur_ns"]).max())
-    hosts = {item.rank: item.host for item in context.run.ranks}
-    return devices_of(context.rows, (begin, end), context.facts.get("gpu", []), hosts)
+    hosts = {item.rank: item.host for item in study.run.ranks}
+    return devices_of(study.rows, (begin, end), study.facts.get("gpu", []), hosts)
 
 
 @once
-def _clocks(context: Context) -> list[Clock]:
+def _clocks(study: Study) -> list[Clock]:
     """Of the devices that were at work often enough to tell."""
     found = []
-    for device in _devices(context):
+    for device in _devices(study):
         moments = device.moments
         could = device.of(gauges.SM_CLOCK_MAX).highest
         if len(moments) < FEWEST or not could > 0:
@@ -86,17 +86,17 @@ def _clocks(context: Context) -> list[Clock]:
     return found
 
 
-def throttle(context: Context) -> list[Finding]:
+def throttle(study: Study) -> list[Finding]:
     """Clocks that are held down, PCIe and NVLink connections that are worse than they were made, memory errors."""
-    if not (context.on_gpu or context.facts.get("gpu")):
+    if not (study.on_gpu or study.facts.get("gpu")):
         raise NotConcerned
-    if not len(context.ordinary):
+    if not len(study.ordinary):
         raise NotJudged("no step was completed on all captured ranks")
-    devices = _devices(context)
+    devices = _devices(study)
     if not devices:
         raise NotJudged("what the devices' clocks and links did was not captured")
-    findings = [*_slow_clocks(context), *_links(context, devices), *_errors(context, devices)]
-    if not findings and not _clocks(context):
+    findings = [*_slow_clocks(study), *_links(study, devices), *_errors(study, devices)]
+    if not findings and not _clocks(study):
         raise NotJudged(f"the judged steps are too short for {FEWEST} looks, one a second, at a device at work")
     return findings
 
@@ -104,24 +104,22 @@ def throttle(context: Context) -> list[Finding]:
 # --- clocks ---------------------------------------------------------------------------------------
 
 
-def held_down(context: Context) -> dict[int, Clock]:
+def held_down(study: Study) -> dict[int, Clock]:
     """Rank -> the clock of its device, where that was held down."""
     return {
-        clock.device.rank: clock
-        for clock in _clocks(context)
-        if clock.held >= LEAST_HELD and clock.lower >= LEAST_LOWER
+        clock.device.rank: clock for clock in _clocks(study) if clock.held >= LEAST_HELD and clock.lower >= LEAST_LOWER
     }
 
 
-def _slow_clocks(context: Context) -> list[Finding]:
+def _slow_clocks(study: Study) -> list[Finding]:
     """One finding of the devices that are slower than others of their kind; else one of all that are held down."""
-    held = held_down(context)
-    behind = {rank: clock for rank, clock in held.items() if _lag(context, clock) >= LEAST_LOWER}
+    held = held_down(study)
+    behind = {rank: clock for rank, clock in held.items() if _lag(study, clock) >= LEAST_LOWER}
     chosen = behind or held
     if not chosen:
         return []
-    worst = max(chosen.values(), key=lambda clock: _lag(context, clock) if behind else clock.lower)
-    peers = _peers_mean(context, worst)
+    worst = max(chosen.values(), key=lambda clock: _lag(study, clock) if behind else clock.lower)
+    peers = _peers_mean(study, worst)
     why = " and ".join(gauges.CLOCK_REASON[bit] for bit in _main_reasons(worst))
     evidence = [
         Evidence("SM clock at work, mean", round(worst.mean), "MHz", round(peers) if behind else round(worst.could)),
@@ -142,7 +140,7 @@ def _slow_clocks(context: Context) -> list[Finding]:
     if behind:
         title = (
             f"{worst.device} (rank {worst.device.rank}) runs at {number(worst.mean)} MHz, "
-            f"{percent(100 * _lag(context, worst))} below its peers: held down by {why}"
+            f"{percent(100 * _lag(study, worst))} below its peers: held down by {why}"
         )
     else:
         title = f"{worst.device} runs at {number(worst.mean)} of {number(worst.could)} MHz: held down by {why}"
@@ -150,7 +148,7 @@ def _slow_clocks(context: Context) -> list[Finding]:
             title += f"; so are the devices of all ranks {listed(ranks)}"
     remedies = [REMEDIES[bit].format(index=worst.device.index) for bit in _main_reasons(worst)]
     fixes = tuple(Fix("code", f"{worst.device}: {remedy}") for remedy in dict.fromkeys(remedies))
-    return [Finding(CODE, title, "info", Where(ranks=ranks, steps=context.step_range), tuple(evidence), NO_GAIN, fixes)]
+    return [Finding(CODE, title, "info", Where(ranks=ranks, steps=study.step_range), tuple(evidence), NO_GAIN, fixes)]
 
 
 def _main_reasons(clock: Clock) -> list[int]:
@@ -159,26 +157,26 @@ def _main_reasons(clock: Clock) -> list[int]:
     return [bit for bit, share in clock.reasons.items() if share >= most / 2]
 
 
-def _peers_mean(context: Context, clock: Clock) -> float:
+def _peers_mean(study: Study, clock: Clock) -> float:
     """What the clocks of other devices of this kind were, median; NaN without any."""
     others = [
         other.mean
-        for other in _clocks(context)
+        for other in _clocks(study)
         if other.device.model == clock.device.model and other.device.rank != clock.device.rank
     ]
     return float(np.median(others)) if others else float("nan")
 
 
-def _lag(context: Context, clock: Clock) -> float:
+def _lag(study: Study, clock: Clock) -> float:
     """By how much the device is slower than others of its kind, a share; nothing where there are none."""
-    peers = _peers_mean(context, clock)
+    peers = _peers_mean(study, clock)
     return 1 - clock.mean / peers if peers > 0 else 0.0
 
 
 # --- links and memory -----------------------------------------------------------------------------
 
 
-def _links(context: Context, devices: Sequence[WatchedDevice]) -> list[Finding]:
+def _links(study: Study, devices: Sequence[WatchedDevice]) -> list[Finding]:
     """PCIe that came up with fewer lanes, or slower, than card and slot have; NVLinks that are down."""
     found = []
     for device in devices:
@@ -204,7 +202,7 @@ def _links(context: Context, devices: Sequence[WatchedDevice]) -> list[Finding]:
             fix = Fix(
                 "code", f"{device}: run on another machine; reseat the card, look at the slot, the riser, `dmesg`"
             )
-            found.append(_finding(context, device, f"is connected by {' and '.join(words)}", evidence, fix))
+            found.append(_finding(study, device, f"is connected by {' and '.join(words)}", evidence, fix))
     return found
 
 
@@ -216,7 +214,7 @@ ERRORS: Final = {
 }
 
 
-def _errors(context: Context, devices: Sequence[WatchedDevice]) -> list[Finding]:
+def _errors(study: Study, devices: Sequence[WatchedDevice]) -> list[Finding]:
     found = []
     for device in devices:
         risen = {words: device.of(gauge).rise for gauge, words in ERRORS.items() if device.of(gauge).rise > 0}
@@ -224,12 +222,12 @@ def _errors(context: Context, devices: Sequence[WatchedDevice]) -> list[Finding]
             evidence = [Evidence(f"{words} in the judged steps", rise, "count", 0.0) for words, rise in risen.items()]
             words = " and ".join(f"{rise:,.0f} {words}" for words, rise in risen.items())
             remedy = f"{device}: run on another machine, and have it checked (`nvidia-smi -q -d ECC,PAGE_RETIREMENT`)"
-            found.append(_finding(context, device, f"counts {words}", evidence, Fix("code", remedy)))
+            found.append(_finding(study, device, f"counts {words}", evidence, Fix("code", remedy)))
     return found
 
 
-def _finding(context: Context, device: WatchedDevice, what: str, evidence: list[Evidence], fix: Fix) -> Finding:
-    where = Where(ranks=(device.rank,), steps=context.step_range)
+def _finding(study: Study, device: WatchedDevice, what: str, evidence: list[Evidence], fix: Fix) -> Finding:
+    where = Where(ranks=(device.rank,), steps=study.step_range)
     title = f"{device} (rank {device.rank}) {what}"
     return Finding(CODE, title, "info", where, tuple(evidence), NO_GAIN, (fix,))
 
@@ -243,7 +241,7 @@ def with_cause(found: dict[str, list[Finding]]) -> None:
     for late in found.get(STRAGGLER, []):
         for place, slowed in enumerate(found.get(CODE, [])):
             if slowed.where.ranks and late.where.ranks and set(late.where.ranks) <= set(slowed.where.ranks):
-                found[CODE][place] = replace(slowed, gain=late.gain)
+                found[CODE][place] = replace(slowed, gain=late.gain, share=late.share)
                 cause = Fix("code", f"see {CODE}: {slowed.title}")
                 found[STRAGGLER] = [replace(each, fixes=(cause, *each.fixes)) for each in found[STRAGGLER]]
                 return

@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof import gauges
 
+from ...arrays import Float
 from ...budget.host_load import SharedCores
 from ...budget.parts import WAITING
 from ...finding import LOW_PERCENT, Evidence, Finding, Gain, Where
-from ...study import Context, interval, once
+from ...price.confidence_interval import interval
+from ...price.gains import cost_outside_steps
+from ...study import Study, once
 from ...text import count, ms
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, NotConcerned, at, need_host, need_steps, widened
 from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
-
-Float = npt.NDArray[np.float64]
 
 MOST_WORKERS: Final = 32
 HAND_OVER_MS: Final = 0.5
@@ -75,29 +75,29 @@ class Supply:
 
 
 @once
-def supply(context: Context) -> Supply | None:
+def supply(study: Study) -> Supply | None:
     """None where no DataLoader was waited for."""
-    loading = loading_rows(context)
+    loading = loading_rows(study)
     if loading.empty:
         return None
-    anew = restarts(context).pivot_table(index="rank", columns="step", values="excess_ms", aggfunc="sum")
-    starting = anew.reindex(index=context.ranks, columns=context.step_numbers).fillna(0.0).to_numpy(np.float64)
-    waited = np.clip(context.work("data") - starting, 0, None)
+    anew = restarts(study).pivot_table(index="rank", columns="step", values="excess_ms", aggfunc="sum")
+    starting = anew.reindex(index=study.ranks, columns=study.step_numbers).fillna(0.0).to_numpy(np.float64)
+    waited = np.clip(study.work("data") - starting, 0, None)
     worst = int(waited.mean(axis=1).argmax())
     wait_ms = float(waited[worst].mean())
     if wait_ms <= 0:
         return None
-    loader = training_loader(context)
+    loader = training_loader(study)
     now = int(loader.get("num_workers") or 0) if loader else 0
-    step_ms = float(context.work("dur_ns")[worst].mean()) / 1e6
+    step_ms = float(study.work("dur_ns")[worst].mean()) / 1e6
     rest = max(step_ms - wait_ms, 0.05 * step_ms)
     # Starved workers finish a batch a step between them, so one takes `now` steps; a loop that loads its own batches
     # takes what it waited.
     one_batch = now * step_ms if now else wait_ms
     wanted = min(max(math.ceil(SLACK * one_batch / rest), now + 1, 2), MOST_WORKERS)
-    fetched = loading[(loading["name"] == "data") & loading["step"].isin(context.step_numbers)]
-    batches = max(len(fetched) / len(context.ranks) / len(context.step_numbers), 1.0)
-    hand_over = HAND_OVER_MS * batches + HAND_OVER_MS_PER_BYTE * _input_bytes(context)
+    fetched = loading[(loading["name"] == "data") & loading["step"].isin(study.step_numbers)]
+    batches = max(len(fetched) / len(study.ranks) / len(study.step_numbers), 1.0)
+    hand_over = HAND_OVER_MS * batches + HAND_OVER_MS_PER_BYTE * _input_bytes(study)
     at_worst = HAND_OVER_AT_WORST * hand_over
 
     def with_workers(count: int, hand_over: float = hand_over) -> Float:
@@ -109,7 +109,7 @@ def supply(context: Context) -> Supply | None:
         low, high = np.minimum(low, saved), np.maximum(high, saved)
         return Supply(loader, waited, now, count, wanted, a_rank, sleep, asleep, saved, low, high)
 
-    cores = context.load.of(context.ranks[worst]) if context.load is not None else None
+    cores = study.load.of(study.ranks[worst]) if study.load is not None else None
     a_rank = cores.cores_a_rank if cores is not None else None
     if cores is None:
         low, high = with_workers(wanted, at_worst), with_workers(wanted)
@@ -117,7 +117,7 @@ def supply(context: Context) -> Supply | None:
     free = max(math.floor(cores.cores_a_rank) - 1, 1)
     if now == 0:
         idle = np.clip(cores.idle_ms, 0, None)  # threads of its own may run while the training thread sleeps
-        sleep, surely = (np.minimum(np.minimum(ms, idle), waited) for ms in _asleep_ms(context))
+        sleep, surely = (np.minimum(np.minimum(ms, idle), waited) for ms in _asleep_ms(study))
         share = float((sleep + surely)[worst].mean()) / 2 / wait_ms
         asleep = share >= MOSTLY
         workers = min(wanted, math.floor(free / max(1 - share, 1 / MOST_WORKERS)) if asleep else free)
@@ -128,9 +128,9 @@ def supply(context: Context) -> Supply | None:
         usual = np.minimum(with_workers(workers), sleep + cores.spare_ms - hand_over)
         high = np.minimum(with_workers(workers), np.maximum(sleep, cores.idle_ms) - hand_over)
         return answer(workers, np.clip((low + usual) / 2, 0, None), low, high, sleep, asleep)
-    hindered = _hindered(context, cores, now)
+    hindered = _hindered(study, cores, now)
     asleep = hindered < UNHINDERED
-    working = _per_rank(context, "worker_cpu_seconds")
+    working = _per_rank(study, "worker_cpu_seconds")
     if working is not None:  # then their CPU time is known
         asleep = float(working[worst].mean()) < (1 - MOSTLY) * now * step_ms
         hindered = math.nan if asleep else math.inf
@@ -148,66 +148,66 @@ def supply(context: Context) -> Supply | None:
     return answer(workers, (low + high) / 2, low, high, waited, asleep)
 
 
-def _input_bytes(context: Context) -> float:
+def _input_bytes(study: Study) -> float:
     """Bytes given to forward, mean of a rank's step."""
-    phases = context.phases
-    size = phases["bytes"][(phases["name"] == "forward") & phases["step"].isin(context.step_numbers)]
-    return float(size.fillna(0).sum()) / max(len(context.ranks) * len(context.step_numbers), 1)
+    phases = study.phases
+    size = phases["bytes"][(phases["name"] == "forward") & phases["step"].isin(study.step_numbers)]
+    return float(size.fillna(0).sum()) / max(len(study.ranks) * len(study.step_numbers), 1)
 
 
-def _per_rank(context: Context, gauge: str) -> Float | None:
+def _per_rank(study: Study, gauge: str) -> Float | None:
     """Increase of a gauge in ms, [R, S]; None unless every rank has it."""
-    found = context.gauges.spent(gauge)
+    found = study.gauges.spent(gauge)
     return None if np.isnan(found).any() else found
 
 
-def _asleep_ms(context: Context) -> tuple[Float, Float]:
+def _asleep_ms(study: Study) -> tuple[Float, Float]:
     """How long the training thread slept in each step, but for communication: neither ran nor wanted a core. [R, S] at
     most, and for sure.
 
     Whether it slept in the loader or in its own work is not known, but in either case a worker has that time to
     itself. Nothing where the kernel does not tell how long a thread wanted a core.
     """
-    ran, wanted = (_per_rank(context, gauge) for gauge in ("training_thread_cpu_seconds", "core_wait_seconds"))
-    own = context.work("dur_ns") / 1e6
+    ran, wanted = (_per_rank(study, gauge) for gauge in ("training_thread_cpu_seconds", "core_wait_seconds"))
+    own = study.work("dur_ns") / 1e6
     for part in WAITING:
-        own = own - context.work(part)
+        own = own - study.work(part)
     if ran is None or wanted is None:
         return np.zeros_like(own), np.zeros_like(own)
     asleep = own - ran - wanted
     return np.clip(asleep, 0, None), np.clip(asleep - UNEXPLAINED * own, 0, None)
 
 
-def _hindered(context: Context, cores: SharedCores, now: int) -> float:
+def _hindered(study: Study, cores: SharedCores, now: int) -> float:
     """How long training threads waited for a core, of the time they ran, beside `now` workers a rank. NaN where that
     says nothing of the workers: it was not measured, or there is a core for each of them."""
-    ran, wanted = (_per_rank(context, gauge) for gauge in ("training_thread_cpu_seconds", "core_wait_seconds"))
+    ran, wanted = (_per_rank(study, gauge) for gauge in ("training_thread_cpu_seconds", "core_wait_seconds"))
     if ran is None or wanted is None or len(cores.ranks) * (1 + now) <= cores.cores:
         return math.nan
-    here = np.isin(context.ranks, cores.ranks)
+    here = np.isin(study.ranks, cores.ranks)
     return float(wanted[here].mean()) / max(float(ran[here].mean()), 1e-9)
 
 
 # --- the wait of ordinary steps -----------------------------------------------------------------
 
 
-def waiting(context: Context) -> Change | None:
+def waiting(study: Study) -> Change | None:
     """Enough DataLoader workers to have the next batch ready in time, as far as there are cores for them."""
-    if loading_rows(context).empty:
+    if loading_rows(study).empty:
         raise NotConcerned
-    found = supply(context)
-    return Change({"data": found.saved}) if found is not None and _worth(context, found) else None
+    found = supply(study)
+    return Change({"data": found.saved}) if found is not None and _worth(study, found) else None
 
 
-def _worth(context: Context, found: Supply) -> bool:
-    return float(found.saved.mean(axis=1).max()) >= LEAST_SHARE * context.step_ms
+def _worth(study: Study, found: Supply) -> bool:
+    return float(found.saved.mean(axis=1).max()) >= LEAST_SHARE * study.step_ms
 
 
-def stall(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
+def stall(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """The training loop stands still until its next batch is there."""
-    found = supply(context)
+    found = supply(study)
     assert found is not None
-    return _stall(context, found, _with_ends(gain, found), _with_ends(alone, found))
+    return _stall(study, found, _with_ends(gain, found), _with_ends(share, found))
 
 
 def _with_ends(gain: Gain, found: Supply) -> Gain:
@@ -222,21 +222,21 @@ def _with_ends(gain: Gain, found: Supply) -> Gain:
     return widened(gain, low, min(gain.high * multiple, found.worst_ms))
 
 
-def _stall(context: Context, found: Supply, gain: Gain, alone: Gain) -> Finding:
+def _stall(study: Study, found: Supply, gain: Gain, share: Gain | None = None) -> Finding:
     worst_ms = found.worst_ms
     mean = found.waited.mean(axis=1)
     fixes = []
-    sure = float(found.low.mean(axis=1).max()) >= LOW_PERCENT / 100 * context.step_ms
-    worth = sure and found.workers > found.now and alone.percent >= LOW_PERCENT
+    sure = float(found.low.mean(axis=1).max()) >= LOW_PERCENT / 100 * study.step_ms
+    worth = sure and found.workers > found.now and gain.percent >= LOW_PERCENT
     crowded = found.cores is not None and 1 + found.wanted > found.cores
     title = f"the loop waits {ms(worst_ms)} of each step for input"
     evidence = [
         Evidence("waiting for input a step", round(worst_ms, 3), "ms", 0.0),
-        Evidence("share of the step", round(100 * worst_ms / context.step_ms, 1), "%"),
+        Evidence("share of the step", round(100 * worst_ms / study.step_ms, 1), "%"),
         Evidence("DataLoader workers", found.now if found.loader else "unknown", "", found.workers if worth else None),
     ]
     if found.now:
-        evidence += _workers_were(context)
+        evidence += _workers_were(study)
     site = (found.loader or {}).get("site")
     if site:
         evidence.append(Evidence("the DataLoader was made in", at(site).strip(" ()"), ""))
@@ -252,24 +252,24 @@ def _stall(context: Context, found: Supply, gain: Gain, alone: Gain) -> Finding:
         if found.asleep and found.cores is not None and found.workers + 1 > found.cores:
             note += "; more than there are cores, as loading mostly sleeps"
         settings = {"num_workers": found.workers, "persistent_workers": True}
-        fixes.append(loader_fix(context, found.loader, settings, alone, note))
+        fixes.append(loader_fix(study, found.loader, settings, gain, note))
     else:
         more = "more workers" if found.now else "workers"
         title += f"; no core is free for {more}" if crowded else f"; {more} would hardly shorten it"
-    where = Where(ranks=context.ranks_where(mean > 0.5 * worst_ms), op="DataLoader", steps=context.step_range)
-    return Finding("data.stall", title, "info", where, tuple(evidence), gain, tuple(fixes))
+    where = Where(ranks=study.ranks_where(mean > 0.5 * worst_ms), op="DataLoader", steps=study.step_range)
+    return Finding("data.stall", title, "info", where, tuple(evidence), gain, tuple(fixes), share=share)
 
 
 FEWEST_LOOKS: Final = 5
 """At workers, before it is said what they do."""
 
 
-def _workers_were(context: Context) -> list[Evidence]:
+def _workers_were(study: Study) -> list[Evidence]:
     """What DataLoader workers did when they were looked at while the judged steps went on: computed, or waited for a
     disk, and in which function of the kernel."""
-    ordinary = context.ordinary
+    ordinary = study.ordinary
     begin, end = ordinary["start_ns"].min(), (ordinary["start_ns"] + ordinary["dur_ns"]).max()
-    rows = context.rows[["kind", "name", "start_ns", "value"]]
+    rows = study.rows[["kind", "name", "start_ns", "value"]]
     looks = rows[(rows["kind"] == "gauge") & rows["start_ns"].between(begin, end)]
     counted = looks.groupby(looks["name"].astype(str))["value"].agg(["sum", "size"])
     if gauges.WORKERS not in counted.index or counted["size"][gauges.WORKERS] < FEWEST_LOOKS:
@@ -290,35 +290,35 @@ def _workers_were(context: Context) -> list[Evidence]:
 # --- what no fault of ordinary steps tells -------------------------------------------------------
 
 
-def loaders(context: Context) -> list[Finding]:
+def loaders(study: Study) -> list[Finding]:
     """Workers that are started anew again and again; and a wait for input that workers would not shorten."""
-    need_steps(context)
-    need_host(context)
-    found = _restarted(context)
-    wait = supply(context)
-    if wait is not None and not _worth(context, wait) and wait.worst_ms >= LOW_PERCENT / 100 * context.step_ms:
+    need_steps(study)
+    need_host(study)
+    found = _restarted(study)
+    wait = supply(study)
+    if wait is not None and not _worth(study, wait) and wait.worst_ms >= LOW_PERCENT / 100 * study.step_ms:
         ends = interval(wait.low.mean(axis=0))[0], interval(wait.high.mean(axis=0))[1]
         nothing = Gain(0.0, 0.0, min(ends[0], 0.0), max(ends[1], 0.0), method="none")
-        found.append(_stall(context, wait, nothing, nothing))
+        found.append(_stall(study, wait, nothing))
     return found
 
 
-def _restarted(context: Context) -> list[Finding]:
+def _restarted(study: Study) -> list[Finding]:
     """Workers of the training's loader that end with each epoch and are started anew, where epochs are short."""
-    anew = restarts(context)
+    anew = restarts(study)
     if anew.empty:
         return []
     rank, number = (int(key) for key in anew.groupby(["rank", "number"])["excess_ms"].sum().idxmax())
     anew = anew[anew["number"] == number]
-    fact = loader_fact(context, rank, number) or {}
+    fact = loader_fact(study, rank, number) or {}
     by_step = anew.groupby("step")["excess_ms"]
     # Ranks that communicate wait for the last of them.
-    together = context.collectives["step"].isin(context.step_numbers).any()
-    costs = by_step.max() if together else by_step.sum() / len(context.ranks)
-    gain = _less_first_batch(context, context.cost(costs.to_numpy(np.float64)), fact, anew)
-    if gain.ms < LEAST_SHARE * context.irregular.mean_ms:
+    together = study.collectives["step"].isin(study.step_numbers).any()
+    costs = by_step.max() if together else by_step.sum() / len(study.ranks)
+    gain = _less_first_batch(study, cost_outside_steps(study, costs.to_numpy(np.float64)), fact, anew)
+    if gain.ms < LEAST_SHARE * study.irregular.mean_ms:
         return []
-    steps = len(context.irregular.steps)
+    steps = len(study.irregular.steps)
     between = int(np.median(np.diff(costs.index.to_numpy()))) if len(costs) > 1 else steps
     often = (
         "for each step"
@@ -336,19 +336,19 @@ def _restarted(context: Context) -> list[Finding]:
         Evidence("starts in the judged steps", len(costs), "count", 0),
         Evidence("persistent_workers", "False", "", "True"),
     )
-    fix = loader_fix(context, fact, {"persistent_workers": True}, gain)
+    fix = loader_fix(study, fact, {"persistent_workers": True}, gain)
     who = tuple(int(each) for each in np.sort(anew["rank"].unique()))
     where = Where(ranks=who, op="DataLoader", steps=(int(costs.index.min()), int(costs.index.max())))
     return [Finding("data.stall", title, "info", where, evidence, gain, (fix,))]
 
 
-def _less_first_batch(context: Context, gain: Gain, fact: Fact, anew: pd.DataFrame) -> Gain:
+def _less_first_batch(study: Study, gain: Gain, fact: Fact, anew: pd.DataFrame) -> Gain:
     """What keeping the workers saves, of what starting them costs.
 
     The loop would still wait for the first batch of an epoch. What it takes to load is not known: no longer than the
     wait outside of `__iter__`, and than `num_workers` steps, or the workers would not keep up.
     """
     outside = float((anew["excess_ms"] - anew["start_ms"]).clip(lower=0).mean())
-    first_batch = min(outside, context.step_ms * int(fact.get("num_workers") or 0))
-    occasions = anew["step"].nunique() / max(len(context.irregular.steps), 1)
+    first_batch = min(outside, study.step_ms * int(fact.get("num_workers") or 0))
+    occasions = anew["step"].nunique() / max(len(study.irregular.steps), 1)
     return widened(gain, gain.low - occasions * first_batch, gain.high)

@@ -11,7 +11,7 @@ import pandas as pd
 from dsprof.schema import LOADING
 
 from ...finding import Fix, Gain
-from ...study import Context, once
+from ...study import Study, once
 from ...text import count
 from ..base import at, settings_fix, written
 
@@ -22,16 +22,16 @@ UNNUMBERED: Final = -1
 
 
 @once
-def loading_rows(context: Context) -> pd.DataFrame:
+def loading_rows(study: Study) -> pd.DataFrame:
     """What training threads spent in the DataLoaders that feed training: rank, step, name, number, ms, by rank and
     start.
 
     A DataLoader feeds training if most of its batches are followed by a forward with gradients, a backward or an
     optimizer's step before the next one is loaded. Of an evaluation's loader that is only what it says when it ends.
     """
-    phases = context.training_phases
+    phases = study.training_phases
     used = phases["name"].isin([*LOADING, "forward", "backward", "optimizer"])
-    if not context.run.imported:  # another tool's trace tells of loading, and forward and backward are derived from it
+    if not study.run.imported:  # another tool's trace tells of loading, and forward and backward are derived from it
         used &= phases["source"] == "measured"
     phases = phases[used]
     loads = phases["name"].isin(LOADING).to_numpy(bool)
@@ -51,43 +51,43 @@ def loading_rows(context: Context) -> pd.DataFrame:
 
 
 @once
-def training_loader(context: Context) -> Fact | None:
+def training_loader(study: Study) -> Fact | None:
     """What the DataLoader that training waits for most said of itself; None where that is not known."""
-    loading = loading_rows(context)
-    waited = loading[loading["step"].isin(context.step_numbers)]
+    loading = loading_rows(study)
+    waited = loading[loading["step"].isin(study.step_numbers)]
     if waited.empty:
         waited = loading
     if waited.empty:
         return None
     rank, number = waited.groupby(["rank", "number"])["ms"].sum().idxmax()
-    return loader_fact(context, int(rank), int(number))
+    return loader_fact(study, int(rank), int(number))
 
 
-def loader_fact(context: Context, rank: int, number: int) -> Fact | None:
+def loader_fact(study: Study, rank: int, number: int) -> Fact | None:
     """What the DataLoader of that number said of itself, on its rank or else on another.
 
     Rows without a number are of the one DataLoader that is left when those of other rows are set aside.
     """
-    numbered = _facts(context)
-    same = numbered.get(number, {}) if number != UNNUMBERED and any(numbered) else _left(context)
+    numbered = _facts(study)
+    same = numbered.get(number, {}) if number != UNNUMBERED and any(numbered) else _left(study)
     return same.get(rank) or next(iter(same.values()), None)
 
 
 @once
-def _facts(context: Context) -> dict[int | None, dict[int | None, Fact]]:
+def _facts(study: Study) -> dict[int | None, dict[int | None, Fact]]:
     """What DataLoaders said of themselves, by their number and rank: the first of each."""
     found: dict[int | None, dict[int | None, Fact]] = {}
-    for fact in context.facts.get("dataloader", []):
+    for fact in study.facts.get("dataloader", []):
         found.setdefault(fact.get("number"), {}).setdefault(fact.get("rank"), fact)
     return found
 
 
 @once
-def _left(context: Context) -> dict[int | None, Fact]:
+def _left(study: Study) -> dict[int | None, Fact]:
     """By rank, what a DataLoader said of itself whose number no row has, if there is only one."""
-    phases = context.phases
+    phases = study.phases
     seen = set(phases["value"][phases["name"].isin(LOADING)].dropna().astype("int64"))
-    left = [fact for fact in context.facts.get("dataloader", []) if fact.get("number") not in seen]
+    left = [fact for fact in study.facts.get("dataloader", []) if fact.get("number") not in seen]
     if len({fact.get("site") for fact in left}) != 1:
         return {}
     found: dict[int | None, Fact] = {}
@@ -97,17 +97,17 @@ def _left(context: Context) -> dict[int | None, Fact]:
 
 
 @once
-def restarts(context: Context) -> pd.DataFrame:
+def restarts(study: Study) -> pd.DataFrame:
     """Steps after warm-up in which training's loaders started their workers anew: rank, step, number, excess_ms,
     start_ms.
 
     excess_ms: time in the loader beyond the typical step's: ending the old workers, starting the new ones, and waiting
     for the first batch. start_ms: of that, in `DataLoader.__iter__`.
     """
-    loading = loading_rows(context)
+    loading = loading_rows(study)
     key = ["rank", "number"]
     loaders = loading[key].drop_duplicates()
-    facts = [loader_fact(context, rank, number) for rank, number in loaders.itertuples(index=False)]
+    facts = [loader_fact(study, rank, number) for rank, number in loaders.itertuples(index=False)]
     ending = [bool(fact and fact.get("num_workers") and not fact.get("persistent_workers")) for fact in facts]
     loading = loading.merge(loaders[np.array(ending, bool)], on=key)
     started = loading["name"] == "loader_start"
@@ -117,17 +117,17 @@ def restarts(context: Context) -> pd.DataFrame:
         .groupby([*key, "step"], as_index=False)[["ms", "started", "anew", "start_ms"]]
         .agg({"ms": "sum", "started": "any", "anew": "any", "start_ms": "sum"})
     )
-    judged = by_step[by_step["step"].isin(context.irregular.steps)]
+    judged = by_step[by_step["step"].isin(study.irregular.steps)]
     typical = judged["ms"].where(~judged["started"]).groupby([judged[name] for name in key]).transform("median")
     excess_ms = (judged["ms"] - typical.fillna(0.0)).clip(lower=0.0)
     return judged.assign(excess_ms=excess_ms)[judged["anew"]][["rank", "step", "number", "excess_ms", "start_ms"]]
 
 
-def made_by_user(context: Context, fact: Fact) -> Fact | None:
+def made_by_user(study: Study, fact: Fact) -> Fact | None:
     """The DataLoader in the user's own code that a framework made `fact`'s from: it kept the user's settings."""
     if not fact.get("framework"):
         return fact
-    of_rank = [item for item in context.facts.get("dataloader", []) if item.get("rank") == fact.get("rank")]
+    of_rank = [item for item in study.facts.get("dataloader", []) if item.get("rank") == fact.get("rank")]
     number = fact.get("number") or 0
     before = [item for item in of_rank if (item.get("number") or 0) < number]
     own = [item for item in before if not item.get("framework") and _alike(item, fact)]
@@ -142,21 +142,21 @@ def _alike(one: Fact, other: Fact) -> bool:
     return all(mine == theirs for mine, theirs in pairs if mine is not None and theirs is not None)
 
 
-def loader_site(context: Context, fact: Fact | None) -> str | None:
+def loader_site(study: Study, fact: Fact | None) -> str | None:
     """Where the user wrote the DataLoader, `file:line`; None where he did not write it, or it was not seen."""
-    user = made_by_user(context, fact) if fact is not None else None
+    user = made_by_user(study, fact) if fact is not None else None
     site = user.get("site") if user is not None else None
     return str(site) if site else None
 
 
 def loader_fix(
-    context: Context, fact: Fact | None, settings: Mapping[str, Any], gain: Gain | None = None, note: str = ""
+    study: Study, fact: Fact | None, settings: Mapping[str, Any], gain: Gain | None = None, note: str = ""
 ) -> Fix:
     """Other values for arguments of the training's DataLoader, as its user would write them. `note` ends the title."""
     arguments = ", ".join(f"{name}={written(value)}" for name, value in settings.items())
-    site = loader_site(context, fact)
+    site = loader_site(study, fact)
     if fact is None:
-        if context.run.imported:
+        if study.run.imported:
             note += (
                 "; the trace does not tell how many workers there are: if it has some, more, as far as there are cores"
             )

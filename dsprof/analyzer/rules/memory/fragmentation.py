@@ -31,7 +31,7 @@ from ...allocator.alloc_conf import POWERS, MiB
 from ...allocator.history import FAILED
 from ...finding import ALLOCATOR_TWIN, HIGH_PERCENT, SEVERITIES, Evidence, Finding, Fix, Gain, Severity, Where
 from ...memory.allocator_state import UNKNOWN, Holder, holders_of, sites_of
-from ...study import Context, once
+from ...study import Study, once
 from ...text import count, percent, size
 from ..base import NotConcerned, PartlyJudged
 
@@ -74,11 +74,11 @@ class Played:
 
 
 @once
-def played(context: Context) -> tuple[list[Played], list[str]]:
+def played(study: Study) -> tuple[list[Played], list[str]]:
     """The devices whose history the twin can play, and of the others why not."""
     found, reasons = [], []
-    told_by = {fact.get("rank"): fact.get("settings") or {} for fact in context.facts.get("allocator", [])}
-    for rank, memory in _chosen(context):
+    told_by = {fact.get("rank"): fact.get("settings") or {} for fact in study.facts.get("allocator", [])}
+    for rank, memory in _chosen(study):
         told, places = told_by.get(rank, {}), sites_of(memory.stacks)
         for device in devices(memory):
             try:
@@ -89,23 +89,23 @@ def played(context: Context) -> tuple[list[Played], list[str]]:
     return found, reasons
 
 
-def _chosen(context: Context) -> list[tuple[int, Memory]]:
+def _chosen(study: Study) -> list[tuple[int, Memory]]:
     """MOST_PLAYED ranks, as playing takes seconds: those that ran out of memory, then those that hold most."""
-    out_of_it = {fact.get("rank") for fact in context.facts.get("out_of_memory", [])}
-    every = list(context.trace.memory.items())
+    out_of_it = {fact.get("rank") for fact in study.facts.get("out_of_memory", [])}
+    every = list(study.trace.memory.items())
     every.sort(key=lambda item: (item[0] not in out_of_it, -int(item[1].segments["bytes"].sum())))
     return sorted(every[:MOST_PLAYED], key=lambda item: item[0])
 
 
-def fragmentation(context: Context) -> list[Finding]:
+def fragmentation(study: Study) -> list[Finding]:
     """Memory that is reserved and of no use, where it is, and the setting under which there is least of it."""
-    if not context.trace.memory:
+    if not study.trace.memory:
         raise NotConcerned
-    found, reasons = played(context)
+    found, reasons = played(study)
     findings = []
     for one in found:
         try:
-            findings += _fragmentation(one, _capacity(context, one))
+            findings += _fragmentation(one, _capacity(study, one))
         except Unplayable as reason:
             reasons = [*reasons, f"device {one.recording.device} of rank {one.rank}: {reason}"]
     findings = _joined(findings)
@@ -114,10 +114,10 @@ def fragmentation(context: Context) -> list[Finding]:
     raise PartlyJudged(findings, ("memory.fragmentation",), "; ".join(reasons))
 
 
-def _capacity(context: Context, one: Played) -> int | None:
+def _capacity(study: Study, one: Played) -> int | None:
     """What the device has; None: not known."""
     place = f"cuda.{one.recording.device}"
-    return next((use.capacity for use in context.memory_uses if (use.rank, use.place) == (one.rank, place)), None)
+    return next((use.capacity for use in study.memory_uses if (use.rank, use.place) == (one.rank, place)), None)
 
 
 def _joined(findings: list[Finding]) -> list[Finding]:

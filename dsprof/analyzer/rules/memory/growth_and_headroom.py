@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.schema import MEMORY_PARTS
 from dsprof.trace import Memory
 
+from ...arrays import Float
 from ...budget.irregular import warm_up
 from ...finding import MEASURED_MEMORY, Evidence, Finding, Fix, Gain, Severity, Where
 from ...graph.replay import replay_all
@@ -18,12 +18,11 @@ from ...graph.validate import check
 from ...memory.allocator_state import UNKNOWN, sites_of
 from ...memory.slope import FEWEST, Slope, climb
 from ...memory.use_by_step import HELD, MemoryUse, main_place
-from ...study import Context
+from ...price.gains import mean_gain
+from ...study import Study
 from ...text import count, percent, size
 from ...whatif.work import Change, less
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, need_host, need_steps
-
-Float = npt.NDArray[np.float64]
 
 MiB: Final = 1 << 20
 LEAST_RISE: Final = {False: (8 * MiB, 0.01), True: (48 * MiB, 0.05)}
@@ -43,17 +42,17 @@ MUCH_UNUSED: Final = 0.4
 # --- growth ---------------------------------------------------------------------------------------
 
 
-def growth(context: Context) -> list[Finding]:
+def growth(study: Study) -> list[Finding]:
     """Memory that climbs from step to step, on the rank where it does so fastest."""
-    if context.memory.empty:
+    if study.memory.empty:
         raise NotConcerned
     climbing: list[tuple[MemoryUse, Slope]] = []
     longest = 0
-    for rank in context.ranks:
-        use = main_place(context.memory_uses, rank)
+    for rank in study.ranks:
+        use = main_place(study.memory_uses, rank)
         if use is None:
             continue
-        series = _series(context, use)
+        series = _series(study, use)
         longest = max(longest, len(series))
         found = climb(series["step"].to_numpy(np.float64), series["held"].to_numpy(np.float64))
         if found is not None and _matters(use, found, float(series["held"].iloc[0])):
@@ -64,12 +63,12 @@ def growth(context: Context) -> list[Finding]:
                 f"too short a run: memory was looked at {count(longest, 'time')} after warm-up, of {FEWEST}"
             )
         return []
-    return [_climbing(context, climbing)]
+    return [_climbing(study, climbing)]
 
 
-def _series(context: Context, use: MemoryUse) -> pd.DataFrame:
+def _series(study: Study, use: MemoryUse) -> pd.DataFrame:
     """step, held: what was in use when each step after warm-up had ended."""
-    table = context.memory
+    table = study.memory
     mine = table[(table["rank"] == use.rank) & (table["place"] == use.place)]
     held = mine[HELD[use.on_host][0]]
     steps = int(mine["step"].max()) + 1 if len(mine) else 0
@@ -82,9 +81,9 @@ def _matters(use: MemoryUse, slope: Slope, before: float) -> bool:
     return slope.rise >= max(least, share * before)
 
 
-def _climbing(context: Context, climbing: list[tuple[MemoryUse, Slope]]) -> Finding:
+def _climbing(study: Study, climbing: list[tuple[MemoryUse, Slope]]) -> Finding:
     use, slope = max(climbing, key=lambda item: item[1].mean)
-    series = _series(context, use)
+    series = _series(study, use)
     steps = int(np.ptp(series["step"].to_numpy(np.float64)))
     last = float(series["held"].iloc[-1])
     what = "resident memory" if use.on_host else f"memory of {use.place}"
@@ -96,35 +95,35 @@ def _climbing(context: Context, climbing: list[tuple[MemoryUse, Slope]]) -> Find
         Evidence(f"over {count(steps, 'step')} after warm-up", round(slope.rise), "bytes", 0),
     ]
     severity: Severity = "low"
-    free = _left(context, use, last)
+    free = _left(study, use, last)
     if free is not None:
         left = free / slope.mean
         title += f"; {size(free)} are left, enough for about {round(left):,} more"
         evidence.append(Evidence("steps until nothing is left", round(left), "count"))
         severity = "high" if left < 2 * steps else "medium" if left < SOON * steps else "low"
-    grown = _part_that_grows(context, use)
+    grown = _part_that_grows(study, use)
     if grown is not None:
         part, by = grown
         evidence.append(Evidence(f"of which {part.replace('_', ' ')}", round(by), "bytes"))
-    sites = growing_sites(context.trace.memory[use.rank]) if use.rank in context.trace.memory else []
+    sites = growing_sites(study.trace.memory[use.rank]) if use.rank in study.trace.memory else []
     evidence += [Evidence(f"allocated again and again, and kept, at {site}", held, "bytes") for site, held in sites[:3]]
     place = Where(ranks=tuple(sorted(one.rank for one, _ in climbing)), steps=_step_range(series))
     return Finding("memory.growth", title, severity, place, tuple(evidence), NO_TIME, _growth_fixes(use, sites, grown))
 
 
-def _left(context: Context, use: MemoryUse, last: float) -> float | None:
+def _left(study: Study, use: MemoryUse, last: float) -> float | None:
     """What the ranks that have it in common have left for each of them; None: not known."""
     if use.capacity is None or use.share is None:
         return None
     if not use.on_host:
         return max(use.capacity - last, 0.0)
-    sharing = sum(one.on_host and one.capacity == use.capacity for one in context.memory_uses)
+    sharing = sum(one.on_host and one.capacity == use.capacity for one in study.memory_uses)
     return max(use.capacity * (1 - use.share), 0.0) / max(sharing, 1)
 
 
-def _part_that_grows(context: Context, use: MemoryUse) -> tuple[str, float] | None:
+def _part_that_grows(study: Study, use: MemoryUse) -> tuple[str, float] | None:
     """Which of schema.MEMORY_PARTS became larger most, of those that were looked at twice after warm-up."""
-    table = context.memory
+    table = study.memory
     mine = table[(table["rank"] == use.rank) & (table["place"] == use.place)]
     best: tuple[str, float] | None = None
     for part in MEMORY_PARTS:
@@ -183,14 +182,14 @@ def _step_range(series: pd.DataFrame) -> tuple[int, int]:
 # --- headroom -------------------------------------------------------------------------------------
 
 
-def headroom(context: Context) -> list[Finding]:
+def headroom(study: Study) -> list[Finding]:
     """Much memory that nobody uses, while time is paid to save it; what it gains not to is replayed."""
-    uses = [use for rank in context.ranks if (use := main_place(context.memory_uses, rank)) is not None]
+    uses = [use for rank in study.ranks if (use := main_place(study.memory_uses, rank)) is not None]
     if not uses:
         raise NotConcerned
-    need_steps(context)
-    paid = _paid(context)
-    unpriced = _unpriced(context)
+    need_steps(study)
+    paid = _paid(study)
+    unpriced = _unpriced(study)
     if not paid and not unpriced:
         return []
     if any(use.share is None for use in uses):
@@ -200,22 +199,22 @@ def headroom(context: Context) -> list[Finding]:
         return []
     worst = max(uses, key=lambda use: use.share or 0.0)
     unused = size((worst.capacity or 0) * (1 - used))
-    need_host(context)
+    need_host(study)
     if not paid:
         raise NotJudged(
             f"{unused} of {size(worst.capacity or 0)} are unused while {unpriced}; what doing without would gain this "
             "capture does not tell"
         )
-    refusal = check(context.need_graph(), context.clock_error_ms).refusal
+    refusal = check(study.need_graph(), study.clock_error_ms).refusal
     if refusal is not None:
         raise NotJudged(refusal)
-    return [_unused(context, worst, unused, what, change) for what, change in paid]
+    return [_unused(study, worst, unused, what, change) for what, change in paid]
 
 
-def _unused(context: Context, use: MemoryUse, unused: str, what: str, change: Change) -> Finding:
-    graph = context.need_graph()
-    (before, after) = replay_all([graph, less(graph, change, context.teams)(graph)])
-    gain = context.gain(before.durations - after.durations)
+def _unused(study: Study, use: MemoryUse, unused: str, what: str, change: Change) -> Finding:
+    graph = study.need_graph()
+    (before, after) = replay_all([graph, less(graph, change, study.peer_groups)(graph)])
+    gain = mean_gain(study, before.durations - after.durations)
     spent = float(sum(of.mean() for of in change.removed.values()))
     words, advice = PAID[what]
     title = f"{unused} of {size(use.capacity or 0)} are unused while {words}"
@@ -226,7 +225,7 @@ def _unused(context: Context, use: MemoryUse, unused: str, what: str, change: Ch
     )
     note = f"{advice}; {percent(gain.percent)} is what doing without all of it would save, if all of it fits"
     return Finding(
-        "memory.headroom", title, "info", Where(steps=context.step_range), evidence, gain, (Fix("code", note),)
+        "memory.headroom", title, "info", Where(steps=study.step_range), evidence, gain, (Fix("code", note),)
     )
 
 
@@ -243,37 +242,37 @@ PAID: Final = {
 """What time is paid for -> in words; what to do."""
 
 
-def _paid(context: Context) -> list[tuple[str, Change]]:
+def _paid(study: Study) -> list[tuple[str, Change]]:
     """What replay can take away."""
     found = []
-    again = _recomputed(context)
-    if again is not None and again.mean() >= LEAST_SHARE * context.step_ms:
-        found.append(("recomputation", Change({"compute": np.minimum(again, context.work("compute"))})))
-    offload = context.work("offload")
-    if offload.mean() >= LEAST_SHARE * context.step_ms:
+    again = _recomputed(study)
+    if again is not None and again.mean() >= LEAST_SHARE * study.step_ms:
+        found.append(("recomputation", Change({"compute": np.minimum(again, study.work("compute"))})))
+    offload = study.work("offload")
+    if offload.mean() >= LEAST_SHARE * study.step_ms:
         found.append(("offloading", Change({"offload": offload})))
     return found
 
 
-def _recomputed(context: Context) -> Float | None:
+def _recomputed(study: Study) -> Float | None:
     """ms of forward that backward computes again, [R, S]; None where there is none."""
-    again = context.training_phases
+    again = study.training_phases
     again = again[again["name"] == "recompute"]
     if again.empty:
         return None
     table = again.assign(ms=again["dur_ns"] / 1e6).groupby(["rank", "step"])["ms"].sum().unstack()
-    wide: Float = table.reindex(index=context.ranks, columns=context.step_numbers).fillna(0.0).to_numpy(np.float64)
+    wide: Float = table.reindex(index=study.ranks, columns=study.step_numbers).fillna(0.0).to_numpy(np.float64)
     return wide
 
 
-def _unpriced(context: Context) -> str:
+def _unpriced(study: Study) -> str:
     """What else is paid, in words; empty: nothing."""
-    phases = context.training_phases
-    backward = phases[(phases["name"] == "backward") & phases["step"].isin(context.step_numbers)]
-    each = len(backward) / max(len(context.ranks) * len(context.step_numbers), 1)
-    if each >= 2 and not context.in_stages:
+    phases = study.training_phases
+    backward = phases[(phases["name"] == "backward") & phases["step"].isin(study.step_numbers)]
+    each = len(backward) / max(len(study.ranks) * len(study.step_numbers), 1)
+    if each >= 2 and not study.in_stages:
         return f"gradients are accumulated over {count(round(each), 'micro-batch', 'es')}"
-    stages = [int(fact.get("zero_stage") or 0) for fact in context.facts.get("deepspeed", [])]
-    if max(stages, default=0) >= 3 or context.facts.get("fsdp"):
+    stages = [int(fact.get("zero_stage") or 0) for fact in study.facts.get("deepspeed", [])]
+    if max(stages, default=0) >= 3 or study.facts.get("fsdp"):
         return "parameters are gathered for every use (ZeRO stage 3, FSDP)"
     return ""

@@ -12,7 +12,7 @@ from dsprof.schema import HOST, MEMORY_PARTS
 from ...finding import MEASURED_MEMORY, Evidence, Finding, Fix, Gain, Severity, Where
 from ...memory.allocator_state import UNKNOWN, site_of
 from ...memory.use_by_step import MemoryUse
-from ...study import Context
+from ...study import Study
 from ...text import count, percent, size
 from ...text import ranks as ranks_in_words
 from ..base import NotConcerned, NotJudged, PartlyJudged
@@ -33,21 +33,21 @@ KEPT_BY_NUMBER: Final = 8
 """A variable with so many tensors collects them."""
 
 
-def oom_risk(context: Context) -> list[Finding]:
+def oom_risk(study: Study) -> list[Finding]:
     """Findings of ranks that ran out of memory; else of those whose peak is close to what there is."""
-    told = context.facts.get("out_of_memory", [])
-    if not (context.trace.memory or told or context.memory_uses):
+    told = study.facts.get("out_of_memory", [])
+    if not (study.trace.memory or told or study.memory_uses):
         raise NotConcerned
-    played, reasons = fragmentation.played(context)
+    played, reasons = fragmentation.played(study)
     of_twin = {one.rank: fragmentation.out_of_memory(one) for one in played if one.recording.ooms}
-    found = [_merged(context, fact, of_twin.pop(int(fact.get("rank", -1)), None)) for fact in _first_of_each(told)]
-    found += [*of_twin.values(), *_killed(context)]
+    found = [_merged(study, fact, of_twin.pop(int(fact.get("rank", -1)), None)) for fact in _first_of_each(told)]
+    found += [*of_twin.values(), *_killed(study)]
     if found:
         return found
-    if not context.memory_uses:  # an imported snapshot
+    if not study.memory_uses:  # an imported snapshot
         raise NotJudged("; ".join(reasons) or "the recording does not tell how much memory the device has")
-    close = _close(context)
-    if all(use.capacity is None for use in context.memory_uses):
+    close = _close(study)
+    if all(use.capacity is None for use in study.memory_uses):
         raise PartlyJudged(close, (CODE,), "it is not known how much memory there is")
     return close
 
@@ -64,9 +64,9 @@ def _first_of_each(told: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 # --- it happened ----------------------------------------------------------------------------------
 
 
-def _merged(context: Context, fact: Mapping[str, Any], twin: Finding | None) -> Finding:
+def _merged(study: Study, fact: Mapping[str, Any], twin: Finding | None) -> Finding:
     """What the rank told, with what its history tells."""
-    told = _told(context, fact)
+    told = _told(study, fact)
     if twin is None:
         return told
     known = {item.metric for item in told.evidence}
@@ -74,7 +74,7 @@ def _merged(context: Context, fact: Mapping[str, Any], twin: Finding | None) -> 
     return Finding(CODE, told.title, "high", told.where, evidence, NO_TIME, (*told.fixes, *twin.fixes))
 
 
-def _told(context: Context, fact: Mapping[str, Any]) -> Finding:
+def _told(study: Study, fact: Mapping[str, Any]) -> Finding:
     rank, place = int(fact.get("rank", -1)), str(fact.get("place"))
     asked, used, limit = _bytes(fact, "asked"), _used(fact), _bytes(fact, "capacity")
     parts = {part: int(number) for part, number in dict(fact.get("parts") or {}).items() if part in MEMORY_PARTS}
@@ -107,7 +107,7 @@ def _told(context: Context, fact: Mapping[str, Any]) -> Finding:
     taken = used if place == HOST else _bytes(fact, "reserved")
     missing = asked if not limit or asked + taken <= limit else asked + taken - limit
     held = parts if not grown else {"activations": grown, **parts}
-    fixes = _fixes(context, rank, place, held, max(rest, 0), missing, list(fact.get("variables") or []))
+    fixes = _fixes(study, rank, place, held, max(rest, 0), missing, list(fact.get("variables") or []))
     return Finding(CODE, title, "high", where, tuple(evidence), NO_TIME, fixes)
 
 
@@ -131,37 +131,37 @@ def _variable(one: Mapping[str, Any]) -> str:
     return f"{one.get('name')!s} ({place}; {count(tensors, 'tensor')})"
 
 
-def _killed(context: Context) -> list[Finding]:
+def _killed(study: Study) -> list[Finding]:
     """Ranks of which the kernel said that it killed them for want of memory, or whose last sample says as much."""
     found = []
-    for gone in failures(context.run.exits):
-        why = killed_for_memory(context, gone.rank) if gone.signal == signal.SIGKILL else None
-        use = next((use for use in context.memory_uses if use.rank == gone.rank and use.on_host), None)
+    for gone in failures(study.run.exits):
+        why = killed_for_memory(study, gone.rank) if gone.signal == signal.SIGKILL else None
+        use = next((use for use in study.memory_uses if use.rank == gone.rank and use.on_host), None)
         if why is None or use is None:
             continue
         title = f"rank {gone.rank} was killed for want of memory: {size(use.peak)} resident at the most"
         title += f" of {size(use.capacity)}" if use.capacity else ""
         evidence = [Evidence("told by", why, ""), *_of_use(use)]
         rest = max(use.peak - sum(use.parts.values()), 0)
-        fixes = _fixes(context, gone.rank, HOST, use.parts, rest, 0, [])
+        fixes = _fixes(study, gone.rank, HOST, use.parts, rest, 0, [])
         found.append(Finding(CODE, title, "high", Where(ranks=(gone.rank,)), tuple(evidence), NO_TIME, fixes))
     return found
 
 
-def killed_for_memory(context: Context, rank: int) -> str | None:
+def killed_for_memory(study: Study, rank: int) -> str | None:
     """What tells that a rank that ended by SIGKILL was killed for want of memory; None where nothing does."""
-    for entry in context.run.oom_kills:
+    for entry in study.run.oom_kills:
         if rank in entry.get("ranks", ()):
             return f"the kernel, which killed {int(entry['kills'])} of the processes of its cgroup for want of memory"
-    use = next((use for use in context.memory_uses if use.rank == rank and use.on_host), None)
+    use = next((use for use in study.memory_uses if use.rank == rank and use.on_host), None)
     if use is not None and use.share is not None and use.share >= CLOSE:
         return f"its last sample: {percent(100 * use.share)} of what there is were in use"
     return None
 
 
-def why_out_of_memory(context: Context, rank: int) -> str | None:
+def why_out_of_memory(study: Study, rank: int) -> str | None:
     """In words, for a rank that died; None where nothing tells of memory."""
-    for fact in context.facts.get("out_of_memory", []):
+    for fact in study.facts.get("out_of_memory", []):
         if fact.get("rank") == rank:
             asked = _bytes(fact, "asked")
             more = f"{size(asked)} more were asked for" if asked else str(fact.get("error"))
@@ -172,9 +172,9 @@ def why_out_of_memory(context: Context, rank: int) -> str | None:
 # --- it may ---------------------------------------------------------------------------------------
 
 
-def _close(context: Context) -> list[Finding]:
+def _close(study: Study) -> list[Finding]:
     """One finding for all ranks whose peak is close to the capacity."""
-    near = [use for use in context.memory_uses if (use.share or 0.0) >= CLOSE or use.retries]
+    near = [use for use in study.memory_uses if (use.share or 0.0) >= CLOSE or use.retries]
     if not near:
         return []
     worst = max(near, key=lambda use: (use.share or 0.0, use.retries))
@@ -189,7 +189,7 @@ def _close(context: Context) -> list[Finding]:
     severity: Severity = "medium" if share >= VERY_CLOSE or worst.retries else "low"
     rest = max(worst.peak - sum(worst.parts.values()), 0)
     need = max(int(worst.peak - CLOSE * worst.capacity), 0) if worst.capacity else 0
-    fixes = _fixes(context, worst.rank, worst.place, worst.parts, rest, need, [])
+    fixes = _fixes(study, worst.rank, worst.place, worst.parts, rest, need, [])
     place = Where(ranks=tuple(sorted({use.rank for use in near})))
     return [Finding(CODE, title, severity, place, tuple(_of_use(worst)), NO_TIME, fixes)]
 
@@ -209,7 +209,7 @@ def _of_use(use: MemoryUse) -> list[Evidence]:
 
 
 def _fixes(
-    context: Context, rank: int, place: str, parts: Mapping[str, int], rest: int, missing: int,
+    study: Study, rank: int, place: str, parts: Mapping[str, int], rest: int, missing: int,
     variables: list[dict[str, Any]],
 ) -> tuple[Fix, ...]:  # fmt: skip
     """The first change, in the order of what they cost in time, that makes room for `missing` bytes; where none does by
@@ -220,7 +220,7 @@ def _fixes(
         for one in variables[:1]
         if int(one.get("tensors", 0)) >= KEPT_BY_NUMBER and int(one.get("bytes", 0)) >= max(missing, 1)
     ]  # fmt: skip
-    levers = list(_levers(context, place, parts, rest))
+    levers = list(_levers(study, place, parts, rest))
     fitting = [lever for lever in levers if lever[1] >= missing > 0]
     for words, frees in fitting[:1] or sorted(levers, key=lambda lever: -lever[1])[:2]:
         enough = f", of {size(missing)} that are missing" if missing else ""
@@ -229,12 +229,12 @@ def _fixes(
     return tuple(fixes)
 
 
-def _levers(context: Context, place: str, parts: Mapping[str, int], rest: int) -> Iterator[tuple[str, int]]:
+def _levers(study: Study, place: str, parts: Mapping[str, int], rest: int) -> Iterator[tuple[str, int]]:
     """(what to do, bytes that it frees on this rank), the cheapest in time first. First-order: the parts as they were
     measured, shared over all ranks."""
-    ranks = context.run.world_size or len(context.ranks) or 1
-    stage = max((int(fact.get("zero_stage") or 0) for fact in context.facts.get("deepspeed", [])), default=0)
-    sharded = 3 if context.facts.get("fsdp") else stage
+    ranks = study.run.world_size or len(study.ranks) or 1
+    stage = max((int(fact.get("zero_stage") or 0) for fact in study.facts.get("deepspeed", [])), default=0)
+    sharded = 3 if study.facts.get("fsdp") else stage
     states, gradients, parameters = (parts.get(name, 0) for name in ("optimizer_states", "gradients", "parameters"))
     left = 1 - 1 / ranks
     if ranks > 1 and sharded < 1 and states:

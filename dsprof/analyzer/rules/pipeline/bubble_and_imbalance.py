@@ -6,19 +6,18 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.engine import schedule as schedules
 
+from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...study import Context, interval
+from ...price.confidence_interval import interval
+from ...study import Study
 from ...text import count, number, percent
 from ...whatif.schedule import makespan, schedule_graph
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, need_host, need_steps
-
-Float = npt.NDArray[np.float64]
 
 MULTIPLES: Final = (2, 4)
 """Of the micro-batches there are, that are tried."""
@@ -30,64 +29,64 @@ VIRTUAL: Final = 2
 """Parts of the model on each rank, that are tried."""
 
 
-def unbalanced(context: Context) -> Change | None:
+def unbalanced(study: Study) -> Change | None:
     """Every stage computes as long as the mean of them: what an ideal division of the layers would give."""
-    if not context.in_stages:
+    if not study.in_stages:
         raise NotConcerned
-    if context.ranks_missing:
+    if study.ranks_missing:
         raise NotJudged("not every stage of the pipeline was captured")
-    compute, of_team = _compute_of_stages(context)
+    compute, of_team = _compute_of_stages(study)
     target = float(of_team.mean())
     removed = np.zeros_like(compute)
-    for team, mean in zip(context.teams, of_team.tolist(), strict=True):
+    for peer_group, mean in zip(study.peer_groups, of_team.tolist(), strict=True):
         # Of a rank that is slower than the others of its stage, the rest is a straggler's.
-        removed[team] = np.minimum(compute[team], mean) * (1 - target / max(mean, 1e-9))
+        removed[peer_group] = np.minimum(compute[peer_group], mean) * (1 - target / max(mean, 1e-9))
     return Change({"compute": removed}) if of_team.max() > target else None
 
 
-def _compute_of_stages(context: Context) -> tuple[Float, Float]:
+def _compute_of_stages(study: Study) -> tuple[Float, Float]:
     """Compute of each rank and step, [R, S] ms; and of each stage a step, of the typical one of its ranks, [stages]."""
-    compute = context.work("compute")
+    compute = study.work("compute")
     means = compute.mean(axis=1)
     # Of two, the faster: one of them may be a straggler.
-    typical = [np.sort(means[team])[(int(team.sum()) - 1) // 2] for team in context.teams]
+    typical = [np.sort(means[peer_group])[(int(peer_group.sum()) - 1) // 2] for peer_group in study.peer_groups]
     return compute, np.array(typical)
 
 
-def imbalance(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
+def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """One stage computes longer than the rest, so that all go at its pace."""
-    of_team = _compute_of_stages(context)[1]
+    of_team = _compute_of_stages(study)[1]
     slowest = int(of_team.argmax())
     others = float(np.delete(of_team, slowest).mean())
     target = float(of_team.mean())
-    ranks = tuple(rank for rank, chosen in zip(context.ranks, context.teams[slowest], strict=True) if chosen)
-    stages = context.topology.stage_of.get(ranks[0], ())
+    ranks = tuple(rank for rank, chosen in zip(study.ranks, study.peer_groups[slowest], strict=True) if chosen)
+    stages = study.topology.stage_of.get(ranks[0], ())
     evidence = (
         Evidence("compute of this stage a step", round(float(of_team[slowest]), 3), "ms", round(target, 3)),
         Evidence("compute of the other stages, mean", round(others, 3), "ms"),
-        Evidence("waiting for another stage, mean", round(float(context.ordinary["bubble"].mean()), 3), "ms"),
+        Evidence("waiting for another stage, mean", round(float(study.ordinary["bubble"].mean()), 3), "ms"),
     )
-    fact = _schedule_fact(context)
+    fact = _schedule_fact(study)
     site = fact.get("site")
     times = float(of_team[slowest]) / max(others, 1e-9)
     move = f"move {percent(100 * (1 - float(of_team.mean()) / float(of_team[slowest])))} of the layers' time of stage "
-    fixes = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=alone),)
+    fixes = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=gain),)
     title = f"stage {_names(stages)} computes {number(times)} times as long as the others, which wait for it"
-    where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=context.step_range)
-    return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes)
+    where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=study.step_range)
+    return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes, share=share)
 
 
 def _names(stages: tuple[int, ...]) -> str:
     return ", ".join(map(str, stages))
 
 
-def _schedule_facts(context: Context) -> list[dict[str, Any]]:
+def _schedule_facts(study: Study) -> list[dict[str, Any]]:
     """Of the schedules that train."""
-    return [fact for fact in context.facts.get("pipeline", []) if fact.get("trains", True)]
+    return [fact for fact in study.facts.get("pipeline", []) if fact.get("trains", True)]
 
 
-def _schedule_fact(context: Context) -> dict[str, Any]:
-    return next(iter(_schedule_facts(context)), {})
+def _schedule_fact(study: Study) -> dict[str, Any]:
+    return next(iter(_schedule_facts(study)), {})
 
 
 @dataclass(frozen=True)
@@ -119,36 +118,36 @@ class _Shape:
         return makespan(schedule_graph(plan, lambda action: taken[action.op], steps=len(self.forward)))
 
 
-def bubble(context: Context) -> list[Finding]:
+def bubble(study: Study) -> list[Finding]:
     """Warm-up and drain of the pipeline cost more than they need: with more micro-batches, or parts of stages."""
-    need_steps(context)
-    if not context.in_stages:
+    need_steps(study)
+    if not study.in_stages:
         raise NotConcerned
-    need_host(context)
-    shape = _shape(context)
-    waited = float(context.work("bubble").mean())
-    if waited < LEAST_SHARE * context.step_ms:
+    need_host(study)
+    shape = _shape(study)
+    waited = float(study.work("bubble").mean())
+    if waited < LEAST_SHARE * study.step_ms:
         return []
     now = shape.step_ms(shape.microbatches)
     tried = {times: now - shape.step_ms(shape.microbatches * times) / times for times in MULTIPLES}
     taken = shape.forward + shape.backward + shape.weight
     # What a micro-batch costs beside its actions: the schedule's own work, messages. Of more micro-batches of the same
     # size each has it too; of smaller ones, from the same batch, there are more to bear it.
-    ordinary = context.ordinary
+    ordinary = study.ordinary
     busy = float((ordinary["dur_ns"] / 1e6 - ordinary[["data", "optimizer", "pause"]].sum(axis=1)).mean())
     fixed = max(busy - shape.uneven_ms(), 0.0) / shape.microbatches
     ideal = 1 - shape.microbatches * shape.virtual * float(taken.mean()) / float(now.mean())
     gains = {}
     for times, saved in tried.items():
-        gain = _gain(context, np.minimum(saved, waited))
+        gain = _gain(study, np.minimum(saved, waited))
         smaller = gain.low - fixed * shape.microbatches * (times - 1)
         if ideal > ACCEPTED:
             smaller = max(smaller, gain.low / 2)
         gains[times] = replace(gain, low=min(gain.low, smaller))
     best = max(MULTIPLES, key=lambda times: gains[times].low)
     gain = gains[best]
-    fact = _schedule_fact(context)
-    acted = bool((context.rows["kind"] == "pipe").any())
+    fact = _schedule_fact(study)
+    acted = bool((study.rows["kind"] == "pipe").any())
     by_config = acted and (not fact or fact.get("framework") == DEEPSPEED)
     argument = "gradient_accumulation_steps" if by_config else "n_microbatches" if fact else "micro-batches"
     site = fact.get("site")
@@ -161,10 +160,10 @@ def bubble(context: Context) -> list[Finding]:
         for times in sorted(MULTIPLES, key=lambda times: -gains[times].low)
     ]  # fmt: skip
     if fact.get("framework") != DEEPSPEED:
-        fixes += _other_schedules(context, shape, now, waited, site)
+        fixes += _other_schedules(study, shape, now, waited, site)
     evidence = (
         Evidence("waiting for another stage, mean of the ranks", round(waited, 3), "ms"),
-        Evidence("share of the step", round(100 * waited / context.step_ms, 1), "%"),
+        Evidence("share of the step", round(100 * waited / study.step_ms, 1), "%"),
         Evidence("bubble of this schedule with equal stages", round(100 * ideal, 1), "%"),
         Evidence("micro-batches a step", shape.microbatches, "count", shape.microbatches * best),
         Evidence("ranks in the pipeline", shape.ranks, "count"),
@@ -172,51 +171,51 @@ def bubble(context: Context) -> list[Finding]:
     )
     title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
     title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {count(shape.ranks, 'rank')}"
-    where = Where(ranks=context.ranks, steps=context.step_range)
+    where = Where(ranks=study.ranks, steps=study.step_range)
     return [Finding("pipeline.bubble", title, "info", where, evidence, gain, tuple(fixes))]
 
 
-def _gain(context: Context, saved: Float) -> Gain:
+def _gain(study: Study, saved: Float) -> Gain:
     low, high = interval(saved)
     mean = float(saved.mean())
-    return Gain(mean, 100 * mean / context.step_ms, low, high, method="simulation")
+    return Gain(mean, 100 * mean / study.step_ms, low, high, method="simulation")
 
 
-def _other_schedules(context: Context, shape: _Shape, now: Float, waited: float, site: str | None) -> list[Fix]:
+def _other_schedules(study: Study, shape: _Shape, now: Float, waited: float, site: str | None) -> list[Fix]:
     if shape.virtual > 1 or shape.schedule not in ("gpipe", "1f1b") or shape.microbatches % shape.ranks:
         return []
     saved = now - shape.step_ms(shape.microbatches, "interleaved", VIRTUAL)
-    gain = _gain(context, np.minimum(saved, waited))
+    gain = _gain(study, np.minimum(saved, waited))
     gain = replace(gain, low=0.0)  # each part's messages and fixed costs are its own
-    if gain.ms < LEAST_SHARE * context.step_ms:
+    if gain.ms < LEAST_SHARE * study.step_ms:
         return []
     title = f"or an interleaved schedule, with {VIRTUAL} parts of the model on each rank{at(site)}"
     return [code_fix(title, "ScheduleInterleaved1F1B", "", site, gain)]
 
 
-def _shape(context: Context) -> _Shape:
+def _shape(study: Study) -> _Shape:
     """The pipeline's schedule, from what its ranks did in a step. Raises NotJudged where it is none that is known."""
-    names = sorted({str(fact.get("schedule")) for fact in _schedule_facts(context)})
+    names = sorted({str(fact.get("schedule")) for fact in _schedule_facts(study)})
     if len(names) > 1:
         raise NotJudged(f"the job has several schedules ({', '.join(names)}), and which one runs a step is not known")
-    actions = _actions(context)
+    actions = _actions(study)
     per_step = actions.groupby(["stage", "step", "name"])["ms"].agg(["size", "mean"])
     count = per_step.xs("F", level="name")["size"]
     microbatches = int(count.mode().iloc[0])
-    replicas = [len(team_ranks) for team_ranks in _ranks_of_stages(context).values()]
+    replicas = [len(team_ranks) for team_ranks in _ranks_of_stages(study).values()]
     microbatches //= max(min(replicas), 1)
     if microbatches < 1 or (count != count.iloc[0]).any():
         raise NotJudged("the stages of the pipeline do not all run the same number of micro-batches in every step")
     mean = per_step["mean"].groupby(level=["step", "name"]).mean().unstack(fill_value=0.0)
-    mean = mean.reindex(index=context.step_numbers).ffill().bfill()
+    mean = mean.reindex(index=study.step_numbers).ffill().bfill()
     empty = np.zeros(len(mean))
     forward, backward, weight = (mean[name].to_numpy(np.float64) if name in mean else empty for name in "FBW")
-    held = [len(stages) for stages in context.topology.stage_of.values()]
+    held = [len(stages) for stages in study.topology.stage_of.values()]
     virtual = max(held)
-    ranks = len(context.teams)
+    ranks = len(study.peer_groups)
     schedule = _schedule_of(actions, virtual, "W" in mean)
     if virtual > 1 and schedule != "interleaved":
-        raise NotJudged(f"no other number of micro-batches was tried: what {_schedule_fact(context).get('schedule')} "
+        raise NotJudged(f"no other number of micro-batches was tried: what {_schedule_fact(study).get('schedule')} "
                         "would do with it cannot be simulated")  # fmt: skip
     of_stage = {
         (int(stage), str(name)): float(ms)
@@ -225,25 +224,25 @@ def _shape(context: Context) -> _Shape:
     return _Shape(schedule, ranks, microbatches, virtual, forward, backward, weight, of_stage)
 
 
-def _ranks_of_stages(context: Context) -> dict[tuple[int, ...], list[int]]:
+def _ranks_of_stages(study: Study) -> dict[tuple[int, ...], list[int]]:
     found: dict[tuple[int, ...], list[int]] = {}
-    for rank, stages in context.topology.stage_of.items():
+    for rank, stages in study.topology.stage_of.items():
         found.setdefault(stages, []).append(rank)
     return found
 
 
-def _actions(context: Context) -> pd.DataFrame:
+def _actions(study: Study) -> pd.DataFrame:
     """stage, step, rank, name (F, B, W), start_ns, ms: of the ordinary steps. Where no schedule was seen, forwards and
     backwards are taken for F and B."""
-    rows = context.rows
-    chosen = rows[rows["step"].isin(context.step_numbers) & rows["dur_ns"].notna()]
+    rows = study.rows
+    chosen = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
     acted = chosen[(chosen["kind"] == "pipe") & chosen["stage"].notna()]
     if acted.empty:
         acted = chosen[
             (chosen["kind"] == "phase") & (chosen["lane"] == "main") & (chosen["source"] == "measured")
             & chosen["name"].isin(["forward", "backward"])
         ]  # fmt: skip
-        stage = acted["rank"].map({rank: held[0] for rank, held in context.topology.stage_of.items()})
+        stage = acted["rank"].map({rank: held[0] for rank, held in study.topology.stage_of.items()})
         name = acted["name"].astype(str).map({"forward": "F", "backward": "B"})
     else:
         stage, name = acted["stage"], acted["name"].astype(str)

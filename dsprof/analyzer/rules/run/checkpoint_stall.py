@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...finding import Evidence, Finding, Fix, Where
-from ...study import Context
+from ...price.gains import cost_outside_steps, mean_gain
+from ...study import Study
 from ...text import ms
 from ..base import LEAST_SHARE, at, code_fix, need_steps, often
 
@@ -12,42 +13,42 @@ TRAINER = "transformers.Trainer"
 """Who saves by its own settings, as a fact has it."""
 
 
-def stall(context: Context) -> list[Finding]:
+def stall(study: Study) -> list[Finding]:
     """Saving blocks the training loop."""
-    need_steps(context)
-    irregular = context.irregular
+    need_steps(study)
+    irregular = study.irregular
     own = irregular.own_ms.get(KIND)
     if own is None:
         return []
     saved = own.max(axis=0) > 0
     every = f"{KIND}_ms"
-    usual = context.ordinary[every].mean() if every in context.ordinary else 0.0
+    usual = study.ordinary[every].mean() if every in study.ordinary else 0.0
     if saved.any():
         lost = irregular.excess_ms[KIND][saved]
-        gain = context.cost(lost)
+        gain = cost_outside_steps(study, lost)
         longest = own[:, saved].max(axis=0)
-        ranks = context.ranks_where(own.sum(axis=1) > 0)
+        ranks = study.ranks_where(own.sum(axis=1) > 0)
         numbers = irregular.steps[saved]
         steps = (int(numbers[0]), int(numbers[-1]))
         times = often(saved)
-    elif usual > LEAST_SHARE * context.step_ms and context.device is not None:
+    elif usual > LEAST_SHARE * study.step_ms and study.device is not None:
         return []  # what of it the device stands idle for, `host_work` tells
-    elif usual > LEAST_SHARE * context.step_ms:  # in every step
-        series = context.work(every)
-        gain, longest = context.gain(series.max(axis=0)), series.max(axis=0)
-        ranks = context.ranks_where(series.sum(axis=1) > 0)
-        steps = context.step_range or (0, 0)
+    elif usual > LEAST_SHARE * study.step_ms:  # in every step
+        series = study.work(every)
+        gain, longest = mean_gain(study, series.max(axis=0)), series.max(axis=0)
+        ranks = study.ranks_where(series.sum(axis=1) > 0)
+        steps = study.step_range or (0, 0)
         times = "in every step"
     else:
         return []
-    if gain.ms < LEAST_SHARE * context.step_ms:
+    if gain.ms < LEAST_SHARE * study.step_ms:
         return []
-    fact = next(iter(context.facts.get("checkpoint", [])), {})
+    fact = next(iter(study.facts.get("checkpoint", [])), {})
     site, function = fact.get("site"), fact.get("function") or "saving"
     evidence = (
         Evidence("one checkpoint", round(float(longest.mean()), 3), "ms"),
         Evidence("saved", times, ""),
-        Evidence("ordinary step", round(context.step_ms, 3), "ms"),
+        Evidence("ordinary step", round(study.step_ms, 3), "ms"),
     )
     half = "save half as often, which halves the cost"
     fixes: tuple[Fix, ...]

@@ -10,8 +10,9 @@ import pandas as pd
 from ...budget.host_load import Gauges
 from ...budget.parts import WAITING
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...hang.transient_hang import PassedHang, passed_hangs
-from ...study import Context
+from ...hang.transient_hang import TransientHang, transient_hangs
+from ...price.gains import cost_outside_steps
+from ...study import Study
 from ...text import count, ms
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, NotJudged, at, code_fix, listed, need_steps, often, script_of
@@ -22,18 +23,18 @@ MOST_NAMED: Final = 4
 """Ranks of which it is said where they were."""
 
 
-def collections(context: Context) -> Change | None:
+def collections(study: Study) -> Change | None:
     """No garbage collection of 0.1 ms or more."""
-    pause = context.work("pause")
+    pause = study.work("pause")
     return Change({"pause": pause}) if pause.any() else None
 
 
-def garbage_collection(context: Context, change: Change, gain: Gain, alone: Gain) -> Finding:
+def garbage_collection(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """Python's garbage collector stops a rank, and so everyone who waits for it."""
     mean = change.removed["pause"].mean(axis=1)
-    ranks = context.ranks_where(mean > 0.1 * mean.max())
-    numbers = context.step_numbers
-    rows = context.rows
+    ranks = study.ranks_where(mean > 0.1 * mean.max())
+    numbers = study.step_numbers
+    rows = study.rows
     chosen = rows[["rank", "step", "dur_ns", "value"]][rows["kind"] == "pause"]
     chosen = chosen[chosen["step"].isin(numbers) & chosen["rank"].isin(ranks)]
     lengths = chosen["dur_ns"].dropna().astype("int64") / 1e6
@@ -44,37 +45,37 @@ def garbage_collection(context: Context, change: Change, gain: Gain, alone: Gain
         Evidence("collections of 0.1 ms and more a step", round(len(lengths) / len(numbers) / len(ranks), 2), "count"),
         Evidence("of those, full (generation 2)", full, "count"),
     )
-    script = script_of(context)
+    script = script_of(study)
     once = "gc.collect(); gc.freeze() once, after set-up and before the loop"
     seldom = "or gc.disable(), and gc.collect() every few hundred steps on all ranks at once"
     fixes = (
-        code_fix(once, "gc.freeze()", True, script, alone),
+        code_fix(once, "gc.freeze()", True, script, gain),
         code_fix(seldom, "gc.disable()", True, script),
     )
     title = f"garbage collection stops rank {listed(ranks)} for {ms(mean.max())} a step"
-    where = Where(ranks=ranks, steps=context.step_range)
-    return Finding("pause.gc", title, "info", where, evidence, gain, fixes)
+    where = Where(ranks=ranks, steps=study.step_range)
+    return Finding("pause.gc", title, "info", where, evidence, gain, fixes, share=share)
 
 
-def stops(context: Context) -> list[Finding]:
+def stops(study: Study) -> list[Finding]:
     """The job stood still: hangs that resolved themselves, and stops for none of the known reasons."""
-    hangs = passed_hangs(context)
-    found = [_passed(context, hangs)] if hangs else []
+    hangs = transient_hangs(study)
+    found = [_passed(study, hangs)] if hangs else []
     try:
-        need_steps(context)
+        need_steps(study)
     except NotJudged:
         if not found:
             raise
         return found
-    return found + _stops(context, [hang.step for hang in hangs if hang.step is not None])
+    return found + _stops(study, [hang.step for hang in hangs if hang.step is not None])
 
 
-def _passed(context: Context, hangs: tuple[PassedHang, ...]) -> Finding:
+def _passed(study: Study, hangs: tuple[TransientHang, ...]) -> Finding:
     """What is said of hangs that resolved themselves. Their cost is that of the steps after warm-up."""
     longest = max(hangs, key=lambda hang: hang.seconds)
-    irregular = context.irregular
+    irregular = study.irregular
     lost = [1e3 * hang.seconds for hang in hangs if hang.step is not None and hang.step in irregular.steps]
-    gain = context.cost(np.array(lost), rare=True) if lost else Gain(0.0, 0.0, 0.0, 0.0, method="none")
+    gain = cost_outside_steps(study, np.array(lost), rare=True) if lost else Gain(0.0, 0.0, 0.0, 0.0, method="none")
     title = longest.words
     if len(hangs) > 1:
         whole = sum(hang.seconds for hang in hangs)
@@ -95,10 +96,10 @@ def _passed(context: Context, hangs: tuple[PassedHang, ...]) -> Finding:
     return Finding("pause.stop", title, "info", where, tuple(evidence), gain, (Fix("code", fix, patch),))
 
 
-def _stops(context: Context, told: list[int]) -> list[Finding]:
+def _stops(study: Study, told: list[int]) -> list[Finding]:
     """The job stands still now and then, for none of the known reasons: where each rank stood in the longest stop. Of
     the steps that are `told` more is known."""
-    irregular = context.irregular
+    irregular = study.irregular
     own = irregular.own_ms.get("stop")
     if own is None:
         return []
@@ -106,12 +107,12 @@ def _stops(context: Context, told: list[int]) -> list[Finding]:
     if not own.any():
         return []
     stopped = own.max(axis=0) > 0
-    gain = context.cost(irregular.excess_ms["stop"][stopped], rare=True)
+    gain = cost_outside_steps(study, irregular.excess_ms["stop"][stopped], rare=True)
     if gain.ms < LEAST_SHARE * irregular.mean_ms:
         return []
     longest = int(own.max(axis=0).argmax())
     step = int(irregular.steps[longest])
-    who = context.ranks_where(own.max(axis=1) > 0)
+    who = study.ranks_where(own.max(axis=1) > 0)
     culprit = irregular.ranks[int(own[:, longest].argmax())]
     length = float(own[:, longest].max())
     evidence = [
@@ -119,16 +120,16 @@ def _stops(context: Context, told: list[int]) -> list[Finding]:
         Evidence("longest", round(length, 1), "ms"),
         Evidence("in step", step, ""),
         *(
-            Evidence(f"where rank {rank} was", _place_of(context, rank, step), "")
+            Evidence(f"where rank {rank} was", _place_of(study, rank, step), "")
             for rank in irregular.ranks[:MOST_NAMED]
         ),
     ]
-    place = _place_of(context, culprit, step)
+    place = _place_of(study, culprit, step)
     fix = (
         f"look for what rank {culprit} does in step {step} beside training ({place}): files on a slow disk, "
         "logging, a lock, another process on the host; mark it with dsprof.span to see it named"
     )
-    crowded_ms = _without_core(context, culprit, step)
+    crowded_ms = _without_core(study, culprit, step)
     if crowded_ms > MOSTLY * length:
         evidence.append(Evidence("ready to run without a core in it", round(crowded_ms, 1), "ms", 0.0))
         fix = (
@@ -142,23 +143,23 @@ def _stops(context: Context, told: list[int]) -> list[Finding]:
     return [Finding("pause.stop", title, "info", where, tuple(evidence), gain, fixes)]
 
 
-def _without_core(context: Context, rank: int, step: int) -> float:
+def _without_core(study: Study, rank: int, step: int) -> float:
     """How long the rank was ready to run in that step and had no core, ms; NaN if not known."""
-    steps = context.steps[context.steps["step"] == step].assign(ordinary=True)
-    gauges = Gauges(context.rows, steps)
+    steps = study.steps[study.steps["step"] == step].assign(ordinary=True)
+    gauges = Gauges(study.rows, steps)
     return float(gauges.spent("core_wait_seconds")[gauges.ranks.index(rank), 0])
 
 
-def _place_of(context: Context, rank: int, step: int) -> str:
+def _place_of(study: Study, rank: int, step: int) -> str:
     """Where a rank spent most of a step beyond what is usual for it: in a phase, a wait, or outside of all."""
-    steps = context.steps[context.steps["rank"] == rank]
+    steps = study.steps[study.steps["rank"] == rank]
     mine = steps[steps["step"] == step]
     usual = steps[steps["ordinary"]]
     if mine.empty or usual.empty:
         return "unknown"
     if float(mine[list(WAITING)].sum(axis=1).iloc[0]) > 0.5 * float(mine["dur_ns"].iloc[0]) / 1e6:
         return "waiting for the others"
-    phases = context.training_phases
+    phases = study.training_phases
     phases = phases[(phases["rank"] == rank) & phases["step"].isin([step, *usual["step"]])]
     spent = phases["dur_ns"].groupby([phases["name"].astype(str), phases["step"]]).sum().unstack(fill_value=0)
     found: dict[str, float] = {}

@@ -20,7 +20,7 @@ from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...hang.issuing_lines import CallSite, call_sites
 from ...hang.open_operations import first_disagreement, stall_at_end
 from ...hang.transient_hang import AT_WORK, has_passed, step_of
-from ...study import Context, once
+from ...study import Study, once
 from ..base import NotConcerned, NotJudged
 
 STOOD_S: Final = 5.0
@@ -36,40 +36,40 @@ NO_PROGRESS: Final = tuple(Kind(kind).name.lower() for kind in SAMPLES)
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
 
 
-def hang_or_desync(context: Context) -> list[Finding]:
+def hang_or_desync(study: Study) -> list[Finding]:
     """The rank that the others waited for in the end, or the collective that they disagreed about."""
-    run = context.run
-    imported = {str(fact.get("format")) for fact in context.facts.get("import", [])}
+    run = study.run
+    imported = {str(fact.get("format")) for fact in study.facts.get("import", [])}
     alone = (run.world_size or len(run.ranks)) < 2
     if alone or imported - {RECORDER}:  # of others' traces each rank has its own window
         raise NotConcerned
     if len({item.rank for item in run.ranks}) < 2:
         raise NotJudged("fewer than two of the job's ranks were captured")
-    proved = _proved(context)
+    proved = _proved(study)
     if proved is not None:
         return [proved]
-    disagreement = first_disagreement(context.rows)
+    disagreement = first_disagreement(study.rows)
     if disagreement is not None:
-        return [_finding(context, disagreement, {})]
-    told = next((hang for hang in run.hangs[-1:] if not has_passed(context, hang)), None)
+        return [_finding(study, disagreement, {})]
+    told = next((hang for hang in run.hangs[-1:] if not has_passed(study, hang)), None)
     if told is not None and run.status != 0:
-        return [_finding(context, _as_told(told), told)]
-    stall = stall_at_end(context.rows, context.trace, run)
+        return [_finding(study, _as_told(told), told)]
+    stall = stall_at_end(study.rows, study.trace, run)
     if stall is None or stall.kind == "stuck":
         return []
-    if imported or _all_stand(context, stall):
-        return [_finding(context, stall, {})]
-    failed = _failed_in_it(context, stall)
-    return [] if failed is None else [_finding(context, failed, {})]
+    if imported or _all_stand(study, stall):
+        return [_finding(study, stall, {})]
+    failed = _failed_in_it(study, stall)
+    return [] if failed is None else [_finding(study, failed, {})]
 
 
-def _proved(context: Context) -> Finding | None:
+def _proved(study: Study) -> Finding | None:
     """What dsprof's engine has proved itself, and ended the job for."""
-    if not failures(context.run.exits):
+    if not failures(study.run.exits):
         return None
     said: dict[int, str] = {}
-    for rank in sorted({item.rank for item in context.run.ranks})[:MOST_ASKED]:
-        marks = context.trace.read(rank, ("kind", "name"))
+    for rank in sorted({item.rank for item in study.run.ranks})[:MOST_ASKED]:
+        marks = study.trace.read(rank, ("kind", "name"))
         names = marks.loc[marks["kind"] == "mark", "name"].astype(str)
         told = names[names.str.startswith(DEADLOCK)]
         if len(told):
@@ -89,101 +89,101 @@ def _as_told(hang: Mapping[str, Any]) -> Stall:
 
 
 @once
-def _standing(context: Context) -> Mapping[int, Mapping[str, Any]]:
+def _standing(study: Study) -> Mapping[int, Mapping[str, Any]]:
     """Rank -> what it said of a standstill that it did not leave."""
-    left = {(fact.get("rank"), fact.get("since_ns")) for fact in context.facts.get(WENT_ON, [])}
-    facts = context.facts.get(STANDSTILL, [])
+    left = {(fact.get("rank"), fact.get("since_ns")) for fact in study.facts.get(WENT_ON, [])}
+    facts = study.facts.get(STANDSTILL, [])
     said = {int(fact["rank"]): fact for fact in facts if (fact.get("rank"), fact.get("since_ns")) not in left}
-    at_once = not any(fact.get("format") for fact in context.facts.get("import", []))
-    one_clock = len({item.clock_name for item in context.run.ranks}) == 1
+    at_once = not any(fact.get("format") for fact in study.facts.get("import", []))
+    one_clock = len({item.clock_name for item in study.run.ranks}) == 1
     if at_once and one_clock:  # else times were corrected, and those of facts not
-        moved = context.rows[~context.rows["kind"].isin(NO_PROGRESS)]
+        moved = study.rows[~study.rows["kind"].isin(NO_PROGRESS)]
         begun = moved.groupby("rank")["start_ns"].max()
         said = {rank: fact for rank, fact in said.items() if int(begun.get(rank, 0)) <= int(fact["at_ns"])}
     return said
 
 
 @once
-def _locked(context: Context) -> Mapping[int, Mapping[str, Any]]:
+def _locked(study: Study) -> Mapping[int, Mapping[str, Any]]:
     """Rank -> its stacks, where a thread held the interpreter's lock."""
-    return {int(fact["rank"]): fact for fact in context.facts.get(LOCKED, [])}
+    return {int(fact["rank"]): fact for fact in study.facts.get(LOCKED, [])}
 
 
-def _all_stand(context: Context, stall: Stall) -> bool:
+def _all_stand(study: Study, stall: Stall) -> bool:
     """Whether the ranks themselves say so, without a launcher of ours: those that wait stood still for the time-out,
     and those that they wait for did too, without working, or had ended, or did not answer."""
-    standing, locked = _standing(context), _locked(context)
+    standing, locked = _standing(study), _locked(study)
     if not stall.waiters or not all(rank in standing for rank in stall.waiters):
         return False
     for rank in stall.culprits:
         said = standing.get(rank)
-        if said is None and not (rank in locked or _ended(context, rank)):
+        if said is None and not (rank in locked or _ended(study, rank)):
             return False
         if said is not None and (said.get("works") or set(AT_WORK) & set(said.get("phases") or ())):
             return False
     return True
 
 
-def _failed_in_it(context: Context, stall: Stall) -> Stall | None:
+def _failed_in_it(study: Study, stall: Stall) -> Stall | None:
     """The stall, where the rank that failed first had stood still in it, as where a time-out of torch ended the job, or
     was told that another had gone: that one alone is the culprit then. None where another that it waited for failed."""
-    failed = [item.rank for item in failures(context.run.exits)]
+    failed = [item.rank for item in failures(study.run.exits)]
     if not failed or failed[0] not in stall.waiters or set(failed) & set(stall.culprits):
         return None
     # One that ended in order without having come: that is why the others failed, however soon.
-    gone = tuple(rank for rank in stall.culprits if _left_before(context, rank, failed[0]))
+    gone = tuple(rank for rank in stall.culprits if _left_before(study, rank, failed[0]))
     if gone:
         return replace(stall, culprits=gone)
-    ended_ns = next((item.closed_ns for item in last_processes(context.run.ranks) if item.rank == failed[0]), None)
-    stood = ended_ns is not None and (ended_ns - _last_begun(context, failed[0])) / 1e9 >= STOOD_S
+    ended_ns = next((item.closed_ns for item in last_processes(study.run.ranks) if item.rank == failed[0]), None)
+    stood = ended_ns is not None and (ended_ns - _last_begun(study, failed[0])) / 1e9 >= STOOD_S
     return stall if stood else None
 
 
-def _left_before(context: Context, rank: int, failed: int) -> bool:
+def _left_before(study: Study, rank: int, failed: int) -> bool:
     """Whether a rank ended in order before another failed: by their captures, or by what the launcher saw where one of
     them was not closed, as after `os._exit(0)`."""
-    closed = {item.rank: item.closed_ns for item in last_processes(context.run.ranks)}
+    closed = {item.rank: item.closed_ns for item in last_processes(study.run.ranks)}
     left_ns, failed_ns = closed.get(rank), closed.get(failed)
     if left_ns is None or failed_ns is None:
-        exits = _exits(context)
-        if failed not in exits or not _ended_well(context, rank):
+        exits = _exits(study)
+        if failed not in exits or not _ended_well(study, rank):
             return False
         left_ns, failed_ns = (exits[one].ended_epoch_ns or exits[one].ended_ns for one in (rank, failed))
     return left_ns is not None and failed_ns is not None and left_ns <= failed_ns
 
 
 @once
-def _exits(context: Context) -> Mapping[int, RankExit]:
+def _exits(study: Study) -> Mapping[int, RankExit]:
     """Rank -> how its last process ended, where a launcher saw that."""
-    return {item.rank: item for item in last_processes(context.run.exits)}
+    return {item.rank: item for item in last_processes(study.run.exits)}
 
 
-def _ended_well(context: Context, rank: int) -> bool:
+def _ended_well(study: Study, rank: int) -> bool:
     """Whether a rank ended by itself with exit status 0."""
-    end = _exits(context).get(rank)
+    end = _exits(study).get(rank)
     return end is not None and end.code == 0 and not end.stopped
 
 
-def _last_begun(context: Context, rank: int) -> int:
+def _last_begun(study: Study, rank: int) -> int:
     """When it began something last, ns."""
-    rows = context.trace.read(rank, ("kind", "start_ns"))
+    rows = study.trace.read(rank, ("kind", "start_ns"))
     return int(rows.loc[rows["kind"].isin(["comm", "wait", "phase", "module", "pipe"]), "start_ns"].max())
 
 
 # --- what is said
 
 
-def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding:
+def _finding(study: Study, stall: Stall, told: Mapping[str, Any]) -> Finding:
     first, culprits = stall.operation, stall.culprits
     code, title = str(told.get("code") or stall.code), str(told.get("words") or stall.words)
     issued: dict[int, CallSite] = {}
-    stands = {rank: site for rank in (*culprits, *stall.waiters) if (site := _site(context, rank))}
+    stands = {rank: site for rank in (*culprits, *stall.waiters) if (site := _site(study, rank))}
     for ranks, operation in stall.versions:
-        issued |= call_sites(context.trace, ranks, operation, stands)
+        issued |= call_sites(study.trace, ranks, operation, stands)
     sites = stands | {rank: line.site for rank, line in issued.items() if line.certain}
     if not told:
         places = [f"rank {rank} is at {short(stands[rank])}" for rank in culprits if rank in stands]
-        ended = [rank for rank in culprits if stall.kind == "missing" and _ended(context, rank)]
+        ended = [rank for rank in culprits if stall.kind == "missing" and _ended(study, rank)]
         places += [f"{ranks_in_words(ended)} had ended"] if ended else []
         title += "".join(f"; {place}" for place in places)
     evidence: list[Evidence] = []
@@ -195,15 +195,15 @@ def _finding(context: Context, stall: Stall, told: Mapping[str, Any]) -> Finding
         where_issued = _issued_at([issued[rank] for rank in ranks if rank in issued])
         evidence.append(Evidence(f"{ranks_in_words(ranks)} issued", described(operation) + where_issued, ""))
     for rank in sorted({*culprits, *stall.waiters}):
-        evidence += _stood(context, rank, culprit=rank in culprits)
-        if rank in culprits and _ended_well(context, rank):
-            evidence.append(Evidence(f"rank {rank} ended by", _exits(context)[rank].how, ""))
+        evidence += _stood(study, rank, culprit=rank in culprits)
+        if rank in culprits and _ended_well(study, rank):
+            evidence.append(Evidence(f"rank {rank} ended by", _exits(study)[rank].how, ""))
     for rank, threads in (told.get("threads") or {}).items():
         waiting = [in_the_kernel(str(item["wchan"]), str(item["state"])) for item in threads[:1]]
         evidence += [Evidence(f"rank {rank}: its main thread", said, "") for said in waiting]
         evidence += _children(rank, (told.get("children") or {}).get(rank) or [])
-    complete = _last_step(context)
-    step = step_of(context, first)
+    complete = _last_step(study)
+    step = step_of(study, first)
     if step is None and complete is not None:
         step = complete + 1
     evidence.append(Evidence("last step that a rank completed", "none" if complete is None else complete, ""))
@@ -221,9 +221,9 @@ def _issued_at(lines: Collection[CallSite]) -> str:
     return (f" at {at}" if at else "") + (f" (such ones come from {alike})" if alike else "")
 
 
-def _stood(context: Context, rank: int, *, culprit: bool) -> list[Evidence]:
+def _stood(study: Study, rank: int, *, culprit: bool) -> list[Evidence]:
     """Where a rank stood."""
-    said = _standing(context).get(rank) or _locked(context).get(rank)
+    said = _standing(study).get(rank) or _locked(study).get(rank)
     if said is None:
         return []
     threads = said.get("threads") or []
@@ -244,19 +244,19 @@ def _children(rank: str, children: Iterable[Mapping[str, Any]]) -> list[Evidence
     ]
 
 
-def _site(context: Context, rank: int) -> str | None:
-    said = _standing(context).get(rank) or _locked(context).get(rank)
+def _site(study: Study, rank: int) -> str | None:
+    said = _standing(study).get(rank) or _locked(study).get(rank)
     return None if said is None else said.get("site")
 
 
-def _ended(context: Context, rank: int) -> bool:
+def _ended(study: Study, rank: int) -> bool:
     """In order, as far as its capture or the launcher tells."""
-    closed = any(item.rank == rank and item.closed for item in last_processes(context.run.ranks))
-    return closed or _ended_well(context, rank)
+    closed = any(item.rank == rank and item.closed for item in last_processes(study.run.ranks))
+    return closed or _ended_well(study, rank)
 
 
-def _last_step(context: Context) -> int | None:
-    steps = context.rows.loc[context.rows["kind"] == "step", "step"]
+def _last_step(study: Study) -> int | None:
+    steps = study.rows.loc[study.rows["kind"] == "step", "step"]
     return None if steps.empty or pd.isna(steps.max()) else int(steps.max())
 
 

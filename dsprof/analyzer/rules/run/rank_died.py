@@ -13,7 +13,7 @@ from dsprof.run import BY_HAND, RankExit, failures, last_processes
 from dsprof.schema import CALL_SITE, UNCAUGHT
 
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...study import Context
+from ...study import Study
 from ...text import ms
 from ..base import NotJudged, listed
 from ..memory.oom_risk import killed_for_memory, why_out_of_memory
@@ -21,16 +21,16 @@ from ..memory.oom_risk import killed_for_memory, why_out_of_memory
 COLUMNS: Final = ("kind", "name", "step", "start_ns", "dur_ns", "ended", "group", "seq")
 
 
-def rank_died(context: Context) -> list[Finding]:
+def rank_died(study: Study) -> list[Finding]:
     """A rank ended by a signal or with an error: which was first, and what it was doing."""
-    exits = context.run.exits
+    exits = study.run.exits
     if not exits:
         raise NotJudged("no launcher recorded how the ranks ended")
     failed = failures(exits)
-    if not failed or context.run.status == BY_HAND:
+    if not failed or study.run.status == BY_HAND:
         return []
     first = failed[0]
-    mine = context.trace.read(first.rank, COLUMNS)
+    mine = study.trace.read(first.rank, COLUMNS)
     steps = mine.loc[mine["kind"] == "step", "step"]
     last_step = int(steps.max()) if len(steps) else -1
     evidence = [
@@ -45,8 +45,8 @@ def rank_died(context: Context) -> list[Finding]:
         f"rank {first.rank} ended by {first.how} before it completed a step")  # fmt: skip
     where = Where(ranks=(first.rank,), steps=(last_step, last_step) if last_step >= 0 else None)
     advice = _advice(first)
-    memory = _of_memory(context, first)
-    raised = _uncaught(context, first.rank)
+    memory = _of_memory(study, first)
+    raised = _uncaught(study, first.rank)
     if raised is not None:
         evidence.append(Evidence("exception", raised.words, ""))
         title += f": {raised.words}" if memory is None else ""
@@ -56,7 +56,7 @@ def rank_died(context: Context) -> list[Finding]:
         evidence.append(Evidence("memory", memory, ""))
         advice = "memory.oom-risk says what held the memory, and what makes room"
     fixes = (Fix("code", advice),)
-    gone = _gone_before(context, first, mine)
+    gone = _gone_before(study, first, mine)
     if gone is not None:
         before, seconds = gone
         earlier = "" if seconds is None else f"{ms(1e3 * seconds)} "
@@ -66,7 +66,7 @@ def rank_died(context: Context) -> list[Finding]:
             evidence.append(Evidence(f"capture of rank {before} ended earlier by", round(seconds, 3), "s"))
         why = "something else than dsprof started it, so how it ended is not known here"
         advice, said = f"see the output of rank {before}: {why}", ""
-        raised = _uncaught(context, before)
+        raised = _uncaught(study, before)
         if raised is not None:
             evidence.append(Evidence("exception", raised.words, ""))
             advice, said = raised.advice, f" ({raised.words})"
@@ -83,9 +83,9 @@ class _Uncaught(NamedTuple):
     advice: str
 
 
-def _uncaught(context: Context, rank: int) -> _Uncaught | None:
+def _uncaught(study: Study, rank: int) -> _Uncaught | None:
     """The last exception that `rank` did not catch, if it told of one."""
-    told = [fact for fact in context.facts.get(UNCAUGHT, []) if fact.get("rank") == rank]
+    told = [fact for fact in study.facts.get(UNCAUGHT, []) if fact.get("rank") == rank]
     if not told:
         return None
     kind, said, site = (str(told[-1].get(key) or "") for key in ("type", "message", "site"))
@@ -94,12 +94,12 @@ def _uncaught(context: Context, rank: int) -> _Uncaught | None:
     return _Uncaught(words, f"{kind} was raised {where}: the rank's own output has the whole traceback")
 
 
-def _gone_before(context: Context, failed: RankExit, rows: pd.DataFrame) -> tuple[int, float | None] | None:
+def _gone_before(study: Study, failed: RankExit, rows: pd.DataFrame) -> tuple[int, float | None] | None:
     """The rank whose absence ended `failed`, and how many seconds earlier it was gone, if that is known: one that the
     launcher did not start, as where Lightning starts ranks itself, so that nobody knows how it ended. `rows`: of the
     rank that failed."""
-    captures = {capture.rank: capture for capture in last_processes(context.run.ranks)}
-    mine, known = captures.get(failed.rank), {item.rank for item in context.run.exits}
+    captures = {capture.rank: capture for capture in last_processes(study.run.ranks)}
+    mine, known = captures.get(failed.rank), {item.rank for item in study.run.exits}
     if mine is None or not _communicates(rows):
         return None
     # Another clock has nothing to do with this one.
@@ -114,15 +114,15 @@ def _gone_before(context: Context, failed: RankExit, rows: pd.DataFrame) -> tupl
         return first, (end_ns - ended[first]) / 1e9
     # One that was killed, and did not wait for others that were gone.
     killed = [item.rank for item in unknown if not item.closed]
-    alone = [rank for rank in killed if not _communicates(context.trace.read(rank, COLUMNS))]
+    alone = [rank for rank in killed if not _communicates(study.trace.read(rank, COLUMNS))]
     return (alone[0], None) if len(alone) == 1 else None
 
 
-def _of_memory(context: Context, failed: RankExit) -> str | None:
+def _of_memory(study: Study, failed: RankExit) -> str | None:
     """In words, if it was for want of memory."""
-    told = why_out_of_memory(context, failed.rank)
+    told = why_out_of_memory(study, failed.rank)
     if told is None and failed.signal == signal.SIGKILL:
-        told = killed_for_memory(context, failed.rank)
+        told = killed_for_memory(study, failed.rank)
         return None if told is None else f"killed for want of memory, says {told}"
     return told
 

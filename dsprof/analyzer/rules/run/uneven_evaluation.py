@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...finding import Evidence, Finding, Fix, Where
-from ...study import Context
+from ...price.gains import cost_outside_steps
+from ...study import Study
 from ...text import ms, ranks
 from ..base import LEAST_SHARE, need_peers, need_steps, often
 
@@ -16,11 +17,11 @@ LEAST_UNEVEN = 0.2
 """Of the longest evaluation of an occasion: ranks that differ by less evaluate alike."""
 
 
-def uneven(context: Context) -> list[Finding]:
+def uneven(study: Study) -> list[Finding]:
     """Ranks evaluate unequally. What is lost is the longest share less the mean, which equal shares would take."""
-    need_steps(context)
-    need_peers(context)
-    irregular = context.irregular
+    need_steps(study)
+    need_peers(study)
+    irregular = study.irregular
     own = irregular.own_ms.get(KIND)
     if own is None or not own.any():
         return []
@@ -29,11 +30,11 @@ def uneven(context: Context) -> list[Finding]:
     if not unequal.any():
         return []
     lost = np.minimum(longest - mean, irregular.excess_ms[KIND])[unequal]
-    gain = context.cost(lost)
+    gain = cost_outside_steps(study, lost)
     if gain.ms < LEAST_SHARE * irregular.mean_ms:
         return []
     of_rank = own[:, unequal].mean(axis=1)
-    who = context.ranks_where(of_rank > MOST_OF_LONGEST * of_rank.max())
+    who = study.ranks_where(of_rank > MOST_OF_LONGEST * of_rank.max())
     numbers = irregular.steps[unequal]
     times = often(unequal)
     evidence = (
