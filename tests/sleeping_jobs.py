@@ -46,14 +46,17 @@ class Ran:
         got to it after its launch, and the host had gone on when it was over: a host that a busy machine stops may put
         an event before or behind it too late."""
         log = self.log(rank).sort_values("launch_ns", kind="stable")
-        went_on = (log["launch_ns"].shift(-1) < log["end_ns"]) | log["name"].str.endswith("barrier")  # for which it waits
+        went_on = (log["launch_ns"].shift(-1) < log["end_ns"]) | log["name"].str.endswith(
+            "barrier"
+        )  # for which it waits
         log = log.assign(ahead=(log["arrival_ns"] > log["launch_ns"]) & went_on)
         found = log[log["name"] == name]
         return found.iloc[0 if last is None else -last :].reset_index(drop=True)
 
     def phases(self, rank: int = 0) -> pd.DataFrame:
-        """The phases of the job on its device's default stream: name, begin_ns, end_ns, and whether the host was ahead of
-        the device at both ends. A phase begins when the host says so and the stream is through with what it had."""
+        """The phases of the job on its device's default stream: name, begin_ns, end_ns, and `ahead`, whether the host was
+        ahead of the device at both ends. A phase begins when the host says so and the stream is through with what it
+        had."""
         log = self.log(rank)
         stream = log[log["stream"] == 0]
         launched, ended = stream["launch_ns"].to_numpy(), stream["end_ns"].to_numpy()
@@ -72,7 +75,8 @@ class Ran:
         return self.trace.read(rank)
 
     def clock_doubt_ns(self, rank: int = 0) -> float:
-        """How far off the device's clock may be from the host's, by the samples of both: a busy machine takes bad ones."""
+        """How far off the device's clock may be from the host's, by the samples of both, which are bad on a busy
+        machine."""
         [capture] = (self.folder / "run" / "capture").glob(f"rank{rank:05d}*")
         rows = measured_rows(read_capture(capture))
         return clock_offsets(rows[(rows["kind"] == "gauge") & (rows["name"] == DEVICE_CLOCK)])[2]
