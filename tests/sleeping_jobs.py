@@ -54,8 +54,8 @@ class Ran:
         return found.iloc[0 if last is None else -last :].reset_index(drop=True)
 
     def phases(self, rank: int = 0) -> pd.DataFrame:
-        """The phases of the job on its device's default stream: name, begin_ns, end_ns, and `ahead`, whether the host was
-        ahead of the device at both ends. A phase begins when the host says so and the stream is through with what it
+        """The phases of the job on its device's default stream: name, begin_ns, end_ns, and `ahead`, whether the host
+        was ahead of the device at both ends. A phase begins when the host says so and the stream is through with what it
         had."""
         log = self.log(rank)
         stream = log[log["stream"] == 0]
