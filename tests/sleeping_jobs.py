@@ -56,8 +56,8 @@ class Ran:
 
     def phases(self, rank: int = 0) -> pd.DataFrame:
         """The phases of the job on its device's default stream: name, begin_ns, end_ns, and `ahead`, whether the host
-        was ahead of the device at both ends. A phase begins when the host says so and the stream is through with what it
-        had."""
+        was ahead of the device at both ends. A phase begins when the host says so and the stream is through with what
+        it had."""
         log = self.log(rank)
         stream = log[log["stream"] == 0]
         launched, ended = stream["launch_ns"].to_numpy(), stream["end_ns"].to_numpy()
