@@ -120,9 +120,9 @@ def sites(level):
     capture = OpenCapture(recorder, folder, level, lambda: True, lambda: None, lambda fact: None)
     return in_reverse(call_sites.install(capture))
 
-taken["hook_of_a_module"] = added(calls, events // 4, lambda: modules.install(recorder))
-taken["hooks_of_an_all_reduce"] = added(reductions, events // 30, lambda: collectives.install(recorder))
-uninstall = collectives.install(recorder)
+taken["hook_of_a_module"] = added(calls, events // 4, lambda: modules.watch(recorder))
+taken["hooks_of_an_all_reduce"] = added(reductions, events // 30, lambda: collectives.watch(recorder))
+uninstall = collectives.watch(recorder)
 for level in ("light", "full"):
     taken[f"line_of_an_all_reduce_at_{level}"] = added(reductions, events // 30, lambda: sites(level))
 uninstall()

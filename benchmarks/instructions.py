@@ -15,8 +15,8 @@ executes it has more instructions, so the ratio to that one would flatter.
 
 callgrind makes a step some fifty times as long, and what samples by the clock would do so after each step. So the
 samplers' clock is given: it goes by as many steps as were taken, each as long as its processor time is without
-callgrind, and by what a sample takes then; side threads wait as much longer as the steps take. callgrind does not see
-the kernel: system time and page faults a step stand beside, measured without it.
+callgrind, and by what a sample takes then; side threads wait for as many steps. callgrind does not see the
+kernel: system time and page faults a step stand beside, measured without it.
 
 Goals: 1.005 for the first three, 1.010 (better 1.005) for the small operators.
 """

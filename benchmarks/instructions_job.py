@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -26,10 +27,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from overhead_jobs import COUNTED
-
-SLOWER: Final = 60.0
-"""Times as long as natively a step takes under callgrind; measured anew in the first steps."""
-
 
 INSTRUMENTED: Final = 4
 """Steps under callgrind before those that count; the ones before them go faster."""
@@ -60,12 +57,13 @@ class Marks:
 
 
 class Clock:
-    """A job's steps as they pass natively."""
+    """A job's steps as they pass natively: what samples and what waits goes by them, however long they take here."""
 
     def __init__(self, step_ns: int, sample_ns: int) -> None:
         self.step_ns, self.sample_ns = step_ns, sample_ns
         self.steps = self.asked = 0
-        self.slower = SLOWER
+        self._waiting: dict[threading.Event, tuple[float, Any]] = {}
+        self._next = math.inf
 
     def of_samples(self) -> int:
         """Asked before and after each sample."""
@@ -74,6 +72,32 @@ class Clock:
 
     def seconds(self) -> float:
         return self.steps * self.step_ns / 1e9
+
+    def step(self) -> None:
+        """A step has been taken: whoever waited as long as it goes on."""
+        self.steps += 1
+        if self.steps >= self._next:
+            for event, (until, _) in list(self._waiting.items()):  # a copy: the threads that wait add themselves
+                if self.steps >= until:
+                    self.wake(event)
+
+    def wait(self, event: threading.Event, seconds: float) -> None:
+        gate = threading.Lock()
+        gate.acquire()
+        self._waiting[event] = self.steps + seconds * 1e9 / self.step_ns, gate
+        self._find_next()
+        if event.is_set():
+            self.wake(event)
+        gate.acquire()
+
+    def wake(self, event: threading.Event) -> None:
+        _, gate = self._waiting.pop(event, (0, None))
+        self._find_next()
+        if gate is not None:
+            gate.release()
+
+    def _find_next(self) -> None:
+        self._next = min((until for until, _ in list(self._waiting.values())), default=math.inf)
 
 
 def capture(folder: Path, clock: Clock | None) -> Any:
@@ -87,7 +111,14 @@ def capture(folder: Path, clock: Clock | None) -> Any:
             """Side threads look as often a step as they do natively."""
 
             def wait(self, timeout: float | None = None) -> bool:
-                return super().wait(None if timeout is None else timeout * clock.slower)
+                if timeout is None or self.is_set():
+                    return super().wait(timeout)
+                clock.wait(self, timeout)
+                return self.is_set()
+
+            def set(self) -> None:
+                super().set()
+                clock.wake(self)
 
         paced: Any = types.SimpleNamespace(**{**vars(threading), "Event": Event})
         side_thread.threading = watchdog.threading = paced
@@ -122,7 +153,7 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
 
     def turn() -> None:
         counted()
-        clock.steps += 1
+        clock.step()
 
     for number in range(warm):
         if number == warm // 2 and arm == "off":  # what its first steps leave, all have (overhead_turns.CAPTURED_TURNS)
@@ -131,10 +162,7 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
             session.stop()
         if number == max(warm - INSTRUMENTED, warm // 2):
             marks.start()
-        began = time.perf_counter()
         turn()
-        if marks.slow and number == warm - 1:
-            clock.slower = max((time.perf_counter() - began) * 1e9 / clock.step_ns, 1.0)
     while (
         arm == "light" and marks.slow and opened._step_end.taken < next_look(opened) <= opened._step_end.taken + steps
     ):

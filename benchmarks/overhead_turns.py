@@ -34,7 +34,7 @@ CAPTURED_TURNS: Final = 5
 in the order of their first use, and a method's place in Python's cache goes by its type's number: which hot methods
 displace each other there is chance, but it makes 0.6 % of the instructions of FSDP2's step, and it would be the same in
 all processes of an arm."""
-BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-reaper")
+BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-complete")
 """Names of the collectors' threads. (Those of the engine's lanes are the job's.)"""
 
 

@@ -9,6 +9,7 @@ arming/         has a process open a capture once it becomes a rank
 capture/        the capture of one rank: identity, window, folder, closing
 recorder/       writes records into chunk files
 native/         the same in C++, with the hooks that run for every call
+system/         what the operating system tells: its clock, /proc
 hooking/        what hooks are made of: private names, wrappers, taking them away, errors
 loop/           the training loop: data, forward, backward, optimizer, checkpoints, compilation
 communication/  collectives, waits for them, process groups, sharding

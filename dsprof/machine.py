@@ -165,13 +165,14 @@ def _lost() -> dict[str, str]:
 
 def _collectors(missing: Mapping[str, str]) -> tuple[Collects, ...]:
     """`missing`: of what a collector may need, why it is not here; empty: it is."""
-    from dsprof.collectors.catalogue import ABOUT
+    from dsprof.collectors.catalogue import COLLECTORS, GROUPS
 
     def lacks(needs: tuple[str, ...]) -> str:
         said = (missing.get(one, "" if _installed(one) else f"{one} is not installed") for one in needs)
         return next(filter(None, said), "")
 
-    return tuple(Collects(name, about.group, about.records, lacks(about.needs)) for name, about in ABOUT.items())
+    collects = [Collects(name, one.group, one.records, lacks(one.needs)) for name, one in COLLECTORS.items()]
+    return tuple(sorted(collects, key=lambda one: GROUPS.index(one.group)))
 
 
 def _torch() -> tuple[dict[str, str], str | None]:

@@ -534,10 +534,10 @@ def main(kind: str, rank: int, folder: Path) -> None:
     FOLDER = folder
     torch.set_num_threads(1)
     RECORDER = recorder = open_recorder(kind, folder / f"rank{rank}")
-    uninstall = [collectives.install(recorder), modules.install(recorder)]
+    uninstall = [collectives.watch(recorder), modules.watch(recorder)]
     init(rank, "first")
     for name, section in SECTIONS.items():
-        time.sleep(0.02)  # let the reaper see the last ends
+        time.sleep(0.02)  # let the thread see the last ends
         recorder.mark(Kind.MARK, recorder.intern(f"section {name}"))
         section(rank)
     for undo in uninstall:

@@ -34,7 +34,7 @@ def noted(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Noted]:
     if request.param == "native":
         build_helper()
     recorder = open_recorder(request.param, tmp_path / "capture")
-    uninstall = modules.install(recorder, every=True)
+    uninstall = modules.watch(recorder, every=True)
     rows = lambda: [row for row in read_rows(tmp_path / "capture") if row.kind is Kind.GAUGE]  # noqa: E731
     yield lambda: [(row.name, row.module, row.value) for row in rows()]
     uninstall()

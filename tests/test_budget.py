@@ -303,7 +303,7 @@ def test_an_engine_that_waits_for_its_disk(tmp_path: Path, monkeypatch: pytest.M
 
     (tmp_path / "capture").mkdir()
     recorder = open_recorder("python", tmp_path / "capture")
-    hooks, stop = Hooks(), dsprof_engine.install(recorder, lambda: None)
+    hooks, stop = Hooks(), dsprof_engine.watch(recorder, lambda: None)
     disk = Disk(tmp_path, AioConfig(), hooks)
     file = disk.open("a test")
     file.write(file.allocate(4096), aligned(4096), {"purpose": "optimizer"}).wait()

@@ -38,7 +38,7 @@ for name, (level, most, code) in json.loads(sys.argv[3]).items():
     recorder = helper.open(folder / name) if helper else PyRecorder(folder / name)
     call_sites.MOST = most
     nothing = lambda *args: None
-    taken = [collectives.install(recorder)]
+    taken = [collectives.watch(recorder)]
     marks = call_sites.install(OpenCapture(recorder, folder / name, level, lambda: True, nothing, nothing))
     exec(compile(code, f"{name}.py", "exec"), {
         "torch": torch, "dist": dist, "marks": marks, "ones": torch.ones, "recorder": recorder,

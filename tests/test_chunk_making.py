@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,6 +77,8 @@ class Capture:
         assert all(self.write() for _ in range(records))
 
     def is_finished(self, number: int) -> bool:
+        while self.chunks._under_way:  # chunks are handed over right after the newest one is there
+            time.sleep(0.001)
         content = (self.folder / ondisk.chunk_name(number)).read_bytes()
         (value,) = ondisk.CHUNK_FINISHED.unpack_from(content, ondisk.CHUNK_FINISHED_AT)
         return bool(value)

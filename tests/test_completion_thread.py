@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import Any
 
-from dsprof.collectors.communication.completion_thread import Reaper
+from dsprof.collectors.communication.completion_thread import CompletionThread
 
 
 class Work:
@@ -15,14 +15,14 @@ class Work:
 
 def test_what_waits_for_its_turn_is_not_kept() -> None:
     """On busy cores that is late, and each work has what was gathered."""
-    reaper = Reaper(lambda work: None, lambda work: None)
-    reaper._thread = threading.Thread()  # one that is never given a core
+    watcher = CompletionThread(lambda work: None, lambda work: None)
+    watcher._thread = threading.Thread()  # one that is never given a core
     works: list[Any] = [Work() for _ in range(3)]
     for work in works:
-        reaper.add(work)
+        watcher.add(work)
     alive = [weakref.ref(work) for work in works]
     del work
     works.clear()
     assert [one() for one in alive] == [None] * 3
-    reaper._thread = None
-    reaper.stop()
+    watcher._thread = None
+    watcher.stop()

@@ -38,8 +38,8 @@ class Told:
         self.recorder: Recorder = open_recorder(kind, folder)
         self.hooks = Hooks(stage=2, clock=Clock(tick=1000))
         self.steps = 0
-        optimizers.install(self.recorder, lambda: None)
-        self._unsubscribe = dsprof_engine.install(self.recorder, self.count_step)
+        optimizers.watch(self.recorder, lambda: None)
+        self._unsubscribe = dsprof_engine.watch(self.recorder, self.count_step)
 
     def count_step(self) -> None:
         self.steps += 1
@@ -172,7 +172,7 @@ def test_phases_that_are_seen_anyway_are_recorded_once(told: Told) -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    optimizers.watch()
+    optimizers.register()
     with hooks.span("phase", "forward"):
         pass
     with hooks.span("phase", "backward"):
@@ -234,7 +234,7 @@ def test_a_span_that_began_before_is_left_to_others(told: Told) -> None:
 
     stop = hooks.subscribe(Other())
     span = told.hooks.begin("phase", "step")
-    told._unsubscribe = dsprof_engine.install(told.recorder, told.count_step)
+    told._unsubscribe = dsprof_engine.watch(told.recorder, told.count_step)
     told.hooks.end(span)
     stop()
     assert (read_rows(told.folder), told.steps) == ([], 0)
@@ -300,7 +300,7 @@ from captures import open_recorder
 from dsprof.collectors.frameworks import dsprof_engine
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.comm.lane import CpuLane
-dsprof_engine.install(open_recorder(sys.argv[1], Path(sys.argv[2])), lambda: None)
+dsprof_engine.watch(open_recorder(sys.argv[1], Path(sys.argv[2])), lambda: None)
 lane = CpuLane("gradients", Hooks())
 begun = threading.Event()
 def work():
@@ -346,7 +346,7 @@ from dsprof.engine.optim.grad_norm import global_norm
 kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 torch.set_num_threads(1)
 recorder = open_recorder(kind, folder / f"rank0000{rank}.0.host.{rank + 1}")
-undo = [collectives.install(recorder), dsprof_engine.install(recorder, lambda: None)]
+undo = [collectives.watch(recorder), dsprof_engine.watch(recorder, lambda: None)]
 dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
 hooks = Hooks()
 comm = open_comm([[0, 1]], lambda: CpuLane("gradients", hooks))

@@ -53,7 +53,7 @@ def counting(tmp_path: Path) -> Iterator[Counting]:
     folder = tmp_path / "capture"
     recorder = open_recorder("native", folder)
     assert isinstance(recorder, NativeRecorder)
-    uninstall = modules.install(recorder, every=True)
+    uninstall = modules.watch(recorder, every=True)
     yield Counting(recorder, folder)
     uninstall()
     assert recorder.errors == 0

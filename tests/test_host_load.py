@@ -17,8 +17,8 @@ from captures import read_rows
 from dsprof import gauges
 from dsprof.collectors.capture.open_capture import OpenCapture
 from dsprof.collectors.host import machine_load
-from dsprof.collectors.memory.process_memory import PAGE
 from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.system.proc import PAGE
 from dsprof.schema import Kind
 
 
@@ -61,7 +61,7 @@ def told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any, *, first: bool, looks: int = 1
 ) -> list[dict[str, float | None]]:
     """What each of so many looks writes."""
-    monkeypatch.setattr(machine_load, "import_beside", lambda name: {"psutil": fake}[name])
+    monkeypatch.setattr(machine_load, "import_on_side_thread", lambda name: {"psutil": fake}[name])
     monkeypatch.setattr("multiprocessing.process._children", set())
     monkeypatch.setattr(machine_load.resource, "getrusage", lambda who: SimpleNamespace(ru_nivcsw=11))
     own = tmp_path / "proc" / "self"
@@ -193,11 +193,11 @@ def test_it_is_imported_and_asked_on_another_thread(tmp_path: Path, monkeypatch:
             asked.set()
             return super().cpu_times_percent()
 
-    def import_beside(name: str) -> Any:
+    def import_on_side_thread(name: str) -> Any:
         imported.append((name, threading.current_thread().name))
         return Tells()
 
-    monkeypatch.setattr(machine_load, "import_beside", import_beside)
+    monkeypatch.setattr(machine_load, "import_on_side_thread", import_on_side_thread)
     monkeypatch.setattr(machine_load.identity, "identify", lambda: SimpleNamespace(local_rank=0))
     opened = capture(tmp_path)
     (stop,) = machine_load.install(opened)

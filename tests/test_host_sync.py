@@ -19,7 +19,7 @@ from dsprof.collectors.capture.facts import Fact
 from dsprof.collectors.capture.open_capture import OpenCapture
 from dsprof.collectors.devices import host_sync
 from dsprof.collectors.recorder.python_recorder import PyRecorder
-from dsprof.collectors.recorder.source_locations import Sites
+from dsprof.collectors.recorder.source_locations import SourceLocations
 from dsprof.ondisk import State
 from dsprof.schema import HOST_SYNC, Kind
 
@@ -263,7 +263,7 @@ def test_places_are_outside_of_torch_and_of_us(tmp_path: Path) -> None:
     (tmp_path / "capture").mkdir()
     opened = PyRecorder(tmp_path / "capture")
     names: dict[int, str] = {}
-    sites = Sites(opened)
+    sites = SourceLocations(opened)
 
     torch_file = str(Path(torch.__file__).parent / "optim" / "made_up.py")
     library = str(Path(inspect.getfile(inspect)).parent / "made_up.py")

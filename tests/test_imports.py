@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -80,6 +80,7 @@ MAY_IMPORT: Final = {
 """Layer -> what of ours it may import: whole layers, or single modules by name."""
 
 EXCEPTIONS: Final = {
+    "dsprof.analyzer.rules.missing_collectors": {"dsprof.collectors.catalogue"},
     "dsprof.analyzer": {"dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config"},
     "dsprof.launch": {
         "dsprof.collectors.capture.copier",
@@ -100,7 +101,7 @@ EXCEPTIONS: Final = {
     "dsprof.collectors.bootstrap.sitecustomize": {"dsprof"},
 }
 """Module or package -> what else it may import: what the engine shares with the analyzer and with `dsprof doctor`, the
-helper's build and where it is kept, the names of the collectors, the private names that they use, and the bootstrap,
+helper's build and where it is kept, the table of the collectors, the private names that they use, and the bootstrap,
 which looks whether dsprof is installed at all."""
 
 THIRD_PARTY: Final = {
@@ -152,6 +153,21 @@ ENGINE_FLOORS: Final = (
     {"deepspeed"},
 )
 """The engine's rooms, the lowest floor first: imports go down, or stay inside a room, but for `PUBLIC_FACES`."""
+
+COLLECTORS_FLOORS: Final = (
+    {"catalogue", "hooking"},
+    {"system"},
+    {"recorder"},
+    {"native"},
+    {"capture"},
+    {"host", "loop"},
+    {"communication", "memory"},
+    {"devices", "failures", "frameworks"},
+    {"arming"},
+    {"bootstrap", "spans"},
+    {"arm"},
+)
+"""The collectors' rooms, likewise. The capture finds the collectors by the catalogue, which names their modules."""
 
 PUBLIC_FACES: Final = ("dsprof.engine", "dsprof.engine.tensor")
 """Packages whose `__init__` has public names of rooms above, which are loaded when they are used."""
@@ -340,22 +356,25 @@ def test_circles_are_found(arrows: str, circle: str) -> None:
     assert circle_in(graph) == list(circle)
 
 
-def test_the_engines_imports_go_down_its_floors() -> None:
-    def floor(module: str) -> int:
-        room = module.removeprefix("dsprof.engine.").partition(".")[0]
-        found = [number for number, rooms in enumerate(ENGINE_FLOORS) if room in rooms]
-        assert len(found) == 1, f"{module}: on {len(found)} floors; say where in ENGINE_FLOORS"
-        return found[0]
-
+@pytest.mark.parametrize(
+    ("house", "floors", "least"),
+    [("dsprof.engine", ENGINE_FLOORS, 400), ("dsprof.collectors", COLLECTORS_FLOORS, 250)],
+)
+def test_imports_go_down_the_floors(house: str, floors: Sequence[Collection[str]], least: int) -> None:
     def room(module: str) -> str:
         return module.split(".")[2]
+
+    def floor(module: str) -> int:
+        found = [number for number, rooms in enumerate(floors) if room(module) in rooms]
+        assert len(found) == 1, f"{module}: on {len(found)} floors; say where in the table of {house}"
+        return found[0]
 
     inside = [
         found for found in OURS
         if found.module not in PUBLIC_FACES
-        and all(within(name, "dsprof.engine") and name != "dsprof.engine" for name in (found.module, found.target))
+        and all(within(name, house) and name != house for name in (found.module, found.target))
     ]  # fmt: skip
-    assert len(inside) > 400
+    assert len(inside) > least
     wrong = [
         found for found in inside
         if room(found.module) != room(found.target) and floor(found.module) <= floor(found.target)
@@ -378,6 +397,18 @@ def test_a_folder_says_what_is_in_it(package: str, fewest: int) -> None:
         and not re.search(rf"\b{path.stem}\b", tables[path.parent])
     ]  # fmt: skip
     assert not missing
+
+
+def test_the_tables_of_the_collectors_rooms_are_whole() -> None:
+    """A line each file and folder, in the first column, and nothing else."""
+    for face in sorted(path for module, path in FILES.items() if within(module, "dsprof.collectors")):
+        if face.name != "__init__.py" or face.parent.name == "native":
+            continue
+        table = ast.get_docstring(ast.parse(face.read_text())) or ""
+        listed = {name.rstrip("/") for name in re.findall(r"^([a-z_]+/?) {2,}\S", table, re.MULTILINE)}
+        there = {path.stem for path in face.parent.glob("*.py") if path.name != "__init__.py"}
+        there |= {path.parent.name for path in face.parent.glob("*/*.py")}
+        assert listed == there, face.parent.name
 
 
 @pytest.mark.parametrize("engine", [True, False])

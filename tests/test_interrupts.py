@@ -177,7 +177,7 @@ class Broken(torch.Tensor):
 
 def test_a_forwards_hook(recorder: Recorder, handled: Callable[[Callable[..., None]], None]) -> None:
     layer = torch.nn.Identity()
-    uninstall = modules.install(recorder, every=True)
+    uninstall = modules.watch(recorder, every=True)
     try:
         handled(raises)
         interrupting = torch.ones(2).as_subclass(Interrupting)
@@ -213,7 +213,7 @@ def test_the_names_of_modules(recorder: Recorder, handled: Callable[[Callable[..
     def fails() -> None:
         raise ValueError("no name")
 
-    uninstall = modules.install(recorder, every=True)
+    uninstall = modules.watch(recorder, every=True)
     try:
         handled(raises)
         Unnamed.act = staticmethod(interrupted)

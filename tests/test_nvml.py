@@ -308,7 +308,7 @@ def test_the_thread_starts_where_cuda_is_in_use(tmp_path: Path, monkeypatch: pyt
 
     fake, imported_on = FakeNvml(), []
 
-    def import_beside(name: str) -> Any:
+    def import_on_side_thread(name: str) -> Any:
         imported_on.append((name, threading.current_thread().name))
         return fake
 
@@ -323,7 +323,7 @@ def test_the_thread_starts_where_cuda_is_in_use(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "capture").mkdir()
     recorder = PyRecorder(tmp_path / "capture")
     capture = OpenCapture(recorder, tmp_path, "light", lambda: True, lambda: None, write_fact, after_step=steps)
-    monkeypatch.setattr(nvml, "import_beside", import_beside)
+    monkeypatch.setattr(nvml, "import_on_side_thread", import_on_side_thread)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     (uninstall,) = nvml.install(capture)
     steps[0]()
@@ -352,12 +352,12 @@ def test_a_call_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(side_thread, "LAST_WAIT_S", 0.0)
     hangs, inside = threading.Event(), threading.Event()
 
-    def looks() -> side_thread.Looks:
+    def looks() -> side_thread.Poller:
         inside.set()
         hangs.wait()
         yield
 
-    thread = side_thread.Beside("test", looks)
+    thread = side_thread.SideThread("test", looks)
     thread.start()
     assert inside.wait(60)
     thread.stop()
@@ -373,12 +373,12 @@ def test_an_error_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         counted.append((where, str(error)))
         seen.set()
 
-    def looks() -> side_thread.Looks:
+    def looks() -> side_thread.Poller:
         yield
         raise ValueError("ours")
 
     monkeypatch.setattr(side_thread, "count_error", count)
-    thread = side_thread.Beside("test", looks, every_s=0.0)
+    thread = side_thread.SideThread("test", looks, every_s=0.0)
     thread.start()
     assert seen.wait(60)
     thread.stop()
@@ -394,7 +394,7 @@ def looks():
     inside.set()
     threading.Event().wait()
     yield
-thread = side_thread.Beside("nvml", looks)
+thread = side_thread.SideThread("nvml", looks)
 thread.start()
 inside.wait()
 thread.stop()
@@ -420,9 +420,9 @@ sys.path.insert(0, ".")
 import shared
 from dsprof.collectors.capture import side_thread
 def looks():
-    side_thread.import_beside("slow_module")
+    side_thread.import_on_side_thread("slow_module")
     yield
-thread = side_thread.Beside("test", looks)
+thread = side_thread.SideThread("test", looks)
 os.register_at_fork(before=lambda: shared.order.append("forked"))  # runs after those that are registered later
 thread.start()
 assert shared.begun.wait(60)

@@ -60,7 +60,7 @@ def test_the_first_use_is_stated_and_nothing_is_done_for_the_others(
     stated: list[dict[str, Any]], use: Callable[[], Any]
 ) -> None:
     plain = dict(vars(StandIn))
-    (uninstall,) = symmetric_memory.install()
+    (uninstall,) = symmetric_memory.watch()
     assert stated == []
     assert use() in ("handle", "tensor")
     assert stated == [STATED]
@@ -75,7 +75,7 @@ def test_the_first_use_is_stated_and_nothing_is_done_for_the_others(
 
 def test_where_it_is_not_used_nothing_is_left_of_the_hooks(stated: list[dict[str, Any]]) -> None:
     plain = dict(vars(StandIn))
-    (uninstall,) = symmetric_memory.install()
+    (uninstall,) = symmetric_memory.watch()
     assert vars(StandIn)["rendezvous"] is not plain["rendezvous"]
     uninstall()
     assert dict(vars(StandIn)) == plain
@@ -86,7 +86,7 @@ def test_buffers_that_collectives_move_are_seen(stated: list[dict[str, Any]]) ->
     """FSDP2's, with set_symm_mem_for_comm or the like: all_gather and reduce_scatter are NCCL's all the same."""
     fsdp = types.ModuleType("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     exec("def gather(symm_mem): return symm_mem.rendezvous('tensor', 'group')", vars(fsdp))
-    (uninstall,) = symmetric_memory.install()
+    (uninstall,) = symmetric_memory.watch()
     assert fsdp.gather(symm_mem) == "handle"
     assert stated == []
     symm_mem.rendezvous("tensor", "group")  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_an_error_of_torch_is_the_jobs(stated: list[dict[str, Any]], monkeypatch
         raise RuntimeError("no symmetric memory here")
 
     monkeypatch.setattr(StandIn, "rendezvous", staticmethod(refuses))
-    (uninstall,) = symmetric_memory.install()
+    (uninstall,) = symmetric_memory.watch()
     with pytest.raises(RuntimeError, match="no symmetric memory here"):
         symm_mem.rendezvous("tensor", "group")  # type: ignore[arg-type]
     uninstall()

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..hooking.errors import leave_word
+from ..capture.without_capture import leave_word
 from ..hooking.wrap import stands_for
 
 

@@ -92,13 +92,13 @@ def _watch_history() -> None:
 def _watch_backward() -> None:
     from ..loop import phases
 
-    phases.watch(_start_training)
+    phases.before_first(_start_training)
 
 
 def _watch_optimizers() -> None:
     from ..loop import optimizers
 
-    optimizers.watch(_start_training)
+    optimizers.before_first(_start_training)
 
 
 def _watch_process_group() -> None:
@@ -157,6 +157,6 @@ def _report(doing: str, error: Exception) -> None:
     if by_handler(error):
         raise error
     with contextlib.suppress(Exception):
-        from ..hooking.errors import report_failure
+        from ..capture.without_capture import report_failure
 
         report_failure(doing, error)

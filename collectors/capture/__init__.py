@@ -13,5 +13,6 @@ files           facts.jsonl and meta.json of a capture
 scratch         where a capture is written: the run folder, a local disk, shared memory
 free_space      how much captures may take in a folder
 copier          the process that copies a capture into its run folder
+without_capture  failures where there is no capture that could say so
 side_thread     a thread beside the training, which looks at something now and then
 """

@@ -36,6 +36,8 @@ from dsprof.atomic import write_atomically
 from dsprof.names import CaptureName
 from dsprof.schema import CONTROL_FILE, COPYING_FILE
 
+from ..system import proc
+
 CLOSED_FILE: Final = ".closed"
 """Where the rank has closed its capture, and writes no more."""
 LARGEST_CONTROL: Final = 4096
@@ -316,12 +318,8 @@ class Copier:
 
 def began(pid: int) -> int | None:
     """When the process began, in ticks since the host did; None where it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    fields = proc.stat(pid)
+    return None if not fields or fields[proc.STATE] in (b"Z", b"X") else int(fields[proc.START_TICKS])
 
 
 def watch(

@@ -8,78 +8,32 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import sysconfig
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from ..hooking import private
-from ..hooking.errors import count_error
+from ..hooking import constructors, private
+from ..hooking.caller import caller
+from ..hooking.constructors import is_watched
 from ..hooking.statements import Fact as Fact
 from ..hooking.statements import send_to as send_to
 from ..hooking.statements import state as state
-from ..hooking.wrap import stands_for
-
-HOME: Final = Path(__file__).parent.parent.parent
-"""Where dsprof is."""
 
 LOADER: Final = "_dsprof_number"
 """Attribute by which the rows of a DataLoader find its facts: the number is their `value`."""
 
 ITERATOR: Final = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 
-FRAMEWORKS: Final = {
-    "transformers": "transformers",
-    "accelerate": "accelerate",
-    "lightning": "lightning",
-    "pytorch_lightning": "lightning",
-    "lightning_fabric": "lightning",
-    "deepspeed": "deepspeed",
-}
-"""Package that makes things on the user's behalf -> its name in a fact: he has its settings, not the call's."""
-STANDARD_LIBRARY: Final = os.path.dirname(os.__file__)
-COMMANDS: Final = frozenset(
-    [os.path.dirname(sys.executable), *(sysconfig.get_path("scripts", of) for of in sysconfig.get_scheme_names())]
-)
-"""Where pip puts the commands of packages: their few lines are nobody's code."""
-
-
-def caller_site() -> str | None:
-    """`file:line` of the nearest frame in the user's own code; if there is none, in the package whose program runs."""
-    return _caller()[0]
-
-
-def _caller() -> tuple[str | None, str | None]:
-    """`caller_site`, and which of FRAMEWORKS lies between it and the call: the outermost, if several do."""
-    torch_home = str(Path(sys.modules["torch"].__file__ or "").parent)
-    ours = (torch_home, str(HOME), "<")
-    installed: list[tuple[str, str]] = []
-    """Package and site of each frame in one."""
-    framework: str | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(ours):
-            module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-            package = FRAMEWORKS.get(module)
-            framework = package or framework
-            site = f"{name}:{frame.f_lineno}"
-            if package or "site-packages" in name or "dist-packages" in name:
-                home = name.rpartition("-packages/")[2].partition("/")[0]
-                installed.append((home if module == "__main__" else module, site))
-            elif not name.startswith(STANDARD_LIBRARY) and os.path.dirname(name) not in COMMANDS:
-                return site, framework
-        frame = frame.f_back
-    return next((site for package, site in installed if package == installed[-1][0]), None), framework
+ENGINES_DATA: Final = "dsprof.engine.data"
+"""The module in which dsprof's engine makes its DataLoader."""
 
 
 def by_engine() -> bool:
     """Whether dsprof's engine is making what is being made, of a data set that the script gave it."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == str(HOME / "engine" / "dataloader.py"):
+        if frame.f_globals.get("__name__") == ENGINES_DATA:
             return True
         frame = frame.f_back
     return False
@@ -110,7 +64,7 @@ def watch_dataloaders() -> None:
     def tell(loader: Any, *_: Any, **__: Any) -> None:
         number = next(numbers)
         object.__setattr__(loader, LOADER, number)
-        site, framework = _caller()
+        site, framework = caller()
         model = made_by_user.get(id(loader.dataset))
         if framework is None:
             made_by_user[id(loader.dataset)], sites[number] = loader, site
@@ -135,8 +89,8 @@ def watch_dataloaders() -> None:
     def number(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
         setattr(iterator, LOADER, getattr(loader, LOADER, None))
 
-    _after_call_of_init(DataLoader, tell)
-    _after_call_of_init(private.need(ITERATOR), number)
+    _each_made(DataLoader, tell)
+    _each_made(private.need(ITERATOR), number)
 
 
 def watch_ddp() -> None:
@@ -163,24 +117,13 @@ def after_init(cls: type, describe: Callable[[Any], Fact]) -> None:
 
     def tell(made: Any, *_: Any, **__: Any) -> None:
         fact = describe(made)
-        site, framework = _caller()
+        site, framework = caller()
         state({**fact, "site": site, "framework": framework})
 
-    _after_call_of_init(cls, tell)
+    _each_made(cls, tell)
 
 
-def _after_call_of_init(cls: type, tell: Callable[..., None]) -> None:
-    construct = cls.__init__  # type: ignore[misc]
-    if getattr(construct, "_dsprof", False):
-        return
-
-    @stands_for(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        try:
-            tell(self, *args, **kwargs)
-        except Exception as error:
-            count_error("facts", error)
-
-    __init__._dsprof = True  # type: ignore[attr-defined]
-    cls.__init__ = __init__  # type: ignore[misc]
+def _each_made(cls: type, tell: Callable[..., None]) -> None:
+    """Call `tell` after each object of `cls` is made, from now on for good: it may be before a capture opens."""
+    if not is_watched(cls):
+        constructors.after_init(cls, tell, "facts")

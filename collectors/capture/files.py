@@ -17,9 +17,10 @@ from dsprof.permissions import open_to_append
 from dsprof.redact import redact_data, redact_text, redact_words
 
 from ..hooking.errors import count_error
-from ..host import gc_and_cpu_time
+from ..hooking.statements import Fact
 from ..recorder.record import Recorder
-from .facts import Fact
+from ..system import clock
+from ..system.clock import now_ns
 from .identity import Identity
 
 MOST_FACTS: Final = 1000
@@ -63,7 +64,7 @@ class MetaFile:
 
     def __init__(self, folder: Path, who: Identity, level: str, native: bool) -> None:
         self._folder, self._who, self._level, self._native = folder, who, level, native
-        self._opened_ns = time.monotonic_ns()
+        self._opened_ns = now_ns()
 
     def write(self, recorder: Recorder, closed: bool) -> None:
         """As things stand now."""
@@ -84,13 +85,13 @@ class MetaFile:
             "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
             # Both clocks at one moment: traces of other tools are stamped with the epoch.
             "clock": {
-                "monotonic_ns": time.monotonic_ns(),
+                "monotonic_ns": now_ns(),
                 "epoch_ns": time.time_ns(),
-                "process_start_ns": gc_and_cpu_time.process_start_ns(),
-                "id": gc_and_cpu_time.clock_id(),
+                "process_start_ns": clock.process_start_ns(),
+                "id": clock.clock_id(),
             },
             "opened_ns": self._opened_ns,
-            "closed_ns": time.monotonic_ns() if closed else None,
+            "closed_ns": now_ns() if closed else None,
             "records": recorder.records,
             "dropped": recorder.dropped,
             "errors": [describe_failure(*failure) for failure in recorder.failures()],

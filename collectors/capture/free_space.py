@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from ..system import proc
+
 IN_MEMORY: Final = frozenset({"tmpfs", "ramfs"})
 """File systems, as /proc/mounts names them, whose files are memory of the host and of the cgroup that writes them."""
 MEMORY_SHARE: Final = 4
 """Captures take at most 1 / MEMORY_SHARE of the memory that is available when they begin: the job is yet to grow."""
-UNLIMITED: Final = 1 << 60
-"""What cgroup v1 writes for no limit is near 2**63."""
 FIRST_USER: Final = 1000
 """Users below are the system's (SYS_UID_MAX of login.defs): systemd removes nothing of theirs."""
 HOSTS_PROCESSES: Final = 0xEFFFFFFC
@@ -41,29 +41,20 @@ def free_bytes(folder: Path, kind: str) -> int:
 
 def memory_left(host: Path = Path("/")) -> int | None:
     """Bytes that this process could still get: of the host, and of each cgroup that limits it; None: not known."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _read(host / "proc/meminfo"), re.MULTILINE)
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", proc.read_whole(host / "proc/meminfo"), re.MULTILINE)
     left = [int(found[1]) * 1024] if found else []
-    for line in _read(host / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        root = host / "sys/fs/cgroup" / ("memory" if controllers else "")
-        # In a container the root that is mounted may be the process's own cgroup, whatever its path is called.
-        folder = root / path.lstrip("/")
-        for place in (folder, *folder.parents) if folder.is_dir() else (root,):
-            left += _left_in(place, version=1 if controllers else 2)
-            if place == root:
-                break
+    for folder, version in proc.memory_cgroups(host / "proc", host / "sys/fs/cgroup"):
+        left += _left_in(folder, version)
     return max(min(left), 0) if left else None
 
 
 def _left_in(cgroup: Path, version: int) -> list[int]:
     """Nothing where it has no limit. What its files have in the page cache, and are not in use, is given back."""
     names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
-    limit, used = (_read(cgroup / name).strip() for name in names[version])
-    if not (limit.isdigit() and used.isdigit() and int(limit) < UNLIMITED):
+    limit, used = (proc.read_whole(cgroup / name).strip() for name in names[version])
+    if not (limit.isdigit() and used.isdigit() and int(limit) < proc.UNLIMITED):
         return []
-    cached = re.search(r"^(?:total_)?inactive_file (\d+)", _read(cgroup / "memory.stat"), re.MULTILINE)
+    cached = re.search(r"^(?:total_)?inactive_file (\d+)", proc.read_whole(cgroup / "memory.stat"), re.MULTILINE)
     return [int(limit) - int(used) + (int(cached[1]) if cached else 0)]
 
 
@@ -91,7 +82,7 @@ def is_removed_at_logout(user: int, host: Path = Path("/")) -> bool:
         return False
     folders = (host / "usr/lib/systemd/logind.conf.d", host / "etc/systemd/logind.conf.d", host / "run/systemd")
     files = [host / "etc/systemd/logind.conf", *(file for folder in folders for file in sorted(folder.glob("*.conf")))]
-    said = re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", "\n".join(map(_read, files)), re.MULTILINE)
+    said = re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", "\n".join(map(proc.read_whole, files)), re.MULTILINE)
     return not said or said[-1].lower() not in ("no", "false", "off", "0")
 
 
@@ -102,10 +93,3 @@ def ends_with_job(environ: Mapping[str, str], own: Path = Path("/proc/self/ns"))
         return True
     numbers = [int(os.readlink(own / kind).strip(f"{kind}:[]")) for kind in ("pid", "mnt")]
     return numbers[0] != HOSTS_PROCESSES or numbers[1] not in HOSTS_MOUNTS
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -10,13 +10,13 @@ capture's is estimated.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS, Kind
 
-from ..hooking.signals import by_handler
+from ..system import proc
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..native import NativeRecorder
@@ -72,7 +72,7 @@ class HookTime:
 
     def _put(self, in_hooks_s: float | None) -> None:
         hooks, samples, threads = self._ids
-        now, kind = time.monotonic_ns(), int(Kind.GAUGE)
+        now, kind = now_ns(), int(Kind.GAUGE)
         if in_hooks_s is not None:
             self._recorder.put(kind, hooks, now, now, in_hooks_s, -1)
         self._recorder.put(kind, samples, now, now, self._step_end.spent_ns / 1e9, -1)
@@ -102,7 +102,7 @@ _never, _begin, _end = bool, max, abs
 _wrapper = _stands_for(_nothing)
 
 
-def time_frame(clock: Callable[[], int] = time.perf_counter_ns) -> float:
+def time_frame(clock: Callable[[], int] = now_ns) -> float:
     """What a wrapper adds to a call, ns."""
     began = clock()
     for _ in range(PROBES):
@@ -117,24 +117,6 @@ def side_thread_seconds(tasks: str = "/proc/self/task") -> float:
     """CPU time of the threads of this process that are ours, s."""
     total = 0
     for task in os.listdir(tasks):
-        if _read(f"{tasks}/{task}/comm").startswith(OURS):
-            total += int((_read(f"{tasks}/{task}/schedstat").split() or [b"0"])[0])
+        if proc.read(f"{tasks}/{task}/comm").startswith(OURS):
+            total += int((proc.read(f"{tasks}/{task}/schedstat").split() or [b"0"])[0])
     return total / 1e9
-
-
-def _read(path: str) -> bytes:
-    """Nothing of a thread that has ended meanwhile, or of what the kernel does not tell."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # `open` takes longer than the kernel
-    except OSError as error:
-        if by_handler(error):
-            raise
-        return b""
-    try:
-        return os.read(file, 96)
-    except OSError as error:
-        if by_handler(error):
-            raise
-        return b""
-    finally:
-        os.close(file)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 from ..hooking.uninstall import Uninstall
 
 if TYPE_CHECKING:
+    from ..hooking.statements import Fact
     from ..recorder.record import Recorder
-    from .facts import Fact
 
 FULL: Final = "full"
 """The level at which every module is timed."""
@@ -57,5 +57,5 @@ class OpenCapture:
         return self.level == FULL
 
 
-Collector = Callable[[OpenCapture], list[Uninstall]]
-"""Installs itself; gives back what takes it away again."""
+Install = Callable[[OpenCapture], list[Uninstall]]
+"""Installs a collector; gives back what takes it away again. Each has one, by the name of `install`."""

@@ -7,25 +7,31 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Final
 
 from dsprof.permissions import make_folders
 from dsprof.schema import Kind
 
+from .. import catalogue
+from ..catalogue import COLLECTORS
 from ..hooking import errors, statements
 from ..hooking.errors import count_error
 from ..hooking.hook_parts import HookPart, count_loss, install_each
+from ..hooking.statements import Fact
 from ..hooking.uninstall import Uninstall
 from ..native import NativeRecorder
 from ..recorder.record import Recorder
 from . import facts, identity
-from .facts import Fact
 from .files import FactsFile, MetaFile
 from .hook_time import HookTime
-from .open_capture import OpenCapture
+from .open_capture import Install, OpenCapture
 from .step_end import StepEnd
 from .window import Switch, Window
+
+PACKAGE: Final = __name__.rpartition(".")[0].rpartition(".")[0]
+"""Whose modules the catalogue names."""
 
 _current: Session | None = None
 _lock = threading.Lock()
@@ -85,8 +91,6 @@ class Session:
 
     def install(self) -> None:
         """Install every collector; one that fails is counted and the others still go in."""
-        from ..catalogue import ABOUT, COLLECTORS
-
         errors.send_to(self.recorder.note_error)
         statements.send_to(self.write_fact)
         install_each("facts", _OF_THE_JOB)
@@ -94,13 +98,14 @@ class Session:
             self.write_fact({"fact": "without", "collectors": sorted(self._without)})
         if self._left_out:
             self.write_fact({"fact": "left_out", "collectors": sorted(self._left_out)})
-        for name, install in COLLECTORS.items():
+        for name, collector in COLLECTORS.items():
             if name in self._without | self._left_out:
                 continue
             try:
+                install: Install = import_module(f"{PACKAGE}.{collector.module}").install
                 self._uninstall += install(self._capture)
             except Exception as error:
-                count_loss(name, f"{ABOUT[name].records}: not recorded", error, decisive=True)
+                count_loss(name, f"{collector.records}: not recorded", error, decisive=True)
         self._meta.write(self.recorder, closed=False)
 
     def uninstall(self) -> None:
@@ -202,15 +207,11 @@ def start() -> Session | None:
         who = identity.identify()
         if not identity.selected(who.rank, identity.setting("DSPROF_RANKS")):
             return None
-        from .. import catalogue
         from . import recorder_setup, scratch
 
         # What raises does so before anything is opened.
-        window, limit, wait_s = (
-            Window.of_settings(identity.setting),
-            recorder_setup.limit(),
-            recorder_setup.exit_wait_s(),
-        )
+        window = Window.of_settings(identity.setting)
+        limit, wait_s = recorder_setup.limit(), recorder_setup.exit_wait_s()
         without = catalogue.without(identity.setting("DSPROF_WITHOUT"))
         run = identity.run_folder(who)
         place = recorder_setup.place(run, who, limit)

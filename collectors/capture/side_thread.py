@@ -21,7 +21,7 @@ EVERY_S: Final = 1.0
 LAST_WAIT_S: Final = 0.5
 """For a look that is under way when the capture closes: a driver may hang."""
 
-Looks = Generator[None, None, None]
+Poller = Generator[None, None, None]
 """Each step of it is a look; what it does when it is closed, it does at the end."""
 
 
@@ -43,19 +43,19 @@ class _Imports:
 _imports = _Imports()
 
 
-def import_beside(name: str) -> Any:
+def import_on_side_thread(name: str) -> Any:
     """Import a module that a training process would not have. Raises what the import does."""
     with _imports.lock:
         return importlib.import_module(name)
 
 
-class Beside:
+class SideThread:
     """Looks every so often on a thread of its own, until there is no more to see, or `stop`.
 
     looks: on that thread, what makes the looks
     """
 
-    def __init__(self, name: str, looks: Callable[[], Looks], every_s: float = EVERY_S) -> None:
+    def __init__(self, name: str, looks: Callable[[], Poller], every_s: float = EVERY_S) -> None:
         self._name, self._looks, self._every_s = name, looks, every_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"dsprof-{name}", daemon=True)

@@ -9,11 +9,12 @@ costs most is to leave the training's data and code in the caches.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable
 from statistics import median
 from typing import Final
+
+from ..system.clock import now_ns
 
 SHARE: Final = 0.002
 """Of the mean step, that samples may take."""
@@ -32,7 +33,7 @@ class StepEnd:
     spent_ns: what samples have taken so far, all in all
     """
 
-    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(self, clock: Callable[[], int] = now_ns) -> None:
         self._clock = clock
         self.taken = 0
         self.due = 1

@@ -16,9 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
+from ..catalogue import COLLECTORS
 from ..hooking import private
 
-PER_CALL: Final = frozenset({"collectives", "modules", "call-sites", "sharding", "pipelining", "host-sync"})
+PER_CALL: Final = frozenset(name for name, collector in COLLECTORS.items() if collector.each_call)
 """Collectors whose hooks run for every communication, module, unit, action or call that waits for the device."""
 
 SWITCHED_OFF: Final = "switched off by --native off or DSPROF_NATIVE"

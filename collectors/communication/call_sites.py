@@ -8,7 +8,6 @@ alike, and then one of many. The twin in C++ is `native/call_sites.hpp`.
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
 from dsprof.schema import ALL_MARKED, CALL_SITE, Kind
@@ -18,7 +17,8 @@ from ..hooking.uninstall import Uninstall, replace_attribute
 from ..native import NativeRecorder
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import Recorder
-from ..recorder.source_locations import Sites
+from ..recorder.source_locations import SourceLocations
+from ..system.clock import now_ns
 
 EVERY: Final = 61
 """Of those alike that come after the first ALL_MARKED, one in so many is looked at, at level light. A prime number, as
@@ -44,7 +44,7 @@ class CallSites:
     def __init__(self, recorder: Recorder, every: int) -> None:
         self._recorder = recorder
         self._every = every
-        self._here = Sites(recorder).here
+        self._here = SourceLocations(recorder).here
         self._mark = recorder.intern(CALL_SITE)
         self._times: dict[tuple[int, int, int], int] = {}
         self._known: set[tuple[int, int, int, int]] = set()
@@ -64,7 +64,7 @@ class CallSites:
             return
         if len(self._known) == MOST:
             name, bytes, dtype, site = 0, -1, 0, 0
-        at = issue_ns or time.monotonic_ns()
+        at = issue_ns or now_ns()
         mark = Kind.MARK, self._mark, at, at, 0, dtype, bytes, 0, 0, -1, -1, 0, name, -1, site
         if self._recorder.span(*mark):  # else the capture is off
             self._known.add(known)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -26,8 +25,9 @@ from ..recorder.groups import Group, watch_destroy
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import CALLS, NOTHING
 from ..recorder.wait_targets import Target
+from ..system.clock import now_ns
 from .collective_kernels import KERNELS, Call
-from .completion_thread import Reaper
+from .completion_thread import CompletionThread
 from .waits import UNKNOWN, op_type_reader
 
 SEND, RECV_ANY = 12, 14
@@ -51,7 +51,7 @@ class PythonHooks:
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
         """By the id of the work."""
         self._wait_tensor = recorder.intern("wait_tensor")
-        self._reaper = Reaper(self.waited, self._failed)
+        self._completions = CompletionThread(self.waited, self._failed)
 
     @property
     def ends(self) -> PythonHooks:
@@ -64,7 +64,7 @@ class PythonHooks:
 
         def uninstall() -> None:
             KERNELS.hooks = None
-            self._reaper.stop()
+            self._completions.stop()
             self._pending.clear()
             self._targets.here.work = None
 
@@ -85,7 +85,7 @@ class PythonHooks:
     def _over(self, key: int) -> None:
         found = self._pending.pop(key, None)
         if found is not None:
-            self._recorder.comm_end(found.issued.handle, time.perf_counter_ns())
+            self._recorder.comm_end(found.issued.handle, now_ns())
 
     def waited_for(self, target: Target) -> None:
         """Somebody's wait for what it made has returned: it is over."""
@@ -141,11 +141,11 @@ class PythonHooks:
             if passed_over.what == CALLS:
                 self._remember_told(result)
             return result
-        began = time.perf_counter_ns()
+        began = now_ns()
         result = rest()
         try:
             if not issued.target.p2p:
-                self._recorder.comm_issued(issued.handle, time.perf_counter_ns() - began)
+                self._recorder.comm_issued(issued.handle, now_ns() - began)
             self._watch(issued, result)
         except Exception as error:
             self._recorder.count_error("the work of a collective", error)
@@ -213,7 +213,7 @@ class PythonHooks:
         if not issued.cpu:
             return
         if work is None:  # it returns none: it was done in the call
-            self._recorder.comm_end(issued.handle, time.perf_counter_ns())
+            self._recorder.comm_end(issued.handle, now_ns())
             return
         key, op_type = id(work), self._op_type(work)
         if self._targets.here.blocking:
@@ -222,7 +222,7 @@ class PythonHooks:
         # whoever does not ask for a work, and at once. What nobody waits for must not have its tensors kept.
         if issued.asynchronous and issued.group.gloo and op_type != UNKNOWN and not SEND <= op_type <= RECV_ANY:
             self._pending[key] = _Pending(work, issued)
-            self._reaper.add(work)
+            self._completions.add(work)
         else:
             self._pending[key] = _Pending(weakref.ref(work, functools.partial(self._gone, key)), issued)
         if len(self._pending) > MAX_PENDING:
@@ -251,7 +251,7 @@ class PythonHooks:
     def _begin_wait(self, tensor: Any) -> tuple[int, Target | None]:
         try:
             target = self._targets.of_tensor(tensor)
-            return self._recorder.wait_begin(self._wait_tensor, target, time.perf_counter_ns()), target
+            return self._recorder.wait_begin(self._wait_tensor, target, now_ns()), target
         except Exception as error:
             self._recorder.count_error("wait_tensor", error)
             return 0, None
@@ -267,7 +267,7 @@ class _Issued(NamedTuple):
 
 class _Pending(NamedTuple):
     work: Any
-    """What is given to the reaper, else a weak reference. Either keeps the work's id its own."""
+    """What is given to the thread, else a weak reference. Either keeps the work's id its own."""
     issued: _Issued
     raised: bool = False
     """A wait for it has: unless another one returns, its record stays open, which is evidence."""

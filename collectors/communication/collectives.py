@@ -11,18 +11,24 @@ from typing import Final
 
 from dsprof.schema import COLLECTIVE_NAMES
 
+from ..capture.open_capture import OpenCapture
 from ..hooking.hook_parts import HookPart, in_parts
 from ..hooking.uninstall import Uninstall
 from ..native import NativeRecorder
 from ..recorder.groups import watch_destroy
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import Recorder
-from . import waits
+from . import symmetric_memory, waits
 from .collective_kernels import KERNELS
 from .collective_rows import PythonHooks
 
 
-def install(recorder: Recorder) -> Uninstall:
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record collectives and waits, and state where a job communicates beside them."""
+    return [watch(capture.recorder), *symmetric_memory.watch()]
+
+
+def watch(recorder: Recorder) -> Uninstall:
     """Record collectives and waits from now on, until the returned function is called."""
     import torch.distributed as dist
 

@@ -14,7 +14,7 @@ from dsprof.live.activity import name_thread
 PATIENCE: Final = datetime.timedelta(seconds=0.2)
 
 
-class Reaper:
+class CompletionThread:
     """A thread that waits for works in the order of issue, so that ends are known where the job itself does not wait
     in Python. gloo runs two works of a group at once: the end of one that overtakes another is seen late."""
 
@@ -27,7 +27,7 @@ class Reaper:
 
     def add(self, work: Any) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dsprof-reaper", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="dsprof-complete", daemon=True)
             self._thread.start()
         # Weakly: when its turn comes, which may be late on busy cores, its tensors may be nobody's any more.
         self._works.put(weakref.ref(work))
@@ -43,7 +43,7 @@ class Reaper:
     def _run(self) -> None:
         from torch.distributed import Work
 
-        name_thread("dsprof-reaper")
+        name_thread("dsprof-complete")
         wait = getattr(Work.wait, "__wrapped__", Work.wait)  # torch's own, under our wrapper
         while True:
             waiting = self._works.get()

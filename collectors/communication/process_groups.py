@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from ..capture.facts import Fact
 from ..capture.open_capture import OpenCapture
 from ..hooking import private
 from ..hooking.hook_parts import HookPart, install_each
+from ..hooking.statements import Fact
 from ..hooking.uninstall import Uninstall
 
 WORLD: Final = "torch.distributed.distributed_c10d:_world"

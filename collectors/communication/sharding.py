@@ -8,7 +8,7 @@ its forward and its backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import SHARDING, Kind
 
 from ..capture import facts
-from ..hooking import dynamo, private
-from ..hooking.errors import count_error
+from ..capture.open_capture import OpenCapture
+from ..hooking import private
+from ..hooking.caller import caller_site
+from ..hooking.constructors import after_init, before_init
 from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.late_imports import when_imported
+from ..hooking.timed import timed
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
-from ..hooking.wrap import stands_for
 from .purposes import for_purpose
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class Sharded:
 
     def add(self, parameters: int, size: int) -> None:
         if not self.units:
-            self.site = facts.caller_site()
+            self.site = caller_site()
         self.units += 1
         self.parameters += parameters
         self.bytes += size
@@ -78,13 +80,12 @@ class Sharded:
         )
 
 
-def install(recorder: Recorder, each_step: Callable[[Callable[[], None]], None]) -> list[Uninstall]:
-    """Count units and record what is done for them from now on; what is given to `each_step`, to be called after steps,
-    states how many there are."""
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Count units and record what is done for them from now on; how many there are is stated after steps."""
     second, first = Sharded(2), Sharded(1)
-    each_step(second.state)
-    each_step(first.state)
-    of_second, of_first = functools.partial(_watch_second, second, recorder), functools.partial(_watch_first, first)
+    capture.before_end.extend((second.state, first.state))
+    of_second = functools.partial(_watch_second, second, capture.recorder)
+    of_first = functools.partial(_watch_first, first)
     parts = (
         HookPart("how FSDP2 divides the model is not known", lambda: when_imported(SECOND, of_second), decisive=True),
         HookPart(
@@ -103,10 +104,12 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
     def hooks() -> Iterator[Uninstall]:
         group, name = private.find(f"{SECOND}:FSDPParamGroup"), recorder.intern(SHARDING)
         if group is not None:
-            yield _before_init(group, count)
+            yield before_init(group, count, "facts")
+            begin = functools.partial(recorder.begin, int(Kind.MODULE), name)
             for method in AROUND_UNIT:
                 if private.find(f"{SECOND}:FSDPParamGroup.{method}") is not None:
-                    yield _record(group, method, recorder, name)
+                    recorded = timed(getattr(group, method), begin, recorder.end, "a unit of FSDP2")
+                    yield replace_attribute(group, method, recorded)
         for function, purpose in PURPOSES.items():
             original = private.find(f"{SECOND}:{function}")
             if original is not None:
@@ -115,56 +118,12 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
     return in_reverse(hooks())
 
 
-def _record(cls: Any, method: str, recorder: Recorder, name: int) -> Uninstall:
-    original = getattr(cls, method)
-    compiling, begin, end, kind = dynamo.check(), recorder.begin, recorder.end, int(Kind.MODULE)
-
-    @stands_for(original)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        if compiling():
-            return original(*args, **kwargs)
-        handle = begin(kind, name)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            end(handle)
-
-    dynamo.skip_frame(recorded)
-    return replace_attribute(cls, method, recorded)
-
-
 def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
-    cls: Any = module.FullyShardedDataParallel
+    def count(unit: Any, *_: Any, **__: Any) -> None:
+        flat = getattr(unit._handle, "flat_param", None)
+        if flat is not None:  # a unit without parameters of its own communicates nothing
+            sharded.add(len(flat._numels), sum(flat._numels) * flat.element_size())
+
     if not all(private.has(name) for name in OF_FIRST):
         return lambda: None
-    construct = cls.__init__
-
-    @stands_for(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        try:
-            flat = getattr(self._handle, "flat_param", None)
-            if flat is not None:  # a unit without parameters of its own communicates nothing
-                sharded.add(len(flat._numels), sum(flat._numels) * flat.element_size())
-        except Exception as error:
-            _count(error)
-
-    return replace_attribute(cls, "__init__", __init__)
-
-
-def _before_init(cls: Any, count: Callable[..., None]) -> Uninstall:
-    construct = cls.__init__
-
-    @stands_for(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            count(self, *args, **kwargs)
-        except Exception as error:
-            _count(error)
-        construct(self, *args, **kwargs)
-
-    return replace_attribute(cls, "__init__", __init__)
-
-
-def _count(error: Exception) -> None:
-    count_error("facts", error)
+    return after_init(module.FullyShardedDataParallel, count, "facts")

@@ -26,7 +26,7 @@ ITSELF: Final = "torch.distributed._symmetric_memory"
 BY_COLLECTIVES: Final = "torch.distributed.fsdp"
 
 
-def install() -> list[Uninstall]:
+def watch() -> list[Uninstall]:
     """State the first use of it from now on."""
     memory = private.find(MEMORY)
     if memory is None:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from ..capture import facts
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo, private
 from ..hooking.errors import count_error
 from ..hooking.late_imports import when_imported
@@ -20,7 +21,7 @@ APPLY: Final = "_apply"
 """Method of each style: (module, device mesh)."""
 
 
-def install() -> list[Uninstall]:
+def install(_: OpenCapture) -> list[Uninstall]:
     """State which groups modules are parallelized in from now on."""
     return [when_imported(STYLES, _watch)]
 

@@ -9,20 +9,20 @@ than it tells, so without the helper they are not. Functions that wait without a
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
 from dsprof.schema import HOST_SYNC, Kind
 
 from ..capture.open_capture import OpenCapture
-from ..hooking import dynamo, private
+from ..hooking import private
 from ..hooking.hook_parts import HookPart, install_each
+from ..hooking.timed import timed
 from ..hooking.uninstall import Uninstall, replace_attribute
-from ..hooking.wrap import stands_for
 from ..native import NativeRecorder
 from ..recorder.record import Recorder
-from ..recorder.source_locations import Sites
+from ..recorder.source_locations import SourceLocations
+from ..system.clock import now_ns
 
 
 def install(capture: OpenCapture) -> list[Uninstall]:
@@ -48,7 +48,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 
 def watch(recorder: Recorder) -> list[Uninstall]:
     """Record from now on what the host waits for a device in."""
-    sites = Sites(recorder)
+    sites = SourceLocations(recorder)
 
     def watch_operators() -> Uninstall | None:
         if not isinstance(recorder, NativeRecorder):
@@ -81,25 +81,18 @@ def _calls() -> list[tuple[Any, str, str]]:
     return [found for found in places if callable(getattr(found[0], found[1], None))]
 
 
-def _watch_call(place: Any, name: str, call: str, recorder: Recorder, sites: Sites) -> Uninstall:
+def _watch_call(place: Any, name: str, call: str, recorder: Recorder, sites: SourceLocations) -> Uninstall:
     original: Callable[..., Any] = getattr(place, name)
     row, purpose = recorder.intern(HOST_SYNC), recorder.intern(call)
     span, end, here = recorder.span, recorder.span_end, sites.here
 
-    @stands_for(original)
-    def synchronize(*args: Any, **kwargs: Any) -> Any:
-        if dynamo.compiling():
-            return original(*args, **kwargs)
-        began = time.monotonic_ns()
-        try:
-            handle = span(Kind.MARK, row, began, 0, 0, None, -1, 0, 0, -1, -1, 0, purpose, -1, here())
-        except Exception as error:
-            recorder.count_error("a wait for the device", error)
-            handle = 0
-        try:
-            return original(*args, **kwargs)
-        finally:
-            end(handle, began, time.monotonic_ns(), -1)
+    def begin() -> tuple[int, int]:
+        began = now_ns()
+        return span(Kind.MARK, row, began, 0, 0, None, -1, 0, 0, -1, -1, 0, purpose, -1, here()), began
 
-    dynamo.skip_frame(synchronize)
+    def ended(begun: tuple[int, int]) -> None:
+        handle, began = begun
+        end(handle, began, now_ns(), -1)
+
+    synchronize = timed(original, begin, ended, "a wait for the device")
     return replace_attribute(place, name, synchronize)

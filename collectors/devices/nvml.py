@@ -8,7 +8,6 @@ to be had there is one note, and what a device does not tell is left out.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -17,11 +16,12 @@ from dsprof import gauges
 from dsprof.schema import Kind
 
 from ..capture.open_capture import OpenCapture
-from ..capture.side_thread import Beside, Looks, import_beside
+from ..capture.side_thread import Poller, SideThread, import_on_side_thread
 from ..hooking.uninstall import Uninstall
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
-    from ..capture.facts import Fact
+    from ..hooking.statements import Fact
 
 LINKS: Final = 18
 """NVLinks that a GPU has at most (NVML_NVLINK_MAX_LINKS)."""
@@ -121,7 +121,7 @@ METRICS: Final = (
 
 def install(capture: OpenCapture) -> list[Uninstall]:
     """Watch the device after the first step, when the script has chosen one."""
-    started: list[Beside] = []
+    started: list[SideThread] = []
 
     def begin() -> None:
         import torch
@@ -132,8 +132,8 @@ def install(capture: OpenCapture) -> list[Uninstall]:
         number = torch.cuda.current_device()
         uuid = str(getattr(torch.cuda.get_device_properties(number), "uuid", ""))
         name = device_name(number, os.environ, uuid)
-        watch = Watch(capture, name, lambda: import_beside("pynvml"), lambda: beside.stopping)
-        beside = Beside("nvml", watch.looks)
+        watch = Watch(capture, name, lambda: import_on_side_thread("pynvml"), lambda: beside.stopping)
+        beside = SideThread("nvml", watch.looks)
         started.append(beside)
         beside.start()
 
@@ -175,7 +175,7 @@ class Watch:
     ) -> None:
         self._capture, self._name, self._library, self._stopping = capture, name, library, stopping
 
-    def looks(self) -> Looks:
+    def looks(self) -> Poller:
         try:
             nvml = self._library()
             nvml.nvmlInit()
@@ -207,7 +207,7 @@ class Watch:
             "driver": _text(nvml.nvmlSystemGetDriverVersion()),
         }  # fmt: skip
 
-    def _read(self, nvml: Any, handle: Any, whole: Any, lane: str) -> Looks:
+    def _read(self, nvml: Any, handle: Any, whole: Any, lane: str) -> Poller:
         recorder = self._capture.recorder
         names = {metric: recorder.intern(metric.name) for metric in METRICS}
         number, looks = recorder.intern(lane), 0
@@ -228,7 +228,7 @@ class Watch:
                         del names[metric]
                     continue
                 if not self._stopping():  # else the driver kept us until the capture was closed
-                    now = time.monotonic_ns()
+                    now = now_ns()
                     recorder.span(
                         Kind.GAUGE, names[metric], now, now, 0, value, -1, 0, number, -1, -1, 0, 0
                     )  # fmt: skip

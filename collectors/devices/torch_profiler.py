@@ -8,7 +8,6 @@ left alone: where one is at work the window is given up, and where one begins la
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -17,14 +16,15 @@ from dsprof.atomic import replacing
 from dsprof.ranges import parse_deep
 from dsprof.schema import DEEP_FILE, Kind
 
-from ..capture.facts import Fact
 from ..capture.identity import setting
 from ..capture.open_capture import OpenCapture
 from ..hooking import private
 from ..hooking.errors import count_error
+from ..hooking.statements import Fact
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
 from ..hooking.wrap import stands_for
 from ..recorder.record import Recorder
+from ..system.clock import now_ns
 
 NOTHING_DISTURBED: Final = "so no steps were profiled by --deep"
 
@@ -99,7 +99,7 @@ class DeepWindow:
             self._recorder.end(handle)
             # Also of one that failed: its steps were slowed down all the same.
             self._write_fact(
-                {"fact": "deep", "start_ns": self._began_ns, "end_ns": time.perf_counter_ns(),
+                {"fact": "deep", "start_ns": self._began_ns, "end_ns": now_ns(),
                  "first": self._first, "last": self._steps - 1, "device": self._of_device}
             )  # fmt: skip
 
@@ -114,7 +114,7 @@ class DeepWindow:
             self._over = True
             self._note(f"a torch.profiler of the job's own was at work at step {self._steps}, {NOTHING_DISTURBED}")
             return
-        self._began_ns = time.perf_counter_ns()
+        self._began_ns = now_ns()
         handle = self._recorder.begin(Kind.MARK, self._recorder.intern("torch.profiler begins"))
         self.beginning = True
         try:
@@ -136,9 +136,7 @@ class DeepWindow:
         except Exception as error:
             count_error("deep", error)
         self._note(f"{why} at step {self._steps}, {NOTHING_DISTURBED}")
-        self._write_fact(
-            {"fact": "deep", "start_ns": self._began_ns, "end_ns": time.perf_counter_ns(), "given_up": True}
-        )
+        self._write_fact({"fact": "deep", "start_ns": self._began_ns, "end_ns": now_ns(), "given_up": True})
 
     def _note(self, text: str) -> None:
         self._write_fact({"fact": "note", "text": f"--deep: {text}"})

@@ -17,9 +17,9 @@ from dsprof.live.frames import user_site
 from dsprof.redact import redact_text
 from dsprof.schema import UNCAUGHT
 
-from ..capture.facts import Fact
 from ..capture.open_capture import OpenCapture
 from ..hooking.errors import count_error
+from ..hooking.statements import Fact
 from ..hooking.uninstall import Uninstall
 
 LONGEST: Final = 300

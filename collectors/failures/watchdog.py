@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -28,6 +27,7 @@ from ..communication import process_groups
 from ..hooking.errors import count_error
 from ..hooking.uninstall import Uninstall
 from ..native import NativeRecorder
+from ..system.clock import now_ns
 from . import thread_stacks
 
 SHORTEST_LOOK_S: Final = 1.0
@@ -53,7 +53,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 class Watchdog:
     """One rank's."""
 
-    def __init__(self, capture: OpenCapture, timeout_s: float, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, capture: OpenCapture, timeout_s: float, clock: Callable[[], int] = now_ns) -> None:
         self._capture, self._timeout_s, self._clock = capture, timeout_s, clock
         self._usual_s = min(max(timeout_s / LOOKS, SHORTEST_LOOK_S), LONGEST_LOOK_S)
         self._pause_s = self._usual_s

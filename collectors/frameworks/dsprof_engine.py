@@ -14,6 +14,8 @@ from dsprof.engine.hooks import Span, subscribe
 from dsprof.ondisk import LARGEST_PLACE, Flag
 from dsprof.schema import DTYPES, Kind
 
+from ..capture.open_capture import OpenCapture
+from ..hooking.uninstall import Uninstall
 from ..loop import checkpoints, optimizers
 from ..recorder.record import CALLS, CALLS_AND_WAITS, NOTHING
 
@@ -29,7 +31,12 @@ TOLD_BESIDE: Final = int(Flag.ENGINE | Flag.START_MEASURED | Flag.ASYNC)
 """A communication's that runs beside the computation."""
 
 
-def install(recorder: Recorder, on_step: Callable[[], None]) -> Callable[[], None]:
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record what the engine tells; each of its steps ends a training step."""
+    return [watch(capture.recorder, capture.step_ended)]
+
+
+def watch(recorder: Recorder, on_step: Callable[[], None]) -> Uninstall:
     """Record what the engine tells from now on, and call `on_step` after each of its steps."""
     return subscribe(EngineEvents(recorder, on_step))
 

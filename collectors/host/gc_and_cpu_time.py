@@ -15,19 +15,15 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import CPU_SECONDS, STEPS_TAKEN, Kind
 
 from ..capture.open_capture import OpenCapture
-from ..hooking.signals import by_handler
 from ..hooking.uninstall import Uninstall
+from ..system import proc
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..recorder.record import Recorder
 
 SHORTEST_NS: Final = 100_000
 """Young collections run hundreds of times a step and take microseconds: not worth a record."""
-
-TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-USER_TICKS: Final = 11
-SYSTEM_TICKS: Final = 12
-"""Fields of /proc/<pid>/stat behind the command's name (proc(5), from 0)."""
 
 GAUGES: Final = (CPU_SECONDS, "training_thread_cpu_seconds", "worker_cpu_seconds", "core_wait_seconds")
 """Names of what is recorded after steps."""
@@ -50,15 +46,14 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 
 def watch_collections(recorder: Recorder) -> Uninstall:
     """Record collections of 0.1 ms and more; `value` is the generation."""
-    clock = time.monotonic_ns
     began = 0
 
     def on_collection(event: str, info: dict[str, Any]) -> None:
         nonlocal began
         if event == "start":
-            began = clock()
+            began = now_ns()
         elif began:
-            end = clock()
+            end = now_ns()
             if end - began >= SHORTEST_NS:
                 _pauses.append((began, end, float(info["generation"])))
             began = 0
@@ -93,51 +88,10 @@ class _RunQueue:
         if thread != self.thread:
             if self.file >= 0:
                 os.close(self.file)
-            self.thread, self.file = thread, _open(f"/proc/self/task/{thread}/schedstat")
+            self.thread, self.file = thread, proc.keep_open(f"{proc.PROC}/self/task/{thread}/schedstat")
         if self.file < 0:
             return None
         return int(os.pread(self.file, 96, 0).split()[1]) / 1e9
-
-
-def process_start_ns() -> int | None:
-    """When this process began, on the monotonic clock, to 10 ms; None where the kernel does not tell."""
-    try:
-        with open("/proc/self/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        since_boot_ns = int(fields[19]) * 1_000_000_000 // TICKS_A_SECOND  # starttime, the 22nd of proc(5)
-        # The clock since boot goes on while the host sleeps, the monotonic one does not.
-        return since_boot_ns - (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns())
-    except (OSError, ValueError, IndexError, AttributeError):
-        return None
-
-
-def clock_id() -> str:
-    """Names the monotonic clock: processes of one name read the same. Empty where the system does not tell.
-
-    Hosts may share a name, and containers of one host may each have a clock of their own (time_namespaces(7)).
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        return ""
-    try:
-        with open("/proc/self/timens_offsets") as file:
-            _, seconds, nanoseconds = file.readline().split()
-        mine, childrens = os.readlink("/proc/self/ns/time"), os.readlink("/proc/self/ns/time_for_children")
-    except (OSError, ValueError):  # no time namespaces
-        return boot
-    # The offsets are those that children get, which are ours unless we have just been given others for them.
-    return f"{boot}{f'+{seconds}.{nanoseconds}' if mine == childrens else f' {mine}'}"
-
-
-def _open(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        if by_handler(error):
-            raise
-        return -1
 
 
 def worker_seconds() -> float | None:
@@ -149,14 +103,9 @@ def worker_seconds() -> float | None:
     ended = os.times()
     total = ended.children_user + ended.children_system
     for process in list(processes):
-        try:
-            with open(f"/proc/{process.pid}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError as error:  # it has ended meanwhile, and counts as such in the next step
-            if by_handler(error):
-                raise
-            continue
-        total += (int(fields[USER_TICKS]) + int(fields[SYSTEM_TICKS])) / TICKS_A_SECOND
+        fields = proc.stat(process.pid)
+        if fields:  # else it has ended meanwhile, and counts as such in the next step
+            total += (int(fields[proc.USER_TICKS]) + int(fields[proc.SYSTEM_TICKS])) / proc.TICKS_A_SECOND
     return total
 
 
@@ -195,7 +144,7 @@ def sampler(recorder: Recorder) -> Callable[..., None]:
         if _pauses:
             _record_pauses(recorder)
         working, waited = _worker_time.seconds(), _run_queue.waited_s()
-        now = time.monotonic_ns()
+        now = now_ns()
         put(gauge, of_steps, now, now, float(taken), -1)
         put(gauge, of_process, now, now, time.process_time(), -1)
         put(gauge, of_thread, now, now, time.thread_time(), -1)

@@ -9,10 +9,8 @@ are read here.
 from __future__ import annotations
 
 import functools
-import os
 import resource
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
@@ -22,9 +20,10 @@ from dsprof.schema import Kind
 
 from ..capture import identity
 from ..capture.open_capture import OpenCapture
-from ..capture.side_thread import Beside, Looks, import_beside
+from ..capture.side_thread import Poller, SideThread, import_on_side_thread
 from ..hooking.uninstall import Uninstall
-from ..memory.process_memory import PAGE
+from ..system import proc
+from ..system.clock import now_ns
 
 MOST_WORKERS: Final = 64
 """That are looked at."""
@@ -38,19 +37,19 @@ Reading = Iterable[tuple[str, float]]
 def install(capture: OpenCapture) -> list[Uninstall]:
     """Look from now on."""
     first = identity.identify().local_rank in (0, None)
-    beside = Beside("host-load", lambda: looks(capture, first, lambda: beside.stopping))
+    beside = SideThread("host-load", lambda: looks(capture, first, lambda: beside.stopping))
     beside.start()
     return [beside.stop]
 
 
-def looks(capture: OpenCapture, first: bool, stopping: Callable[[], bool], proc: str = "/proc") -> Looks:
+def looks(capture: OpenCapture, first: bool, stopping: Callable[[], bool], root: str = proc.PROC) -> Poller:
     """first: of the ranks on this machine, so that it reads what the machine does."""
     recorder = capture.recorder
     refused: tuple[type[Exception], ...] = (OSError, NotImplementedError, AttributeError, LookupError, ValueError)
     # Each with how many looks there are to one reading.
-    readers = [(functools.partial(read, proc), 1) for read in OF_PROCESS]
+    readers = [(functools.partial(read, root), 1) for read in OF_PROCESS]
     if first:
-        psutil = import_beside("psutil")
+        psutil = import_on_side_thread("psutil")
         refused = (*refused, psutil.Error)
         readers += [(functools.partial(read, psutil), MACHINE_EVERY) for read in OF_MACHINE]
         psutil.cpu_times_percent()  # what the next one says is since this one
@@ -67,7 +66,7 @@ def looks(capture: OpenCapture, first: bool, stopping: Callable[[], bool], proc:
             except refused:
                 readers.remove(reader)
                 continue
-            now = time.monotonic_ns()
+            now = now_ns()
             for name, value in found:
                 if stopping():
                     return
@@ -77,16 +76,16 @@ def looks(capture: OpenCapture, first: bool, stopping: Callable[[], bool], proc:
 # --- this process, by the folder /proc
 
 
-def _memory(proc: str) -> Reading:
-    yield gauges.RESIDENT, int(_text(f"{proc}/self/statm").split()[1]) * PAGE
+def _memory(root: str) -> Reading:
+    yield gauges.RESIDENT, int(proc.read(f"{root}/self/statm").split()[1]) * proc.PAGE
 
 
 def _switches(_: str) -> Reading:
     yield gauges.SWITCHED_OUT, resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def _files(proc: str) -> Reading:
-    counters = dict(line.split(": ") for line in _text(f"{proc}/self/io").splitlines())
+def _files(root: str) -> Reading:
+    counters = dict(line.split(": ") for line in proc.read(f"{root}/self/io").decode().splitlines())
     yield gauges.READ, int(counters["read_bytes"])
     yield gauges.WRITTEN, int(counters["write_bytes"])
 
@@ -123,42 +122,31 @@ OF_MACHINE: Final = (_cores, _available, _disks, _network)
 # --- DataLoader workers
 
 
-def read_workers(proc: str) -> Reading:
-    """This process's children by `multiprocessing`, as the folder `proc` has them; nothing where there are none."""
+def read_workers(root: str) -> Reading:
+    """This process's children by `multiprocessing`, as the folder `root` has them; nothing where there are none."""
     children = getattr(sys.modules.get("multiprocessing.process"), "_children", ())
     pids = sorted(child.pid for child in list(children) if child.pid is not None)[:MOST_WORKERS]
-    states = dict(_states(proc, pids))
+    states = dict(_states(root, pids))
     if not states:
         return
     counted = Counter(states.values())
     yield gauges.WORKERS, len(states)
     yield gauges.WORKERS_BUSY, counted["R"]
     yield gauges.WORKERS_ON_DISK, counted["D"]
-    places = Counter(_text(f"{proc}/{pid}/wchan").strip() for pid, state in states.items() if state == "D")
+    stuck = [pid for pid, state in states.items() if state == "D"]
+    stuck = [pid for pid, state in states.items() if state == "D"]
+    places = Counter(proc.read(f"{root}/{pid}/wchan").decode(errors="replace").strip() for pid in stuck)
     for function, count in places.items():
         if function not in ("", "0"):  # not told
             yield gauges.WORKERS_IN + function, count
 
 
-def _states(proc: str, pids: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Of those that have not ended, the state (proc(5)): R runs or wants to, D waits and cannot be interrupted."""
+def _states(root: str, pids: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """The state of those that have not ended (`proc.STATE`)."""
     for pid in pids:
-        state = _text(f"{proc}/{pid}/stat").rpartition(")")[2].split()[:1]
-        if state and state[0] not in "ZX":
-            yield pid, state[0]
+        fields = proc.stat(pid, root)
+        if fields and fields[proc.STATE] not in (b"Z", b"X"):
+            yield pid, fields[proc.STATE].decode()
 
 
 OF_PROCESS: Final = (_memory, _switches, _files, read_workers)
-
-
-def _text(path: str) -> str:
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # `open` takes longer than the kernel
-    except OSError:  # it has ended, or is not ours to look at
-        return ""
-    try:
-        return os.read(file, 1024).decode(errors="replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(file)

@@ -1,5 +1,5 @@
 """What the autograd engine tells: which backward a thread computes, and for `PyRecorder` where one has made its last
-gradient. The native twin is in `native/collectives.hpp`.
+gradient. The native twin is in `native/backward.hpp`.
 
 DDP's reducer queues its finalizer, which waits in C++, on the autograd engine with its last bucket. A callback that is
 queued with the first collective of the backward runs just before.

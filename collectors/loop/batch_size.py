@@ -5,7 +5,6 @@ only.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +12,7 @@ from dsprof.schema import SAMPLES, TOKENS, Kind
 
 from ..capture import facts
 from ..hooking import dynamo, private
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..recorder.record import Recorder
@@ -53,7 +53,7 @@ class Batches:
             facts.state(
                 {"fact": "batch", "module": type(module).__name__, "input": which, "shape": shape, "tokens": tokens}
             )
-        now = time.perf_counter_ns()
+        now = now_ns()
         self._put(self._samples, shape[0], now, name)
         if tokens:
             self._put(self._tokens, shape[0] * shape[1], now, name)

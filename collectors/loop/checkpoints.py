@@ -13,7 +13,6 @@ import functools
 import io
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -21,12 +20,15 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import Kind
 
 from ..capture import facts
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo, private
+from ..hooking.caller import caller_site
 from ..hooking.errors import count_error
 from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.late_imports import Hook, when_imported
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
 from ..hooking.wrap import stands_for
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..recorder.record import Recorder
@@ -64,10 +66,11 @@ def leave() -> None:
     _saving.depth -= 1
 
 
-def install(recorder: Recorder) -> list[Uninstall]:
+def install(capture: OpenCapture) -> list[Uninstall]:
     """Record checkpoints from now on, those of libraries that are not imported yet too."""
     import torch
 
+    recorder = capture.recorder
     places = (torch.serialization, torch)
     of_libraries: dict[str, Hook] = {
         f"{DCP}.state_dict_saver": functools.partial(_watch_dcp, recorder),
@@ -124,12 +127,13 @@ def _wrap(
 ) -> Uninstall:
     phase = recorder.intern("checkpoint")
 
+    # Not `timed`: where a signal's handler raises, as for a preemption, the depth must be right again.
     @stands_for(original)
     def save(*args: Any, **kwargs: Any) -> Any:
         if _saving.depth or dynamo.compiling() or _called_by_dcp():
             return original(*args, **kwargs)
         in_memory = isinstance(args[1] if len(args) > 1 else kwargs.get("f"), io.BytesIO)
-        start_ns = time.monotonic_ns()
+        start_ns = now_ns()
         handle = 0 if in_memory else recorder.begin(Kind.PHASE, phase)
         _saving.depth += 1
         try:
@@ -139,8 +143,8 @@ def _wrap(
             if not in_memory:
                 recorder.end(handle)
                 _state(known)
-            elif time.monotonic_ns() - start_ns >= SHORTEST_IN_MEMORY_NS:
-                recorder.put(Kind.PHASE, phase, start_ns, time.monotonic_ns())
+            elif now_ns() - start_ns >= SHORTEST_IN_MEMORY_NS:
+                recorder.put(Kind.PHASE, phase, start_ns, now_ns())
                 _state(known)
 
     return in_reverse(
@@ -155,6 +159,6 @@ def _called_by_dcp() -> bool:
 
 def _state(function: str) -> None:
     try:
-        facts.state({"fact": "checkpoint", "function": function, "site": facts.caller_site()})
+        facts.state({"fact": "checkpoint", "function": function, "site": caller_site()})
     except Exception as error:
         count_error("facts", error)

@@ -6,14 +6,15 @@ backward graph that was left until it was needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dsprof.schema import Kind
 
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo, private
 from ..hooking.late_imports import when_imported
+from ..hooking.uninstall import Uninstall
 from ..hooking.wrap import stands_for
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Compilations:
         self._handle = 0
         dynamo.skip(Compilations.began, Compilations.ended)  # those of a backward come from the autograd engine
 
-    def hook(self, module: ModuleType) -> Callable[[], None]:
+    def hook(self, module: ModuleType) -> Uninstall:
         """Have the handler of `torch._dynamo.callback` call back, until the result is called."""
         handler = private.need(f"{module.__name__}:callback_handler")
         remove_all = handler.clear
@@ -62,6 +63,6 @@ class Compilations:
         self._recorder.end(handle)
 
 
-def install(recorder: Recorder) -> Callable[[], None]:
+def install(capture: OpenCapture) -> list[Uninstall]:
     """Record compilations from now on, also if the job imports Dynamo only later."""
-    return when_imported("torch._dynamo.callback", Compilations(recorder).hook)
+    return [when_imported("torch._dynamo.callback", Compilations(capture.recorder).hook)]

@@ -12,7 +12,6 @@ steps is a fact of its own. `dsprof.trace` makes rows of them.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -21,10 +20,11 @@ from dsprof import regular_files
 from dsprof.ondisk import unescape_name
 from dsprof.schema import DTYPES, FLOPS_FACT, FLOPS_FOR
 
-from ..capture.facts import Fact
 from ..capture.open_capture import OpenCapture
+from ..hooking.statements import Fact
 from ..hooking.uninstall import Uninstall
 from ..native import NativeRecorder
+from ..system.clock import now_ns
 from . import optimizers
 
 FIRST: Final = 5
@@ -104,13 +104,13 @@ class StepCounter:
         left = None if self._last is None else self._last - self._steps
         usual = self._steps >= FIRST and self._captured > 0  # the first that is captured names modules
         if left != 0 and (usual or (left is not None and self._steps > 0 and 0 < left <= self._wanted())):
-            self._began = time.perf_counter_ns(), self._taken()
+            self._began = now_ns(), self._taken()
             self._recorder.start_counting()
 
     def _tell(self, began_ns: int, taken: int) -> None:
         import torch
 
-        ended_ns = time.perf_counter_ns()
+        ended_ns = now_ns()
         counted, missed = self._recorder.stop_counting()
         names = self._names() if counted else {}
         self._write(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
@@ -18,6 +17,7 @@ from typing import Any, Final
 from dsprof.ondisk import Flag
 from dsprof.schema import Kind
 
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo
 from ..hooking.signals import by_handler
 from ..hooking.uninstall import Uninstall, replace_attribute
@@ -25,6 +25,7 @@ from ..hooking.wrap import stands_for
 from ..native import NativeRecorder
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import Recorder
+from ..system.clock import now_ns
 from .backward import graph_task
 from .batch_size import Batches
 
@@ -32,7 +33,12 @@ WRAPPERS: Final = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_w
 """Parts of a qualified name that a wrapper adds (DDP, FSDP, torch.compile, activation checkpointing)."""
 
 
-def install(recorder: Recorder, *, every: bool = False) -> Uninstall:
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record forwards; at level full each module."""
+    return [watch(capture.recorder, every=capture.full)]
+
+
+def watch(recorder: Recorder, *, every: bool = False) -> Uninstall:
     """Record forwards from now on, until the returned function is called; `every`: and each module that has a name."""
     if isinstance(recorder, NativeRecorder):
         if every:
@@ -144,7 +150,7 @@ def _wrapper(original: Callable[..., Any], recorder: PyRecorder, every: bool) ->
     def begin(size: tuple[int, int]) -> int:
         flags = gradients_on if grad_enabled() else 0
         name = forward if in_task() == -1 else recompute
-        now = time.perf_counter_ns()
+        now = now_ns()
         # What `recorder.begin` writes, but for the flags.
         return recorder.span(phase, name, now, 0, 0, float(size[0]), size[1], flags, 0, -1, -1, 0, 0)
 

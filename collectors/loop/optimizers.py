@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import OF_A_NORM, SMALL_GRADIENTS, Kind
 
 from ..capture import facts
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo
+from ..hooking.uninstall import Uninstall
 from .backward import graph_task
 
 if TYPE_CHECKING:
@@ -153,10 +155,15 @@ _steps = _Steps()
 _watching = False
 
 
-def watch(on_first: Callable[[], None] | None = None) -> None:
-    """Register the hooks, once a process; `on_first` is called before the first step from now on."""
+def before_first(call: Callable[[], None]) -> None:
+    """Call it before the first step from now on."""
+    _steps.on_first = call
+    register()
+
+
+def register() -> None:
+    """Register the hooks, once a process."""
     global _watching
-    _steps.on_first = on_first
     if not _watching:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -202,10 +209,14 @@ def after_backward() -> None:
     _steps.after_backward()
 
 
-def install(recorder: Recorder, on_step: Callable[[], None]) -> Callable[[], None]:
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record steps, each outermost one of which ends a training step."""
+    return [watch(capture.recorder, capture.step_ended)]
+
+
+def watch(recorder: Recorder, on_step: Callable[[], None]) -> Uninstall:
     """Record steps from now on and call `on_step` after each outermost one."""
-    if not _watching:
-        watch()
+    register()
     _steps.name = recorder.intern("optimizer")
     _steps.local = _UnderWay()
     _steps.recorder, _steps.on_step = recorder, on_step

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.schema import Kind
 
 from ..capture import facts
+from ..capture.open_capture import OpenCapture
 from ..hooking import dynamo, private
 from ..hooking.hook_parts import HookPart, install_each
+from ..hooking.timed import timed_by_arguments
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
 from ..hooking.wrap import stands_for
 from . import optimizers
@@ -26,8 +28,9 @@ Entered = tuple["Recorder", int]
 """A backward that has begun: who records it, and the handle of its record, -1 where it is part of another one."""
 
 
-def install(recorder: Recorder) -> list[Uninstall]:
-    """Hook data loading and backward."""
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record data loading and backward."""
+    recorder = capture.recorder
     parts = (
         HookPart("waiting for the DataLoader is not recorded", lambda: _data(recorder), decisive=True),
         HookPart("the start of a DataLoader's workers is not recorded", lambda: _loader_start(recorder)),
@@ -37,38 +40,25 @@ def install(recorder: Recorder) -> list[Uninstall]:
 
 
 def _data(recorder: Recorder) -> Uninstall:
-    iterator, name = private.need(facts.ITERATOR), recorder.intern("data")
-    load, compiling = iterator.__next__, dynamo.check()
-
-    @stands_for(load)
-    def __next__(self: Any) -> Any:
-        if compiling():
-            return load(self)
-        handle = recorder.begin(Kind.PHASE, name, -1, getattr(self, facts.LOADER, None))
-        try:
-            return load(self)
-        finally:
-            recorder.end(handle)
-
-    return replace_attribute(iterator, "__next__", __next__)
+    iterator = private.need(facts.ITERATOR)
+    return replace_attribute(iterator, "__next__", _of_loader(recorder, "data", iterator.__next__))
 
 
 def _loader_start(recorder: Recorder) -> Uninstall:
+    """Starting the workers anew each epoch is a stall of its own kind."""
     from torch.utils.data import DataLoader
 
-    started, start, compiling = recorder.intern("loader_start"), DataLoader.__iter__, dynamo.check()
+    return replace_attribute(DataLoader, "__iter__", _of_loader(recorder, "loader_start", DataLoader.__iter__))
 
-    @stands_for(start)
-    def __iter__(self: Any) -> Any:  # starting the workers anew each epoch is a stall of its own kind
-        if compiling():
-            return start(self)
-        handle = recorder.begin(Kind.PHASE, started, -1, getattr(self, facts.LOADER, None))
-        try:
-            return start(self)
-        finally:
-            recorder.end(handle)
 
-    return replace_attribute(DataLoader, "__iter__", __iter__)
+def _of_loader(recorder: Recorder, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a loader, or of its iterator, with a row for each call, whose value is the loader's number."""
+    name = recorder.intern(phase)
+
+    def begin(args: tuple[Any, ...], _: dict[str, Any]) -> int:
+        return recorder.begin(Kind.PHASE, name, -1, getattr(args[0], facts.LOADER, None))
+
+    return timed_by_arguments(original, begin, recorder.end, phase)
 
 
 class _Backwards:
@@ -127,7 +117,7 @@ def leave_backward(entered: Entered | None) -> None:
     _backwards.leave(entered)
 
 
-def watch(on_first: Callable[[], None]) -> None:
+def before_first(on_first: Callable[[], None]) -> None:
     """Call `on_first` before the first backward pass from now on: a loop need not have an optimizer of torch's."""
     _backwards.on_first = on_first
     _hook_backward()
@@ -159,6 +149,7 @@ def _hook_backward() -> Uninstall:
 
     enter, leave, compiling, any_fake = _backwards.enter, _backwards.leave, dynamo.check(), dynamo.any_fake
 
+    # `timed` by hand: of a step of 2 ms each call here counts.
     @stands_for(run)
     def engine_run_backward(*args: Any, **kwargs: Any) -> Any:
         if compiling() or (args and any_fake(args[0])):

@@ -7,7 +7,6 @@ of the backward that only makes the weights' gradients (`B` is then the part tha
 from __future__ import annotations
 
 import functools
-import time
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,11 +14,13 @@ from dsprof.ondisk import LARGEST_PLACE
 from dsprof.schema import Kind
 
 from ..capture import facts
-from ..hooking import dynamo, private
+from ..capture.open_capture import OpenCapture
+from ..hooking import private
 from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.late_imports import when_imported
+from ..hooking.timed import timed_by_arguments
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
-from ..hooking.wrap import stands_for
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
     from ..recorder.record import Recorder
@@ -35,10 +36,10 @@ SCHEDULES: Final = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 """The classes that have the others' stages."""
 
 
-def install(recorder: Recorder) -> list[Uninstall]:
+def install(capture: OpenCapture) -> list[Uninstall]:
     """Record the actions of pipeline stages, and state what the schedules are, once they are imported."""
     package = "torch.distributed.pipelining"
-    stages, schedules = functools.partial(_watch_stages, recorder), _watch_schedules
+    stages, schedules = functools.partial(_watch_stages, capture.recorder), _watch_schedules
     parts = (
         HookPart(
             "the micro-batches of torch's pipelines are not recorded",
@@ -63,28 +64,20 @@ def _watch_stages(recorder: Recorder, module: ModuleType) -> Uninstall:
 
 
 def _watch_chunks(recorder: Recorder, stage: Any, method: str, name: int, parameter: str) -> Uninstall:
-    original = getattr(stage, method)
-    clock, kind = time.monotonic_ns, int(Kind.PIPE)
+    kind = int(Kind.PIPE)
 
-    def begin(number: int, microbatch: int, start_ns: int) -> int:
-        stage, microbatch = min(number, LARGEST_PLACE), min(microbatch, LARGEST_PLACE)
-        return recorder.span(kind, name, start_ns, 0, 0, None, -1, 0, 0, stage, microbatch, 0, 0)
+    def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+        start_ns = now_ns()
+        of, *rest = args
+        number, microbatch = int(of.stage_index), int(rest[0] if rest else kwargs[parameter])
+        place = min(number, LARGEST_PLACE), min(microbatch, LARGEST_PLACE)
+        return recorder.span(kind, name, start_ns, 0, 0, None, -1, 0, 0, *place, 0, 0), start_ns
 
-    @stands_for(original)
-    def one_chunk(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if dynamo.compiling():
-            return original(self, *args, **kwargs)
-        start_ns = clock()
-        try:
-            handle = begin(int(self.stage_index), int(args[0] if args else kwargs[parameter]), start_ns)
-        except Exception as error:
-            recorder.count_error("a pipeline's action", error)
-            handle = 0
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            recorder.span_end(handle, start_ns, clock(), -1)
+    def end(begun: tuple[int, int]) -> None:
+        handle, start_ns = begun
+        recorder.span_end(handle, start_ns, now_ns(), -1)
 
+    one_chunk = timed_by_arguments(getattr(stage, method), begin, end, "a pipeline's action")
     return replace_attribute(stage, method, one_chunk)
 
 

@@ -14,8 +14,8 @@ from dsprof.atomic import replacing
 from dsprof.schema import OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
 
 from ..capture import identity
-from ..capture.facts import Fact
 from ..hooking.errors import count_error
+from ..hooking.statements import Fact
 from .cuda_memory import Cuda, TorchCuda
 
 MOST_EVENTS: Final = 100_000

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from dsprof.engine import hooks
 from dsprof.schema import HOST
 
 from ..hooking import private
+from ..hooking.constructors import after_init
 from ..hooking.errors import count_error
 from ..hooking.signals import by_handler
 from ..hooking.uninstall import Uninstall, in_reverse
-from ..hooking.wrap import stands_for
 
 MOST_TENSORS: Final = 200_000
 """That are looked at: of more, those that come first."""
+
+HOOK: Final = "what memory is for"
+"""Names the hooks where their errors are counted."""
 
 ASKED: Final = ("torch.nn:Module._parameters", "torch.nn:Module._buffers", "torch:UntypedStorage._cdata")
 
@@ -204,22 +207,15 @@ def watch() -> Uninstall:
         modules.register_module_buffer_registration_hook(note),
     ]
 
-    construct = Optimizer.__init__
-
-    @stands_for(construct)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        _note(_live.optimizers, self)
-
-    Optimizer.__init__ = __init__  # type: ignore[method-assign]
+    def note_optimizer(optimizer: Any, *_: Any, **__: Any) -> None:
+        _live.optimizers.add(optimizer)
 
     def unwatch() -> None:
         global _watching
-        if Optimizer.__init__ is __init__:
-            Optimizer.__init__ = construct  # type: ignore[method-assign]
         _watching = False
 
-    undo: list[Callable[[], None]] = [unwatch, *(handle.remove for handle in handles)]
+    unwatch_optimizers = after_init(Optimizer, note_optimizer, HOOK)
+    undo: list[Uninstall] = [unwatch, unwatch_optimizers, *(handle.remove for handle in handles)]
     return in_reverse(undo)
 
 
@@ -227,4 +223,4 @@ def _note(known: Alive, one: Any) -> None:
     try:
         known.add(one)
     except Exception as error:  # an object that cannot be referred to weakly
-        count_error("what memory is for", error)
+        count_error(HOOK, error)

@@ -15,12 +15,13 @@ from typing import Any, Final
 
 from dsprof.schema import HOST, MEMORY_EVERY, MEMORY_LANE, Kind
 
-from ..capture.facts import Fact
 from ..capture.open_capture import OpenCapture
 from ..hooking.errors import count_error
 from ..hooking.hook_parts import HookPart, install_each
+from ..hooking.statements import Fact
 from ..hooking.uninstall import Uninstall, in_reverse
 from ..loop import phases
+from ..system.clock import now_ns
 from . import cuda_history, live_tensors, out_of_memory
 from .cuda_history import History, Snapshots
 from .cuda_memory import COUNTS, POOLS, STATS, Cuda, TorchCuda, largest_free
@@ -62,7 +63,7 @@ class Sampler:
 
     def __init__(
         self, capture: OpenCapture, cuda: Cuda, host: HostMemory, live: LiveTensors, history: History,
-        clock: Callable[[], int] = time.monotonic_ns, cpu_clock: Callable[[], int] = time.process_time_ns,
+        clock: Callable[[], int] = now_ns, cpu_clock: Callable[[], int] = time.process_time_ns,
     ) -> None:  # fmt: skip
         self._capture, self._cuda, self._host, self._live = capture, cuda, host, live
         self._clock, self._cpu_clock = clock, cpu_clock

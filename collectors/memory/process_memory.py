@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ..hooking.signals import by_handler
+from ..system import proc
 
-PAGE: Final = os.sysconf("SC_PAGE_SIZE")
-UNLIMITED: Final = 1 << 60
-"""What cgroup v1 writes for no limit is near 2**63."""
+LIMITS: Final = {1: "memory.limit_in_bytes", 2: "memory.max"}
+"""Version of cgroups -> file of a cgroup's limit, bytes."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class HostLimits:
 class HostMemory:
     """Reads /proc; `statm` stays open, as it is read after every step."""
 
-    def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-        self._proc, self._cgroups = proc, cgroups
+    def __init__(self, root: Path = Path(proc.PROC), cgroups: Path = Path(proc.CGROUPS)) -> None:
+        self._proc, self._cgroups = root, cgroups
         self._peak = 0
-        self._statm = os.open(proc / "self" / "statm", os.O_RDONLY | os.O_CLOEXEC)
+        self._statm = os.open(root / "self" / "statm", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
         os.close(self._statm)
@@ -52,7 +51,7 @@ class HostMemory:
     def now(self) -> tuple[int, int]:
         """Resident and virtual memory, bytes."""
         virtual, resident = os.pread(self._statm, 96, 0).split()[:2]
-        return int(resident) * PAGE, int(virtual) * PAGE
+        return int(resident) * proc.PAGE, int(virtual) * proc.PAGE
 
     def resident_peak(self, resident: int = 0) -> int:
         """The most so far; not all kernels keep it, so it is no less than `resident` and what was told before."""
@@ -71,42 +70,23 @@ class HostMemory:
         )
 
     def _of_host(self) -> int | None:
-        found = re.search(r"^MemTotal:\s+(\d+) kB", _read(self._proc / "meminfo"), re.MULTILINE)
+        found = re.search(r"^MemTotal:\s+(\d+) kB", proc.read_whole(self._proc / "meminfo"), re.MULTILINE)
         return int(found[1]) * 1024 if found else None
 
     def _cgroup_limits(self) -> list[tuple[int, Path]]:
         """Of the process's memory cgroup and those above it, as far as they are seen from here."""
         found = []
-        for line in _read(self._proc / "self" / "cgroup").splitlines():
-            _, controllers, path = [*line.split(":", 2), "", ""][:3]
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            root = self._cgroups / "memory" if controllers else self._cgroups
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            # In a container the root that is mounted may be the process's own cgroup, whatever its path is called.
-            folder = root / path.lstrip("/")
-            for place in (folder, *folder.parents) if folder.is_dir() else (root,):
-                limit = _read(place / name).strip()
-                if limit.isdigit() and 0 < int(limit) < UNLIMITED:
-                    found.append((int(limit), place))
-                if place == root:
-                    break
+        for folder, version in proc.memory_cgroups(self._proc, self._cgroups):
+            limit = proc.read_whole(folder / LIMITS[version]).strip()
+            if limit.isdigit() and 0 < int(limit) < proc.UNLIMITED:
+                found.append((int(limit), folder))
         return found
 
 
 def oom_kills(folder: Path) -> int | None:
     """How often the kernel has killed a process of this cgroup for want of memory; None where it does not tell."""
     for name in ("memory.events", "memory.oom_control"):
-        found = re.search(r"^oom_kill (\d+)", _read(folder / name), re.MULTILINE)
+        found = re.search(r"^oom_kill (\d+)", proc.read_whole(folder / name), re.MULTILINE)
         if found:
             return int(found[1])
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        if by_handler(error):
-            raise
-        return ""

@@ -23,6 +23,7 @@ from dsprof import ondisk, permissions
 
 from ..hooking.forks import renew_in_child
 from ..hooking.signals import by_handler
+from ..system.clock import now_ns
 from .counters import Counters
 from .record import PATIENCE_S
 
@@ -185,10 +186,10 @@ class Chunks:
         """A chunk that is not mapped: waited for, if that takes no longer than a moment."""
         if self._late:
             return None
-        began = time.perf_counter_ns()
+        began = now_ns()
         until = began + int(self._patience_s * 1e9)
         while (gate := self._start_making(index, needed=True)) is not None:
-            left_s = (until - time.perf_counter_ns()) / 1e9
+            left_s = (until - now_ns()) / 1e9
             if gate.acquire(timeout=max(left_s, 0.0)):
                 gate.release()
                 continue
@@ -197,7 +198,7 @@ class Chunks:
                 self._late = False
             break
         self._counters.add("waits")
-        self._counters.add("wait_ns", time.perf_counter_ns() - began)
+        self._counters.add("wait_ns", now_ns() - began)
         return self._chunks.get(index)
 
     def _start_making(self, index: int, *, needed: bool) -> _thread.LockType | None:
@@ -246,7 +247,7 @@ class Chunks:
             return self._chunks.get(index)
         if self.full or (index >= self._kept and not self._ring):
             return None
-        began = time.perf_counter_ns()
+        began = now_ns()
         oldest = max(index - self._ring + 1, self._kept)
         try:
             chunk = self._make_file(self._folder, index, self._kept, oldest - self._kept)
@@ -262,7 +263,7 @@ class Chunks:
         if self._copied:
             self._hand_over(index, given_up)
         self._counters.add("prepared")
-        self._counters.add("prepare_ns", time.perf_counter_ns() - began)
+        self._counters.add("prepare_ns", now_ns() - began)
         return chunk
 
     def _hand_over(self, made: int, given_up: range) -> None:

@@ -1,5 +1,5 @@
 """Process groups as `PyRecorder` knows them, and when torch begins to number them anew. The native helper's are in
-`native/collectives.hpp`."""
+`native/groups.hpp`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ import itertools
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, cast
 
@@ -16,6 +15,7 @@ from dsprof.ondisk import Family
 
 from ..hooking.forks import renew_in_child
 from ..hooking.signals import by_handler
+from ..system.clock import now_ns
 from .chunks import Chunks
 from .counters import Counters
 from .groups import Groups
@@ -150,10 +150,10 @@ class PyRecorder(SharedParts):
     def begin(self, kind: int, name: int, bytes: int = -1, value: float | None = None, /) -> int:
         if kind == _WAIT and self.passed_over.what == CALLS_AND_WAITS:
             return 0
-        return self._write_span(kind, _BEGUN, 0, name, time.perf_counter_ns(), 0, value, bytes)
+        return self._write_span(kind, _BEGUN, 0, name, now_ns(), 0, value, bytes)
 
     def end(self, handle: int, value: float | None = None, bytes: int = -1, /) -> None:
-        now = time.perf_counter_ns()
+        now = now_ns()
         if value is not None:
             self._store(handle, _VALUE, _DOUBLE, value)
         if bytes != -1:
@@ -183,12 +183,12 @@ class PyRecorder(SharedParts):
         return self._write(*head, lane, stage, microbatch, *fields)
 
     def mark(self, kind: int, name: int, value: float | None = None, bytes: int = -1, /) -> None:
-        now = time.perf_counter_ns()
+        now = now_ns()
         self.put(kind, name, now, now, value, bytes)
 
     def begin_wait(self, name: int, waited: object, /) -> int:
         target = waited if isinstance(waited, Target) else self.targets.of_work(waited)
-        return self.wait_begin(name, target, time.perf_counter_ns())
+        return self.wait_begin(name, target, now_ns())
 
     def wait_begin(self, name: int, target: Target | None, now: int, /) -> int:
         """This thread waits for `target` from now on; `name` is for a wait whose target is unknown."""
@@ -227,7 +227,7 @@ class PyRecorder(SharedParts):
         self, name: int, group: int, seq: int, peer: int, tag: int, bytes: int, dtype: int, flags: int, p2p: bool, /
     ) -> int:
         """A communication is issued now. `peer` is the root of a collective that has one."""
-        now = time.perf_counter_ns()
+        now = now_ns()
         here = self.targets.here
         target = here.issued = Target(name, group, seq, peer if p2p else -1, tag if p2p else -1, p2p)
         family, fields = _comm_fields(target, now, bytes, dtype, self.purposes.context, root=peer)

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Final
 
-from ..capture.facts import HOME, STANDARD_LIBRARY
+from ..hooking.caller import HOME, STANDARD_LIBRARY
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -29,7 +29,7 @@ def passed_over() -> list[str]:
     return [str(Path(sys.modules["torch"].__file__ or "").parent) + os.sep, f"{HOME}{os.sep}", "<", compiled]
 
 
-class Sites:
+class SourceLocations:
     """The places of one capture. A place that was asked for before costs less than a microsecond."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -74,7 +74,7 @@ class _Judging:
         self.not_judged: dict[str, str] = {}
         self.not_concerned: set[str] = set()
         self.noise_ms, self.lost = math.nan, 0.0
-        self.absent = missing_collectors.reasons(study.facts, {rule.code: rule.collectors for rule in rules})
+        self.absent = missing_collectors.reasons(study.facts, self.rules)
         self.asked = [rule for rule in rules if self._has(rule)]
 
     def run(self) -> Judged:
@@ -169,8 +169,7 @@ class _Judging:
             said = self._ask(codes, partial(self._whole, look))
             if said is None:
                 continue
-            proved_by = {code: self.rules[code].proved_by for code in codes}
-            for code, reason in missing_collectors.unproved(self.study.facts, proved_by).items():
+            for code, reason in missing_collectors.unproved(self.study.facts, codes).items():
                 if all(finding.code != code for finding in said):
                     self.not_judged[code] = reason
             if self.study.device is not None:

@@ -300,7 +300,7 @@ def _of_device(summary: dict[str, Any]) -> str:
 
 
 def _note_errors(folder: RunFolder, info: RunInfo) -> None:
-    """Failures before there was a capture to note them in (see `collectors.errors.report_failure`)."""
+    """Failures before there was a capture to note them in (see `collectors.capture.without_capture`)."""
     for process, lines in folder.read_errors():
         for line in lines:
             warn(info, f"process {process}: {line}")

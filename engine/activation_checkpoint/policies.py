@@ -79,13 +79,11 @@ class Full:
             raise ValueError(
                 f"every k-th block with k = {self.every}: the model has {len(found)} blocks; write 1 to {len(found)}"
             )
-        return last_first([
-            wrap_forward(
-                found[name], Region(hooks, name, self.on_host, self.preserve_rng_state, self.contexts()), name,
-                "activation checkpointing was applied",
-            )
-            for name in list(found)[self.every - 1 :: self.every]
-        ])  # fmt: skip
+        undos = []
+        for name in list(found)[self.every - 1 :: self.every]:
+            region = Region(hooks, name, self.on_host, self.preserve_rng_state, self.contexts())
+            undos.append(wrap_forward(found[name], uncompiled(region), name, "activation checkpointing was applied"))
+        return last_first(undos)
 
     def contexts(self) -> Callable[[], Contexts]:
         """What makes the contexts for one forward of a block, and for its recomputation."""
@@ -198,6 +196,11 @@ class Region:
             return kept.to(device, non_blocking=True)
 
 
+def uncompiled(region: Region) -> Callable[..., Any]:
+    """`region` for a block that may be compiled: what is inside it is then, and the recomputation is not."""
+    return torch.compiler.disable(region.__call__, recursive=False)  # type: ignore[no-any-return]
+
+
 # --- which modules are blocks
 
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -211,7 +214,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     its input. Of several classes, the one that holds nearly all the parameters is meant; ValueError if none does.
     """
     by_class: dict[type[nn.Module], dict[str, nn.Module]] = {}
-    for name, child in _repeated(model, "", set()):
+    for name, child in repeated_blocks(model).items():
         by_class.setdefault(type(child), {})[name] = child
     if not by_class:
         raise ValueError(
@@ -252,6 +255,12 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
                 )
         wanted.update(fitting)
     return {name: module for name, module in modules.items() if name in wanted}
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules of one class, two or more in a ModuleList, ModuleDict or Sequential, by name and in order: of several
+    classes, if there are. torch's own elementary modules do not count, nor what lies inside a block."""
+    return dict(_repeated(model, "", set()))
 
 
 def _repeated(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

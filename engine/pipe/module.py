@@ -215,6 +215,19 @@ class PipelineModule(nn.Module):
         first = {param: name for name, (param, _) in self._shared.items()}
         return {param: first.get(param, name) for name, param in self.named_parameters()}
 
+    def stages_of_parameters(self) -> dict[nn.Parameter, frozenset[int]]:
+        """The parameters that are here, and which of the stages here use each: all of them for one of no layer."""
+        bounds, found = self.placement.bounds, dict[nn.Parameter, set[int]]()
+        for stage in self.placement.stages:
+            used = [layer.built for layer in self.pipeline_layers[bounds[stage] : bounds[stage + 1]]]
+            if stage == self.placement.last_stage:
+                used.append(self.loss_fn)
+            for module in used:
+                for param in module.parameters() if isinstance(module, nn.Module) else ():
+                    found.setdefault(param, set()).add(stage)
+        every = frozenset(self.placement.stages)
+        return {param: frozenset(found.get(param, every)) for param in self.parameters()}
+
     # --- what they do
 
     def forward(self, inputs: Any, stage: int | None = None) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm.lane import Ticket
 from ..hooks import Hooks
 from ..schedule import Action, Plan
-from ..zero import Zero
+from ..zero import BackwardPart, Zero
 from .failure import FailureConsensus, said
 from .module import PipelineModule
 from .p2p import AHEAD, Arrival, Direction, Link, Links, Message, PipelineError, message_of
@@ -193,7 +193,7 @@ class PipelineRun:
             wanted = iter(grads)
             grads = [None if edge is None else next(wanted) for edge in flight.outputs]
         splits = self._plan.splits
-        zero = self._begin_backward(last=final, complete=not splits)
+        zero = self._begin_backward(action, last=final, complete=not splits)
         with ExitStack() as around:
             around.enter_context(self._hooks.span("pipe", "B"))
             around.enter_context(self._hooks.span("phase", "backward"))
@@ -202,25 +202,26 @@ class PipelineRun:
             pairs = [(edge, grad) for edge, grad in zip(flight.outputs, grads, strict=True) if edge is not None]
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
-            if not splits:
-                zero.finish_backward()
+            zero.finish_backward()
         if stage > 0:
             back = [each.back() for each in flight.inputs]
             self._give("B", stage, microbatch, Message(back, [False] * len(back)))
 
     def _weights_backward(self, action: Action, final: bool) -> None:
-        zero = self._begin_backward(last=final, complete=True)
+        zero = self._begin_backward(action, last=final, complete=True)
         with self._hooks.span("pipe", "W"), self._hooks.span("phase", "backward"):
             for work in self._put_off.pop((action.stage, action.microbatch)):
                 work()
             zero.finish_backward()
 
-    def _begin_backward(self, *, last: bool, complete: bool) -> Zero:
+    def _begin_backward(self, action: Action, *, last: bool, complete: bool) -> Zero:
         """Announce a backward to ZeRO: stages 0 and 1 reduce in the last, the others in each. `last`: no backward of
-        this rank follows in the step. `complete`: all gradients of the micro-batch are there afterwards."""
+        this rank follows in the step. `complete`: all gradients of the stage are there afterwards."""
         assert self._zero is not None
         self.begun = True
-        self._zero.begin_backward(last=last, complete=complete)
+        ends = complete and action.stage == self._module.placement.stages[0]  # stages go backwards from the last
+        part = BackwardPart(action.stage, action.microbatch, ends)
+        self._zero.begin_backward(last=last, complete=complete, part=part)
         return self._zero
 
     # --- messages

@@ -53,14 +53,16 @@ def later(work: Work) -> None:
 def install(root: nn.Module) -> Undo:
     """Have the linear layers of `root` put off their weight gradients when that is asked for; call the result to stop.
 
-    Inside their calls, so recomputation does the same.
+    Inside their calls, so recomputation does the same. torch.compile leaves linear layers out of what it compiles: a
+    compiled backward is one graph, and puts nothing off.
     """
     linear = [
         (name, module) for name, module in root.named_modules()
         if any(param is not None and param.dim() == 2 for param in module._parameters.values())
         and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
     ]  # fmt: skip
-    return last_first([wrap_forward(module, _within_mode, name, "its engine was made") for name, module in linear])
+    within_mode = torch.compiler.disable(_within_mode)
+    return last_first([wrap_forward(module, within_mode, name, "its engine was made") for name, module in linear])
 
 
 def _within_mode(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from ..tensor.shape_override import ShapeOverride
 from .blocks import Stack
 from .styles import PlanError, Role, Roles, leave_whole
 from .tracer import Trial, joined
-from .verify import Arrangement, Change, Mismatch, OwnDecision, rehearse
+from .verify import Arrangement, Change, Mismatch, OwnDecision, rehearse_all
 
 _SWITCH: Final = "switch sequence_parallel off"
 """What may help, where the sequence is sharded."""
@@ -42,7 +42,7 @@ class _Kind:
 
 
 def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | None, size: int) -> Arrangement:
-    """What is to be arranged for the first and the last rank to pass a rehearsal; PlanError if nothing helps."""
+    """What is to be arranged for all ranks to pass a rehearsal; PlanError if nothing helps."""
     roles = found.roles
     always = Arrangement(_without_fast_paths(model, roles), shares=tuple(found.shares.items()))
     kinds = _kinds(model, roles, stack, size)
@@ -53,8 +53,7 @@ def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | 
         )
         try:
             for trial in trials:
-                for rank in (0, size - 1):
-                    rehearse(trial, roles, arrangement, stack, size, rank)
+                rehearse_all(trial, roles, arrangement, stack, size)
         except Mismatch as mismatch:
             kind = None if mismatch.region is None else kind_of[mismatch.region]
             if isinstance(mismatch, OwnDecision):

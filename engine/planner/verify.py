@@ -2,6 +2,7 @@
 
 Column layers answer with this rank's part of what they answered then; the input of every layer must be this rank's part
 of its input then. So whatever lies between the layers has been shown to work on parts: nothing is taken on trust.
+Gradients are held against those of the whole model, too (`verify_gradients`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from .blocks import Edges, Stack, on_first_activation, with_edges
 from .dependence import Share
 from .styles import Role
 from .tracer import Trial, joined, run, tensors_of
+from .verify_gradients import GradientSums
 
 RTOL: Final = 1e-3
 ATOL: Final = 1e-4
@@ -83,11 +85,29 @@ class OwnDecision(Mismatch):
     """The model's code decides by what it reads of a part, which no arrangement changes."""
 
 
-def rehearse(
-    trial: Trial, roles: Mapping[str, Role], arrangement: Arrangement, stack: Stack | None, size: int, rank: int
+def rehearse_all(
+    trial: Trial, roles: Mapping[str, Role], arrangement: Arrangement, stack: Stack | None, size: int
 ) -> None:
-    """Run the tried module as `rank` of `size` will: with gradients and without, and in training, where dropout lets
-    only shapes be compared. Raises Mismatch."""
+    """Run the tried module as each of `size` ranks will; what they compute, and the gradients, are what the whole model
+    computes. Raises Mismatch."""
+    gradients = GradientSums(trial)
+    ends = dict.fromkeys((0, size - 1))  # which most faults show on
+    for rank in (*ends, *(rank for rank in range(size) if rank not in ends)):
+        rehearse(trial, roles, arrangement, stack, size, rank, gradients)
+    gradients.check(Mismatch)
+
+
+def rehearse(
+    trial: Trial,
+    roles: Mapping[str, Role],
+    arrangement: Arrangement,
+    stack: Stack | None,
+    size: int,
+    rank: int,
+    gradients: GradientSums,
+) -> None:
+    """Run the tried module as `rank` of `size` will: with gradients, which are added to `gradients`, and without, and
+    in training, where dropout lets only shapes be compared. Raises Mismatch."""
     modules = trial.modules
     shares = dict(arrangement.shares)
 
@@ -97,7 +117,8 @@ def rehearse(
 
     for grad, training in ((True, False), (False, False), (True, True))[: 3 if trial.trains else 2]:
         reads = Reads()
-        rank_run = _RankRun(trial, roles, stack, size, rank, reads, exact=not training)
+        sums = gradients if grad and not training else None
+        rank_run = _RankRun(trial, roles, stack, size, rank, reads, exact=not training, gradients=sums)
         with (
             torch.set_grad_enabled(grad),
             arranged(modules, arrangement),
@@ -136,9 +157,10 @@ class _RankRun(Edges):
 
     def __init__(
         self, trial: Trial, roles: Mapping[str, Role], stack: Stack | None, size: int, rank: int, reads: Reads, *,
-        exact: bool,
+        exact: bool, gradients: GradientSums | None,
     ) -> None:  # fmt: skip
         self._exact = exact
+        self._gradients = gradients
         self._reads = reads
         self._trial = trial
         self._roles = roles
@@ -155,25 +177,28 @@ class _RankRun(Edges):
     def answer(self, name: str, layer: Layer, x: Tensor) -> Tensor:
         """What the layer answers on this rank; raises Mismatch if it is not asked what it should be."""
         x, role = plain(x), self._roles[name]
-        call = self._calls.get((name, self._count[name]))
+        number = self._count[name]
+        call = self._calls.get((name, number))
         if call is None:
             raise Mismatch(self.region, f"{name} is used once more than by the whole model")
         self._count[name] += 1
-        expected = call.read.detach()
-        if role.style == "row" and role.region is not None:
+        in_region = role.style == "row" and role.region is not None
+        part = self._features if in_region else self._shard
+        if in_region:
             self.region = role.region
-            width = expected.shape[-1] // self._size
-            expected = expected[..., self._rank * width : (self._rank + 1) * width]
-        else:
-            expected = self._shard(expected)
-        self._compare(x, expected, f"the input of {name}")
+        self._compare(x, part(call.read.detach()), f"the input of {name}")
+        if self._gradients is not None and (in_region or self._along is not None):
+            with self._reads.aside():
+                self._gradients.add(call, number, role.region if in_region else None, part, x)
         self.last = name
         if role.style == "column" and role.region is not None:
             self.region = role.region
             assert role.bands is not None
             mine = role.bands.shard((role.layer.outputs,), 0, self._size, self._rank)
-            return mark(call.wrote.detach()[..., mine.index()])
-        return self._given(call.wrote.detach())
+            wrote = call.wrote if self._gradients is not None else call.wrote.detach()
+            return mark(wrote[..., mine.index()].clone())
+        differentiated = self._gradients is not None and self._stack is not None
+        return self._given(call.wrote if differentiated else call.wrote.detach())
 
     def finish(self, outputs: Sequence[Tensor]) -> None:
         """Compare what the module returned, unless it is logits that stay sharded."""
@@ -217,6 +242,10 @@ class _RankRun(Edges):
         """`x` as code between regions gets it."""
         shard = self._shard(x).clone()
         return shard if self._along is None or x.dim() <= self._along else mark(shard)
+
+    def _features(self, x: Tensor) -> Tensor:
+        width = x.shape[-1] // self._size
+        return x[..., self._rank * width : (self._rank + 1) * width]
 
     def _shard(self, x: Tensor) -> Tensor:
         if self._along is None or x.dim() <= self._along:

@@ -164,6 +164,7 @@ def initialize(
                 model, ZeroSettings.of(settings), comms, hooks,
                 make_master=offload.states.make_master, offload_shard=offload.offload_shard,
                 names=model.names() if isinstance(model, PipelineModule) else None,
+                stages=model.stages_of_parameters() if isinstance(model, PipelineModule) else None,
             )  # fmt: skip
             opened.callback(zero.close, whole=False)  # others may have none
         opened.callback(zero.close)

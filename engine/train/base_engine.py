@@ -12,15 +12,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import checkpoint
+from ..activation_checkpoint.policies import repeated_blocks
 from ..comm.mesh import Parallel
 from ..config import Config
 from ..data import endless
 from ..hooks import Hooks
 from ..offload import States
 from ..optim.loss_scaler import LossScaler
+from ..pipe.module import PipelineModule
 from ..tensor.check_data import check_same
 from ..training_state import Training
 from ..zero import Zero
+from ..zero.validate import UNCOMPILED
 from .deepspeed_api import ENGINE, Names, Throughput
 from .metrics import Metrics
 from .optimizer_step import OptimizerStep
@@ -139,18 +142,22 @@ class BaseEngine(nn.Module):
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Have the model compiled, with options of `torch.compile` as `compile_kwargs` or by name.
 
+        With several ranks, each of the model's repeated blocks is compiled by itself, and the rest is left as it is:
+        the gradients of a model that is compiled as one come all at its end, too late to be reduced meanwhile. A model
+        without such blocks is compiled as one; of a pipeline, every layer by itself.
+
         Raises RuntimeError where parameters come and go: in stage 3.
         """
         if self.zero.fetcher is not None:
-            raise RuntimeError(
-                "engine.compile: ZeRO stage 3 fetches parameters while modules run, which torch.compile cannot follow: "
-                "use stage 0, 1 or 2, or leave it out"
-            )
-        self.module.compile(backend=backend, **(compile_kwargs or {}), **more)
+            raise RuntimeError(f"engine.compile: {UNCOMPILED}")
+        overlaps = self.zero.size > 1 and not isinstance(self.module, PipelineModule)
+        blocks = list(repeated_blocks(self.module).values()) if overlaps else []
+        for each in blocks or [self.module]:
+            each.compile(backend=backend, **(compile_kwargs or {}), **more)
 
     save_checkpoint = _of_checkpoint("save_checkpoint", checkpoint.save, OptimizerStep.take_edits)
     load_checkpoint = _of_checkpoint("load_checkpoint", checkpoint.load, OptimizerStep.before_load, loads=True)
-    save_16bit_model = _of_checkpoint("save_16bit_model", checkpoint.save_16bit_model)
+    save_16bit_model = _of_checkpoint("save_16bit_model", checkpoint.save_16bit_model, OptimizerStep.take_moved)
 
     def destroy(self) -> None:
         """Take the engine off the model, which has its present weights; end its threads, close its files, and destroy

@@ -7,6 +7,7 @@ the end of `gradient_accumulation_steps` of them the step is taken.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..optim.loss_scaler import cast_floating
 from ..training_state import Training
 from ..tree import loss_of, to_device
 from ..zero.placeholder import no_torch_function
+from . import clearing
 from .base_engine import BaseEngine
 
 
@@ -34,6 +36,9 @@ class Engine(BaseEngine):
         self._backward_done = False
         self._synchronized = False
         """Whether a backward outside `no_sync` has come since the last step."""
+        for owner in (training.module, training.optimizer):
+            if owner is not None:
+                opened.callback(clearing.watch(owner, self._cleared))
 
     # --- training
 
@@ -135,21 +140,30 @@ class Engine(BaseEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One whole step: `gradient_accumulation_steps` micro-batches of `data_iter`; their mean loss on this rank.
 
-        Raises RuntimeError without an optimizer, or one without parameters. If the data end within the step, what came
-        of them is forgotten, and StopIteration goes on to the caller.
+        Raises RuntimeError without an optimizer, or one without parameters, and in the middle of a step. If the data
+        end within the step, or the model raises, what came of them is forgotten, and the error goes on to the caller;
+        after one in a backward the script has to call `zero_grad` to go on.
         """
         self._refuse_untrained("train_batch")
+        if self._begun:
+            raise RuntimeError(
+                f"engine.train_batch in the middle of a step, of which {self.state.under_way} of "
+                f"{self.config.gradient_accumulation_steps} micro-batches are complete: train_batch takes whole steps. "
+                "Complete this one by engine.backward and engine.step, or call engine.zero_grad() on all ranks to "
+                "forget it"
+            )
         self.train()
         losses: list[Tensor] = []
-        for _ in range(self.config.gradient_accumulation_steps):
-            try:
+        try:
+            for _ in range(self.config.gradient_accumulation_steps):
                 loss = self._loss_of(data_iter)
-            except StopIteration:
+                self.backward(loss)
+                self.step()
+                losses.append(loss.detach().float())
+        except Exception:
+            if not self.zero.reducer.open:  # else others may not be waiting for what this rank has begun to reduce
                 self._begin_step_anew()
-                raise
-            self.backward(loss)
-            self.step()
-            losses.append(loss.detach().float())
+            raise
         return torch.stack(losses).mean()
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
@@ -204,6 +218,29 @@ class Engine(BaseEngine):
     def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
         return loss_of(self, to_device(next(self._batches(data_iter)), self.state.device))
 
+    @property
+    def _begun(self) -> bool:
+        """Whether there may be gradients of a step that has not been taken."""
+        return self.state.under_way > 0 or self._backward_done or self.zero.reducer.open
+
     def _begin_step_anew(self) -> None:
         super()._begin_step_anew()
         self._backward_done = self._counted = self._synchronized = False
+        with no_torch_function():
+            for param in self._frozen:  # which may have been thawed
+                param.param.grad = None
+
+    def _cleared(self) -> None:
+        """The script clears gradients by torch's names: forget those that torch does not find. The micro-batches of the
+        step count as they did."""
+        if not self._begun:
+            return
+        if self.state.under_way:
+            warnings.warn(
+                f"zero_grad() of the model or the optimizer in the middle of a step: the gradients of "
+                f"{self.state.under_way} of its {self.config.gradient_accumulation_steps} micro-batches are forgotten. "
+                "A step forgets its gradients by itself: leave it out",
+                stacklevel=4,
+            )
+        self.zero.reducer.clear()
+        self._backward_done = self._synchronized = False

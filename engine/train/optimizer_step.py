@@ -115,11 +115,15 @@ class OptimizerStep:
         training = self._training
         training.refuse_failed("save_checkpoint", CheckpointError)
         self.stepped_masters()
-        self._storages.check_kept()
+        self.take_moved()
         if any(param.edited for param in training.zero.trainable):
             with training.states.at_once():
                 for param in training.zero.trainable:
                     param.take_edits()
+
+    def take_moved(self) -> None:
+        """Before weights are read: have those where the engine reads them that the script has put elsewhere."""
+        self._storages.check_kept()
 
     def before_load(self) -> None:
         """Before a checkpoint is loaded: have the optimizer's groups and the parameters as the engine knows them."""

@@ -20,7 +20,8 @@ validate       parameters that are refused: without a shape, in shared memory, o
 """
 
 from .init import GatheredParameters, Init
+from .reduce import BackwardPart
 from .settings import ZeroSettings
 from .zero import Comms, Zero
 
-__all__ = ["Comms", "GatheredParameters", "Init", "Zero", "ZeroSettings"]
+__all__ = ["BackwardPart", "Comms", "GatheredParameters", "Init", "Zero", "ZeroSettings"]

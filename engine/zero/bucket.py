@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -137,14 +137,17 @@ class Bucket:
         rows[:, -1] = float(left)
 
 
-def divide(order: Iterable[ShardedParam], settings: ZeroSettings) -> list[Bucket]:
-    """Buckets of parameters whose gradients come in this `order`."""
-    open_buckets: dict[tuple[torch.dtype, torch.device, torch.device | None], Bucket] = {}
+def divide(
+    order: Iterable[ShardedParam], settings: ZeroSettings, stages: Mapping[ShardedParam, frozenset[int]] | None = None
+) -> list[Bucket]:
+    """Buckets of parameters whose gradients come in this `order`; of the same `stages`, where these are given."""
+    open_buckets: dict[tuple[Any, ...], Bucket] = {}
     buckets: list[Bucket] = []
     for param in order:
         owner = None if param.master is None else param.master.device
-        key = (settings.communication_dtype or param.dtype, param.device, owner)
-        bucket = open_buckets.setdefault(key, Bucket([], key[0]))
+        dtype = settings.communication_dtype or param.dtype
+        key = (dtype, param.device, owner, None if stages is None else stages[param])
+        bucket = open_buckets.setdefault(key, Bucket([], dtype))
         bucket.params.append(param)
         bucket.numel += param.numel
         if bucket.numel >= settings.reduce_bucket_size:

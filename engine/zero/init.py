@@ -377,6 +377,10 @@ def _take_written(sharded: ShardedParam, source: int) -> None:
         )
     sharded.gatherer.comm.broadcast(sharded.param.data, source, "parameter").wait()
     sharded.take_from_whole()
+    # As changed in place, on every rank: a backward of a forward from before is an error.
+    torch.autograd.graph.increment_version(sharded.param)
+    if sharded.fetcher is not None:
+        sharded.fetcher.weights_written()
 
 
 def _subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:

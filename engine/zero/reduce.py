@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import compress
 
 import torch
@@ -27,6 +28,17 @@ from .shard import ShardedParam
 from .sparse import SparseReducer
 
 
+@dataclass(frozen=True, slots=True)
+class BackwardPart:
+    """A part of a micro-batch's backward: what an action of a pipeline's plan computes."""
+
+    stage: int
+    """The stage of the model whose parameters may get gradients."""
+    microbatch: int
+    ends: bool
+    """Whether no other part of this micro-batch's backward follows on this rank."""
+
+
 class Reducer:
     """Takes gradients as backward makes them; `collect` puts the reduced ones on the masters.
 
@@ -35,9 +47,15 @@ class Reducer:
     """
 
     def __init__(
-        self, params: Sequence[ShardedParam], sparse: SparseReducer, comm: Comm, settings: ZeroSettings
+        self,
+        params: Sequence[ShardedParam],
+        sparse: SparseReducer,
+        comm: Comm,
+        settings: ZeroSettings,
+        stages: Mapping[ShardedParam, frozenset[int]] | None = None,
     ) -> None:
-        """`sparse` takes the gradients of few rows, of other parameters."""
+        """`sparse` takes the gradients of few rows, of other parameters. `stages` are those of a pipeline that each
+        parameter belongs to, where a rank has several; each has buckets of its own then."""
         self._params = list(params)
         self._sparse = sparse
         self._comm = comm
@@ -53,6 +71,13 @@ class Reducer:
         """In which gradients become ready, until it is settled."""
         self._prescale, self._postscale = self._scales()
         self._last = self._complete = True
+        self._part: BackwardPart | None = None
+        """What this backward is a part of, if it is, and its gradients are reduced by itself."""
+        self._came: dict[int, set[ShardedParam]] = {}
+        """Micro-batch -> the parameters that have a gradient of it, where all must have one."""
+        self._stages = stages if settings.stage >= 2 else None
+        self._expected: Sequence[Bucket] = ()
+        """The buckets that this backward may have gradients for."""
         self.open = False
         """Whether a backward of this engine is under way. What comes otherwise, as from the loss of another engine's
         model, stays where autograd has put it."""
@@ -86,10 +111,12 @@ class Reducer:
 
     # --- during backward
 
-    def begin(self, *, last: bool, complete: bool = True) -> None:
-        """A backward begins: of the `last` micro-batch of the step; and of one whose gradients are then `complete`, so
-        that they can be reduced."""
+    def begin(self, *, last: bool, complete: bool = True, part: BackwardPart | None = None) -> None:
+        """A backward begins: the `last` of the step; and one whose gradients are then `complete`, so that they can be
+        reduced. `part`: it is a part of its micro-batch's."""
         self._last, self._complete, self.open = last, complete, True
+        self._part = part if self._settings.stage >= 2 and not self.local else None
+        self._expected = self._buckets_of(self._part)
         self._ready.clear()
         if self._widens and not self._ready_hooks and not (last and complete):
             self._watch()  # a rank that is alone, and a first micro-batch that more are added to
@@ -97,11 +124,23 @@ class Reducer:
             self._accumulate(self._params)
             self._left_whole = False
 
+    def _buckets_of(self, part: BackwardPart | None) -> Sequence[Bucket]:
+        """Those of the parameters that `part` may make gradients for, by the plan: the same on all ranks."""
+        stages = self._stages
+        if part is None or stages is None:
+            return self._buckets
+        found = [bucket for bucket in self._buckets if part.stage in stages[bucket.params[0]]]
+        # The last of a step sends one bucket at least, which shows whether anything was late.
+        return found or (self._buckets[-1:] if self._last else [])
+
     def process_ready(self) -> None:
         """Take the gradients that have come since the last call: they go to their buckets, or stay whole, in their own
         or the accumulation's dtype. Another engine's are left where they are."""
-        params = [self._by_id[id(param)] for param in self._ready]
+        # torch calls hooks also where a function's backward has returned None.
+        params = [self._by_id[id(param)] for param in self._ready if param.grad is not None]
         self._ready.clear()
+        if self.open and self._part is not None and not self._settings.ignore_unused_parameters:
+            self._came.setdefault(self._part.microbatch, set()).update(params)
         if not self.open:
             return
         if not self._complete or (self._stays_whole and not self._last):
@@ -115,7 +154,7 @@ class Reducer:
         complete: dict[Bucket, list[int]] = {}
         for param in params:
             bucket, place = self._places[param]
-            if param in bucket.waiting:
+            if param in bucket.waiting and (self._stages is None or bucket in self._expected):
                 bucket.waiting.remove(param)
                 complete.setdefault(bucket, []).append(place)
             else:
@@ -125,25 +164,28 @@ class Reducer:
         if self._settings.contiguous_gradients:
             for bucket, places in complete.items():
                 self._copy_in(bucket, places)
-        self._launch_complete(len(self._buckets) - 1)  # the last one shows whether anything was late
+        self._launch_complete(len(self._expected) - 1)  # the last one shows whether anything was late
 
     def finish(self) -> None:
-        """Backward is over: reduce what has not been yet, and wait for all of it.
+        """Backward is over: reduce what has not been yet, if its gradients are complete, and wait for all of it.
 
         Raises RuntimeError if parameters got no gradient and the configuration says that this is an error.
         """
         self.process_ready()
         if self.local and self._last:
             self._refuse(p for p in self._params if p.param.grad is None and p not in self._accumulated)
+        if self._part is not None and self._part.ends and not self._settings.ignore_unused_parameters:
+            came = self._came.pop(self._part.microbatch, set())
+            self._refuse(param for param in self._params if param not in came)
         self._left_whole = self.local and self._last and self._widens
-        if not self._stays_whole:
+        if not self._stays_whole and self._complete:
             self._reduce_rest()
         self.open = False
         self._sparse.finish(self._last)  # behind all buckets, of which ranks may have launched others so far
 
     def _reduce_rest(self) -> None:
         """Launch the buckets that are not complete, too, with zeros for gradients that have not come; await all."""
-        for bucket in self._buckets[self._next :]:
+        for bucket in self._expected[self._next :]:
             if not bucket.waiting:
                 continue
             waiting = [self._places[param][1] for param in bucket.params if param in bucket.waiting]
@@ -154,9 +196,10 @@ class Reducer:
                 self._order += [bucket.params[at] for at in sorted(earlier)]
             if self._settings.contiguous_gradients:
                 self._copy_in(bucket, earlier)
-        self._refuse(bucket.params[at] for bucket in self._buckets for at in bucket.absent)
+        if self._part is None:
+            self._refuse(bucket.params[at] for bucket in self._expected for at in bucket.absent)
         self._late = [param for param in self._late if self._has(param)]
-        self._launch_complete(len(self._buckets))
+        self._launch_complete(len(self._expected))
         self._exchange.drain(0)
         self._begin_anew()
 
@@ -257,6 +300,7 @@ class Reducer:
         self._left_whole = False
         self._sparse.clear()
         self._late.clear()
+        self._came.clear()
         for bucket in self._buckets:
             bucket.holds = False
             bucket.collected = []
@@ -313,7 +357,8 @@ class Reducer:
         return (1.0 / size, 1.0) if self._settings.prescale_gradients or exact else (1.0 / factor, factor / size)
 
     def _divide(self, order: Iterable[ShardedParam]) -> None:
-        self._buckets = divide(order, self._settings)
+        self._buckets = divide(order, self._settings, self._stages)
+        self._expected = self._buckets
         self._places = {p: (bucket, place) for bucket in self._buckets for place, p in enumerate(bucket.params)}
         self._next = 0
         self._accumulated.clear()
@@ -339,7 +384,7 @@ class Reducer:
                 reducer.process_ready()
 
         for param in wanted - self._run_hooks.keys():
-            self._run_hooks[param] = param.param.register_post_accumulate_grad_hook(process)
+            self._run_hooks[param] = _hook_gradient(param, process)
 
     def _sums_in(self, param: ShardedParam) -> torch.dtype:
         """What the gradients of several micro-batches are added up in: fp32 for half precisions, unless the
@@ -348,7 +393,7 @@ class Reducer:
 
     def _watch(self) -> None:
         """Have gradients noted as they come, and those that have come processed."""
-        self._ready_hooks = [p.param.register_post_accumulate_grad_hook(self._ready.append) for p in self._params]
+        self._ready_hooks = [_hook_gradient(param, self._ready.append) for param in self._params]
         self._hook_runs()
 
     def _accumulate(self, params: Iterable[ShardedParam]) -> None:
@@ -382,8 +427,8 @@ class Reducer:
 
     def _launch_complete(self, stop: int) -> None:
         """Start every bucket before `stop` that is complete, in order: a complete one waits for those before it."""
-        while self._next < stop and not self._buckets[self._next].waiting:
-            self._launch(self._buckets[self._next])
+        while self._next < stop and not self._expected[self._next].waiting:
+            self._launch(self._expected[self._next])
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
@@ -394,7 +439,7 @@ class Reducer:
 
     def _reduce_late(self) -> None:
         """Add the parts that came after their bucket had been sent. On all ranks, if any has some."""
-        mine = set(self._late)
+        mine = {param for param in self._late if self._has(param)}
         flags = torch.tensor([param in mine for param in self._params], device=self._params[0].device).int()
         self._comm.all_reduce(flags, "gradient").wait()
         late = list(compress(self._params, flags.tolist()))
@@ -423,3 +468,14 @@ class Reducer:
             return
         param.param.grad = None
         master.grad = grad.to(master.device).to(master.dtype).view(master.shape)
+
+
+def _hook_gradient(param: ShardedParam, call: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have `call` called when a gradient of it has come, also if the script has frozen it for now."""
+    tensor = param.param
+    trains = tensor.requires_grad
+    try:
+        tensor.requires_grad_(True)  # else torch refuses the hook
+        return tensor.register_post_accumulate_grad_hook(call)
+    finally:
+        tensor.requires_grad_(trains)

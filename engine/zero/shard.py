@@ -103,6 +103,9 @@ class ParamFetcher(Protocol):
     def fetch_used(self, param: ShardedParam) -> None:
         """`param` is used: have it whole, if a module runs, or a backward, that it can be brought for."""
 
+    def weights_written(self) -> None:
+        """A script has written weights: what autograd has saved of them before is out of date."""
+
     def replace_storage(self, key: int, param: ShardedParam) -> None:
         """`param` has a storage of its own instead of the one whose identity was `key`."""
 
@@ -258,6 +261,8 @@ class ShardedParam:
 
     def take_from_whole(self) -> None:
         """The whole parameter was written to: take the shard from it anew, and the master from that."""
+        if self.moved:
+            self.moved_back("GatheredParameters")
         shard = self.flat[self.start : self.stop]
         if not self.persistent:
             self.write_shard(shard)
@@ -281,6 +286,11 @@ class ShardedParam:
         """The master has come to the parameter: they agree."""
         if not self.master_is_shard:
             self._version = self.param._version
+
+    @property
+    def moved(self) -> bool:
+        """Whether the script has put the values elsewhere than ZeRO has them, while they are whole."""
+        return self.resident and self.param.data.data_ptr() != self._whole.data_ptr()
 
     def moved_back(self, doing: str) -> None:
         """The script has put the values elsewhere, as `module.to` there and back or a new `.data` does: have them in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Container, Iterable
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -13,6 +13,11 @@ from torch.nn.parameter import is_lazy
 
 from .placeholder import Absent, no_torch_function
 from .shard import ShardedParam, find_sharded
+
+UNCOMPILED: Final = (
+    "ZeRO stage 3 fetches parameters while modules run, which torch.compile cannot follow: use stage 0, 1 or 2, or "
+    "leave it out"
+)
 
 
 class NewParameterCheck:
@@ -99,6 +104,16 @@ def refuse_lazy(model: nn.Module) -> None:
             raise ValueError(
                 f"initialize: {name} has no shape yet: run the lazy module's forward once before, or give it its sizes"
             )
+
+
+def compiled_module(model: nn.Module) -> str | None:
+    """The first module with parameters that is compiled, in words, by `torch.compile(module)` or `module.compile()`;
+    None if there is none."""
+    for name, module in model.named_modules():
+        compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+        if compiled and next(module.parameters(), None) is not None:
+            return name.replace("._orig_mod", "") or "the model"
+    return None
 
 
 def refuse_overlaps(model: nn.Module) -> None:

@@ -22,10 +22,11 @@ from ..tree import batches
 from .fetch import Fetcher
 from .gather import Gatherer
 from .init import EarlyParam
-from .reduce import Reducer
+from .reduce import BackwardPart, Reducer
 from .settings import ZeroSettings
 from .shard import Partition, ShardedParam, find_sharded, forget, register
 from .sparse import SparseReducer, sparse_params
+from .validate import UNCOMPILED, compiled_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,11 @@ class Zero:
         make_master: Callable[[ShardedParam], nn.Parameter] = ShardedParam.make_master,
         offload_shard: Callable[[ShardedParam], None] | None = None,
         names: Mapping[nn.Parameter, str] | None = None,
+        stages: Mapping[nn.Parameter, frozenset[int]] | None = None,
     ) -> None:
         """`make_master` decides where masters are. `offload_shard` moves shards of stage 3 away, of a single rank too.
-        `names` are those of the parameters in the whole model, where this is a part of it."""
+        `names` are those of the parameters in the whole model, where this is a part of it; `stages` the stages of a
+        pipeline that each belongs to, where there are several here."""
         self.settings = settings
         self.comms = comms.all()
         self._comm = comms.gradients
@@ -69,6 +72,7 @@ class Zero:
         self._closed = False
         sharded_size = 0
         rewritten = _rewritten_in_forward(model)
+        compiled = compiled_module(model) if settings.stage == 3 else None
         for index, (name, param) in enumerate(model.named_parameters()):
             early = find_sharded(param)  # by zero.Init
             if early is not None:
@@ -81,6 +85,8 @@ class Zero:
             if may and sharded_size > settings.stage3_model_persistence_threshold:
                 sharded = True
             sharded = sharded and param not in rewritten
+            if sharded and compiled is not None:
+                raise ValueError(f"initialize: {compiled} is compiled, and {UNCOMPILED}")
             if sharded and early is None:
                 param.data = param.data.clone()  # storage of its own, which can be emptied
             partition = Partition(
@@ -101,7 +107,8 @@ class Zero:
         sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients, settings)
         self.masters = {param.param: make_master(param) for param in self.trainable}
         dense = [p for p in self.trainable if p.param not in rows]
-        self.reducer = Reducer(dense, sparse, comms.gradients, settings)
+        belongs = None if stages is None else {p: stages[p.param] for p in dense}
+        self.reducer = Reducer(dense, sparse, comms.gradients, settings, belongs)
         self.deadlocks = _watch(comms, hooks) if settings.stage == 3 and size > 1 else None
         self.fetcher: Fetcher | None = None
         self._handles: list[RemovableHandle] = []
@@ -139,13 +146,14 @@ class Zero:
 
         return release
 
-    def begin_backward(self, *, last: bool, complete: bool = True) -> None:
-        """Before each backward. `last`: it is of the step's last micro-batch. `complete`: no gradients of the
-        micro-batches under way are to come later, so that they can be reduced."""
-        self.reducer.begin(last=last, complete=complete)
+    def begin_backward(self, *, last: bool, complete: bool = True, part: BackwardPart | None = None) -> None:
+        """Before each backward. `last`: it is the step's last. `complete`: no gradients of the micro-batches under way
+        are to come later, so that they can be reduced. `part`: it is a part of its micro-batch's."""
+        self.reducer.begin(last=last, complete=complete, part=part)
 
     def finish_backward(self) -> None:
-        """After each backward that is complete: gradients reduced as far as the stage has it, parameters released."""
+        """After each backward: gradients reduced as far as the stage has it, if they are complete; parameters
+        released."""
         self.reducer.finish()
         if self.fetcher is not None:
             self.fetcher.finish_backward()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engines import WIDTH, configuration, engine_for, train
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -166,3 +167,53 @@ def unreduced(rank: int) -> str:
 def test_a_step_of_gradients_that_were_not_reduced_is_refused(ranks: Ranks) -> None:
     for text in ranks.run(2, unreduced):
         assert text.startswith("engine.step: every backward of this step was inside engine.no_sync()")
+
+
+# --- a backward that returns no gradient
+
+
+class Detour(torch.autograd.Function):
+    """A product whose backward returns None for the weight: torch calls the weight's hooks all the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (weight,) = ctx.saved_tensors
+        return grads[0] @ weight.t(), None
+
+
+class Untrained(nn.Module):
+    """A weight gets no gradient, a bias beside it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = Detour.apply(self.first(x), self.second.weight)  # type: ignore[no-untyped-call]
+        return (product + self.second.bias).square().mean()
+
+
+def none_job(rank: int, stage: int) -> dict[str, Tensor]:
+    model = Untrained()
+    with engine_for(model, configuration(stage)) as engine:
+        train(engine, 2)
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_function_may_return_no_gradient_for_a_weight(ranks: Ranks, stage: int) -> None:
+    model = Untrained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH)).backward()
+        optimizer.step()
+    for found in ranks.run(2, none_job, stage):
+        for name, param in model.named_parameters():
+            assert torch.allclose(found[name], param, atol=1e-6), name

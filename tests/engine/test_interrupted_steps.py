@@ -122,7 +122,7 @@ def late_backward(rank: int, stage: int) -> tuple[str, float]:
 def test_a_backward_of_weights_that_are_gone_is_refused(ranks: Ranks, stage: int) -> None:
     """As torch does, whose optimizers change weights in place."""
     for said, weights in ranks.run(2, late_backward, stage):
-        ours = "engine.backward: the loss is of a forward that ran before the last step or load, which has changed"
+        ours = "engine.backward: the loss is of a forward that ran before the weights changed"
         assert said.startswith(ours if stage == 3 else "one of the variables needed for gradient computation has been")
         assert weights < 1e-6
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -332,6 +333,88 @@ def test_sharding_that_would_compute_something_else_is_refused() -> None:
 
     message = error_of(lambda: plan_for(Language([Block(16, Split(16, 4), nn.Identity())], 16), 2))
     assert "the input of blocks.0.attention.c_proj is not what the whole model computes" in message
+
+
+class _Counting(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by the number of features: of a part, by fewer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * grads[0].shape[-1]
+
+
+class _PerSample(torch.autograd.Function):
+    """The same for the length of a sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * grads[0].shape[1]
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(_Counting.apply(self.up(x)))  # type: ignore[no-untyped-call]
+        return y
+
+
+class Sequenced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(self.up(_PerSample.apply(self.norm(x))))  # type: ignore[no-untyped-call]
+        return y
+
+
+def test_a_gradient_that_is_another_one_of_a_part_is_refused() -> None:
+    """Forwards are equal."""
+    for size in (2, 4):
+        message = error_of(lambda: plan_for(nn.Sequential(*(Counted() for _ in range(2))), size))  # noqa: B023
+        assert "the gradient of the output of 0.up through the input of 0.down is not what the whole" in message
+        assert 'leave it whole with a plan: {"0": "whole", "*": "auto"}' in message
+
+
+def test_a_gradient_that_is_another_one_of_a_part_of_the_sequence_is_refused() -> None:
+    model = Language([Sequenced() for _ in range(2)], 16)
+    assert plan_for(model, 2).size == 2
+    message = error_of(lambda: plan_for(model, 2, sequence_parallel=True))
+    assert "through the input of blocks.0.up is not what the whole model computes" in message
+    assert message.endswith("switch sequence_parallel off")
+
+
+class Middle(nn.Module):
+    """Doubles what is neither its first head nor its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x).unflatten(-1, (-1, 4))
+        factors = torch.ones(heads.shape[-2], 1)
+        factors[1:-1] = 2
+        y: Tensor = self.down((heads * factors).flatten(-2))
+        return y
+
+
+def test_a_rank_in_the_middle_is_tried_too() -> None:
+    """Of four ranks with a head each, the first and the last compute the right thing."""
+    message = error_of(lambda: plan_for(nn.Sequential(Middle(), Middle()), 4))
+    assert "the input of 0.down is not what the whole model computes" in message
 
 
 def test_a_model_that_cannot_be_traced_takes_an_example() -> None:

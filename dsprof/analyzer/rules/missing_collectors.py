@@ -3,22 +3,18 @@ where there was no native helper (the fact `left_out`), or could not be installe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from dsprof.collectors.catalogue import COLLECTORS
+from dsprof.collectors.catalogue import EVERYTHING as EVERYTHING
 from dsprof.schema import CUDA_GRAPH_FACT, LOST_FACT, SYMMETRIC_MEMORY_FACT
 
-EVERYTHING: Final = "everything"
-"""What the budget and every gain rest on."""
+NEEDED_FOR: Final = {name: collector.judges for name, collector in COLLECTORS.items()}
+"""Collector -> codes of what cannot be judged without it."""
 
-RESTS_ON: Final = (
-    "collectives", "modules", "phases", "optimizers", "process-groups", "engine", "deepspeed", "devices",
-)  # fmt: skip
-"""The collectors of EVERYTHING. Which ones a code needs besides is in its record; others cost a line of evidence, or
-the MFU."""
-
-Needs = Mapping[str, Sequence[str]]
-"""Code -> the collectors that it needs."""
+NEEDED_TO_PASS: Final = {name: collector.proves for name, collector in COLLECTORS.items()}
+"""Collector -> codes that may be found without it, but where nothing is found, nothing is proved."""
 
 IN_GRAPHS: Final = (
     "communications are in a CUDA graph that is replayed, where dsprof does not see them; profile a run without graphs"
@@ -29,35 +25,38 @@ IN_SYMMETRIC_MEMORY: Final = (
 )
 
 
-def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], needs: Needs) -> dict[str, str]:
+def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str]) -> dict[str, str]:
     """Of these codes, and of EVERYTHING, those that cannot be judged -> why."""
-    codes = tuple(needs)
-    needs = {**needs, EVERYTHING: RESTS_ON}
-    why = unproved(facts, needs)
+    codes = tuple(codes)
+    why = _reasons(facts, (*codes, EVERYTHING), NEEDED_FOR)
     for fact in facts.get(LOST_FACT, []):
         if fact.get("decisive"):
             for collector in fact.get("collectors", ()):
-                for code in needs:
-                    if collector in needs[code]:
-                        why.setdefault(code, f"{fact.get('what')} ({fact.get('because')})")
+                for code in NEEDED_FOR.get(str(collector), ()):
+                    why.setdefault(code, f"{fact.get('what')} ({fact.get('because')})")
     if any(fact.get("communications") != 0 for fact in facts.get(CUDA_GRAPH_FACT, [])):
         why |= {code: IN_GRAPHS for code in codes if code.startswith("comm.") and code not in why}
     if facts.get(SYMMETRIC_MEMORY_FACT):
         why |= {code: IN_SYMMETRIC_MEMORY for code in codes if code.startswith("comm.") and code not in why}
-    return {code: why[code] for code in needs if code in why}
+    return {code: why[code] for code in (*codes, EVERYTHING) if code in why}
 
 
-def unproved(facts: Mapping[str, Sequence[Mapping[str, Any]]], needs: Needs) -> dict[str, str]:
-    """Of these codes, those of which a collector was not there -> why."""
+def unproved(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str]) -> dict[str, str]:
+    """Of these codes, those that have not passed where nothing was found -> why."""
+    return _reasons(facts, codes, NEEDED_TO_PASS)
+
+
+def _reasons(
+    facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str], needed_for: Mapping[str, tuple[str, ...]]
+) -> dict[str, str]:
     found: dict[str, dict[str, list[str]]] = {}
     for fact in SAID:
         for collector in sorted({str(name) for one in facts.get(fact, []) for name in one.get("collectors", ())}):
-            for code in needs:
-                if collector in needs[code]:
-                    found.setdefault(code, {}).setdefault(fact, []).append(collector)
+            for code in needed_for.get(collector, ()):
+                found.setdefault(code, {}).setdefault(fact, []).append(collector)
     return {
         code: "; ".join(_said(fact, collectors) for fact, collectors in found[code].items())
-        for code in needs
+        for code in codes
         if code in found
     }
 

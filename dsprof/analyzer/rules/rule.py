@@ -42,16 +42,14 @@ class Look:
 
 @dataclass(frozen=True)
 class Rule:
-    """All that is known of a code. A module of the folders of `rules/` that has RULES adds its records to the others.
+    """All that is known of a code, but for the collectors without which it cannot be told: those say so in their own
+    records (`collectors/catalogue.py`). A module of the folders of `rules/` that has RULES adds its records to the others.
 
     code:       never changes meaning
     says:       what a finding of it says, as docs/findings.md lists it
     explains:   parts of the step's budget, or kinds of the run's time, that it can explain
     fault, looks: what finds it
     needs:      signals without which there is nothing to judge, whatever was captured
-    collectors: without one of them it cannot be told (`collectors/catalogue.py`). All that is priced by replay rests on
-                `missing_collectors.RESTS_ON` besides
-    proved_by:  it may be found without these collectors, but where nothing is found, nothing is proved
     outranked_by: codes that its gain takes to be fixed: beside one of them it is no more severe
     error:      what its predictions by replay miss by, beside the noise of the steps
     came_true:  of how many predictions the interval held what was then measured, and how many there were (all runs of
@@ -65,8 +63,6 @@ class Rule:
     fault: Fault | None = None
     looks: tuple[Look, ...] = ()
     needs: tuple[Signal[Any], ...] = ()
-    collectors: tuple[str, ...] = ()
-    proved_by: tuple[str, ...] = ()
     outranked_by: tuple[str, ...] = ()
     error: ModelError | None = None
     came_true: tuple[int, int] | None = None

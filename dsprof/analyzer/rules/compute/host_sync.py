@@ -186,7 +186,6 @@ RULES = (
         explains=("compute",),
         looks=(Look(stops),),
         needs=(signals.gpus,),
-        collectors=("devices", "host-sync"),
         place=190,
     ),
 )

@@ -254,7 +254,6 @@ RULES = (
         explains=("compute",),
         looks=(Look(throttle),),
         needs=(signals.gpus,),
-        collectors=("devices", "nvml"),
         place=200,
     ),
 )

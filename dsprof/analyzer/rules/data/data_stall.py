@@ -365,7 +365,6 @@ RULES = (
         explains=("data",),
         fault=Fault(waiting, stall, counts_cores=True),
         looks=(Look(loaders), LOADS_OR_SAVES),
-        collectors=("host",),
         error=ModelError(of_gain=0.056, of_step=0.014, busy=0.021),
         came_true=(99, 100),
         place=20,

@@ -109,7 +109,6 @@ RULES = (
         "the ranks of a step get unequal amounts of input",
         explains=("peer_wait",),
         fault=Fault(unequal, imbalance),
-        collectors=("pipelining",),
         error=ModelError(of_gain=0.035, of_step=0.01, busy=0.01),
         came_true=(25, 25),
         place=30,

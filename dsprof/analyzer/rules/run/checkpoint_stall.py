@@ -77,7 +77,6 @@ RULES = (
         "saving a checkpoint stops training",
         explains=("checkpointing",),
         looks=(Look(stall), LOADS_OR_SAVES),
-        collectors=("checkpoints",),
         came_true=(24, 25),
         place=130,
     ),

@@ -179,7 +179,6 @@ RULES = (
         "Python's garbage collector stops a rank, and so all",
         explains=("pause",),
         fault=Fault(collections, garbage_collection),
-        collectors=("host",),
         error=ModelError(of_gain=0.05, of_step=0.014, busy=0.014),
         came_true=(25, 25),
         place=40,
@@ -188,7 +187,6 @@ RULES = (
         "pause.stop",
         "the job stands still now and then, for none of the known reasons",
         looks=(Look(stops),),
-        collectors=("checkpoints", "compilation", "host"),
         place=140,
     ),
 )

@@ -284,14 +284,12 @@ RULES = (
         "run.hang",
         "ranks waited for one that did not come",
         looks=(_LOOK,),
-        proved_by=("collectives",),
         place=60,
     ),
     Rule(
         "run.desync",
         "ranks disagreed about a collective: its name, order, size or type",
         looks=(_LOOK,),
-        proved_by=("collectives",),
         place=70,
     ),
 )

@@ -212,7 +212,6 @@ RULES = (
         explains=("peer_wait",),
         fault=Fault(slow_ranks, straggler),
         looks=(COLLECTIVES,),
-        collectors=("pipelining",),
         error=ModelError(of_gain=0.084, of_step=0.024, busy=0.024),
         came_true=(119, 125),
         place=10,

@@ -68,7 +68,6 @@ RULES = (
         "some ranks evaluate while the others wait",
         explains=("evaluation",),
         looks=(Look(uneven),),
-        collectors=("modules",),
         came_true=(17, 25),
         place=120,
     ),
