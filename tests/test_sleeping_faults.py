@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sleeping_jobs import Ran, SleepingRanks
-from sleeping_truth import MS, WITHIN_MS, Int, assert_communications, assert_phases, close
+from sleeping_truth import MS, Int, assert_communications, assert_moments, assert_phases, close
 
 from dsprof.analyzer import analyze
 
@@ -32,9 +32,8 @@ def assert_lateness(ran: Ran, rank: int, of: int) -> Int:
     did = [ran.did("nccl:all_reduce", number, last=len(told[0])) for number in (rank, of)]
     late: Int = (did[0]["arrival_ns"] - did[1]["arrival_ns"]).to_numpy()
     ahead = np.logical_and.reduce([each["ahead"].to_numpy(bool) for each in did])
-    doubt = ran.clock_doubt_ns(rank) + ran.clock_doubt_ns(of) + WITHIN_MS * MS
     assert ahead.sum() >= len(late) // 3
-    assert np.abs(told[0] - told[1] - late)[ahead].max() <= doubt
+    assert_moments((told[0] - told[1])[ahead], late[ahead], "lateness")
     return late
 
 
