@@ -14,7 +14,7 @@ WITHIN_MS, WITHIN = 0.2, 0.01
 """Of a length: the larger one of the two."""
 ALL = slice(None)
 CLOCKS_MS = 2.0
-"""How far two clocks that are compared on a busy machine may lie apart."""
+"""How far a moment that the engine takes on a busy machine may lie apart."""
 
 
 def close(found: Int, true: Int) -> npt.NDArray[np.bool_]:
@@ -30,7 +30,7 @@ def assert_communications(
     told = ran.communications(name, rank)
     did = ran.did(ran_as, rank)
     told, did = told[told_at], did[did_at].iloc[-len(told[told_at]) :]
-    ahead = (did["arrival_ns"] > did["launch_ns"]).to_numpy()
+    ahead = did["ahead"].to_numpy(bool)
     assert len(told) == len(did)
     assert ahead.sum() >= least, (name, len(told), ahead)
     assert told["dur_ns"].notna().all(), name
@@ -39,13 +39,13 @@ def assert_communications(
     length, arrival = told["dur_ns"].to_numpy(np.int64), told["arrival_ns"].to_numpy(np.int64)
     arrived, ended = did["arrival_ns"].to_numpy(), did["end_ns"].to_numpy()
     assert close(length, ended - arrived).all(), (name, length / MS, (ended - arrived) / MS)
-    assert_moments(arrival, arrived, name)
+    assert_moments(arrival, arrived, ran.clock_doubt_ns(rank), name)
 
 
-def assert_moments(found: Int, true: Int, what: str) -> None:
-    """Moments on the device's clock: as far from each other as they were, and no further off than clocks may be."""
+def assert_moments(found: Int, true: Int, doubt_ns: float, what: str) -> None:
+    """Moments on the device's clock: as far from each other as they were, and no further off than that clock may be."""
     off = found - true
-    assert np.abs(off).max() < CLOCKS_MS * MS, (what, off / MS)
+    assert np.abs(off).max() <= doubt_ns + WITHIN_MS * MS, (what, off / MS, doubt_ns / MS)
     assert np.ptp(off) <= WITHIN_MS * MS, (what, off / MS)
 
 
@@ -69,19 +69,22 @@ def assert_phases(ran: Ran, name: str, rank: int = 0, least: int = 1) -> None:
     begin, end = true["begin_ns"].to_numpy(np.int64), true["end_ns"].to_numpy(np.int64)
     length = told["dur_ns"].to_numpy(np.int64)
     assert close(length, end - begin).all(), (name, length / MS, (end - begin) / MS)
-    assert_moments(told["start_ns"].to_numpy(np.int64), begin, name)
+    assert_moments(told["start_ns"].to_numpy(np.int64), begin, ran.clock_doubt_ns(rank), name)
 
 
 def waits_by_step(ran: Ran, rank: int = 0) -> tuple[Int, Int]:
-    """How long the default stream waited for others in each step that dsprof has seen whole, ns: as it tells, and as it
-    was."""
+    """How long the default stream waited for others in each step that dsprof has seen whole and that the host was ahead
+    in, ns: as it tells, and as it was."""
     rows = ran.rows(rank)
     waits = rows[(rows["kind"] == "wait") & (rows["lane"] == "cuda.0") & rows["dur_ns"].notna() & (rows["step"] >= 2)]
-    found = waits.groupby("step")["dur_ns"].sum()
+    told = waits.groupby("step")["dur_ns"].sum()
     log = ran.log(rank)
-    did = log[(log["name"] == "wait") & (log["stream"] == 0)]
-    launched, length = did["launch_ns"].to_numpy(), (did["end_ns"] - did["reached_ns"]).to_numpy()
-    steps = ran.told[rank]["host"]
-    true = [int(length[(launched >= begin) & (launched < end)].sum()) for begin, end in steps]
-    found = found[found.index < len(steps)]
-    return found.to_numpy(np.int64), np.array(true, np.int64)[found.index.to_numpy(np.int64)]
+    stream = log[log["stream"] == 0]
+    found, true = [], []
+    for number, (begin, end) in enumerate(ran.told[rank]["host"]):
+        did = stream[(stream["launch_ns"] >= begin) & (stream["launch_ns"] < end)]
+        waited = did[did["name"] == "wait"]
+        if number in told.index and (did["reached_ns"] > did["launch_ns"]).iloc[1:].all():
+            found.append(told[number])
+            true.append((waited["end_ns"] - waited["reached_ns"]).sum())
+    return np.array(found, np.int64), np.array(true, np.int64)

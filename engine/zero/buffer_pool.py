@@ -50,6 +50,7 @@ class BufferPool:
 
     def _drop(self, buffer: Tensor) -> None:
         """Free a buffer, for the stream it was made for when this one is through with it."""
-        self._read.pop(buffer.untyped_storage()._cdata, None)
-        if buffer.is_cuda:
+        event = self._read.pop(buffer.untyped_storage()._cdata, None)
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
             buffer.record_stream(torch.cuda.current_stream())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -13,9 +14,12 @@ import torch
 from ranks import Ranks
 
 from dsprof.engine import initialize
+from dsprof.engine.comm.comm import Comm
+from dsprof.engine.comm.lane import _CudaTicket
 from dsprof.engine.setup.initialize import warn_untried
-from dsprof.engine.zero.bucket import Bucket, await_host_copies
+from dsprof.engine.zero.bucket import Bucket, BucketExchange, await_host_copies
 from dsprof.engine.zero.buffer_pool import BufferPool
+from dsprof.engine.zero.settings import ZeroSettings
 
 
 class Stream:
@@ -117,6 +121,38 @@ def test_gradients_in_host_memory_are_read_when_their_copy_is_over(device: Devic
     await_host_copies([bucket])
     assert device.host == 7
     assert bucket.copied is None
+
+
+def test_gradients_go_to_host_memory_beside_the_computation(device: Device) -> None:
+    param: Any = SimpleNamespace(
+        device=torch.device("cuda"), master=torch.nn.Parameter(torch.zeros(3)), start=0, stop=3,
+        master_shape=torch.Size((3,)), partition=SimpleNamespace(shard_size=3),
+    )  # fmt: skip
+    bucket = Bucket([param], torch.float32, offsets=[0], width=3)
+    bucket.reduce_into(torch.zeros(bucket.columns))
+    bucket.rows = torch.zeros(2, bucket.columns).as_subclass(OnGpu)
+    bucket.landing = torch.ones(bucket.columns).as_subclass(OnGpu)
+    exchange = BucketExchange(Comm(None, None), ZeroSettings(stage=2))
+    lane, computing = Stream(), device.current
+    with device.stream(lane):
+        lane.run(5)
+        end = torch.cuda.Event()
+        end.record()
+    computing.run(100)
+    bucket.ticket = _CudaTicket(end, lambda: None)
+    exchange._inflight.append(bucket)
+    OnGpu.recorded.clear()
+    exchange.drain(0)
+    copies: Any = exchange._copies
+    assert (copies.at, computing.at, device.host) == (5, 100, 0)  # behind its lane, not behind the computation
+    assert OnGpu.recorded == [copies]  # the allocator gives what it copies from to nobody before
+    copies.run(7)
+    taking = Stream()
+    with device.stream(taking):
+        exchange.buffers.take(2 * bucket.columns, torch.float32, torch.device("cpu"))
+    assert taking.at == 5  # the buffer was given back behind the lane's end
+    await_host_copies([bucket])
+    assert bucket.grads[0].tolist() == [1.0, 1.0, 1.0]
 
 
 def reads_of_flags(rank: int) -> list[int]:
