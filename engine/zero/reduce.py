@@ -232,6 +232,12 @@ class Reducer:
             if param in self._accumulated:
                 self._accumulate([param])  # to one, which can be written to
             grad = self._accumulated.get(param, param.param.grad)
+            if grad is not None and not grad.is_contiguous():
+                grad = grad.contiguous()
+                if param in self._accumulated:
+                    self._accumulated[param] = grad
+                else:
+                    param.param.grad = grad
             return None if grad is None else grad.view(-1)
         if param not in self._places:
             return None
@@ -468,7 +474,10 @@ class Reducer:
                 master.grad = torch.zeros_like(master)
             return
         param.param.grad = None
-        master.grad = grad.to(master.device).to(master.dtype).view(master.shape)
+        grad = grad.to(master.device).to(master.dtype).reshape(master.shape)
+        if grad.stride() != master.stride():  # of another memory format, which a fused optimizer takes for the master's
+            grad = torch.empty_like(master).copy_(grad)
+        master.grad = grad
 
 
 def _flags(buckets: Sequence[Bucket]) -> list[list[float]]:
