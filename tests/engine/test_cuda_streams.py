@@ -20,6 +20,8 @@ from dsprof.engine.comm.lane import CudaLane
 from dsprof.engine.hooks import FAILURES, Attributes, Hooks, Span
 from dsprof.engine.monitors.comms_logger import CommsLogger, LoggedMessage
 from dsprof.engine.monitors.wall_clock import CudaTimer, WallClock, timer_for
+from dsprof.engine.pipe.p2p import Arrival, Message
+from dsprof.engine.planner.example_inputs import given_inputs
 from dsprof.engine.zero.shard import ShardedParam
 
 
@@ -92,7 +94,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     DEVICE.__init__()  # type: ignore[misc]
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: DEVICE.current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: DEVICE.current)
     monkeypatch.setattr(torch.cuda, "stream", DEVICE.stream)
     monkeypatch.setattr("dsprof.engine.comm.lane.time", SimpleNamespace(monotonic_ns=lambda: round(1e6 * DEVICE.host)))
     yield DEVICE
@@ -235,11 +237,54 @@ def test_weights_that_come_to_the_host_are_there(on_gpu: bool) -> None:
     shard.copy_.assert_called_once_with(piece, non_blocking=on_gpu)
 
 
-def test_the_engines_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receive_into_memory_of_its_own_does_not_wait_for_the_computation(device: Device, hooks: Hooks) -> None:
+    with recorded(hooks) as spans:
+        lane = CudaLane("pipe.recv_F", hooks)
+        computing = device.current
+        computing.run(10)
+        lane.submit(lambda: device.current.run(3), "recv", fresh=True, **about())
+        later = lane.submit(lambda: device.current.run(2), "recv", fresh=True, **about())
+        assert computing.at == 10
+        later.wait()  # it had come long before
+        assert computing.at == 10
+        lane.close()
+        assert comms(spans) == [(0, 3, 8), (3, 5, 8)]
+
+
+def test_what_was_received_is_not_given_to_the_next_receive_while_it_is_used(device: Device) -> None:
+    tensor = mock.Mock(is_cuda=True)
+    arrival = Arrival(mock.Mock(), [Message([tensor], [True])])
+    assert arrival.take().tensors == [tensor]
+    tensor.record_stream.assert_called_once_with(device.current)
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "number"), [("3", 8, 3), ("3", 1, 0), ("0", 1, 0)])
+def test_the_engines_gpu_becomes_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str, visible: int, number: int
+) -> None:
+    """A rank that sees its own GPU alone has number 0, whatever its local rank."""
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
     launch = importlib.import_module("dsprof.engine.comm.launch")
-    assert launch.local_device() == torch.device("cuda", 3)
-    assert chosen == [torch.device("cuda", 3)]
+    assert launch.local_device() == torch.device("cuda", number)
+    assert chosen == [torch.device("cuda", number)]
+
+
+def test_a_local_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    launch = importlib.import_module("dsprof.engine.comm.launch")
+    with pytest.raises(RuntimeError, match="LOCAL_RANK is 5, and this process sees 4 GPUs"):
+        launch.local_device()
+
+
+def test_an_example_may_be_on_a_device() -> None:
+    """Models are tried on the CPU."""
+    tensor = mock.Mock(spec=torch.Tensor)
+    inputs = given_inputs({"ids": tensor})
+    tensor.cpu.assert_called_once_with()
+    assert inputs.kwargs["ids"] is tensor.cpu.return_value

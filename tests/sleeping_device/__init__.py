@@ -57,7 +57,11 @@ if _LIBRARIES is not None:
     log = _device.log
     """All that the device did so far, when it has done it: dicts of name, stream, launch_ns, arrival_ns, begin_ns and
     end_ns, of CLOCK_MONOTONIC."""
-    counts = _device.counts
+
+    def counts() -> dict[str, int]:
+        """How often the device was asked, and told, what."""
+        return {**_device.counts(), **torch_cuda.told}
+
     memory = _device.memory
     """allocated and peak bytes, allocations."""
     slow_down = _device.slow_down
