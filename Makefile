@@ -9,11 +9,14 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 demo: $(VENV)/.installed ## train the example under the profiler and say where the report is
 	$(BIN)/dsprof run --nproc-per-node 2 examples/train_gpt.py
 
+# Files with tests that run alone: to collect all of them takes a quarter of a minute.
+ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
+
 # Tests start hundreds of interpreters, which need not compile dsprof each time.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.tested ## everything but what takes minutes
 	$(BIN)/python -m pytest -m "not slow and not alone" --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40
-	$(BIN)/python -m pytest -m "not slow and alone" --durations 20
+	$(BIN)/python -m pytest -m "not slow and alone" --durations 20 $(ALONE)
 
 test-all: $(VENV)/.tested
 	$(BIN)/python -m pytest

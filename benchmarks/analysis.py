@@ -39,17 +39,16 @@ CASES = [(2, 100, 500), (8, 100, 500), (64, 100, 500), (64, 100, 100), (8, 20, 5
 
 STAGES = {
     "align": ["align"],
-    "match": ["match_collectives", "mismatches"],
+    "match": ["match_collectives"],
     "ranks": ["summarize_ranks"],
-    "budget": ["step_budget", "waits_table", "divide_time"],
-    "irregular": ["find_irregular", "mark_ordinary", "lasting_change"],
+    "budget": ["step_budget", "waits_table"],
+    "irregular": ["find_irregular", "mark_ordinary"],
     "load of cores": ["Gauges", "measure_load"],
     "graph": ["build_graph"],
     "replay": ["check"],
-    "rules": ["judge"],
 }
-"""Stage -> functions of `analyzer.analyze`. `align` and `ranks` read the files. Before them `load` brings the run up to
-date."""
+"""Stage -> functions of `analyzer.study`. `align` and `ranks` read the files. Before them `load` brings the run up to
+date; `rules` and `answer` follow."""
 
 
 def peak_mb() -> float:
@@ -63,14 +62,14 @@ def peak_mb() -> float:
 def analyze_and_tell(folder: Path) -> None:
     """Runs in the fresh process: prints a JSON object."""
     from dsprof import trace
-    from dsprof.analyzer import analyze
+    from dsprof.analyzer import study as measuring
+    from dsprof.analyzer.judge import judge
+    from dsprof.analyzer.verdict.answer import answer
     from dsprof.run import RunFolder
-
-    analyzer = sys.modules[analyze.__module__]
 
     before = peak_mb()
     wall, cpu = time.perf_counter(), time.process_time()
-    spent: dict[str, float] = dict.fromkeys(["load", *STAGES], 0.0)
+    spent: dict[str, float] = dict.fromkeys(["load", *STAGES, "rules", "answer"], 0.0)
     peaks: dict[str, float] = {}
 
     def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,9 +86,10 @@ def analyze_and_tell(folder: Path) -> None:
 
     for stage, names in STAGES.items():
         for name in names:
-            setattr(analyzer, name, timed(stage, getattr(analyzer, name)))
+            setattr(measuring, name, timed(stage, getattr(measuring, name)))
     loaded = timed("load", trace.load)(RunFolder(folder))
-    result = analyze(loaded)
+    measured = measuring.study(loaded)
+    result = timed("answer", answer)(measured, timed("rules", judge)(measured))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     print(
         json.dumps(

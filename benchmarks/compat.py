@@ -216,8 +216,8 @@ def judge(job: str, run: Path, native: bool) -> tuple[list[str], dict[str, int]]
 
 
 def _gone(python: Path) -> list[str]:
-    """The private names of torch that this torch has not (`collectors/private_names.py`)."""
-    code = "from dsprof.collectors import private; print(*sorted(one.name for one in private.gone()))"
+    """The private names of torch that this torch has not (`collectors/hooking/private_names.py`)."""
+    code = "from dsprof.collectors.hooking import private; print(*sorted(one.name for one in private.gone()))"
     done = _run([python, "-c", code], 300)
     return done.stdout.split() if done.returncode == 0 else [_last(done.stderr)]
 

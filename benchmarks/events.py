@@ -59,7 +59,7 @@ if kind == "native":
     helper = native.load(lambda why: sys.exit(why))
     recorder = helper.open(folder)
 else:
-    from dsprof.collectors.python_recorder import PyRecorder
+    from dsprof.collectors.recorder.python_recorder import PyRecorder
     recorder = PyRecorder(folder)
 name, mark, phase = recorder.intern("event"), int(Kind.MARK), int(Kind.PHASE)
 put, begin, end, intern = recorder.put, recorder.begin, recorder.end, recorder.intern
@@ -93,9 +93,11 @@ taken = {loop.__name__: (cpu_ns(loop) - nothing) / events for loop in (one_put, 
 after = resident()
 
 import torch.distributed as dist
-from dsprof.collectors import call_sites, collectives, modules
-from dsprof.collectors.collector import OpenCapture
-from dsprof.collectors.uninstall import in_reverse
+from dsprof.collectors.communication import call_sites
+from dsprof.collectors.communication import collectives
+from dsprof.collectors.loop import modules
+from dsprof.collectors.capture.open_capture import OpenCapture
+from dsprof.collectors.hooking.uninstall import in_reverse
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 layer, value = torch.nn.Identity(), torch.ones(2)
 
@@ -118,9 +120,9 @@ def sites(level):
     capture = OpenCapture(recorder, folder, level, lambda: True, lambda: None, lambda fact: None)
     return in_reverse(call_sites.install(capture))
 
-taken["hook_of_a_module"] = added(calls, events // 4, lambda: modules.install(recorder))
-taken["hooks_of_an_all_reduce"] = added(reductions, events // 30, lambda: collectives.install(recorder))
-uninstall = collectives.install(recorder)
+taken["hook_of_a_module"] = added(calls, events // 4, lambda: modules.watch(recorder))
+taken["hooks_of_an_all_reduce"] = added(reductions, events // 30, lambda: collectives.watch(recorder))
+uninstall = collectives.watch(recorder)
 for level in ("light", "full"):
     taken[f"line_of_an_all_reduce_at_{level}"] = added(reductions, events // 30, lambda: sites(level))
 uninstall()

@@ -88,7 +88,7 @@ def circumstances(arm: str, scratch: Path) -> Any:
             stop()
         assert listener.spans, "nothing was told"
     elif arm == "profiler":
-        from dsprof.collectors import session
+        from dsprof.collectors.capture import session
 
         os.environ["DSPROF_RUN"] = str(scratch)
         capture = session.start()

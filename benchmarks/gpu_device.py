@@ -313,7 +313,7 @@ def main() -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here; to try the script without one write --device cpu")
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from dsprof.collectors import session
+    from dsprof.collectors.capture import session
     from dsprof.collectors.native import NativeRecorder, build
     from dsprof.trace.capture import read_capture
     from dsprof.trace.derive import trace_rows

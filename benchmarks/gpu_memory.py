@@ -57,7 +57,7 @@ def train(scenario: str, steps: int, output: Path, small: bool) -> None:
     from dsprof.collectors.arm import autoload
 
     autoload()
-    from dsprof.collectors import session
+    from dsprof.collectors.capture import session
 
     torch.use_deterministic_algorithms(True)  # attention's backward adds up in any order
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -117,7 +117,7 @@ def pin(torch: Any, device: Any, kept: list[Any], step: int) -> None:
 
 def sampling_cost(torch: Any) -> dict[str, Any]:
     """Of one sample, in microseconds, with an error for whatever would wait for the device."""
-    from dsprof.collectors import session
+    from dsprof.collectors.capture import session
 
     current = session.current()
     hooks = [hook for hook in current._capture.after_step if "Sampler" in getattr(hook, "__qualname__", "")]

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from dsprof.collectors import session  # noqa: E402
+from dsprof.collectors.capture import session  # noqa: E402
 from dsprof.run import RunFolder  # noqa: E402
 from dsprof.trace import load  # noqa: E402
 from dsprof.trace.derive.streams import clock_offsets  # noqa: E402

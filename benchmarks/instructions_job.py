@@ -1,6 +1,6 @@
 """The processes of `instructions.py`: one job with collectors and without, natively or under callgrind.
 
-python instructions_job.py JOB FOLDER WARM STEPS MARKS STEP_NS SAMPLE_NS
+python instructions_job.py JOB ARMS FOLDER WARM STEPS MARKS STEP_NS SAMPLE_NS
 
 Each arm's ranks are forked from this process, one arm after the other, so that all have one layout of memory and import
 torch once. Prints a line a rank. MARKS: the library made of instructions_marks.c, under callgrind, or `-`; then STEP_NS
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -26,11 +27,6 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from overhead_jobs import COUNTED
-
-ARMS: Final = ("off", "light")
-SLOWER: Final = 60.0
-"""Times as long as natively a step takes under callgrind; measured anew in the first steps."""
-
 
 INSTRUMENTED: Final = 4
 """Steps under callgrind before those that count; the ones before them go faster."""
@@ -61,12 +57,13 @@ class Marks:
 
 
 class Clock:
-    """A job's steps as they pass natively."""
+    """A job's steps as they pass natively: what samples and what waits goes by them, however long they take here."""
 
     def __init__(self, step_ns: int, sample_ns: int) -> None:
         self.step_ns, self.sample_ns = step_ns, sample_ns
         self.steps = self.asked = 0
-        self.slower = SLOWER
+        self._waiting: dict[threading.Event, tuple[float, Any]] = {}
+        self._next = math.inf
 
     def of_samples(self) -> int:
         """Asked before and after each sample."""
@@ -76,10 +73,37 @@ class Clock:
     def seconds(self) -> float:
         return self.steps * self.step_ns / 1e9
 
+    def step(self) -> None:
+        """A step has been taken: whoever waited as long as it goes on."""
+        self.steps += 1
+        if self.steps >= self._next:
+            for event, (until, _) in list(self._waiting.items()):  # a copy: the threads that wait add themselves
+                if self.steps >= until:
+                    self.wake(event)
+
+    def wait(self, event: threading.Event, seconds: float) -> None:
+        gate = threading.Lock()
+        gate.acquire()
+        self._waiting[event] = self.steps + seconds * 1e9 / self.step_ns, gate
+        self._find_next()
+        if event.is_set():
+            self.wake(event)
+        gate.acquire()
+
+    def wake(self, event: threading.Event) -> None:
+        _, gate = self._waiting.pop(event, (0, None))
+        self._find_next()
+        if gate is not None:
+            gate.release()
+
+    def _find_next(self) -> None:
+        self._next = min((until for until, _ in list(self._waiting.values())), default=math.inf)
+
 
 def capture(folder: Path, clock: Clock | None) -> Any:
     """As `dsprof run` opens it; its samplers and side threads by `clock`, if there is one."""
-    from dsprof.collectors import beside, session, watchdog
+    from dsprof.collectors.capture import session, side_thread
+    from dsprof.collectors.failures import watchdog
 
     if clock is not None:
 
@@ -87,10 +111,17 @@ def capture(folder: Path, clock: Clock | None) -> Any:
             """Side threads look as often a step as they do natively."""
 
             def wait(self, timeout: float | None = None) -> bool:
-                return super().wait(None if timeout is None else timeout * clock.slower)
+                if timeout is None or self.is_set():
+                    return super().wait(timeout)
+                clock.wait(self, timeout)
+                return self.is_set()
+
+            def set(self) -> None:
+                super().set()
+                clock.wake(self)
 
         paced: Any = types.SimpleNamespace(**{**vars(threading), "Event": Event})
-        beside.threading = watchdog.threading = paced
+        side_thread.threading = watchdog.threading = paced
     os.environ.update(DSPROF_NATIVE="1", DSPROF_LEVEL="light", DSPROF_RUN=str(folder))
     opened: Any = session.start()
     assert isinstance(opened, session.Session)
@@ -100,6 +131,13 @@ def capture(folder: Path, clock: Clock | None) -> Any:
         switch: Any = opened._switch
         switch._clock, switch._opened, switch._looked = clock.seconds, 0.0, 0.0
     return opened
+
+
+def next_look(opened: Any) -> int:
+    """The step after which the capture looks again at what tensors are for. Each time it is twice as many steps until
+    the next, so that none is to be among those that count."""
+    samplers = [getattr(sample, "__self__", None) for sample in opened._capture.samples]
+    return max((getattr(sampler, "_next_look", 0) for sampler in samplers), default=0)
 
 
 def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, marks: Marks, clock: Clock) -> None:
@@ -115,19 +153,20 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
 
     def turn() -> None:
         counted()
-        clock.steps += 1
+        clock.step()
 
     for number in range(warm):
         if number == warm // 2 and arm == "off":  # what its first steps leave, all have (overhead_turns.CAPTURED_TURNS)
-            from dsprof.collectors import session
+            from dsprof.collectors.capture import session
 
             session.stop()
         if number == max(warm - INSTRUMENTED, warm // 2):
             marks.start()
-        began = time.perf_counter()
         turn()
-        if marks.slow and number == warm - 1:
-            clock.slower = max((time.perf_counter() - began) * 1e9 / clock.step_ns, 1.0)
+    while (
+        arm == "light" and marks.slow and opened._step_end.taken < next_look(opened) <= opened._step_end.taken + steps
+    ):
+        turn()
     before = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter(), opened._step_end.spent_ns
     gc.collect()
     gc.freeze()  # whether a whole collection falls into the steps that count is chance
@@ -143,18 +182,18 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
         "user_us": round((after[0].ru_utime - before[0].ru_utime) * 1e6 / steps, 2),
         "system_us": round((after[0].ru_stime - before[0].ru_stime) * 1e6 / steps, 2),
         "faults": round((after[0].ru_minflt - before[0].ru_minflt) / steps, 3),
-        "sample_ns": costs[len(costs) // 2] if costs else 0,
+        "sample_ns": costs[0] if costs else 0,  # the others lost their core meanwhile, or their caches
         "every": opened._step_end.due - opened._step_end.taken + opened._step_end.since,
     }  # fmt: skip
     print(json.dumps(said), flush=True)
     os._exit(0)  # gloo's threads may abort an orderly end, after all is told
 
 
-def main(job: str, folder: str, warm: str, steps: str, library: str, step_ns: str, sample_ns: str) -> None:
+def main(job: str, arms: str, folder: str, warm: str, steps: str, library: str, step_ns: str, sample_ns: str) -> None:
     torch.set_num_threads(1)
     forks = multiprocessing.get_context("fork")
     marks, clock = Marks(library), Clock(int(step_ns), int(sample_ns))
-    for arm in ARMS:
+    for arm in arms.split(","):
         started = [
             forks.Process(target=take, args=(job, arm, rank, Path(folder), int(warm), int(steps), marks, clock))
             for rank in range(COUNTED[job].ranks)

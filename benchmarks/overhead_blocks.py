@@ -68,7 +68,7 @@ def run_block(arm: Arm, step: Step, block: int, warm: int, folder: Path) -> Bloc
 
 
 def _captured(step: Step, block: int, warm: int, folder: Path) -> Block:
-    from dsprof.collectors import session
+    from dsprof.collectors.capture import session
 
     os.environ.update(DSPROF_NATIVE="0", DSPROF_LEVEL="light", DSPROF_RUN=str(folder))
     capture = session.start()

@@ -83,7 +83,7 @@ SMALL: Final = Workload(make_small, random_batches)
 def ddp(rank: int, size: int, work: Workload = EXAMPLE) -> Step:
     from torch.nn.parallel import DistributedDataParallel
 
-    return _ordinary(DistributedDataParallel(work.model()), work.data(size, rank))
+    return ordinary(DistributedDataParallel(work.model()), work.data(size, rank))
 
 
 def fsdp2(rank: int, size: int, work: Workload = EXAMPLE) -> Step:
@@ -95,10 +95,11 @@ def fsdp2(rank: int, size: int, work: Workload = EXAMPLE) -> Step:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _ordinary(model, work.data(size, rank))
+    return ordinary(model, work.data(size, rank))
 
 
-def _ordinary(model: nn.Module, data: Iterator[tuple[Tensor, Tensor]]) -> Step:
+def ordinary(model: nn.Module, data: Iterator[tuple[Tensor, Tensor]]) -> Step:
+    """Forward, backward and AdamW, and a look at the loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step() -> None:

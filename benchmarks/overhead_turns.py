@@ -34,7 +34,7 @@ CAPTURED_TURNS: Final = 5
 in the order of their first use, and a method's place in Python's cache goes by its type's number: which hot methods
 displace each other there is chance, but it makes 0.6 % of the instructions of FSDP2's step, and it would be the same in
 all processes of an arm."""
-BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-reaper")
+BESIDE: Final = ("dsprof-host-load", "dsprof-nvml", "dsprof-watchdog", "dsprof-complete")
 """Names of the collectors' threads. (Those of the engine's lanes are the job's.)"""
 
 
@@ -60,7 +60,7 @@ class Collectors:
 
     def __init__(self, level: str, folder: Path) -> None:
         began = time.process_time()
-        from dsprof.collectors import session
+        from dsprof.collectors.capture import session
 
         os.environ.update(DSPROF_NATIVE="1", DSPROF_LEVEL=level, DSPROF_RUN=str(folder))
         self._session: Any = session.start()
@@ -75,7 +75,7 @@ class Collectors:
         """Its CPU time, s; 0 of one that is closed."""
         if self._session is None:
             return 0.0
-        from dsprof.collectors import session
+        from dsprof.collectors.capture import session
 
         recorder, self._session = self._session.recorder, None
         assert (recorder.dropped, recorder.errors) == (0, 0), recorder.failures()

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from overhead_jobs import batches, cross_entropy, example
+from overhead_jobs import batches, example, ordinary
 from torch.nn.parallel import DistributedDataParallel
 
 from dsprof.atomic import write_atomically
@@ -50,7 +50,7 @@ def take_turns(arm: str, folder: Path, link: Connection) -> None:
     torch.set_num_threads(1)
     native, capture = ARMS[arm], None
     if native is not None:
-        from dsprof.collectors import session
+        from dsprof.collectors.capture import session
 
         os.environ.update(DSPROF_NATIVE=native, DSPROF_LEVEL="light", DSPROF_RUN=str(folder / arm))
         capture = session.start()
@@ -58,16 +58,7 @@ def take_turns(arm: str, folder: Path, link: Connection) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{arm}.store", 1), rank=0, world_size=1)
     torch.manual_seed(0)
     model = DistributedDataParallel(example.GPT(256, 256, WIDTH, 4, BLOCKS), bucket_cap_mb=BUCKET_MB)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = batches(SEQUENCES, 0)
-
-    def step() -> None:
-        inputs, targets = next(data)
-        loss = cross_entropy(model(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
+    step = ordinary(model, batches(SEQUENCES, 0))
     records = steps = 0
     for counts in iter(link.recv, None):
         if counts and capture is not None and not steps:

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dsprof.analyzer.graph import PARTS, Edges, StepGraph, Steps, Structure, Task
-from dsprof.analyzer.replay import replay, replay_all
+from dsprof.analyzer.graph.replay import replay, replay_all
+from dsprof.analyzer.graph.step_graph import PARTS, Edges, StepGraph, Steps, Structure, Task
 from dsprof.analyzer.whatif.work import scale
 
 HERE = Path(__file__).parent
@@ -29,8 +29,8 @@ CASES = ((2, 1), (8, 1), (64, 1), (64, 32), (256, 1), (512, 1), (2, 32))
 """Ranks, variants."""
 
 
-def make_graph(ranks: int, steps: int = STEPS, team: int = 8) -> StepGraph:
-    """Every second collective is one of all ranks, the others of teams of neighbouring ranks."""
+def make_graph(ranks: int, steps: int = STEPS, peer_group: int = 8) -> StepGraph:
+    """Every second collective is one of all ranks, the others of peer_groups of neighbouring ranks."""
     draw = np.random.default_rng(ranks)
     thread = np.repeat(np.arange(ranks), SEGMENTS)
     segments = len(thread)
@@ -39,10 +39,12 @@ def make_graph(ranks: int, steps: int = STEPS, team: int = 8) -> StepGraph:
     target: list[int] = []
     for c in range(COLLECTIVES):
         issued, waited = 4 * c + 1, min(4 * c + 3, SEGMENTS - 1)
-        teams = [range(ranks)] if c % 2 else [range(r, min(r + team, ranks)) for r in range(0, ranks, team)]
-        for number, members in enumerate(teams):
+        peer_groups = (
+            [range(ranks)] if c % 2 else [range(r, min(r + peer_group, ranks)) for r in range(0, ranks, peer_group)]
+        )
+        for number, members in enumerate(peer_groups):
             task = segments + len(tasks)
-            tasks.append(Task("all" if c % 2 else f"team {number}", workers=2))
+            tasks.append(Task("all" if c % 2 else f"peer_group {number}", workers=2))
             source += [r * SEGMENTS + issued for r in members] + [task] * len(members)
             target += [task] * len(members) + [r * SEGMENTS + waited for r in members]
     structure = Structure(
@@ -61,13 +63,13 @@ def make_graph(ranks: int, steps: int = STEPS, team: int = 8) -> StepGraph:
     alike = Steps(
         structure, np.arange(steps), work, transfer, nothing, nothing, np.zeros((0, steps)), work[..., 0], nothing
     )
-    return StepGraph.of_one_shape(alike, follow=True)
+    return StepGraph.of_one_template(alike, follow=True)
 
 
 def measure(ranks: int, variants: int, rounds: int) -> dict[str, float | int]:
     graph = make_graph(ranks)
     began = time.process_time()
-    _ = graph.shapes[0].structure.plan
+    _ = graph.templates[0].structure.plan
     compiled = time.process_time() - began
     taken = []
     for _ in range(rounds):

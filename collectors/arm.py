@@ -19,6 +19,6 @@ def autoload() -> None:
         if StandIn.wanted():
             StandIn.install()
     if os.environ.get("DSPROF", "").lower() in ON:
-        from .arming import arm
+        from .arming.process import arm
 
         arm()

@@ -1,113 +1,155 @@
-"""The collectors of a capture, in the order in which they are installed. To add one, add a line."""
+"""The collectors of a capture, a record each, in the order in which they are installed. To add one, write its module
+and add a record here: the capture, `dsprof doctor`, the verdict and docs/collectors.md read this table.
+
+The records are plain data: the analyzer reads them where there is no torch, and the module of a collector is imported
+when a capture opens, so that none that fails to import takes the others with it.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Final, NamedTuple
+from typing import Final
 
-from . import (
-    call_sites,
-    checkpoints,
-    collectives,
-    compilation,
-    deep,
-    device_times,
-    devices,
-    engine_events,
-    flops,
-    host,
-    host_load,
-    host_sync,
-    memory,
-    modules,
-    nvml,
-    optimizers,
-    phases,
-    pipelining,
-    process_groups,
-    sharding,
-    uncaught,
-    watchdog,
-)
-from .collector import Collector
-from .frameworks import deepspeed, tensor_parallel
-
-COLLECTORS: Final[dict[str, Collector]] = {
-    "collectives": lambda capture: [collectives.install(capture.recorder)],
-    "modules": lambda capture: [modules.install(capture.recorder, every=capture.full)],
-    "phases": lambda capture: phases.install(capture.recorder),
-    "optimizers": lambda capture: [optimizers.install(capture.recorder, capture.step_ended)],
-    "pipelining": lambda capture: pipelining.install(capture.recorder),
-    "checkpoints": lambda capture: checkpoints.install(capture.recorder),
-    "compilation": lambda capture: [compilation.install(capture.recorder)],
-    "sharding": lambda capture: sharding.install(capture.recorder, capture.before_end.append),
-    "tensor-parallelism": lambda capture: tensor_parallel.install(),
-    "deepspeed": lambda capture: deepspeed.install(capture.recorder, capture.step_ended),
-    "engine": lambda capture: [engine_events.install(capture.recorder, capture.step_ended)],
-    "host": host.install,
-    # After the host, so that what a step used does not hold what counting it costs.
-    "flops": flops.install,
-    "devices": devices.install,
-    "device-times": device_times.install,
-    "process-groups": process_groups.install,
-    "watchdog": watchdog.install,
-    "uncaught": uncaught.install,
-    "call-sites": call_sites.install,
-    "memory": memory.install,
-    "nvml": nvml.install,
-    "host-load": host_load.install,
-    "host-sync": host_sync.install,
-    # Last, so that of the steps that it profiles nothing else is disturbed by its beginning.
-    "deep": deep.install,
-}
-"""By the names that `DSPROF_WITHOUT` knows them by."""
-
-
-class About(NamedTuple):
-    """What `dsprof doctor` says of a collector. needs: GPU, NVML, NATIVE, or a package's name: without any of these it
-    records nothing."""
-
-    group: str
-    records: str
-    needs: tuple[str, ...] = ()
-
+EVERYTHING: Final = "everything"
+"""In the place of a finding's code: what the budget and every gain rest on."""
 
 GPU: Final = "gpu"
 NVML: Final = "nvml"
 NATIVE: Final = "native"
 """The native helper, which a C++ compiler builds."""
+
 LOOP, COMMUNICATION, DEVICES = "the training loop", "communication", "GPUs"
 MEMORY, FRAMEWORKS, TROUBLE = "memory and host", "frameworks", "closer looks"
+GROUPS: Final = (LOOP, COMMUNICATION, DEVICES, MEMORY, FRAMEWORKS, TROUBLE)
+"""In the order in which a user reads of them."""
 
-ABOUT: Final[dict[str, About]] = {
-    "modules": About(LOOP, "forward; at --level full each module, with the native helper in backward, too"),
-    "phases": About(LOOP, "backward, and waiting for the DataLoader"),
-    "optimizers": About(LOOP, "optimizer steps, which end the training step"),
-    "checkpoints": About(LOOP, "saving checkpoints: torch.save, DCP, safetensors and trainers"),
-    "compilation": About(LOOP, "the time that torch.compile takes for itself"),
-    "pipelining": About(LOOP, "torch.distributed.pipelining: each stage's micro-batches, and the schedule"),
-    "collectives": About(COMMUNICATION, "every collective, send and receive, and every wait for one"),
-    "process-groups": About(COMMUNICATION, "which process groups there are, and their ranks"),
-    "call-sites": About(COMMUNICATION, "which lines of the script issue which collectives"),
-    "sharding": About(COMMUNICATION, "how FSDP divides the model, and its own work for that"),
-    "tensor-parallelism": About(COMMUNICATION, "which groups are for tensor parallelism"),
-    "devices": About(DEVICES, "which GPU a rank trains on", (GPU,)),
-    "device-times": About(DEVICES, "when phases and communications ran on the GPU's streams", (GPU, NATIVE)),
-    "host-sync": About(
-        DEVICES, "where the script waits for the GPU: synchronize; with the native helper .item() and copies", (GPU,)
+
+@dataclass(frozen=True)
+class Collector:
+    """What there is to know of a collector.
+
+    module:     where it is, in this package; its function `install` takes the capture (`capture.open_capture`) and
+                gives back what takes it away again
+    group:      of GROUPS
+    records:    what it records, in words
+    needs:      GPU, NVML, NATIVE, or the name of a package: without any of these it records nothing
+    judges:     codes of findings, and EVERYTHING: what cannot be judged without it. Of those that have none, a line of
+                evidence is missing, or the MFU.
+    proves:     codes of what may be found without it, but where nothing is found, nothing is proved
+    each_call:  its hooks run for every communication, module, unit, action or call that waits for the device. Without
+                the native helper they are Python, which would hold up a job on a device: it is not installed there.
+    """
+
+    module: str
+    group: str
+    records: str
+    needs: tuple[str, ...] = ()
+    judges: tuple[str, ...] = ()
+    proves: tuple[str, ...] = ()
+    each_call: bool = False
+
+
+COLLECTORS: Final[dict[str, Collector]] = {
+    "collectives": Collector(
+        "communication.collectives", COMMUNICATION, "every collective, send and receive, and every wait for one",
+        judges=(EVERYTHING,), proves=("run.hang", "run.desync"), each_call=True,
     ),
-    "nvml": About(DEVICES, "clocks and what holds them down, power, heat, memory errors, links", (GPU, NVML)),
-    "memory": About(MEMORY, "memory after each step and what it is for; at --level full CUDA's allocation history"),
-    "host": About(MEMORY, "garbage collection, CPU time, waiting for a core"),
-    "host-load": About(MEMORY, "what else keeps cores, disks and network busy; DataLoader workers", ("psutil",)),
-    "deepspeed": About(FRAMEWORKS, "DeepSpeed's engine: what it reduces, gathers and updates", ("deepspeed",)),
-    "engine": About(FRAMEWORKS, "dsprof's own engine, by what it tells itself"),
-    "flops": About(TROUBLE, "at --level full the floating-point operations of a step", (NATIVE,)),
-    "deep": About(TROUBLE, "with --deep A:B torch.profiler's view of a few steps"),
-    "uncaught": About(TROUBLE, "the exception that ends a rank: type, message, and the line of the script"),
-    "watchdog": About(TROUBLE, "where each thread stands, once a rank has stood still for --hang-timeout"),
-}
-"""Of each, group by group."""
+    "modules": Collector(
+        "loop.modules", LOOP, "forward; at --level full each module, with the native helper in backward, too",
+        judges=(EVERYTHING, "eval.uneven"), each_call=True,
+    ),
+    "phases": Collector(
+        "loop.phases", LOOP, "backward, and waiting for the DataLoader",
+        judges=(EVERYTHING,),
+    ),
+    "optimizers": Collector(
+        "loop.optimizers", LOOP, "optimizer steps, which end the training step",
+        judges=(EVERYTHING,),
+    ),
+    "pipelining": Collector(
+        "loop.pipelining", LOOP, "torch.distributed.pipelining: each stage's micro-batches, and the schedule",
+        judges=("pipeline.bubble", "pipeline.imbalance", "rank.straggler", "data.imbalance"), each_call=True,
+    ),
+    "checkpoints": Collector(
+        "loop.checkpoints", LOOP, "saving checkpoints: torch.save, DCP, safetensors and trainers",
+        judges=("checkpoint.stall", "pause.stop"),
+    ),
+    "compilation": Collector(
+        "loop.compilation", LOOP, "the time that torch.compile takes for itself",
+        judges=("pause.stop",),
+    ),
+    "sharding": Collector(
+        "communication.sharding", COMMUNICATION, "how FSDP divides the model, and its own work for that",
+        judges=("comm.small-messages",), each_call=True,
+    ),
+    "tensor-parallelism": Collector(
+        "communication.tensor_parallel", COMMUNICATION, "which groups are for tensor parallelism",
+        judges=("comm.exposed", "comm.small-messages"),
+    ),
+    "deepspeed": Collector(
+        "frameworks.deepspeed", FRAMEWORKS, "DeepSpeed's engine: what it reduces, gathers and updates",
+        needs=("deepspeed",), judges=(EVERYTHING,),
+    ),
+    "engine": Collector(
+        "frameworks.dsprof_engine", FRAMEWORKS, "dsprof's own engine, by what it tells itself",
+        judges=(EVERYTHING,),
+    ),
+    "host": Collector(
+        "host.gc_and_cpu_time", MEMORY, "garbage collection, CPU time, waiting for a core",
+        judges=("pause.gc", "data.stall", "pause.stop"),
+    ),
+    # After the host, so that what a step used does not hold what counting it costs.
+    "flops": Collector(
+        "loop.flops", TROUBLE, "at --level full the floating-point operations of a step",
+        needs=(NATIVE,),
+    ),
+    "devices": Collector(
+        "devices.training_device", DEVICES, "which GPU a rank trains on",
+        needs=(GPU,), judges=(EVERYTHING, "compute.throttle", "compute.host-sync"),
+    ),
+    "device-times": Collector(
+        "devices.device_times", DEVICES, "when phases and communications ran on the GPU's streams",
+        needs=(GPU, NATIVE),
+    ),
+    "process-groups": Collector(
+        "communication.process_groups", COMMUNICATION, "which process groups there are, and their ranks",
+        judges=(EVERYTHING,),
+    ),
+    "watchdog": Collector(
+        "failures.watchdog", TROUBLE, "where each thread stands, once a rank has stood still for --hang-timeout",
+    ),
+    "uncaught": Collector(
+        "failures.uncaught_exception", TROUBLE,
+        "the exception that ends a rank: type, message, and the line of the script",
+    ),
+    "call-sites": Collector(
+        "communication.call_sites", COMMUNICATION, "which lines of the script issue which collectives",
+        each_call=True,
+    ),
+    "memory": Collector(
+        "memory.memory_sampler", MEMORY,
+        "memory after each step and what it is for; at --level full CUDA's allocation history",
+    ),
+    "nvml": Collector(
+        "devices.nvml", DEVICES, "clocks and what holds them down, power, heat, memory errors, links",
+        needs=(GPU, NVML), judges=("compute.throttle",),
+    ),
+    "host-load": Collector(
+        "host.machine_load", MEMORY, "what else keeps cores, disks and network busy; DataLoader workers",
+        needs=("psutil",),
+    ),
+    "host-sync": Collector(
+        "devices.host_sync", DEVICES,
+        "where the script waits for the GPU: synchronize; with the native helper .item() and copies",
+        needs=(GPU,), judges=("compute.host-sync",), each_call=True,
+    ),
+    # Last, so that of the steps that it profiles nothing else is disturbed by its beginning.
+    "deep": Collector(
+        "devices.torch_profiler", TROUBLE, "with --deep A:B torch.profiler's view of a few steps",
+    ),
+}  # fmt: skip
+"""By the names that `DSPROF_WITHOUT` knows them by."""
 
 
 def without(names: str) -> frozenset[str]:

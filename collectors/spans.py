@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import session
+from .capture import session
+from .system.clock import now_ns
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -52,5 +52,5 @@ def mark(name: str, value: float | None = None) -> None:
     """Something happened now, with a number if it has one: a `mark` row without a duration."""
     capture = session.current()
     if capture is not None:
-        now = time.monotonic_ns()
+        now = now_ns()
         capture.put_mark(name, now, value)

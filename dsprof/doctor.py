@@ -35,6 +35,8 @@ class Diagnosis:
     """About the configuration."""
     warnings: tuple[str, ...] = ()
     """About the configuration, then about the machine."""
+    moved: tuple[str, ...] = ()
+    """About captures that killed processes left in memory or on a local disk."""
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -43,6 +45,7 @@ class Diagnosis:
             "world_size": self.world_size,
             "errors": [redact_text(error) for error in self.errors],
             "warnings": [redact_text(warning) for warning in self.warnings],
+            "moved": list(self.moved),
             "effective": None if self.config is None else redact_data(self.config.model_dump(mode="json")),
             "machine": redact_data(asdict(self.machine)),
         }

@@ -158,20 +158,21 @@ def inspect(
 
 
 def _lost() -> dict[str, str]:
-    from dsprof.collectors import private
+    from dsprof.collectors.hooking import private
 
     return {one.name: one.lost for one in private.gone()}
 
 
 def _collectors(missing: Mapping[str, str]) -> tuple[Collects, ...]:
     """`missing`: of what a collector may need, why it is not here; empty: it is."""
-    from dsprof.collectors.catalogue import ABOUT
+    from dsprof.collectors.catalogue import COLLECTORS, GROUPS
 
     def lacks(needs: tuple[str, ...]) -> str:
         said = (missing.get(one, "" if _installed(one) else f"{one} is not installed") for one in needs)
         return next(filter(None, said), "")
 
-    return tuple(Collects(name, about.group, about.records, lacks(about.needs)) for name, about in ABOUT.items())
+    collects = [Collects(name, one.group, one.records, lacks(one.needs)) for name, one in COLLECTORS.items()]
+    return tuple(sorted(collects, key=lambda one: GROUPS.index(one.group)))
 
 
 def _torch() -> tuple[dict[str, str], str | None]:

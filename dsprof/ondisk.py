@@ -4,7 +4,7 @@ Standard library only: it is imported inside training processes as well as by th
 
 A capture is a folder `capture/rank00003.<restart>.<host>.<pid>/` holding
 
-    meta.json          who wrote it (see `dsprof.collectors.capture_files`)
+    meta.json          who wrote it (see `dsprof.collectors.capture.files`)
     names.txt          one line a name: its id, a tab, the escaped name
     chunk-00000.bin    a header page, then fixed-size records; chunk-00001.bin follows, and so on
     counters.bin       what was dropped, and which hooks failed, as it stands
@@ -202,6 +202,10 @@ CHUNK_PLACE: Final = struct.Struct("<QQQ")
 """Behind CHUNK_HEADER: how many chunks at the beginning are kept for good, how many behind those had been given up for
 the size limit when this one was made, and how many steps the process had counted when this one's first record was
 written. All 0 in older captures."""
+CHUNK_FINISHED: Final = struct.Struct("<Q")
+"""Behind CHUNK_PLACE: 1 where the process has let go of the chunk, into which nothing is written any more. Only of a
+capture that is copied."""
+CHUNK_FINISHED_AT: Final = CHUNK_HEADER.size + CHUNK_PLACE.size
 
 KEPT_SHARE: Final = 4
 """At the size limit the first 1 / KEPT_SHARE of it stays, and of the rest the oldest chunk makes room for the next."""

@@ -9,6 +9,10 @@ SIZES: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SMALLEST_LIMIT: Final = 4 << 20
 LARGEST_LIMIT: Final = 1 << 40
 SHORTEST_HANG_TIMEOUT: Final = 2.0
+DEFAULT_LIMIT: Final = 2 << 30
+"""Size limit of one rank's capture."""
+EXIT_WAIT: Final = "5"
+LONGEST_EXIT_WAIT: Final = 3600.0
 MOST_DEEP: Final = 50
 """Steps that `--deep` profiles: a step is a megabyte or more of trace."""
 
@@ -52,6 +56,18 @@ def parse_hang_timeout(text: str) -> float:
         raise ValueError(
             f"{text!r} is no time-out; write seconds, {SHORTEST_HANG_TIMEOUT:g} or more, such as 600, or 0 for none"
         )
+    return seconds
+
+
+def parse_exit_wait(text: str) -> float:
+    """The seconds for which a rank waits at its end until its capture is copied; an empty text is the default. Raises
+    ValueError."""
+    try:
+        seconds = float(text or EXIT_WAIT)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= LONGEST_EXIT_WAIT:
+        raise ValueError(f"{text!r} is no number of seconds from 0 to {LONGEST_EXIT_WAIT:g}; write one, such as 5")
     return seconds
 
 

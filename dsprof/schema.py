@@ -120,11 +120,13 @@ profiler's own threads."""
 CUDA_GRAPH_FACT: Final = "cuda_graph"
 """Kind of the facts of CUDA graphs that were replayed, and of how many `communications` each of them holds (null: not
 known): of these nothing is seen."""
+SYMMETRIC_MEMORY_FACT: Final = "symmetric_memory"
+"""Kind of the fact that a rank has symmetric memory: what ranks read and write of each other there is not seen."""
 LOST_FACT: Final = "lost"
 """Kind of the facts of what could not be hooked, in words; one is `decisive` where its collectors are as good as
 switched off."""
 FLOPS_FACT: Final = "flops"
-"""Kind of the facts of a step's floating-point operations (`dsprof.collectors.flops`), which become these rows:"""
+"""Kind of the facts of a step's floating-point operations (`dsprof.collectors.loop.flops`), which become these rows:"""
 FLOPS: Final = "flops."
 """Beginning of the name of the `gauge` rows of a step's floating-point operations; then comes their dtype. `purpose` is
 one of FLOPS_FOR, `module` in whose call, and the row spans the step that was counted."""

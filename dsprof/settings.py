@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from .ranges import parse_deep, parse_hang_timeout, parse_ranks, parse_size, parse_steps
+from .ranges import EXIT_WAIT, parse_deep, parse_exit_wait, parse_hang_timeout, parse_ranks, parse_size, parse_steps
 from .run import DEFAULT_PARENT
 from .schema import HANG_TIMEOUT
 
@@ -30,6 +30,7 @@ VARIABLES: Final = {
     "deep": "DSPROF_DEEP",
     "limit": "DSPROF_LIMIT",
     "scratch": "DSPROF_SCRATCH",
+    "exit_wait": "DSPROF_EXIT_WAIT",
     "without": "DSPROF_WITHOUT",
     "engine": "DSPROF_ENGINE",
     "hang_timeout": "DSPROF_HANG_TIMEOUT",
@@ -73,8 +74,8 @@ def _patterns(text: str) -> object:
 
 PARSERS: Final[dict[str, Callable[[str], object]]] = {
     "ranks": parse_ranks, "steps": parse_steps, "delay": _seconds, "duration": _some_seconds,
-    "deep": _deep, "limit": parse_size, "without": _collectors, "hang_timeout": parse_hang_timeout,
-    "comm_kernels": _patterns,
+    "deep": _deep, "limit": parse_size, "exit_wait": parse_exit_wait, "without": _collectors,
+    "hang_timeout": parse_hang_timeout, "comm_kernels": _patterns,
 }  # fmt: skip
 """What reads a setting's text, and raises ValueError for one that it cannot."""
 
@@ -105,7 +106,9 @@ class Settings:
     """How large the capture of a rank may become."""
     scratch: str = ""
     """Local folder in which captures are written first, and from which they are copied into the run folder; `off`:
-    none. Empty: TMPDIR or /tmp where the run folder lies on a network file system, else none."""
+    none. Empty: TMPDIR or /tmp where the run folder lies on a network file system, else shared memory where it fits."""
+    exit_wait: str = EXIT_WAIT
+    """Seconds for which a rank waits at its end until its capture is copied; then a process beside it goes on."""
     native: str = "auto"
     """The native helper: auto (Python twin where it cannot be built), on (an error instead), off."""
     report: bool = True

@@ -11,7 +11,7 @@ from dsprof.run import RunFolder
 
 if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis
-    from dsprof.analyzer.layers import LayerCost
+    from dsprof.analyzer.work.layer_costs import LayerCost
 
 
 def examine(folder: RunFolder) -> Analysis:

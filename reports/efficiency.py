@@ -6,8 +6,8 @@ import math
 from typing import Any, Final
 
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.efficiency import Efficiency, Throughput
 from dsprof.analyzer.text import clean, number, percent, ranks
+from dsprof.analyzer.work.mfu import Efficiency, Throughput
 
 PREFIXES: Final = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 MOST_NAMED: Final = 6

@@ -10,8 +10,8 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dsprof.analyzer import text
-from dsprof.analyzer.memory import STATE_COLUMNS
-from dsprof.analyzer.memory_use import HELD, MemoryUse, main_place
+from dsprof.analyzer.memory.allocator_state import STATE_COLUMNS
+from dsprof.analyzer.memory.use_by_step import HELD, MemoryUse, main_place
 from dsprof.schema import MEMORY_PARTS
 
 from . import palette
@@ -38,7 +38,7 @@ def over_steps(
 ) -> go.Figure:  # fmt: skip
     """What each rank had in use after each step, what its allocator held, and what there is.
 
-    table: `memory_use.COLUMNS`; uses: of each rank where its tensors are (`main_uses`); profiled: steps that
+    table: `use_by_step.COLUMNS`; uses: of each rank where its tensors are (`main_uses`); profiled: steps that
     torch.profiler looked at. Above `max_ranks`, the ranks
     become a band from the least to the most, with the one that has most, or `highlight`, drawn on top.
     """

@@ -14,7 +14,7 @@ from rich.text import Text
 from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
-from dsprof.analyzer.memory import DeviceMemory
+from dsprof.analyzer.memory.allocator_state import DeviceMemory
 
 from . import device, efficiency, memory, palette, wording
 
@@ -284,7 +284,7 @@ def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
     )  # fmt: skip
     console.print(head)
     grid = _labelled()
-    saved = wording.gain(finding.gain)
+    saved = wording.saving(finding)
     if saved:
         sure = f", {how_sure}" if (how_sure := wording.confidence(finding)) else ""
         label = "cost" if wording.verb(finding.gain) == "costs" else "gain"
@@ -328,7 +328,7 @@ def _notes(console: Console, analysis: Analysis) -> None:
     grid.add_column(overflow="fold")
     minor = wording.remarks(analysis)
     for finding in minor[:SHOWN_INFO]:
-        saved = wording.gain(finding.gain)
+        saved = wording.saving(finding)
         remark = f"{finding.code}: {text.clean(finding.title)}" + (f"; {saved}, which is not sure" if saved else "")
         grid.add_row(Text("info", style="dim"), _prose(remark, "dim"))
     if len(minor) > SHOWN_INFO:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Final, Literal
 
-from dsprof.analyzer.analysis import Analysis, StepTime
+from dsprof.analyzer.align.steps import StepTime
+from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
-from dsprof.analyzer.memory import DeviceMemory, Holder
+from dsprof.analyzer.memory.allocator_state import DeviceMemory, Holder
 from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans, unit_of
 from dsprof.run import RankExit, last_processes
 from dsprof.schema import TIME_KINDS
@@ -132,7 +133,7 @@ def remarks(analysis: Analysis) -> list[Finding]:
 
 def listed(analysis: Analysis) -> list[Finding]:
     """Problems and remarks, worst first."""
-    return [item for item in analysis.findings if item.is_problem or not 0 < item.gain.percent < LEAST_PERCENT]
+    return [item for item in analysis.findings if item.is_problem or not 0 < item.weight.percent < LEAST_PERCENT]
 
 
 def codes(analysis: Analysis, place_of: Callable[[str], str | None]) -> dict[str, list[str]]:
@@ -172,6 +173,15 @@ def gain(value: Gain) -> str:
         return ""
     low, high = (_beside(value.ms, end) for end in (value.low, value.high))
     return f"{verb(value)} {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
+
+
+def saving(finding: Finding) -> str:
+    """What fixing a finding gains, as `gain` says it; of one that another hides also what fixing both does."""
+    alone = gain(finding.gain)
+    if finding.together is None:
+        return alone
+    both = gain(finding.together.gain)
+    return f"alone it {alone or 'saves nothing'}; together with {clean(finding.together.code)} it {both}"
 
 
 def verb(value: Gain) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsprof.analyzer.allocator import Allocator, AllocatorSettings, Limits, ReservedMemory
-from dsprof.analyzer.allocator.blocks import Block
+from dsprof.analyzer.allocator.pool_blocks import Block
 
 MiB = 1 << 20
 PYTHON = "/venv/lib/python3.12/site-packages/torch/nn/functional.py"

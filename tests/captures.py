@@ -15,8 +15,8 @@ import pytest
 from dsprof import ondisk, schema
 from dsprof.collectors import native
 from dsprof.collectors.native import build
-from dsprof.collectors.python_recorder import PyRecorder
-from dsprof.collectors.record import LIMIT_BYTES, Recorder
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.recorder.record import LIMIT_BYTES, Recorder
 from dsprof.ondisk import NO_SEQ, Family, Flag, State
 from dsprof.schema import Kind
 from dsprof.trace.records import decode
@@ -136,14 +136,20 @@ def build_helper() -> Path:
         return build.ensure(Path(sys.executable), print)
 
 
-def open_recorder(kind: str, folder: Path, limit_bytes: int = LIMIT_BYTES, create: bool = True) -> Recorder:
+PATIENT_S = 60.0
+"""Loops that only record are faster than a busy machine makes chunks."""
+
+
+def open_recorder(
+    kind: str, folder: Path, limit_bytes: int = LIMIT_BYTES, create: bool = True, copied: bool = False
+) -> Recorder:
     if create:
         folder.mkdir(parents=True, exist_ok=True)
     if kind == "python":
-        return PyRecorder(folder, limit_bytes)
+        return PyRecorder(folder, limit_bytes, copied, PATIENT_S)
     import torch  # noqa: F401  (the helper is for the torch of this process)
 
     said: list[str] = []
     helper = native.load(said.append)
     assert helper is not None, said
-    return helper.open(folder, limit_bytes)
+    return helper.open(folder, limit_bytes, copied, PATIENT_S)

@@ -26,9 +26,10 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from dsprof.collectors import collectives, modules
-from dsprof.collectors.record import CALLS, CALLS_AND_WAITS, NOTHING, Recorder
-from dsprof.collectors.targets import WeakStorage
+from dsprof.collectors.communication import collectives
+from dsprof.collectors.loop import modules
+from dsprof.collectors.recorder.record import CALLS, CALLS_AND_WAITS, NOTHING, Recorder
+from dsprof.collectors.recorder.wait_targets import WeakStorage
 from dsprof.ondisk import Flag
 from dsprof.schema import Kind
 
@@ -533,10 +534,10 @@ def main(kind: str, rank: int, folder: Path) -> None:
     FOLDER = folder
     torch.set_num_threads(1)
     RECORDER = recorder = open_recorder(kind, folder / f"rank{rank}")
-    uninstall = [collectives.install(recorder), modules.install(recorder)]
+    uninstall = [collectives.watch(recorder), modules.watch(recorder)]
     init(rank, "first")
     for name, section in SECTIONS.items():
-        time.sleep(0.02)  # let the reaper see the last ends
+        time.sleep(0.02)  # let the thread see the last ends
         recorder.mark(Kind.MARK, recorder.intern(f"section {name}"))
         section(rank)
     for undo in uninstall:

@@ -61,7 +61,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(f"{spent:6.1f} s  {file}")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sleeping_ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SleepingRanks]:
     """A device that sleeps, and what runs jobs on it (`sleeping_device/`)."""
     kept: pytest.Cache | None = getattr(pytestconfig, "cache", None)  # none with -p no:cacheprovider

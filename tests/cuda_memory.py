@@ -7,7 +7,7 @@ from typing import Any
 
 from allocations import Device
 
-from dsprof.collectors.cuda_memory import OnOom
+from dsprof.collectors.memory.cuda_memory import OnOom
 
 MiB = 1 << 20
 STATISTICS = ("current", "peak", "allocated", "freed")

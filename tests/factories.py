@@ -12,7 +12,8 @@ from typing import Any
 
 import pandas as pd
 
-from dsprof.analyzer.analysis import Analysis, CaptureQuality, StepTime, Verdict
+from dsprof.analyzer.align.steps import StepTime
+from dsprof.analyzer.analysis import Analysis, CaptureQuality, Verdict
 from dsprof.analyzer.finding import Evidence, Finding, Fix, Gain, Where
 from dsprof.run import RankExit, RankInfo, RunInfo
 from dsprof.schema import BUDGET_PARTS, COLUMNS

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsprof.analyzer.graph import PARTS, Crossings, Edges, StepGraph, Steps, Structure, Task
+from dsprof.analyzer.graph.step_graph import PARTS, CrossStepEdges, Edges, StepGraph, Steps, Structure, Task
 
 COMPUTE = PARTS.index("compute")
 
@@ -86,6 +86,6 @@ def steps_of(
     )
 
 
-def graph_of(steps: Steps, crossings: Crossings | None = None, follow: bool = True) -> StepGraph:
+def graph_of(steps: Steps, cross_step_edges: CrossStepEdges | None = None, follow: bool = True) -> StepGraph:
     """A graph of these steps alone, each of which follows the one before."""
-    return StepGraph.of_one_shape(steps, follow=follow, crossings=crossings)
+    return StepGraph.of_one_template(steps, follow=follow, cross_step_edges=cross_step_edges)

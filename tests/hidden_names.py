@@ -11,7 +11,7 @@ import importlib
 import sys
 from typing import Any, Final
 
-from dsprof.collectors import private
+from dsprof.collectors.hooking import private
 
 _hidden: Final[set[tuple[int, str]]] = set()
 """(id of a module, a class or an object; attribute)."""

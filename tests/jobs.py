@@ -52,10 +52,11 @@ class Finished:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's, without what would arm or steer dsprof or torchrun."""
+    """This process's, without what would arm or steer dsprof or torchrun. Captures go into the run folder at once,
+    where a test looks for them; where else they go by themselves is the subject of test_scratch.py."""
     drop = ("DSPROF", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PET_", "OMP_NUM_THREADS")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", **more}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "DSPROF_SCRATCH": "off", **more}
 
 
 def profile(

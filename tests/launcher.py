@@ -37,9 +37,11 @@ sys.exit(main())
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment without anything that would steer dsprof or torchrun."""
+    """The environment without anything that would steer dsprof or torchrun. Captures go into the run folder at once,
+    and what other tests have left in memory is nobody's business here."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("DSPROF", "PET_", "TORCH"))}
-    return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **(extra or {})}
+    return {**own, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "COLUMNS": "120", "DSPROF_SCRATCH": "off",
+            **(extra or {})}  # fmt: skip
 
 
 def start(

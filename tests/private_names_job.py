@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, ScheduleI
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from dsprof.collectors.arming import arm
+from dsprof.collectors.arming.process import arm
 
 STEPS = 2
 
@@ -131,7 +131,7 @@ def run(folder: Path, job: str, names: list[str], settings: dict[str, str]) -> d
         arm()
     torch.manual_seed(0)
     losses = JOBS[job]()
-    from dsprof.collectors import session
+    from dsprof.collectors.capture import session
 
     session.stop()
     return {"losses": [loss.hex() for loss in losses]}

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,40 @@ class Ran:
     told: list[dict[str, Any]]
 
     def log(self, rank: int = 0) -> pd.DataFrame:
-        """What the rank's device did: name, stream, launch_ns, arrival_ns, begin_ns, end_ns."""
+        """What the rank's device did: name, stream, launch_ns, reached_ns, arrival_ns, begin_ns, end_ns
+        (`sleeping_device.log`)."""
         return pd.DataFrame(self.told[rank]["log"])
 
+    def did(self, name: str, rank: int = 0, last: int | None = None) -> pd.DataFrame:
+        """Of the log, the operations of this name in the order of their launch; the last ones only."""
+        log = self.log(rank)
+        found = log[log["name"] == name].sort_values("launch_ns", kind="stable")
+        return found.iloc[0 if last is None else -last :].reset_index(drop=True)
+
+    def phases(self, rank: int = 0) -> pd.DataFrame:
+        """The phases of the job on its device's default stream: name, begin_ns, end_ns, and whether the host was ahead of
+        the device at both ends. A phase begins when the host says so and the stream is through with what it had."""
+        log = self.log(rank)
+        stream = log[log["stream"] == 0]
+        rows = []
+        for name, begin, end in self.told[rank]["phases"]:
+            launched = stream["launch_ns"].to_numpy()
+            before, within = (stream["end_ns"].to_numpy()[launched < at].max(initial=0) for at in (begin, end))
+            rows.append((name, max(before, begin), max(within, end), before > begin and within > end))
+        return pd.DataFrame(rows, columns=["name", "begin_ns", "end_ns", "ahead"])
+
+    @cached_property
     def trace(self) -> Trace:
         return load(RunFolder(self.folder / "run"))
 
     def rows(self, rank: int = 0) -> pd.DataFrame:
-        return self.trace().read(rank)
+        return self.trace.read(rank)
+
+    def communications(self, name: str, rank: int = 0, least_step: int = 2) -> pd.DataFrame:
+        """dsprof's rows of communications of this name in steps that it has seen whole, in the order of their issue."""
+        rows = self.rows(rank)
+        found = rows[(rows["kind"] == "comm") & (rows["name"] == name) & (rows["step"] >= least_step)]
+        return found.sort_values("issue_ns", kind="stable").reset_index(drop=True)
 
 
 class SleepingRanks:

@@ -10,7 +10,7 @@ import pytest
 from synthetic import Job
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.aligned import COMPARED, COMPARED_KINDS, align
+from dsprof.analyzer.align.aligned import COMPARED, COMPARED_KINDS, align
 from dsprof.trace import Trace
 from dsprof.trace.load import EVERY_COLUMN
 

@@ -27,7 +27,7 @@ from dsprof.analyzer.allocator import (
     replay,
 )
 from dsprof.analyzer.allocator.addresses import DeviceAddresses
-from dsprof.analyzer.allocator.blocks import Block
+from dsprof.analyzer.allocator.pool_blocks import Block
 from dsprof.importers import import_trace
 from dsprof.trace.snapshot import SnapshotTables
 

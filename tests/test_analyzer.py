@@ -15,9 +15,9 @@ from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.context import Context
 from dsprof.analyzer.rules.base import NotJudged
-from dsprof.analyzer.rules.comm import _need_gradients_to_matter
+from dsprof.analyzer.rules.comm.ddp_buckets import _need_gradients_to_matter
+from dsprof.analyzer.study import Study
 from dsprof.run import RankExit
 from dsprof.schema import BUDGET_PARTS, CALL_SITE
 from dsprof.trace import Trace
@@ -65,11 +65,11 @@ def test_the_budget_sums_to_the_step(ranks: int) -> None:
 
 
 def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
-    from dsprof.analyzer.build import build_graph
-    from dsprof.analyzer.match import Matches
-    from dsprof.analyzer.replay import replay
-    from dsprof.analyzer.summary import summarize_ranks
-    from dsprof.analyzer.trust import check
+    from dsprof.analyzer.align.match import Matches
+    from dsprof.analyzer.graph.build_graph import build_graph
+    from dsprof.analyzer.graph.replay import replay
+    from dsprof.analyzer.graph.validate import check
+    from dsprof.analyzer.rank_summary import summarize_ranks
 
     analysis = analyze(Job(jitter=0.05).trace())
     ranks = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
@@ -190,12 +190,35 @@ def test_two_faults_on_different_ranks_share_what_they_cost() -> None:
     """Each hides the other: mending one alone gains next to nothing."""
     job = Job(forward=lambda rank, step: 70 if rank == 1 else 40, gc=lambda rank, step: 30 if rank == 0 else 0)
     analysis = analyze(job.trace())
-    shares = {finding.code: finding.gain.ms for finding in analysis.findings}
+    found = {finding.code: finding for finding in analysis.findings}
+    late, collector = found["rank.straggler"], found["pause.gc"]
     assert set(above_info(analysis)) >= {"rank.straggler", "pause.gc"}
-    assert shares["rank.straggler"] + shares["pause.gc"] == pytest.approx(30, abs=1.5)
-    collector = next(finding for finding in analysis.findings if finding.code == "pause.gc")
-    assert collector.fixes[0].gain is not None
-    assert collector.fixes[0].gain.ms < 3
+    assert late.share is not None
+    assert collector.share is not None
+    assert late.share.ms + collector.share.ms == pytest.approx(30, abs=1.5)
+    assert late.gain.ms < 3
+    assert collector.gain.ms < 3
+    assert collector.fixes[0].gain == collector.gain
+    assert late.together is not None
+    assert late.together.code == "pause.gc"
+    assert late.together.gain.ms == pytest.approx(30, abs=1.5)
+    first, other = analysis.findings[0], analysis.findings[1].code
+    assert f"alone saves next to nothing, as {other} holds the step up too; fixing both saves 30" in (
+        analysis.verdict.headline
+    )
+    assert first.weight.ms > analysis.findings[1].weight.ms
+
+
+def test_what_no_other_fault_hides_gains_its_share_by_itself() -> None:
+    """The collector stops the rank that is late anyway, so each fault gains what it costs."""
+    job = Job(forward=lambda rank, step: 70 if rank == 1 else 40, gc=lambda rank, step: 30 if rank == 1 else 0)
+    analysis = analyze(job.trace())
+    for finding in analysis.findings[:2]:
+        assert finding.together is None
+        assert finding.gain.ms == pytest.approx(30, abs=1.5)
+        assert finding.share is not None
+        assert finding.share.ms == pytest.approx(finding.gain.ms, abs=1.0)
+    assert "fixing it saves 30" in analysis.verdict.headline
 
 
 def test_many_small_buckets_that_stand_in_the_way() -> None:
@@ -231,12 +254,12 @@ def test_waiting_for_tensor_parallelism_is_not_explained_by_buckets(tensor_paral
         "group": ["0", "0", "1"], "seq": [0, 1, 0], "step": 5,
         "purpose": ["gradient", "gradient", "tensor-parallel"],
     })  # fmt: skip
-    context = cast(Context, SimpleNamespace(waits=waits, collectives=collectives, step_numbers=[5]))
+    study = cast(Study, SimpleNamespace(waits=waits, collectives=collectives, step_numbers=[5]))
     if judged:
-        _need_gradients_to_matter(context)
+        _need_gradients_to_matter(study)
     else:
         with pytest.raises(NotJudged, match="waiting for collectives is mostly for tensor-parallel ones, and no other"):
-            _need_gradients_to_matter(context)
+            _need_gradients_to_matter(study)
 
 
 def test_a_dead_rank_comes_first() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
-from dsprof.analyzer.verdict import answer
+from dsprof.analyzer.verdict.headline import verdict_of
 
 
 def with_part(part: str, share: float) -> Analysis:
@@ -23,52 +23,52 @@ def with_part(part: str, share: float) -> Analysis:
 
 
 def test_a_healthy_run() -> None:
-    verdict = answer(factories.healthy())
+    verdict = verdict_of(factories.healthy())
     assert verdict.status == "healthy"
     assert verdict.headline == "nothing found that is sure to shorten the 175 ms step"
 
 
 @pytest.mark.parametrize("part", ["bubble", "peer_wait", "other"])
 def test_a_large_loss_that_no_rule_explains_is_not_healthy(part: str) -> None:
-    verdict = answer(with_part(part, 0.4))
+    verdict = verdict_of(with_part(part, 0.4))
     assert verdict.status == "inconclusive"
     assert "40 % is " in verdict.headline
 
 
 def test_much_that_is_done_beside_training_is_named() -> None:
     time = {**dict.fromkeys(factories.healthy().time, 0.0), "training": 4.0, "evaluation": 6.0}
-    verdict = answer(replace(factories.healthy(), time=time))
+    verdict = verdict_of(replace(factories.healthy(), time=time))
     assert verdict.status == "healthy"
     assert "all forwards without gradients, takes 60 % of the time" in verdict.headline
-    little = answer(replace(factories.healthy(), time={**time, "evaluation": 1.0}))
-    assert little == answer(factories.healthy())
+    little = verdict_of(replace(factories.healthy(), time={**time, "evaluation": 1.0}))
+    assert little == verdict_of(factories.healthy())
 
 
 def test_a_bottleneck_is_the_worst_finding_and_its_gain() -> None:
-    verdict = answer(factories.straggler())
+    verdict = verdict_of(factories.straggler())
     assert verdict.status == "bottleneck"
     assert verdict.headline == factories.straggler().verdict.headline
 
 
 @pytest.mark.parametrize("finding", [factories.DIED, replace(factories.DIED, severity="info")])
 def test_a_broken_run_has_failed(finding: Finding) -> None:
-    verdict = answer(replace(factories.dead_rank(), findings=(finding,)))
+    verdict = verdict_of(replace(factories.dead_rank(), findings=(finding,)))
     assert (verdict.status, verdict.headline) == ("failed", "rank 1 was killed by SIGKILL in step 12, during forward")
 
 
 def test_no_step() -> None:
-    assert answer(factories.empty()) == factories.empty().verdict
+    assert verdict_of(factories.empty()) == factories.empty().verdict
 
 
 def test_missing_ranks() -> None:
     analysis = factories.build(factories.Job(ranks=4, captured=(0, 2)), passed=factories.RULES)
-    verdict = answer(analysis)
+    verdict = verdict_of(analysis)
     assert verdict.status == "inconclusive"
     assert verdict.headline.endswith("but only steps of 2 of 4 ranks were captured")
 
 
 def test_hardly_any_steps() -> None:
-    verdict = answer(replace(factories.healthy(), noise_ms=float("inf"), findings=()))
+    verdict = verdict_of(replace(factories.healthy(), noise_ms=float("inf"), findings=()))
     assert verdict.status == "inconclusive"
     assert verdict.headline == "too few steps to tell a gain from noise; a step takes 175 ms"
 
@@ -79,6 +79,6 @@ def test_time_that_is_lost_in_many_small_parts_is_named() -> None:
     step = analysis.step_ms.mean
     small = dict.fromkeys(("comm_exposed", "peer_wait", "other"), 0.04 * step)
     budget = {**dict.fromkeys(analysis.budget, 0.0), **small, "compute": 0.88 * step}
-    verdict = answer(replace(analysis, budget=budget))
+    verdict = verdict_of(replace(analysis, budget=budget))
     assert verdict.status == "inconclusive"
     assert "4.0 % is waiting for collectives and 4.0 % is waiting for late ranks" in verdict.headline

@@ -19,7 +19,8 @@ def site(tmp_path: Path) -> Path:
     write(tmp_path / "site" / "torch" / "__init__.py", "print('torch')")
     write(tmp_path / "home" / "dsprof" / "__init__.py", "")
     write(tmp_path / "home" / "dsprof" / "collectors" / "__init__.py", "")
-    write(tmp_path / "home" / "dsprof" / "collectors" / "arming.py", "def arm():\n    print('armed')")
+    write(tmp_path / "home" / "dsprof" / "collectors" / "arming" / "__init__.py", "")
+    write(tmp_path / "home" / "dsprof" / "collectors" / "arming" / "process.py", "def arm():\n    print('armed')")
     return tmp_path / "site"
 
 
@@ -83,7 +84,7 @@ def test_survives_a_script_folder_with_our_names(site: Path) -> None:
 
 
 def test_never_raises(site: Path) -> None:
-    write(site.parent / "home" / "dsprof" / "collectors" / "arming.py", "raise RuntimeError")
+    write(site.parent / "home" / "dsprof" / "collectors" / "arming" / "process.py", "raise RuntimeError")
     assert python(site, "import torch\nprint('on')") == ["torch", "on"]
     assert python(site, "import torch\nprint('on')", DSPROF_HOME="/nowhere") == ["torch", "on"]
 

@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 from captures import open_recorder
 
-from dsprof.analyzer.budget import RankTime, paint, step_budget
-from dsprof.analyzer.intervals import Intervals
-from dsprof.analyzer.match import match_collectives
-from dsprof.analyzer.steps import completed_steps
-from dsprof.collectors import engine_events
+from dsprof.analyzer.align.match import match_collectives
+from dsprof.analyzer.align.steps import completed_steps
+from dsprof.analyzer.budget.intervals import Intervals
+from dsprof.analyzer.budget.step_budget import RankTime, label_time, step_budget
+from dsprof.collectors.frameworks import dsprof_engine
 from dsprof.engine.config.zero import AioConfig
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.offload.buffers import aligned
@@ -44,11 +44,13 @@ def table(*rows: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(list(rows)).reindex(columns=list(COLUMNS)).astype(COLUMNS)
 
 
-def time_of(*rows: dict[str, Any], apart: dict[str, Intervals] | None = None) -> tuple[pd.DataFrame, RankTime]:
-    """The table of all ranks, and rank 0 painted."""
+def time_of(
+    *rows: dict[str, Any], outside_training: dict[str, Intervals] | None = None
+) -> tuple[pd.DataFrame, RankTime]:
+    """The table of all ranks, and rank 0 labelled."""
     every = table(*rows)
     collectives = match_collectives(every)
-    return every, paint(every[every["rank"] == 0], collectives, 0, apart=apart)
+    return every, label_time(every[every["rank"] == 0], collectives, 0, outside_training=outside_training)
 
 
 def budget(*rows: dict[str, Any], step: int = 0) -> dict[str, float]:
@@ -171,7 +173,7 @@ def test_what_the_thread_copies_itself_is_offload() -> None:
     assert budget(*every) == {"compute": 75, "offload": 21, "other": 4}
     # Within a checkpoint it is part of that.
     saving = Intervals.union(np.array([91 * MS]), np.array([99 * MS]))
-    rows, time = time_of(*every, apart={"checkpointing": saving})
+    rows, time = time_of(*every, outside_training={"checkpointing": saving})
     steps = step_budget({0: time}, completed_steps(rows))
     assert steps[["offload", "other", "checkpointing_ms"]].iloc[0].tolist() == [15, 10, 8]
 
@@ -204,7 +206,7 @@ AHEAD = [
 
 def test_a_stream_that_ends_the_step_is_the_critical_lane() -> None:
     assert budget(*AHEAD) == {
-        # 0 to 2 and 95 to 100 the device has nothing to do: what the thread does then is painted.
+        # 0 to 2 and 95 to 100 the device has nothing to do: what the thread does then is labelled.
         "compute": 2 + 58, "peer_wait": 5, "comm_exposed": 10, "optimizer": 19.98, "other": 5 + 0.02,
     }  # fmt: skip
 
@@ -301,7 +303,7 @@ def test_an_engine_that_waits_for_its_disk(tmp_path: Path, monkeypatch: pytest.M
 
     (tmp_path / "capture").mkdir()
     recorder = open_recorder("python", tmp_path / "capture")
-    hooks, stop = Hooks(), engine_events.install(recorder, lambda: None)
+    hooks, stop = Hooks(), dsprof_engine.watch(recorder, lambda: None)
     disk = Disk(tmp_path, AioConfig(), hooks)
     file = disk.open("a test")
     file.write(file.allocate(4096), aligned(4096), {"purpose": "optimizer"}).wait()
@@ -314,8 +316,10 @@ def test_an_engine_that_waits_for_its_disk(tmp_path: Path, monkeypatch: pytest.M
     rows = trace_rows(read_capture(tmp_path / "capture"), 0, 0)
     waits = rows[(rows["kind"] == "wait") & (rows["name"] == "read")]
     begin, length = int(waits["start_ns"].iloc[0]), int(waits["dur_ns"].iloc[0])
-    painted = paint(rows, match_collectives(rows), 0).before(np.array([begin, begin + length]))
-    assert {part: int(np.diff(spent)[0]) for part, spent in painted.items() if np.diff(spent)[0]} == {"offload": length}
+    labelled = label_time(rows, match_collectives(rows), 0).before(np.array([begin, begin + length]))
+    assert {part: int(np.diff(spent)[0]) for part, spent in labelled.items() if np.diff(spent)[0]} == {
+        "offload": length
+    }
 
 
 def test_a_wait_without_a_number_is_for_what_was_issued_before_it() -> None:

@@ -9,16 +9,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dsprof.analyzer.budget import paint, step_budget
-from dsprof.analyzer.build import build_graph
-from dsprof.analyzer.graph import StepGraph
-from dsprof.analyzer.match import Matches, match_collectives
-from dsprof.analyzer.points import find_program
-from dsprof.analyzer.replay import replay
-from dsprof.analyzer.steps import completed_steps
-from dsprof.analyzer.trust import check
+from dsprof.analyzer.align.match import Matches, match_collectives
+from dsprof.analyzer.align.steps import completed_steps
+from dsprof.analyzer.budget.step_budget import label_time, step_budget
+from dsprof.analyzer.graph.build_graph import build_graph
+from dsprof.analyzer.graph.events import find_program
+from dsprof.analyzer.graph.replay import replay
+from dsprof.analyzer.graph.step_graph import StepGraph
+from dsprof.analyzer.graph.validate import check
+from dsprof.analyzer.whatif.communications import transfers_scaled
 from dsprof.analyzer.whatif.edit import edit
-from dsprof.analyzer.whatif.tasks import transfers_scaled
 from dsprof.analyzer.whatif.work import Change, less, scale
 from dsprof.schema import COLUMNS
 
@@ -50,7 +50,7 @@ def graph_of_rows(rows: Sequence[Row], judged_from: int = 0) -> StepGraph:
     table = table_of(rows)
     collectives = match_collectives(table)
     by_rank = {int(rank): mine for rank, mine in table.groupby("rank")}
-    times = {rank: paint(mine, collectives, rank) for rank, mine in by_rank.items()}
+    times = {rank: label_time(mine, collectives, rank) for rank, mine in by_rank.items()}
     steps = step_budget(times, completed_steps(table))
     matches = Matches(collectives)
     programs = {rank: find_program(times[rank], mine, matches) for rank, mine in by_rank.items()}
@@ -84,7 +84,7 @@ def test_what_a_step_leaves_for_the_next() -> None:
     graph = graph_of_rows(gathered_ahead())
     assert replay(graph).durations.tolist() == [20, 27, 27, 27, 27, 27]
     assert check(graph).error < 1e-12
-    assert len(graph.crossings) == 5
+    assert len(graph.cross_step_edges) == 5
     faster = edit(graph, lambda steps: transfers_scaled(steps, lambda task: True, 7 / 13))
     assert replay(faster).durations == pytest.approx([20, 21, 21, 21, 21, 21])  # there 6 ms into the next step
 
@@ -94,7 +94,7 @@ def test_the_first_step_of_a_stretch_waits_as_it_was_measured() -> None:
     graph = graph_of_rows(gathered_ahead(), judged_from=2)
     assert graph.numbers.tolist() == [2, 3, 4, 5]
     assert replay(graph).durations.tolist() == [27, 27, 27, 27]
-    assert len(graph.crossings) == 3
+    assert len(graph.cross_step_edges) == 3
 
 
 def test_a_rank_that_sends_in_the_step_before() -> None:
@@ -156,7 +156,7 @@ def test_what_ended_when_the_next_began_came_before_it() -> None:
 def test_segments_know_the_action_they_are_of() -> None:
     rows = [row(0, 0, "step", "step", 0, 30), row(0, 0, "phase", "forward", 0, 30)]
     rows += [row(0, 0, "pipe", "F", 2, 8, stage=0, microbatch=0), row(0, 0, "pipe", "B", 8, 20, stage=0, microbatch=0)]
-    (steps,) = graph_of_rows(rows).shapes
+    (steps,) = graph_of_rows(rows).templates
     assert steps.structure.action.tolist() == ["", "F", "", "B", ""]
     assert steps.work.sum(axis=(1, 2)).tolist() == [2, 6, 0, 12, 10]
 
@@ -186,7 +186,7 @@ def read_from_disk(
 def test_what_is_issued_to_a_lane_of_its_own_is_a_task() -> None:
     """The reads run one after the other, whatever the thread computes meanwhile."""
     graph = graph_of_rows(read_from_disk())
-    (steps,) = graph.shapes
+    (steps,) = graph.templates
     assert [(task.lane, task.kind, task.owner) for task in steps.structure.tasks] == [
         ("io.nvme.read of rank 0", "read", 0)
     ] * 2
@@ -211,7 +211,7 @@ def test_a_lane_whose_order_is_not_that_of_issue_is_none() -> None:
             item["issue_ns"] = item["start_ns"] + item["dur_ns"]
     rows[2]["issue_ns"] = rows[3]["issue_ns"] + 1
     graph = graph_of_rows(rows)
-    assert [len(steps.structure.tasks) for steps in graph.shapes] == [0]
+    assert [len(steps.structure.tasks) for steps in graph.templates] == [0]
     assert replay(graph).durations.tolist() == [24] * 4
 
 
@@ -329,5 +329,5 @@ def test_copies_in_another_order_each_step_are_no_tasks() -> None:
         rows.append(copy(0, step, "read", begin + 10, begin + 10, begin + 20, 10 * step + 9))
         rows.append(row(0, step, "wait", "read", begin + 12, begin + 20, corr=10 * step + 9))
     graph = graph_of_rows(rows)
-    assert [(len(steps.numbers), steps.structure.tasks) for steps in graph.shapes] == [(4, ())]
+    assert [(len(steps.numbers), steps.structure.tasks) for steps in graph.templates] == [(4, ())]
     assert replay(graph).durations.tolist() == [40] * 4

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dsprof.analyzer.calibration import CAME_TRUE, ModelError, confidence, with_model_error
 from dsprof.analyzer.finding import Gain
+from dsprof.analyzer.price.calibration import CAME_TRUE, ModelError, confidence, with_model_error
 
 
 def test_half_widths_add_as_independent_errors_do() -> None:

@@ -15,19 +15,21 @@ import torch  # noqa: F401  (lines are looked for outside of it)
 from captures import RECORDERS, build_helper, open_recorder, read_rows
 from jobs import environment
 
-from dsprof.collectors.call_sites import MOST, CallSites
-from dsprof.collectors.python_recorder import PyRecorder
-from dsprof.collectors.sites import passed_over
+from dsprof.collectors.communication.call_sites import MOST, CallSites
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.recorder.source_locations import passed_over
 from dsprof.schema import CALL_SITE, DTYPES, Kind
 
 RUN = """
 import json, os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
-from dsprof.collectors import call_sites, collectives, native
-from dsprof.collectors.collector import OpenCapture
-from dsprof.collectors.python_recorder import PyRecorder
-from dsprof.collectors.sites import passed_over
+from dsprof.collectors.communication import call_sites
+from dsprof.collectors.communication import collectives
+from dsprof.collectors import native
+from dsprof.collectors.capture.open_capture import OpenCapture
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.recorder.source_locations import passed_over
 
 folder = Path(sys.argv[1])
 helper = native.load(print) if sys.argv[2] == "native" else None
@@ -36,7 +38,7 @@ for name, (level, most, code) in json.loads(sys.argv[3]).items():
     recorder = helper.open(folder / name) if helper else PyRecorder(folder / name)
     call_sites.MOST = most
     nothing = lambda *args: None
-    taken = [collectives.install(recorder)]
+    taken = [collectives.watch(recorder)]
     marks = call_sites.install(OpenCapture(recorder, folder / name, level, lambda: True, nothing, nothing))
     exec(compile(code, f"{name}.py", "exec"), {
         "torch": torch, "dist": dist, "marks": marks, "ones": torch.ones, "recorder": recorder,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dsprof import cli, doctor
-from dsprof.collectors.catalogue import ABOUT, COLLECTORS
+from dsprof.collectors.catalogue import COLLECTORS, GROUPS
 from dsprof.collectors.native import build
 from dsprof.doctor import GIB, advice, diagnose
 from dsprof.machine import Collects, Gpu, Machine, Port, inspect
@@ -79,6 +79,7 @@ what a capture records here (--without NAME leaves a part out)
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dsprof.cli.doctor.inspect", lambda environ: HEALTHY)
+    monkeypatch.setattr("dsprof.cli.doctor.left_behind.move_all", lambda given: ())
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
@@ -110,6 +111,7 @@ def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         f"""\
 {path}, for 8 ranks
   batch                          64 = 2 a GPU x 4 accumulated x 8 data-parallel ranks
+  gradients                      added up over 4 micro-batches in fp32, summed over ranks in bf16
   steps_per_print                10
   gradient_clipping              1.0
   prescale_gradients             false
@@ -432,12 +434,13 @@ def test_why_nvml_does_not_answer_is_said_in_words(
 
 
 def test_each_collector_is_described_with_what_it_lacks_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(ABOUT) == set(COLLECTORS)
-    groups = [about.group for about in ABOUT.values()]
-    assert groups == sorted(groups, key=groups.index), "those of a group stand together"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(build, "find", lambda: None)
-    lacks = {one.name: one.lacks for one in inspect({"CUDA_VISIBLE_DEVICES": "", "PATH": "/gone"}).collectors}
+    found = inspect({"CUDA_VISIBLE_DEVICES": "", "PATH": "/gone"}).collectors
+    assert {one.name for one in found} == set(COLLECTORS)
+    groups = [one.group for one in found]
+    assert groups == sorted(groups, key=GROUPS.index), "those of a group stand together"
+    lacks = {one.name: one.lacks for one in found}
     assert lacks["nvml"] == lacks["device-times"] == "no GPU that torch can use"
     assert lacks["flops"] == "no C++ compiler for the native helper"
     assert lacks["modules"] == lacks["memory"] == ""

@@ -11,7 +11,8 @@ import factories
 import pytest
 
 from dsprof import cli, reports
-from dsprof.analyzer.analysis import Analysis, StepTime
+from dsprof.analyzer.align.steps import StepTime
+from dsprof.analyzer.analysis import Analysis
 from dsprof.cli.runs import find_run, find_runs
 from dsprof.run import RunError, RunFolder
 

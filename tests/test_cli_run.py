@@ -250,7 +250,7 @@ def test_settings_take_the_command_line_then_the_environment_then_pyproject(tmp_
         ('levl = "light"', "[tool.dsprof] has no setting 'levl'; did you mean level?"),
         (
             "zzz = 1",
-            "known are level, dir, ranks, steps, delay, duration, deep, limit, scratch, native, report",
+            "known are level, dir, ranks, steps, delay, duration, deep, limit, scratch, exit_wait, native, report",
         ),
         ("level = 3", "[tool.dsprof] level: 3 is not a string"),
         ('level = "deep"', "[tool.dsprof] level: 'deep' is not one of light"),

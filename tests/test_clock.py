@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dsprof.analyzer.clock import find_clocks, find_jumps
+from dsprof.analyzer.align.clock import find_clocks, find_jumps
 from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import COLUMNS
 

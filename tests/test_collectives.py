@@ -16,7 +16,7 @@ import torch
 from captures import RECORDERS, Row, build_helper, has_compiler, read_rows
 from collective_job import SECTIONS
 
-from dsprof.collectors.reaper import Reaper
+from dsprof.collectors.communication.completion_thread import CompletionThread
 from dsprof.ondisk import NO_SEQ, Flag, State
 from dsprof.schema import BACKWARD_DONE, Kind
 
@@ -465,14 +465,14 @@ class LateWork:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_work_that_ends_as_the_reapers_patience_does(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_ends_as_the_threads_patience_does(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed.Work, "wait", LateWork.wait)
     ended: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
-    reaper = Reaper(lambda work: ended.put(("over", work)), lambda work: ended.put(("failed", work)))
+    watcher = CompletionThread(lambda work: ended.put(("over", work)), lambda work: ended.put(("failed", work)))
     work = LateWork(fails)
-    reaper.add(work)
+    watcher.add(work)
     assert ended.get(timeout=60) == ("failed" if fails else "over", work)
-    reaper.stop()
+    watcher.stop()
 
 
 # One rank; hooks installed and removed over and over, a fork in between, compiled code with a collective in it.
@@ -483,7 +483,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from captures import open_recorder
-from dsprof.collectors import collectives, modules
+from dsprof.collectors.communication import collectives
+from dsprof.collectors.loop import modules
 kind, folder = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 HOOKED = [(torch.nn.Module, "__call__"), (dist, "destroy_process_group"), (dist, "_broadcast_coalesced"),
@@ -492,7 +493,7 @@ HOOKED = [(torch.nn.Module, "__call__"), (dist, "destroy_process_group"), (dist,
 before = [getattr(owner, name) for owner, name in HOOKED]
 for number in range(3):
     recorder = open_recorder(kind, folder / str(number))
-    undo = [collectives.install(recorder), modules.install(recorder)]
+    undo = [collectives.watch(recorder), modules.watch(recorder)]
     dist.all_reduce(torch.ones(4))
     if number == 1:
         child = os.fork()
@@ -512,7 +513,7 @@ dist.all_reduce(torch.ones(4), async_op=True).get_future().then(lambda future: N
 dist.monitored_barrier()
 
 recorder = open_recorder(kind, folder / "compiled")
-undo = [collectives.install(recorder), modules.install(recorder)]
+undo = [collectives.watch(recorder), modules.watch(recorder)]
 model = torch.nn.Linear(2, 2)
 function = torch.compile(lambda x: functional.all_reduce(model(x), "sum", dist.group.WORLD) + 1,
                          backend="aot_eager", fullgraph=True)
@@ -546,10 +547,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives
+from dsprof.collectors.communication import collectives
 kind, folder = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 over, failed = threading.Event(), []
+sys.setswitchinterval(1e-4)  # else each time that a hook comes or goes waits for the lock for 5 ms or more
 
 def communicate(group):
     tensor = torch.ones(4)
@@ -566,7 +568,7 @@ for thread in threads:
 for number in range(5):
     recorder = open_recorder(kind, folder / str(number))
     for _ in range(200):
-        undo = collectives.install(recorder)
+        undo = collectives.watch(recorder)
         time.sleep(0)
         undo()
     assert recorder.errors == 0, recorder.failures()
@@ -593,7 +595,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives, modules
+from dsprof.collectors.communication import collectives
+from dsprof.collectors.loop import modules
 from torch.utils.checkpoint import checkpoint
 kind, folder = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -621,7 +624,7 @@ def train():
 
 plain = train()
 recorder = open_recorder(kind, folder / "capture")
-undo = [collectives.install(recorder), modules.install(recorder)]
+undo = [collectives.watch(recorder), modules.watch(recorder)]
 hooked = train()
 for function in undo:
     function()
@@ -647,10 +650,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives
+from dsprof.collectors.communication import collectives
 kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 recorder = open_recorder(kind, folder / f"rank{rank}")
-collectives.install(recorder)
+collectives.watch(recorder)
 dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
 dist.all_reduce(torch.ones(4))
 if rank == 0:
@@ -678,10 +681,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives
+from dsprof.collectors.communication import collectives
 kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 recorder = open_recorder(kind, folder / f"rank{rank}")
-uninstall = collectives.install(recorder)
+uninstall = collectives.watch(recorder)
 import atexit
 atexit.register(uninstall)
 dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
@@ -711,9 +714,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives
+from dsprof.collectors.communication import collectives
 recorder = open_recorder(sys.argv[1], Path(sys.argv[2]))
-uninstall = collectives.install(recorder)
+uninstall = collectives.watch(recorder)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for muted in (False, True):
     recorder.mute(muted)

@@ -52,7 +52,7 @@ def test_a_handler_is_left_as_it_was(native: str, tmp_path: Path) -> None:
     code = f"""
 import torch, torch.distributed as dist, torch._dynamo
 {ALONE}
-from dsprof.collectors import session
+from dsprof.collectors.capture import session
 handler = torch._dynamo.callback.callback_handler
 assert len(handler.start_callbacks) == len(handler.end_callbacks) == 1
 session.stop()

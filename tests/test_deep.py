@@ -14,8 +14,8 @@ from captures import open_recorder, read_rows
 from jobs import profile
 
 from dsprof import settings
-from dsprof.analyzer.irregular import find_irregular, profiled_steps
-from dsprof.collectors.deep import DeepWindow, _watch
+from dsprof.analyzer.budget.irregular import find_irregular, profiled_steps
+from dsprof.collectors.devices.torch_profiler import DeepWindow, _watch
 from dsprof.launch.launch import environment
 from dsprof.ranges import parse_deep
 from dsprof.run import RunFolder, RunInfo

@@ -11,7 +11,7 @@ import forked_python
 import pytest
 from jobs import environment
 
-from dsprof.collectors import scratch
+from dsprof.collectors.capture import scratch
 from dsprof.run import RunFolder
 from dsprof.trace import load
 
@@ -66,8 +66,8 @@ def test_a_local_disk_that_fills_up(tmp_path: Path, disk: Path) -> None:
 def test_a_local_disk_that_fills_up_after_the_capture_has_begun(tmp_path: Path, disk: Path) -> None:
     fill = f"""
 import torch
-from dsprof.collectors import opening
-started = opening.place
+from dsprof.collectors.capture import recorder_setup
+started = recorder_setup.place
 def place(*args):
     try:
         return started(*args)
@@ -78,7 +78,7 @@ def place(*args):
                     pass
             except OSError:
                 pass
-opening.place = place
+recorder_setup.place = place
 """
     said = run(tmp_path, "-o", "run", "--scratch", "disk", before=fill)
     assert "rank 0: no records were written" in said

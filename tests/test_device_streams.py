@@ -13,7 +13,7 @@ import pytest
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.device import Devices, DeviceTime, StreamIdle
-from dsprof.analyzer.device.rank import _steps
+from dsprof.analyzer.device.stream_time import _steps
 from dsprof.importers import import_trace
 from dsprof.reports import html, plots, terminal
 

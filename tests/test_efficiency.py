@@ -11,10 +11,10 @@ import pytest
 from records import Record, capture_of, derive, phase
 from synthetic import MS
 
-from dsprof.analyzer.efficiency import Efficiency, RankWork, judge_efficiency, sum_work
-from dsprof.analyzer.modules import module_times, sum_modules
-from dsprof.analyzer.peaks import DEVICES, find_device
-from dsprof.analyzer.topology import Topology
+from dsprof.analyzer.align.topology import Topology
+from dsprof.analyzer.work.mfu import Efficiency, RankWork, judge_efficiency, sum_work
+from dsprof.analyzer.work.module_times import module_times, sum_modules
+from dsprof.analyzer.work.peaks import DEVICES, find_device
 from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import Kind
 from dsprof.trace.capture import Gap

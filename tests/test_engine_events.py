@@ -20,8 +20,9 @@ from jobs import ROOT, environment, profile
 from records import Record, capture_of
 from synthetic import MS, write_capture
 
-from dsprof.collectors import engine_events, optimizers
-from dsprof.collectors.record import Recorder
+from dsprof.collectors.frameworks import dsprof_engine
+from dsprof.collectors.loop import optimizers
+from dsprof.collectors.recorder.record import Recorder
 from dsprof.engine.hooks import Hooks
 from dsprof.ondisk import Flag, State
 from dsprof.schema import Kind
@@ -37,8 +38,8 @@ class Told:
         self.recorder: Recorder = open_recorder(kind, folder)
         self.hooks = Hooks(stage=2, clock=Clock(tick=1000))
         self.steps = 0
-        optimizers.install(self.recorder, lambda: None)
-        self._unsubscribe = engine_events.install(self.recorder, self.count_step)
+        optimizers.watch(self.recorder, lambda: None)
+        self._unsubscribe = dsprof_engine.watch(self.recorder, self.count_step)
 
     def count_step(self) -> None:
         self.steps += 1
@@ -171,7 +172,7 @@ def test_phases_that_are_seen_anyway_are_recorded_once(told: Told) -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     parameter.grad = torch.ones(1)
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    optimizers.watch()
+    optimizers.register()
     with hooks.span("phase", "forward"):
         pass
     with hooks.span("phase", "backward"):
@@ -233,7 +234,7 @@ def test_a_span_that_began_before_is_left_to_others(told: Told) -> None:
 
     stop = hooks.subscribe(Other())
     span = told.hooks.begin("phase", "step")
-    told._unsubscribe = engine_events.install(told.recorder, told.count_step)
+    told._unsubscribe = dsprof_engine.watch(told.recorder, told.count_step)
     told.hooks.end(span)
     stop()
     assert (read_rows(told.folder), told.steps) == ([], 0)
@@ -296,10 +297,10 @@ import os, signal, sys, threading
 from pathlib import Path
 import torch
 from captures import open_recorder
-from dsprof.collectors import engine_events
+from dsprof.collectors.frameworks import dsprof_engine
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.comm.lane import CpuLane
-engine_events.install(open_recorder(sys.argv[1], Path(sys.argv[2])), lambda: None)
+dsprof_engine.watch(open_recorder(sys.argv[1], Path(sys.argv[2])), lambda: None)
 lane = CpuLane("gradients", Hooks())
 begun = threading.Event()
 def work():
@@ -336,7 +337,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from captures import open_recorder
-from dsprof.collectors import collectives, engine_events
+from dsprof.collectors.communication import collectives
+from dsprof.collectors.frameworks import dsprof_engine
 from dsprof.engine.comm.comm import Comm, open_comm
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.comm.lane import CpuLane
@@ -344,7 +346,7 @@ from dsprof.engine.optim.grad_norm import global_norm
 kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 torch.set_num_threads(1)
 recorder = open_recorder(kind, folder / f"rank0000{rank}.0.host.{rank + 1}")
-undo = [collectives.install(recorder), engine_events.install(recorder, lambda: None)]
+undo = [collectives.watch(recorder), dsprof_engine.watch(recorder, lambda: None)]
 dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
 hooks = Hooks()
 comm = open_comm([[0, 1]], lambda: CpuLane("gradients", hooks))

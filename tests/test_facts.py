@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from dsprof.collectors import facts, statements
-from dsprof.collectors.facts import LOADER, Fact
+from dsprof.collectors.capture import facts
+from dsprof.collectors.capture.facts import LOADER, Fact
+from dsprof.collectors.hooking import statements
+from dsprof.collectors.hooking.caller import caller
 
 
 def code_of(name: str, file: str, text: str, **known: Any) -> dict[str, Any]:
@@ -54,7 +56,7 @@ CALL = "def call(inner):\n    return inner()\n"
     ],
 )  # fmt: skip
 def test_the_outermost_framework_before_the_users_code(modules: list[tuple[str, str]], framework: str | None) -> None:
-    inner: Any = facts._caller
+    inner: Any = caller
     for name, file in modules:
         inner = code_of(name, file, "def through():\n    return inner()\n", inner=inner)["through"]
     line = code_of("__main__", "/home/me/train.py", "\n\nfound = inner()\n", inner=inner)["found"]
@@ -67,13 +69,21 @@ def test_a_packages_command_is_not_the_users_code() -> None:
     file = "/x/site-packages/ultralytics/build.py"
     through = code_of("somebody.helpers", "/x/site-packages/somebody/helpers.py", CALL)["call"]
     text = "\n\ndef build():\n    found.append(call(inner))\n"
-    build = code_of("ultralytics.build", file, text, call=through, inner=facts._caller, found=found)["build"]
+    build = code_of("ultralytics.build", file, text, call=through, inner=caller, found=found)["build"]
     start = code_of("ultralytics.cfg", "/x/site-packages/ultralytics/cfg.py", CALL)["call"]
     main = code_of("__main__", command, "def main():\n    start(build)\n", start=start, build=build)["main"]
     thread = threading.Thread(target=main)  # so that nothing of this file is beneath it
     thread.start()
     thread.join()
     assert found == [(f"{file}:4", None)]
+
+
+def test_a_loader_that_the_engine_makes(stated: list[Fact]) -> None:
+    from dsprof.engine.data import ShardedLoader
+
+    DataLoader([1, 2])
+    ShardedLoader([1, 2], batch_size=1)
+    assert [fact["by_engine"] for fact in stated] == [False, True]
 
 
 def test_a_users_callback_inside_a_framework_is_the_users(stated: list[Fact]) -> None:
@@ -105,7 +115,7 @@ def test_the_standard_library_is_not_the_users_code() -> None:
     def around() -> Iterator[None]:
         yield
 
-    call = around()(facts._caller)  # by way of contextlib's own frame
+    call = around()(caller)  # by way of contextlib's own frame
     assert code_of("__main__", "/home/me/train.py", "found = call()\n", call=call)["found"] == (
         "/home/me/train.py:1", None,
     )  # fmt: skip

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from dsprof.collectors import modules
-from dsprof.collectors.flops import FIRST, TURNS, StepCounter
+from dsprof.collectors.loop import modules
+from dsprof.collectors.loop.flops import FIRST, TURNS, StepCounter
 from dsprof.collectors.native import NativeRecorder
 from dsprof.schema import DTYPES, FLOPS_FOR
 
@@ -53,7 +53,7 @@ def counting(tmp_path: Path) -> Iterator[Counting]:
     folder = tmp_path / "capture"
     recorder = open_recorder("native", folder)
     assert isinstance(recorder, NativeRecorder)
-    uninstall = modules.install(recorder, every=True)
+    uninstall = modules.watch(recorder, every=True)
     yield Counting(recorder, folder)
     uninstall()
     assert recorder.errors == 0

@@ -14,10 +14,10 @@ import pytest
 import torch
 from captures import read_rows
 
-from dsprof.collectors import session
-from dsprof.collectors.backward import BackwardDone
-from dsprof.collectors.python_recorder import PyRecorder
-from dsprof.collectors.targets import Target
+from dsprof.collectors.capture import session
+from dsprof.collectors.loop.backward import BackwardDone
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.recorder.wait_targets import Target
 from dsprof.schema import Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -13,7 +13,7 @@ import pytest
 import torch  # noqa: F401  (the helper is for the torch of this process)
 from armed import train
 
-from dsprof.collectors import free_threaded
+from dsprof.collectors.arming import free_threaded
 from dsprof.collectors.native import build
 from dsprof.collectors.native.target import running_target
 from dsprof.launch import LaunchError

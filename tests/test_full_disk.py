@@ -37,7 +37,7 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 
 
 NOTHING_WRITTEN = ": no records were written\n"
-LEFT_OUT = " records could not be written (disk full, or slower than the job)\n"
+LEFT_OUT = " records could not be written (disk full, or slower than the job)"
 NO_REPORT = "warning   report.html: not written (No space left on device); make room or fix the permissions, then\n"
 
 CASES = {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked_python
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
@@ -15,9 +16,7 @@ SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *args], capture_output=True, text=True, timeout=120, env=environment
-    )
+    return forked_python.run([sys.executable, str(SCRIPT), *args], capture_output=True, timeout=120, env=environment)
 
 
 def test_at_toy_size(tmp_path: Path) -> None:

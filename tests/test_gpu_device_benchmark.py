@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import numpy as np
 import pandas as pd
 import pytest
@@ -80,11 +80,11 @@ def test_a_line_that_is_not_named_is_not_ok(benchmark: Any) -> None:
 def test_it_runs_without_a_gpu(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(SCRIPT), "--output", str(tmp_path / "out.json")]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    refused = forked_python.run(command, capture_output=True, timeout=120, env=environment)
     assert refused.returncode == 2
     assert "there is no CUDA GPU here; to try the script without one write --device cpu" in refused.stderr
     command += ["--device", "cpu", "--seconds", "1", "--pairs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    done = forked_python.run(command, capture_output=True, timeout=240, env=environment)
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["errors"] == [], done.stderr
     assert (result["device"], result["sites"], result["not_told"]) == ("cpu", [], sorted(result["gauges"]))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dsprof import settings
-from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.collectors.recorder.python_recorder import PyRecorder
 from dsprof.launch.talk import Talk
 from dsprof.launch.watch import HangWatch
 from dsprof.run import RunFolder

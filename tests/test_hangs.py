@@ -36,9 +36,11 @@ def run(
     timeout: str = str(TIMEOUT_S),
     seconds: int = SECONDS,
     more: tuple[str, ...] = (),
+    fresh: bool = True,
 ) -> Finished:
+    """`fresh`: in interpreters of their own, which takes as much again as most of these jobs."""
     flags = ("--no-report", "--hang-timeout", timeout, "--on-hang", "abort", *more)
-    return profile(tmp_path, JOB, case, str(seconds), ranks=ranks, flags=flags, fresh=True)
+    return profile(tmp_path, JOB, case, str(seconds), ranks=ranks, flags=flags, fresh=fresh)
 
 
 def first(finished: Finished) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def test_both_receive_first(tmp_path: Path) -> None:
 
 
 def test_another_order(tmp_path: Path) -> None:
-    finished = run(tmp_path, "order", ranks=3)
+    finished = run(tmp_path, "order", ranks=3, fresh=False)
     found = first(finished)
     assert (found["code"], found["where"]["ranks"]) == ("run.desync", [1]), found
     assert "broadcast of 16 bytes of float32 on rank 1" in found["title"]
@@ -253,7 +255,7 @@ def test_what_the_engine_proves_itself(tmp_path: Path) -> None:
     ],
 )
 def test_a_slow_job_lives(case: str, tmp_path: Path) -> None:
-    finished = run(tmp_path, case)
+    finished = run(tmp_path, case, fresh=False)
     assert finished.status == 0, finished.stderr
     assert not CALLED.search(finished.stderr), finished.stderr
     assert not {"run.hang", "run.desync"} & {finding["code"] for finding in finished.findings["findings"]}

@@ -10,11 +10,11 @@ import torch
 from armed import Captured, captured, train
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.switched_off import EVERYTHING, reasons, unproved
-from dsprof.collectors import helperless, opening
+from dsprof.analyzer.rules.missing_collectors import EVERYTHING, reasons, unproved
+from dsprof.collectors.capture import recorder_setup, without_helper
+from dsprof.collectors.capture.without_helper import PER_CALL, SWITCHED_OFF, device_job, left_out
 from dsprof.collectors.catalogue import COLLECTORS
-from dsprof.collectors.helperless import PER_CALL, SWITCHED_OFF, device_job, left_out
-from dsprof.collectors.record import LIMIT_BYTES
+from dsprof.collectors.recorder.record import LIMIT_BYTES
 from dsprof.run import RunFolder
 from dsprof.schema import Kind
 from dsprof.trace import load
@@ -122,9 +122,9 @@ def test_where_it_cannot_be_told_nothing_is_slowed_down(tmp_path: Path, monkeypa
 
     counted: list[str] = []
     monkeypatch.setenv("DSPROF_NATIVE", "off")
-    monkeypatch.setattr(opening, "device_job", moved)
-    monkeypatch.setattr(opening, "count_error", lambda where, error: counted.append(f"{where}: {error}"))
-    recorder, native, found = opening.recorder(tmp_path, LIMIT_BYTES)
+    monkeypatch.setattr(recorder_setup, "device_job", moved)
+    monkeypatch.setattr(recorder_setup, "count_error", lambda where, error: counted.append(f"{where}: {error}"))
+    recorder, native, found = recorder_setup.recorder(tmp_path, LIMIT_BYTES, copied=False)
     recorder.close()
     assert not native
     assert found == left_out(SWITCHED_OFF, "or perhaps not: it could not be told")
@@ -160,13 +160,13 @@ def test_what_is_left_out() -> None:
     ],
 )
 def test_backends(config: str, shows: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(helperless, "_backends", lambda: [config])
+    monkeypatch.setattr(without_helper, "_backends", lambda: [config])
     expected = None if shows is None else f"a process group communicates by {shows}"
     assert device_job({}, tmp_path) == expected
 
 
 def test_one_group_of_many_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(helperless, "_backends", lambda: ["cpu:gloo,cuda:gloo", "cuda:nccl"])
+    monkeypatch.setattr(without_helper, "_backends", lambda: ["cpu:gloo,cuda:gloo", "cuda:nccl"])
     assert device_job({}, tmp_path) == "a process group communicates by nccl on cuda"
 
 
@@ -207,7 +207,7 @@ def test_one_that_can_be_seen(
                         (torch._C, "_cuda_getDeviceCount"), (torch._C, "_get_accelerator")):  # fmt: skip
         monkeypatch.setattr(place, name, ask, raising=False)
     assert device_job({}, tmp_path) is None  # a process without a group that trains already trains on the CPU
-    monkeypatch.setattr(helperless, "_backends", lambda: ["cpu:gloo,cuda:gloo"])
+    monkeypatch.setattr(without_helper, "_backends", lambda: ["cpu:gloo,cuda:gloo"])
     seen = f"it can see one, and {hides}= hides it from a job that computes on the CPU"
     assert device_job({}, tmp_path) == device_job({hides: "0,1"}, tmp_path) == seen
     for hidden in ("", "-1", "none", "NoDevFiles"):
@@ -218,7 +218,7 @@ def test_one_that_can_be_seen(
 
 def test_a_machine_without_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.version, "cuda", "12.6")
-    monkeypatch.setattr(helperless, "_backends", lambda: ["cpu:gloo,cuda:gloo"])
+    monkeypatch.setattr(without_helper, "_backends", lambda: ["cpu:gloo,cuda:gloo"])
     (tmp_path / "nvidiactl").touch()  # a driver, and no device passed into the container
     assert device_job({}, tmp_path) is None
 

@@ -12,10 +12,10 @@ import pytest
 from armed import captured, train
 from captures import build_helper, open_recorder
 
-from dsprof.analyzer.overhead import measure_overhead
-from dsprof.collectors import hook_time
-from dsprof.collectors.hook_time import EVERY, FIRST, HookTime
-from dsprof.collectors.step_end import StepEnd
+from dsprof.analyzer.budget.capture_overhead import measure_overhead
+from dsprof.collectors.capture import hook_time
+from dsprof.collectors.capture.hook_time import EVERY, FIRST, HookTime
+from dsprof.collectors.capture.step_end import StepEnd
 from dsprof.live.activity import name_thread
 from dsprof.schema import Kind
 

@@ -15,10 +15,10 @@ from armed import captured, train
 from captures import read_rows
 
 from dsprof import gauges
-from dsprof.collectors import host_load
-from dsprof.collectors.collector import OpenCapture
-from dsprof.collectors.host_memory import PAGE
-from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.collectors.capture.open_capture import OpenCapture
+from dsprof.collectors.host import machine_load
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.system.proc import PAGE
 from dsprof.schema import Kind
 
 
@@ -61,15 +61,15 @@ def told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any, *, first: bool, looks: int = 1
 ) -> list[dict[str, float | None]]:
     """What each of so many looks writes."""
-    monkeypatch.setattr(host_load, "import_beside", lambda name: {"psutil": fake}[name])
+    monkeypatch.setattr(machine_load, "import_on_side_thread", lambda name: {"psutil": fake}[name])
     monkeypatch.setattr("multiprocessing.process._children", set())
-    monkeypatch.setattr(host_load.resource, "getrusage", lambda who: SimpleNamespace(ru_nivcsw=11))
+    monkeypatch.setattr(machine_load.resource, "getrusage", lambda who: SimpleNamespace(ru_nivcsw=11))
     own = tmp_path / "proc" / "self"
     own.mkdir(parents=True)
     (own / "statm").write_text("100 3 2 1 0 1 0\n")
     (own / "io").write_text("rchar: 5\nwchar: 6\nread_bytes: 1000\nwrite_bytes: 2000\ncancelled_write_bytes: 0\n")
     opened = capture(tmp_path)
-    seen = host_load.looks(opened, first, lambda: False, str(tmp_path / "proc"))
+    seen = machine_load.looks(opened, first, lambda: False, str(tmp_path / "proc"))
     found = []
     next(seen)  # nothing yet: shares are since the one before
     for _ in range(looks):
@@ -120,7 +120,7 @@ def test_what_a_kernel_does_not_count_is_left_out(tmp_path: Path, text: str) -> 
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "io").write_text(text)
     opened = capture(tmp_path)
-    seen = host_load.looks(opened, False, lambda: False, str(tmp_path / "proc"))
+    seen = machine_load.looks(opened, False, lambda: False, str(tmp_path / "proc"))
     for _ in range(3):
         next(seen)
     opened.recorder.close()
@@ -129,7 +129,7 @@ def test_what_a_kernel_does_not_count_is_left_out(tmp_path: Path, text: str) -> 
 
 def test_the_host_itself_answers(tmp_path: Path) -> None:
     opened = capture(tmp_path)
-    seen = host_load.looks(opened, True, lambda: False)
+    seen = machine_load.looks(opened, True, lambda: False)
     for _ in range(3):
         next(seen)
     opened.recorder.close()
@@ -160,12 +160,12 @@ def test_where_workers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     )  # fmt: skip
     processes = [type("Child", (), {"pid": pid})() for pid in (11, 12, 13, 14, 15, 16, 17, 99, None)]
     monkeypatch.setattr("multiprocessing.process._children", set(processes))
-    assert dict(host_load.read_workers(folder)) == {
+    assert dict(machine_load.read_workers(folder)) == {
         "workers.alive": 6, "workers.busy": 1, "workers.on_disk": 4, "workers.in.folio_wait_bit": 2,
         "workers.in.nfs_wait": 1,
     }  # fmt: skip
     monkeypatch.setattr("multiprocessing.process._children", set(processes[-2:]))
-    assert dict(host_load.read_workers(folder)) == {}
+    assert dict(machine_load.read_workers(folder)) == {}
 
 
 def test_workers_of_this_process() -> None:
@@ -173,7 +173,7 @@ def test_workers_of_this_process() -> None:
     sleeper = fork.Process(target=time.sleep, args=(60,), daemon=True)
     sleeper.start()
     try:
-        found = dict(host_load.read_workers("/proc"))
+        found = dict(machine_load.read_workers("/proc"))
         assert found["workers.alive"] >= 1
         assert found["workers.busy"] + found["workers.on_disk"] <= found["workers.alive"]
     finally:
@@ -193,14 +193,14 @@ def test_it_is_imported_and_asked_on_another_thread(tmp_path: Path, monkeypatch:
             asked.set()
             return super().cpu_times_percent()
 
-    def import_beside(name: str) -> Any:
+    def import_on_side_thread(name: str) -> Any:
         imported.append((name, threading.current_thread().name))
         return Tells()
 
-    monkeypatch.setattr(host_load, "import_beside", import_beside)
-    monkeypatch.setattr(host_load.identity, "identify", lambda: SimpleNamespace(local_rank=0))
+    monkeypatch.setattr(machine_load, "import_on_side_thread", import_on_side_thread)
+    monkeypatch.setattr(machine_load.identity, "identify", lambda: SimpleNamespace(local_rank=0))
     opened = capture(tmp_path)
-    (stop,) = host_load.install(opened)
+    (stop,) = machine_load.install(opened)
     assert asked.wait(60)
     stop()
     assert imported == [("psutil", "dsprof-host-load")]

@@ -15,11 +15,11 @@ import torch
 from captures import RECORDERS, Row, build_helper, open_recorder, read_rows
 from jobs import environment
 
-from dsprof.collectors import host_sync
-from dsprof.collectors.collector import OpenCapture
-from dsprof.collectors.facts import Fact
-from dsprof.collectors.python_recorder import PyRecorder
-from dsprof.collectors.sites import Sites
+from dsprof.collectors.capture.facts import Fact
+from dsprof.collectors.capture.open_capture import OpenCapture
+from dsprof.collectors.devices import host_sync
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.recorder.source_locations import SourceLocations
 from dsprof.ondisk import State
 from dsprof.schema import HOST_SYNC, Kind
 
@@ -29,7 +29,8 @@ import torch
 import npy_device
 late = [0.0]
 made = npy_device.start(lambda: time.sleep(late[0]))
-from dsprof.collectors import host_sync, native
+from dsprof.collectors.devices import host_sync
+from dsprof.collectors import native
 recorder = native.load(print).open(sys.argv[1])
 host_sync.watch(recorder)
 x, y = made(torch.tensor([3.0])), made(torch.zeros(250))
@@ -262,7 +263,7 @@ def test_places_are_outside_of_torch_and_of_us(tmp_path: Path) -> None:
     (tmp_path / "capture").mkdir()
     opened = PyRecorder(tmp_path / "capture")
     names: dict[int, str] = {}
-    sites = Sites(opened)
+    sites = SourceLocations(opened)
 
     torch_file = str(Path(torch.__file__).parent / "optim" / "made_up.py")
     library = str(Path(inspect.getfile(inspect)).parent / "made_up.py")

@@ -18,7 +18,7 @@ from hostile import CANARY, Outside, all_runs, impatient, traces
 from synthetic import Job, write_capture
 
 from dsprof import cli
-from dsprof.collectors import scratch
+from dsprof.collectors.capture import scratch
 from dsprof.launch.claim import claim, is_run
 from dsprof.launch.peak import facts_told
 from dsprof.live.tail import Tail, captures
@@ -94,7 +94,7 @@ def read_all(run: Path) -> None:
     """Whatever dsprof reads of a run folder, but for the analysis. Raises RunError."""
     folder = open_run(run)
     is_run(folder), folder.read_hosts(), folder.read_hints(), folder.read_hangs(), folder.rank_of("host", 1)
-    facts_told(folder), scratch.waiting(run, None)
+    facts_told(folder), scratch.waiting(run)
     for *_, capture in captures(folder.capture):
         tail = Tail(capture)
         tail.facts("process", "group"), tail.meta(), tail.dropped(), tail.lock_stacks()

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import forked_python
 import launcher
 import pytest
 import torch.distributed as dist
@@ -532,13 +533,12 @@ def test_a_real_job_of_two_hosts(tmp_path: Path) -> None:
         for node, host in enumerate("ab"):
             (tmp_path / host).mkdir(exist_ok=True)
             processes.append(
-                subprocess.Popen(
+                forked_python.start(
                     [sys.executable, "-m", "dsprof", *line(node, port, *scratch[host])],
                     cwd=tmp_path / host,
                     env=environment(DSPROF_HOST=host, OMP_NUM_THREADS="1"),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    text=True,
                     start_new_session=True,
                 )
             )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dsprof.collectors import identity
-from dsprof.collectors.identity import Identity, run_folder, selected
+from dsprof.collectors.capture import identity
+from dsprof.collectors.capture.identity import Identity, run_folder, selected
 from dsprof.names import host_name, new_run_id
 from dsprof.ranges import parse_ranks
 from dsprof.run import RankExit, failures, last_processes

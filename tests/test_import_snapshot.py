@@ -18,7 +18,7 @@ from damage import damaged
 from dsprof import cli, reports, trace
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.memory import segment_uses
+from dsprof.analyzer.memory.allocator_state import segment_uses
 from dsprof.importers import import_trace
 from dsprof.reports import memory as memory_figures
 from dsprof.run import RunError, RunFolder, open_run

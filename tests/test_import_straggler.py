@@ -12,7 +12,7 @@ import pytest
 
 from dsprof import cli, trace
 from dsprof.analyzer import analyze
-from dsprof.analyzer.match import match_collectives
+from dsprof.analyzer.align.match import match_collectives
 from dsprof.importers import import_trace
 from dsprof.run import RunError, RunFolder, open_run
 from dsprof.schema import COLUMNS

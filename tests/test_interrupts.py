@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import functools
 import gc
-import os
 import signal
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from armed import captured, train
 from captures import RECORDERS, build_helper, open_recorder, read_rows
 
-from dsprof.collectors import errors, modules
-from dsprof.collectors.interrupts import by_handler
-from dsprof.collectors.python_recorder import PyRecorder
-from dsprof.collectors.record import Recorder
+from dsprof.collectors.hooking import errors
+from dsprof.collectors.hooking.signals import by_handler
+from dsprof.collectors.loop import modules
+from dsprof.collectors.recorder import chunks
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.recorder.record import Recorder
+from dsprof.ondisk import CHUNK_RECORDS
 from dsprof.schema import Kind
 
 
@@ -173,7 +177,7 @@ class Broken(torch.Tensor):
 
 def test_a_forwards_hook(recorder: Recorder, handled: Callable[[Callable[..., None]], None]) -> None:
     layer = torch.nn.Identity()
-    uninstall = modules.install(recorder, every=True)
+    uninstall = modules.watch(recorder, every=True)
     try:
         handled(raises)
         interrupting = torch.ones(2).as_subclass(Interrupting)
@@ -209,7 +213,7 @@ def test_the_names_of_modules(recorder: Recorder, handled: Callable[[Callable[..
     def fails() -> None:
         raise ValueError("no name")
 
-    uninstall = modules.install(recorder, every=True)
+    uninstall = modules.watch(recorder, every=True)
     try:
         handled(raises)
         Unnamed.act = staticmethod(interrupted)
@@ -225,26 +229,37 @@ def test_the_names_of_modules(recorder: Recorder, handled: Callable[[Callable[..
         uninstall()
 
 
-@pytest.mark.parametrize("interrupted_in", ["open", "posix_fallocate"])
+@pytest.mark.parametrize("begun", [False, True], ids=["before its thread", "when its thread has begun"])
 def test_a_chunk_whose_making_was_interrupted_is_made_anew(
-    interrupted_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handled: Callable[[Callable[..., None]], None]
+    begun: bool, tmp_path: Path, handled: Callable[[Callable[..., None]], None]
 ) -> None:
-    recorder, call = PyRecorder(tmp_path), getattr(os, interrupted_in)
+    """A chunk is made by a thread of its own, to which no signal comes: what is interrupted is who starts it."""
+    recorder, start = PyRecorder(tmp_path, patience_s=60.0), chunks._thread.start_new_thread
     name = recorder.intern("mark")
+    told: list[object] = []
 
-    def interrupting(*args: object, **kwargs: object) -> object:
-        monkeypatch.undo()
-        result = call(*args, **kwargs)
+    def fill_a_chunk() -> None:
+        for _ in range(CHUNK_RECORDS):
+            recorder.mark(int(Kind.MARK), name)
+
+    def interrupting(*args: Any) -> int:
+        patch.setattr(chunks._thread, "start_new_thread", start)
+        if begun:
+            start(*args)
         interrupted()
-        return result
+        return 0
 
     handled(raises)
-    monkeypatch.setattr(os, interrupted_in, interrupting)
-    with pytest.raises(Preempted):
-        recorder.mark(int(Kind.MARK), name)
-    recorder.mark(int(Kind.MARK), name)
-    recorder.close()
-    assert (recorder.errors, [row.kind for row in read_rows(tmp_path)]) == (0, [Kind.MARK])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", told.append)
+        patch.setattr(chunks._thread, "start_new_thread", interrupting)
+        with pytest.raises(Preempted):
+            fill_a_chunk()
+        fill_a_chunk()
+        recorder.close()
+    assert (recorder.errors, recorder.dropped, told) == (0, 0, [])
+    rows = read_rows(tmp_path)
+    assert [row.kind for row in rows] == [Kind.MARK] * (CHUNK_RECORDS // 2 + CHUNK_RECORDS)
 
 
 TIMED_OUT = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsprof.analyzer.intervals import Intervals, nest
+from dsprof.analyzer.budget.intervals import Intervals, nest
 
 Pairs = list[tuple[int, int]]
 

@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dsprof.analyzer.intervals import Intervals
-from dsprof.analyzer.irregular import Irregular, find_irregular, mark_ordinary, warm_up
-from dsprof.analyzer.kinds import divide_time
-from dsprof.analyzer.steps import lasting_change
+from dsprof.analyzer.align.steps import lasting_change
+from dsprof.analyzer.budget.intervals import Intervals
+from dsprof.analyzer.budget.irregular import Irregular, find_irregular, mark_ordinary, warm_up
+from dsprof.analyzer.budget.wall_time import divide_time
 from dsprof.schema import COLUMNS
 
 MS = 1_000_000

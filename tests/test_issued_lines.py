@@ -9,7 +9,7 @@ import pytest
 from records import Record, derive
 from synthetic import Job
 
-from dsprof.analyzer.call_sites import CallSite, call_sites
+from dsprof.analyzer.hang.issuing_lines import CallSite, call_sites
 from dsprof.live.waiting import Communication
 from dsprof.schema import CALL_SITE, CAPTURE_GAP, CAPTURE_OFF, DTYPES, Kind
 from dsprof.trace import Trace

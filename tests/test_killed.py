@@ -18,7 +18,7 @@ import torch  # noqa: F401  (the native helper is for the torch of this process)
 from captures import open_recorder
 
 from dsprof import ondisk
-from dsprof.collectors.chunks import CHUNK_BYTES
+from dsprof.collectors.recorder.chunks import CHUNK_BYTES
 from dsprof.ondisk import CHUNK_HEADER_BYTES, CHUNK_RECORDS, RECORD_BYTES, State
 from dsprof.schema import Kind
 from dsprof.trace.capture import Capture, read_capture

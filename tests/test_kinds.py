@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dsprof.analyzer.kinds import apart_spans
+from dsprof.analyzer.budget.wall_time import spans_outside_training
 from dsprof.schema import COLUMNS
 
 
@@ -23,7 +23,7 @@ def phases(*rows: tuple[str, float, float, bool | None]) -> pd.DataFrame:
 
 
 def ms(rows: pd.DataFrame, kind: str) -> list[tuple[float, float]]:
-    spans = apart_spans(rows)[kind]
+    spans = spans_outside_training(rows)[kind]
     return [(begin / 1e6, end / 1e6) for begin, end in zip(spans.start, spans.end, strict=True)]
 
 

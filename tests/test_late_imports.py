@@ -13,8 +13,8 @@ from types import ModuleType
 
 import pytest
 
-from dsprof.collectors import errors
-from dsprof.collectors.imports import _finder, when_imported
+from dsprof.collectors.hooking import errors
+from dsprof.collectors.hooking.late_imports import _finder, when_imported
 
 
 @pytest.fixture

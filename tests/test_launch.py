@@ -405,6 +405,7 @@ def test_the_environment_of_the_job() -> None:
         "DSPROF_DEEP": "",
         "DSPROF_LIMIT": "2GiB",
         "DSPROF_SCRATCH": "",
+        "DSPROF_EXIT_WAIT": "5",
         "DSPROF_WITHOUT": "",
         "DSPROF_NATIVE": "auto",
         "DSPROF_HANG_TIMEOUT": "600",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dsprof.analyzer.layers import layer_costs
+from dsprof.analyzer.work.layer_costs import layer_costs
 from dsprof.engine.partition import read_costs
 from dsprof.reports import write_layer_costs
 from dsprof.run import RunFolder

@@ -11,7 +11,7 @@ JOB = f"""
 import gc, weakref
 from pathlib import Path
 import torch, torch.distributed as dist
-from dsprof.collectors import window
+from dsprof.collectors.capture import window
 
 window.LOOK_EVERY_S = 0.0
 {ALONE}

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 from synthetic import Job, constant
 
-from dsprof.analyzer.context import interval, intervals
-from dsprof.analyzer.load import Gauges, HostLoad, core_masks, measure_load
+from dsprof.analyzer.budget.host_load import Gauges, HostLoad, core_masks, measure_load
+from dsprof.analyzer.price.confidence_interval import interval, intervals
 from dsprof.run import RankInfo, RunInfo
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from dsprof.analyzer.backends import BACKENDS, backend_of
-from dsprof.analyzer.match import COLLECTIVE_COLUMNS, match_collectives
-from dsprof.analyzer.numbering import mismatches, number_by_order
+from dsprof.analyzer.align.backends import BACKENDS, backend_of
+from dsprof.analyzer.align.match import COLLECTIVE_COLUMNS, match_collectives
+from dsprof.analyzer.align.numbering import mismatches, number_by_order
 from dsprof.run import RunInfo
 from dsprof.schema import COLUMNS
 

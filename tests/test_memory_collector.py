@@ -15,13 +15,13 @@ import torch
 from captures import Row, open_recorder, read_rows
 from cuda_memory import FakeCuda, MiB, stats_of
 
-from dsprof.collectors.collector import OpenCapture
-from dsprof.collectors.cuda_memory import COUNTS, POOLS, STATS, TorchCuda, largest_free
-from dsprof.collectors.host_memory import HostMemory, oom_kills
-from dsprof.collectors.memory import Sampler
-from dsprof.collectors.memory_history import History
-from dsprof.collectors.memory_parts import LiveTensors
-from dsprof.collectors.uninstall import Uninstall
+from dsprof.collectors.capture.open_capture import OpenCapture
+from dsprof.collectors.hooking.uninstall import Uninstall
+from dsprof.collectors.memory.cuda_history import History
+from dsprof.collectors.memory.cuda_memory import COUNTS, POOLS, STATS, TorchCuda, largest_free
+from dsprof.collectors.memory.live_tensors import LiveTensors
+from dsprof.collectors.memory.memory_sampler import Sampler
+from dsprof.collectors.memory.process_memory import HostMemory, oom_kills
 from dsprof.run import RunFolder
 from dsprof.schema import OOM_SNAPSHOT_NAME, SNAPSHOT_NAME, Kind
 from dsprof.trace.snapshot import read_snapshot
@@ -178,7 +178,7 @@ def test_the_largest_free_block() -> None:
 @pytest.fixture
 def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that earlier tests of this process have left tell of their tensors, too."""
-    monkeypatch.setattr("dsprof.collectors.memory_parts.hooks.memory_held", lambda: iter(()))
+    monkeypatch.setattr("dsprof.collectors.memory.live_tensors.hooks.memory_held", lambda: iter(()))
 
 
 def model() -> tuple[torch.nn.Module, torch.optim.Optimizer, LiveTensors]:
@@ -351,7 +351,7 @@ def test_a_device_that_has_no_more_is_told_with_a_snapshot(watched: Callable[...
 def test_what_fails_in_the_observer_is_counted_and_does_not_reach_the_job(
     watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dsprof.collectors import errors
+    from dsprof.collectors.hooking import errors
 
     run = watched(stats_of(allocated=700 * MiB, reserved=900 * MiB))
     run.step()

@@ -15,7 +15,7 @@ from captures import RECORDERS, Row, build_helper, open_recorder, read_rows
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dsprof.collectors import modules
+from dsprof.collectors.loop import modules
 from dsprof.ondisk import NO_SEQ, Flag, State
 from dsprof.schema import Kind
 
@@ -28,7 +28,7 @@ def forwards(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Forward
     if request.param == "native":
         build_helper()
     recorder = open_recorder(request.param, tmp_path / "capture")
-    uninstall = modules.install(recorder)
+    uninstall = modules.watch(recorder)
     try:
         yield lambda: read_rows(tmp_path / "capture")
     finally:
@@ -166,7 +166,7 @@ def test_compiled_before_the_hook_still_works(tmp_path: Path, request: pytest.Fi
 @pytest.fixture
 def forwards_python(tmp_path: Path) -> Iterator[Forwards]:
     recorder = open_recorder("python", tmp_path / "capture")
-    uninstall = modules.install(recorder)
+    uninstall = modules.watch(recorder)
     yield lambda: read_rows(tmp_path / "capture")
     uninstall()
     recorder.close()
@@ -201,7 +201,7 @@ def test_uninstall_leaves_no_trace(kind: str, tmp_path: Path) -> None:
         build_helper()
     before = nn.Module.__call__
     recorder = open_recorder(kind, tmp_path / "capture")
-    modules.install(recorder)()
+    modules.watch(recorder)()
     nn.Identity()(torch.ones(1))
     recorder.close()
     assert nn.Module.__call__ is before
@@ -230,7 +230,7 @@ def every(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[
     if request.param == "native":
         build_helper()
     recorder = open_recorder(request.param, tmp_path / "capture")
-    uninstall = modules.install(recorder, every=True)
+    uninstall = modules.watch(recorder, every=True)
     yield lambda: [row for row in read_rows(tmp_path / "capture") if row.kind in (Kind.MODULE, Kind.PHASE)]
     uninstall()
     assert recorder.errors == 0
@@ -376,7 +376,7 @@ def backward(tmp_path: Path) -> Iterator[Callable[[], list[tuple[str, str]]]]:
     """Names of the calls of modules and phases so far, each with `backward` where it is one."""
     build_helper()
     recorder = open_recorder("native", tmp_path / "capture")
-    uninstall = modules.install(recorder, every=True)
+    uninstall = modules.watch(recorder, every=True)
     yield lambda: [
         (row.name, row.purpose) for row in read_rows(tmp_path / "capture") if row.kind in (Kind.MODULE, Kind.PHASE)
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from records import Record, capture_of, derive, phase
 
-from dsprof.analyzer.modules import module_times, sum_modules
+from dsprof.analyzer.work.module_times import module_times, sum_modules
 from dsprof.schema import SHARDING, Kind
 from dsprof.trace.capture import Gap
 from dsprof.trace.derive import trace_rows

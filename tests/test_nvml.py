@@ -16,10 +16,11 @@ from fake_nvml import FakeNvml
 from jobs import environment
 
 from dsprof import gauges
-from dsprof.collectors import beside, nvml
-from dsprof.collectors.collector import OpenCapture
-from dsprof.collectors.facts import Fact
-from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.collectors.capture import side_thread
+from dsprof.collectors.capture.facts import Fact
+from dsprof.collectors.capture.open_capture import OpenCapture
+from dsprof.collectors.devices import nvml
+from dsprof.collectors.recorder.python_recorder import PyRecorder
 from dsprof.schema import Kind
 
 GB = 1 << 30
@@ -307,7 +308,7 @@ def test_the_thread_starts_where_cuda_is_in_use(tmp_path: Path, monkeypatch: pyt
 
     fake, imported_on = FakeNvml(), []
 
-    def import_beside(name: str) -> Any:
+    def import_on_side_thread(name: str) -> Any:
         imported_on.append((name, threading.current_thread().name))
         return fake
 
@@ -322,7 +323,7 @@ def test_the_thread_starts_where_cuda_is_in_use(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "capture").mkdir()
     recorder = PyRecorder(tmp_path / "capture")
     capture = OpenCapture(recorder, tmp_path, "light", lambda: True, lambda: None, write_fact, after_step=steps)
-    monkeypatch.setattr(nvml, "import_beside", import_beside)
+    monkeypatch.setattr(nvml, "import_on_side_thread", import_on_side_thread)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     (uninstall,) = nvml.install(capture)
     steps[0]()
@@ -348,15 +349,15 @@ def test_the_thread_starts_where_cuda_is_in_use(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_call_that_hangs_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "LAST_WAIT_S", 0.0)
+    monkeypatch.setattr(side_thread, "LAST_WAIT_S", 0.0)
     hangs, inside = threading.Event(), threading.Event()
 
-    def looks() -> beside.Looks:
+    def looks() -> side_thread.Poller:
         inside.set()
         hangs.wait()
         yield
 
-    thread = beside.Beside("test", looks)
+    thread = side_thread.SideThread("test", looks)
     thread.start()
     assert inside.wait(60)
     thread.stop()
@@ -372,12 +373,12 @@ def test_an_error_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         counted.append((where, str(error)))
         seen.set()
 
-    def looks() -> beside.Looks:
+    def looks() -> side_thread.Poller:
         yield
         raise ValueError("ours")
 
-    monkeypatch.setattr(beside, "count_error", count)
-    thread = beside.Beside("test", looks, every_s=0.0)
+    monkeypatch.setattr(side_thread, "count_error", count)
+    thread = side_thread.SideThread("test", looks, every_s=0.0)
     thread.start()
     assert seen.wait(60)
     thread.stop()
@@ -387,13 +388,13 @@ def test_an_error_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hanging_driver_does_not_keep_the_process(tmp_path: Path) -> None:
     program = """
 import threading, time
-from dsprof.collectors import beside
+from dsprof.collectors.capture import side_thread
 inside = threading.Event()
 def looks():
     inside.set()
     threading.Event().wait()
     yield
-thread = beside.Beside("nvml", looks)
+thread = side_thread.SideThread("nvml", looks)
 thread.start()
 inside.wait()
 thread.stop()
@@ -417,11 +418,11 @@ def test_forks_wait_for_an_import(tmp_path: Path) -> None:
 import os, sys, threading
 sys.path.insert(0, ".")
 import shared
-from dsprof.collectors import beside
+from dsprof.collectors.capture import side_thread
 def looks():
-    beside.import_beside("slow_module")
+    side_thread.import_on_side_thread("slow_module")
     yield
-thread = beside.Beside("test", looks)
+thread = side_thread.SideThread("test", looks)
 os.register_at_fork(before=lambda: shared.order.append("forked"))  # runs after those that are registered later
 thread.start()
 assert shared.begun.wait(60)

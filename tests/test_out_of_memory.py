@@ -14,7 +14,7 @@ import pytest
 from armed import both, captured, train
 from jobs import profile
 
-from dsprof.collectors.out_of_memory import asked_for
+from dsprof.collectors.memory.out_of_memory import asked_for
 
 MiB = 1 << 20
 

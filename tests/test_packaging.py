@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 SOME = {
     "dsprof/__init__.py",
     "dsprof/py.typed",
-    "dsprof/analyzer/rules/comm.py",
+    "dsprof/analyzer/rules/comm/ddp_buckets.py",
     "dsprof/cli/run.py",
     "dsprof/engine/__init__.py",
     "dsprof/collectors/arm.py",

@@ -12,8 +12,8 @@ from captures import open_recorder
 
 from dsprof import permissions
 from dsprof.atomic import replacing, write_atomically
-from dsprof.collectors import copier, scratch
-from dsprof.collectors.copier import Copier
+from dsprof.collectors.capture import copier, scratch
+from dsprof.collectors.capture.copier import Copier
 from dsprof.collectors.native import places
 from dsprof.launch.gather import Gathering
 from dsprof.launch.talk import Talk
@@ -220,11 +220,11 @@ def test_the_launcher_brings_nothing_that_a_file_in_the_run_folder_names(
     told = copier.CopyState(host_name(), str(victim), 1, 1)
     (run.capture / CAPTURE).mkdir(parents=True)
     write_atomically(run.capture / CAPTURE / "copying.json", copier.json.dumps(vars(told)))
-    Gathering(run, Talk(), local.parents[1] if placed else None).finish()
+    Gathering(run, Talk(), (local.parents[1],) if placed else ()).finish()
     assert (victim / "precious").read_text() == "x"
     assert (local / "names.txt").exists()
     assert capfd.readouterr().err == (
         f"[dsprof] warning: the capture of rank 3 is not all in {run.capture}/; its copying.json names a folder that "
         "does not stand for this run, which is left alone\n"
     )
-    assert not scratch.bring(scratch.waiting(run.path, None)[0], run.path, Path("/"))
+    assert not scratch.bring(scratch.waiting(run.path)[0], run.path, (Path("/"),))

@@ -16,11 +16,11 @@ import pytest
 from captures import build_helper, read_rows
 from jobs import environment
 
-from dsprof.analyzer.switched_off import EVERYTHING, reasons
-from dsprof.collectors import parts, private, statements
+from dsprof.analyzer.rules.missing_collectors import EVERYTHING, reasons
 from dsprof.collectors.catalogue import COLLECTORS
-from dsprof.collectors.parts import HookPart, install_each
-from dsprof.collectors.private_names import CUDA, NAMES
+from dsprof.collectors.hooking import hook_parts, private, statements
+from dsprof.collectors.hooking.hook_parts import HookPart, install_each
+from dsprof.collectors.hooking.private_names import CUDA, NAMES
 from dsprof.run import RunFolder
 from dsprof.trace.merge import merge
 
@@ -331,7 +331,7 @@ def test_a_part_that_fails_costs_itself(monkeypatch: pytest.MonkeyPatch) -> None
     told: list[statements.Fact] = []
     counted: list[tuple[str, str]] = []
     monkeypatch.setattr(statements, "_sink", told.append)
-    monkeypatch.setattr(parts, "count_error", lambda where, error: counted.append((where, str(error))))
+    monkeypatch.setattr(hook_parts, "count_error", lambda where, error: counted.append((where, str(error))))
 
     def fails() -> None:
         raise RuntimeError("moved")

@@ -17,10 +17,10 @@ import torch  # noqa: F401  (the native helper is for the torch of this process)
 from captures import open_recorder, read_names, read_rows
 
 from dsprof import ondisk
-from dsprof.collectors import record
-from dsprof.collectors.chunks import CHUNK_BYTES
-from dsprof.collectors.python_recorder import PyRecorder
-from dsprof.collectors.record import Recorder
+from dsprof.collectors.recorder import record
+from dsprof.collectors.recorder.chunks import CHUNK_BYTES
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.collectors.recorder.record import Recorder
 from dsprof.ondisk import CHUNK_RECORDS, State
 from dsprof.schema import Kind
 
@@ -272,9 +272,9 @@ import torch
 from captures import open_recorder
 from dsprof.ondisk import CHUNK_RECORDS
 from dsprof.schema import Kind
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
 recorder = open_recorder(sys.argv[1], Path(sys.argv[2]))
 name = recorder.intern("tick")
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
 for _ in range(CHUNK_RECORDS + 7):
     recorder.mark(Kind.MARK, name)
 print(recorder.records, recorder.dropped)

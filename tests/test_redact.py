@@ -7,7 +7,7 @@ import string
 
 import pytest
 
-from dsprof.collectors.errors import describe
+from dsprof.collectors.hooking.errors import describe
 from dsprof.redact import known_secrets, looks_random, redact_data, redact_setting, redact_text, redact_words
 from dsprof.run import RunInfo
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from graphs import COMPUTE, graph_of, steps_of
 
-from dsprof.analyzer import levels
-from dsprof.analyzer.attribution import attribute
-from dsprof.analyzer.graph import PARTS, Crossings, StepGraph, Task
-from dsprof.analyzer.link import Link
-from dsprof.analyzer.order import Cyclic
-from dsprof.analyzer.replay import replay, replay_all
-from dsprof.analyzer.trust import check, contradicted
+from dsprof.analyzer.graph import longest_path
+from dsprof.analyzer.graph.evaluation_order import Cyclic
+from dsprof.analyzer.graph.link import Link
+from dsprof.analyzer.graph.replay import replay, replay_all
+from dsprof.analyzer.graph.step_graph import PARTS, CrossStepEdges, StepGraph, Task
+from dsprof.analyzer.graph.validate import check, contradicted
+from dsprof.analyzer.price.attribution import attribute
 from dsprof.analyzer.whatif.edit import edit
-from dsprof.analyzer.whatif.recut import NotRecut, coalesce, rebucket
+from dsprof.analyzer.whatif.rebucket import NotRebucketed, coalesce, rebucket
 from dsprof.analyzer.whatif.work import Change, less, scale
 
 FREE = Task("0", workers=None)
@@ -91,29 +91,29 @@ def test_a_task_of_the_step_before_is_waited_for_across_steps() -> None:
     """Gathered in one step (12 ms), used in the next, 5 ms into it: 2 + 12 - 6 - 5 = 3 ms of each step are waiting."""
     steps = steps_of(["5 O0 1 I0 0"], [9], [FREE], steps=5, outside=1)
     count = len(steps.numbers)
-    crossings = Crossings(
-        source_shape=np.zeros(count - 1, np.int64),
+    cross_step_edges = CrossStepEdges(
+        source_template=np.zeros(count - 1, np.int64),
         source=np.full(count - 1, steps.structure.segments),  # the task
         source_column=np.arange(count - 1),
-        target_shape=np.zeros(count - 1, np.int64),
+        target_template=np.zeros(count - 1, np.int64),
         target=np.zeros(count - 1, np.int64),
         target_column=np.arange(1, count),
     )
-    graph = graph_of(steps, crossings)
+    graph = graph_of(steps, cross_step_edges)
     # The first waits for nothing; the others until 9 ms after the end of the one before, then 1 ms.
     assert step_ms(graph) == [6.0, 10.0, 10.0, 10.0, 10.0]
-    faster = graph.with_shapes((replace(steps, transfer=steps.transfer - 2),))
+    faster = graph.with_templates((replace(steps, transfer=steps.transfer - 2),))
     assert step_ms(faster) == [6.0, 8.0, 8.0, 8.0, 8.0]
 
 
 def test_a_rank_may_issue_in_the_step_before() -> None:
     """Rank 1 sends at the end of a step what rank 0 receives in the next."""
     steps = steps_of(["1 I0 W0 1", "10"], [2], [FREE], steps=3, outside=1, arrivals=[(0, 0)])
-    crossings = Crossings(
+    cross_step_edges = CrossStepEdges(
         np.zeros(2, np.int64), np.full(2, 3), np.arange(2), np.zeros(2, np.int64), np.zeros(2, np.int64),
         np.arange(1, 3),
     )  # fmt: skip
-    graph = graph_of(steps, crossings)
+    graph = graph_of(steps, cross_step_edges)
     assert steps.structure.segments == 4  # of rank 0: to the issue, to the wait, to the end; of rank 1 one
     # Step 0: 1 + 2 + 1. From then on rank 0 waits for the end of rank 1's step before: 10 + 2 + 1 = 13, 23.
     assert replay(graph).end.tolist() == [[4, 13, 23], [10, 20, 30]]
@@ -121,7 +121,7 @@ def test_a_rank_may_issue_in_the_step_before() -> None:
 
 def reference_ms(graph: StepGraph) -> np.ndarray:
     """The end of each thread's step, [T, N], operation by operation: a slow, plain reference of one shape."""
-    (steps,) = graph.shapes
+    (steps,) = graph.templates
     structure = steps.structure
     segments = structure.segments
     start = np.zeros(structure.threads)
@@ -195,7 +195,7 @@ def test_replay_is_what_a_plain_simulation_gives(seed: int, monkeypatch: pytest.
     graph = graph_of(steps)
     expected = reference_ms(graph)
     assert replay(graph).end == pytest.approx(expected, abs=1e-6)
-    monkeypatch.setattr(levels, "NARROW", 0 if seed % 2 else 1e9)
+    monkeypatch.setattr(longest_path, "NARROW", 0 if seed % 2 else 1e9)
     assert replay(graph).end == pytest.approx(expected, abs=1e-6)
 
 
@@ -216,8 +216,8 @@ def removal(thread: int, ms: float, steps: int, threads: int = 2, beyond: bool =
 
 def test_what_mending_a_straggler_gains() -> None:
     graph = graph_of(steps_of(["5 I0 3 W0 2", "9 I0 1 W0 2"], [4], steps=4))
-    teams = [np.array([True, True])]
-    changed = less(graph, removal(1, 4, 4, beyond=True), teams)(graph)
+    peer_groups = [np.array([True, True])]
+    changed = less(graph, removal(1, 4, 4, beyond=True), peer_groups)(graph)
     # Rank 1's four ms go from before the issue, where it is slower: 5 + 4 + 2.
     assert step_ms(changed) == [11.0] * 4
 
@@ -236,10 +236,10 @@ def test_what_a_loader_that_two_ranks_share_costs() -> None:
     assert step_ms(graph) == [31.0] * 5
     loading, compute = np.zeros((2, 5)), np.zeros((2, 5))
     loading[0], compute[0] = 7.0, 6.0
-    teams = [np.array([True, True])]
-    workers = less(graph, Change({"data": loading}), teams)
+    peer_groups = [np.array([True, True])]
+    workers = less(graph, Change({"data": loading}), peer_groups)
     assert step_ms(workers(graph)) == [24.0] * 5
-    straggler = less(graph, Change({"compute": compute}, where_beyond_peers=True), teams)
+    straggler = less(graph, Change({"compute": compute}, where_beyond_peers=True), peer_groups)
     assert step_ms(straggler(graph)) == [25.0] * 5
     assert step_ms(straggler(workers(graph))) == [18.0] * 5
 
@@ -247,8 +247,8 @@ def test_what_a_loader_that_two_ranks_share_costs() -> None:
 def test_what_is_shared_out_sums_to_the_whole() -> None:
     """Both ranks are slow: mending one alone gains nothing, both 4 ms."""
     graph = graph_of(steps_of(["9 I0 W0", "9 I0 W0"], [4], steps=4))
-    teams = [np.array([True, True])]
-    faults = {f"rank {r}": less(graph, removal(r, 4, 4), teams) for r in (0, 1)}
+    peer_groups = [np.array([True, True])]
+    faults = {f"rank {r}": less(graph, removal(r, 4, 4), peer_groups) for r in (0, 1)}
     found = attribute(graph, faults)
     assert {name: ms.tolist() for name, ms in found.alone.items()} == {"rank 0": [0] * 4, "rank 1": [0] * 4}
     assert {name: ms.tolist() for name, ms in found.shares.items()} == {"rank 0": [2] * 4, "rank 1": [2] * 4}
@@ -259,8 +259,8 @@ def test_what_is_shared_out_sums_to_the_whole() -> None:
 def test_of_many_faults_orders_are_sampled_and_still_sum() -> None:
     threads = 9
     graph = graph_of(steps_of(["9 I0 W0 2"] * threads, [4], steps=3))
-    teams = [np.ones(threads, bool)]
-    faults = {f"rank {r}": less(graph, removal(r, 1.0 + 0.1 * r, 3, threads), teams) for r in range(threads)}
+    peer_groups = [np.ones(threads, bool)]
+    faults = {f"rank {r}": less(graph, removal(r, 1.0 + 0.1 * r, 3, threads), peer_groups) for r in range(threads)}
     found = attribute(graph, faults)
     whole = found.before - found.left
     assert sum(found.shares.values()) == pytest.approx(whole)
@@ -288,7 +288,7 @@ def test_why_gradients_cannot_be_cut_anew(points: str, reason: str | None) -> No
     if reason is None:
         assert step_ms(graph_of(rebucket(steps, [2], link, 0.0).steps)) == [3.0]  # 2 of backward, then 1
         return
-    with pytest.raises(NotRecut, match=reason):
+    with pytest.raises(NotRebucketed, match=reason):
         rebucket(steps, [2], link, 0.0)
 
 

@@ -12,8 +12,8 @@ import pandas as pd
 from test_report_html import text_of
 
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.efficiency import Efficiency, Throughput
-from dsprof.analyzer.modules import COLUMNS
+from dsprof.analyzer.work.mfu import Efficiency, Throughput
+from dsprof.analyzer.work.module_times import COLUMNS
 from dsprof.reports import efficiency, html, terminal
 
 FOUND = Efficiency(

@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.memory_use import COLUMNS, MemoryUse
+from dsprof.analyzer.memory.use_by_step import COLUMNS, MemoryUse
 from dsprof.reports import html, memory, palette, plots, tensorboard, terminal
 from dsprof.schema import MEMORY_PARTS
 

@@ -14,8 +14,8 @@ from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.calibration import MODEL_ERROR
 from dsprof.analyzer.finding import Finding, Gain
+from dsprof.analyzer.price.calibration import MODEL_ERROR
 from dsprof.analyzer.rules.base import at, ddp_argument_fix, settings_fix, widened
 from dsprof.trace import Trace
 

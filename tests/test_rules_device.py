@@ -11,7 +11,7 @@ from synthetic import Job, constant
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
-from dsprof.analyzer.switched_off import NEEDED_FOR, reasons
+from dsprof.analyzer.rules.missing_collectors import NEEDED_FOR, reasons
 from dsprof.collectors.catalogue import COLLECTORS
 from dsprof.trace import Trace
 

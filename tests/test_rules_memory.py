@@ -15,7 +15,7 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.allocator import record
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding, Where
-from dsprof.analyzer.rules import memory as rules
+from dsprof.analyzer.rules.memory import fragmentation
 from dsprof.importers import import_trace
 
 BASIS = "(the allocator twin's number; such numbers held on an H100)"
@@ -100,7 +100,7 @@ def test_what_is_lost_matters_as_the_device_is_short(
     allocations.pinned(device)  # reserves 2200 MiB
     memory = import_trace(device.write(tmp_path / "snapshot.pickle")).memory[0]
     recording = record(memory, 0, device.settings)
-    assert rules._severity(recording, stranded, True, capacity and capacity * MiB) == severity
+    assert fragmentation._severity(recording, stranded, True, capacity and capacity * MiB) == severity
 
 
 def test_ranks_that_need_the_same_change_share_a_finding(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_ranks_that_need_the_same_change_share_a_finding(tmp_path: Path) -> None
     evidence = tuple(replace(item, value=2 * item.value) if item.unit == "bytes" else item for item in finding.evidence)
     worse = replace(finding, evidence=evidence, where=Where(ranks=(3,)))
     other = replace(finding, fixes=finding.fixes[:1], where=Where(ranks=(5,)))
-    joined = rules._joined([finding, worse, other])
+    joined = fragmentation._joined([finding, worse, other])
     assert joined == [replace(worse, where=Where(ranks=(0, 3))), other]
 
 
@@ -205,7 +205,7 @@ def test_what_the_twin_cannot_tell_is_not_judged(tmp_path: Path, program: Callab
 
 
 def test_a_history_that_is_too_long_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "MOST_EVENTS", 10)
+    monkeypatch.setattr(fragmentation, "MOST_EVENTS", 10)
     device = Device()
     allocations.pinned(device)
     assert "longer than 10" in analysis_of(device, tmp_path).not_judged["memory.fragmentation"]
@@ -213,7 +213,7 @@ def test_a_history_that_is_too_long_is_not_judged(tmp_path: Path, monkeypatch: p
 
 def test_a_setting_that_is_hardly_better_is_not_named() -> None:
     """Of two that are about as good, the first that is tried."""
-    outcome = rules.Outcome(rules.AllocatorSettings(), 1000, 900, 900, 50, 50, 1000, 9, 0, 0, 3)
-    other = replace(outcome, settings=rules.AllocatorSettings(expandable=True), peak_reserved=1005)
-    assert rules._best([other, outcome]) is other
-    assert rules._best([replace(other, retries=1), outcome]) is outcome
+    outcome = fragmentation.Outcome(fragmentation.AllocatorSettings(), 1000, 900, 900, 50, 50, 1000, 9, 0, 0, 3)
+    other = replace(outcome, settings=fragmentation.AllocatorSettings(expandable=True), peak_reserved=1005)
+    assert fragmentation._best([other, outcome]) is other
+    assert fragmentation._best([replace(other, retries=1), outcome]) is outcome

@@ -17,8 +17,8 @@ from synthetic import Job, constant
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
-from dsprof.analyzer.memory_use import MemoryUse
-from dsprof.analyzer.slope import climb
+from dsprof.analyzer.memory.slope import climb
+from dsprof.analyzer.memory.use_by_step import MemoryUse
 from dsprof.importers import import_trace
 from dsprof.reports import memory
 from dsprof.run import RankExit

@@ -12,10 +12,10 @@ from framework_runs import JOBS, rows_of
 from graphs import steps_of
 from jobs import Finished, profile
 
-from dsprof.analyzer.graph import Task
-from dsprof.analyzer.link import Link
-from dsprof.analyzer.rules.zero import need_blocking, packed
-from dsprof.analyzer.whatif.recut import NotRecut, coalesce
+from dsprof.analyzer.graph.link import Link
+from dsprof.analyzer.graph.step_graph import Task
+from dsprof.analyzer.rules.comm.zero_buckets import need_blocking, packed
+from dsprof.analyzer.whatif.rebucket import NotRebucketed, coalesce
 
 GRADIENT = Task("1", "all_reduce gradient", gradient=True)
 GATHER = Task("1", "all_gather parameter")
@@ -47,7 +47,7 @@ def test_what_backward_waits_for_at_once_pays_its_latency_once() -> None:
 @pytest.mark.parametrize("program", ["B 2 I0 2 I1 0 W0 0 W1 1", "B 2 I0 0 W0 2 I1 1"])
 def test_what_is_not_waited_for_at_once_is_not_tried(program: str) -> None:
     steps = steps_of([program], [1] * 2, [GRADIENT] * 2, sizes=[8, 8])
-    with pytest.raises(NotRecut, match="backward goes on while a bucket is under way"):
+    with pytest.raises(NotRebucketed, match="backward goes on while a bucket is under way"):
         need_blocking(steps)
 
 

@@ -18,7 +18,7 @@ from captures import build_helper
 from jobs import environment, profile
 
 from dsprof import cli
-from dsprof.collectors import scratch
+from dsprof.collectors.capture import scratch
 from dsprof.collectors.native import build, places
 from dsprof.importers import kineto
 from dsprof.launch import peak
@@ -41,7 +41,8 @@ for batch in loader:
     model(batch).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-from dsprof.collectors import errors, facts
+from dsprof.collectors.hooking import errors
+from dsprof.collectors.capture import facts
 try:
     raise ValueError("401 for https://me:{CANARY}k@host with " + os.environ["HF_TOKEN"])
 except ValueError as error:

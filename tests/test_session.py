@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from armed import both, captured, train
 
-from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.collectors.recorder.python_recorder import PyRecorder
+from dsprof.ondisk import CHUNK_RECORDS
 from dsprof.schema import Kind
 from dsprof.trace.capture import read_capture
 from dsprof.trace.derive import trace_rows
@@ -70,24 +71,27 @@ def test_an_optimizer_that_raised_does_not_hide_the_steps_of_another(native: str
 
 
 def test_a_collection_inside_the_recorder_does_not_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsprof.collectors import chunks, host
+    from dsprof.collectors.host import gc_and_cpu_time
+    from dsprof.collectors.recorder import chunks
 
-    recorder = PyRecorder(tmp_path)
-    make = chunks._make_chunk
+    make = chunks.make_chunk
 
     def make_and_collect(*args: object) -> object:
         chunk = make(*args)  # type: ignore[arg-type]
-        gc.collect()  # as an automatic collection would, at any allocation under the recorder's lock
+        gc.collect()  # as an automatic collection would, at any allocation where a chunk is made
         return chunk
 
-    monkeypatch.setattr(chunks, "_make_chunk", make_and_collect)
-    monkeypatch.setattr(host, "SHORTEST_NS", 0)
-    uninstall = host.watch_collections(recorder)
+    monkeypatch.setattr(chunks, "make_chunk", make_and_collect)
+    recorder = PyRecorder(tmp_path, patience_s=60.0)
+    monkeypatch.setattr(gc_and_cpu_time, "SHORTEST_NS", 0)
+    uninstall = gc_and_cpu_time.watch_collections(recorder)
     try:
-        recorder.put(Kind.MARK, recorder.intern("first"), 1, 2)
+        for _ in range(CHUNK_RECORDS + 1):
+            recorder.put(Kind.MARK, recorder.intern("first"), 1, 2)
     finally:
         uninstall()
     recorder.close()
+    assert recorder.dropped == 0
     capture = read_capture(tmp_path)
     assert {capture.names[int(row["name"])] for row in capture.records} == {"first", "gc"}
 
@@ -95,10 +99,10 @@ def test_a_collection_inside_the_recorder_does_not_deadlock(tmp_path: Path, monk
 def test_sampling_from_one_thread_after_another_leaks_no_file(tmp_path: Path) -> None:
     import threading
 
-    from dsprof.collectors import host
+    from dsprof.collectors.host import gc_and_cpu_time
 
     recorder = PyRecorder(tmp_path)
-    sample = host.sampler(recorder)
+    sample = gc_and_cpu_time.sampler(recorder)
     sample()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
@@ -110,10 +114,10 @@ def test_sampling_from_one_thread_after_another_leaks_no_file(tmp_path: Path) ->
 
 
 def test_many_facts_of_a_kind_leave_room_for_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsprof.collectors import capture_files
+    from dsprof.collectors.capture import files
 
-    monkeypatch.setattr(capture_files, "MOST_FACTS", 3)
-    written = capture_files.FactsFile(tmp_path, rank=0)
+    monkeypatch.setattr(files, "MOST_FACTS", 3)
+    written = files.FactsFile(tmp_path, rank=0)
     for number in range(5):
         written.write({"fact": "dataloader", "number": number})
     for _ in range(2):
@@ -133,7 +137,7 @@ def test_an_error_in_a_hook_around_a_wait_does_not_reach_the_job(
 ) -> None:
     from torch import distributed
 
-    from dsprof.collectors import collective_rows, waits
+    from dsprof.collectors.communication import collective_rows, waits
 
     class Work:
         def _get_op_type(self) -> int:

@@ -18,9 +18,9 @@ from synthetic import MS, Job, write_capture
 
 from dsprof import ondisk
 from dsprof.analyzer import analyze
-from dsprof.analyzer.steps import captured_part, completed_steps, steps_taken
-from dsprof.collectors.chunks import CHUNK_BYTES
-from dsprof.collectors.record import Recorder
+from dsprof.analyzer.align.steps import captured_part, completed_steps, steps_taken
+from dsprof.collectors.recorder.chunks import CHUNK_BYTES
+from dsprof.collectors.recorder.record import Recorder
 from dsprof.ondisk import CHUNK_RECORDS, State
 from dsprof.run import RunFolder
 from dsprof.schema import CAPTURE_GAP, Kind

@@ -23,7 +23,7 @@ def test_receives_wait_for_nothing_that_is_computed(
         assert len(receives) == STEPS * MICROBATCHES
         before = 0
         for row in receives.itertuples():
-            assert row.arrival_ns <= max(row.launch_ns, before) + 1000
+            assert row.reached_ns <= max(row.launch_ns, before) + 1000
             before = row.end_ns
         # Their memory is the receiving stream's, and not given away while the computation's uses it.
         assert ran.told[rank]["counts"]["record_stream"] == len(receives)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsprof.collectors.step_end import FIRST, SHARE, StepEnd
+from dsprof.collectors.capture.step_end import FIRST, SHARE, StepEnd
 
 MS, US = 1_000_000, 1_000
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.align.match import Matches
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.build import build_graph
-from dsprof.analyzer.graph import PARTS, StepGraph
-from dsprof.analyzer.match import Matches
-from dsprof.analyzer.summary import summarize_ranks
-from dsprof.analyzer.trust import check
+from dsprof.analyzer.graph.build_graph import build_graph
+from dsprof.analyzer.graph.step_graph import PARTS, StepGraph
+from dsprof.analyzer.graph.validate import check
+from dsprof.analyzer.rank_summary import summarize_ranks
 from dsprof.analyzer.whatif.schedule import makespan
 from dsprof.analyzer.whatif.typical import GAPS, typical, without_gaps
 from dsprof.importers import import_trace
@@ -52,7 +52,7 @@ def measured_ms(graph: StepGraph) -> np.ndarray:
 def held_out_errors(name: str, parts: slice, transfers: bool) -> np.ndarray:
     """Of each step, its share of error: with the means of these parts, and of the transfers, over every second step."""
     graph = graph_of(name)
-    (steps,) = graph.shapes
+    (steps,) = graph.templates
     errors = np.empty(len(steps.numbers))
     for half in (0, 1):
         into, of = np.arange(len(errors))[half::2], np.arange(len(errors))[1 - half :: 2]
@@ -60,7 +60,7 @@ def held_out_errors(name: str, parts: slice, transfers: bool) -> np.ndarray:
         work[:, into, parts] = steps.work[:, of, parts].mean(axis=1, keepdims=True)
         if transfers:
             transfer[:, into] = steps.transfer[:, of].mean(axis=1, keepdims=True)
-        changed = graph.with_shapes((replace(steps, work=work, transfer=transfer),))
+        changed = graph.with_templates((replace(steps, work=work, transfer=transfer),))
         errors[into] = np.abs(makespan(changed) / measured_ms(graph) - 1)[into]
     return errors
 
@@ -78,7 +78,7 @@ def constant_errors(name: str) -> np.ndarray:
 def test_the_graph_agrees_with_what_was_measured(name: str) -> None:
     graph = graph_of(name)
     found = check(graph)
-    assert len(graph.shapes) == 1
+    assert len(graph.templates) == 1
     assert found.error < 1e-9
     assert found.contradicted == 0
     assert found.held_out is not None

@@ -58,8 +58,12 @@ def test_a_lost_chunk_is_told(tmp_path: Path) -> None:
     (folder / "chunk-00001.bin").unlink()
     read = read_capture(folder)
     assert len(read.records) == len(original.records) - ondisk.CHUNK_RECORDS
-    assert read.problems == ["chunk-00001.bin: missing; records are lost"]
-    assert "rank 0: chunk-00001.bin: missing; records are lost" in merge(RunFolder(tmp_path)).warnings
+    lost = (
+        "chunk-00001.bin: missing, and its records with it: something else removed it; keep cleaners of temporary "
+        "files away from the run folder and from where captures are written (--scratch DIR)"
+    )
+    assert read.problems == [lost]
+    assert f"rank 0: {lost}" in merge(RunFolder(tmp_path)).warnings
 
 
 def test_a_chunk_that_is_a_copy_of_another_does_not_count_twice(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from jobs import environment
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.aligned import align
+from dsprof.analyzer.align.aligned import align
 from dsprof.analyzer.analysis import Analysis
-from dsprof.collectors.python_recorder import PyRecorder
+from dsprof.collectors.recorder.python_recorder import PyRecorder
 from dsprof.ondisk import CHUNK_HEADER_BYTES, CHUNK_RECORDS, RECORD_BYTES
 from dsprof.reports.wording import capture_facts
 from dsprof.run import RunFolder

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from armed import captured, train
 
-from dsprof.collectors import uncaught
+from dsprof.collectors.failures import uncaught_exception
 
 TRAINS = """
 import os, sys, threading, torch
@@ -90,7 +90,7 @@ def test_the_place_is_in_the_code_of_the_user() -> None:
 
         json.loads("{")
     except ValueError as error:
-        told = uncaught.describe(error)
+        told = uncaught_exception.describe(error)
         line = error.__traceback__.tb_lineno if error.__traceback__ else 0
     assert told["site"] == f"{__file__}:{line}"
     assert told["type"] == "JSONDecodeError"
@@ -101,19 +101,19 @@ def test_an_exception_without_words_or_place() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert uncaught.describe(Mute()) == {
+    assert uncaught_exception.describe(Mute()) == {
         "fact": "uncaught",
         "type": "test_an_exception_without_words_or_place.<locals>.Mute",
         "message": "",
         "site": None,
     }
-    assert len(uncaught.describe(ValueError("x" * 1000))["message"]) == uncaught.LONGEST
+    assert len(uncaught_exception.describe(ValueError("x" * 1000))["message"]) == uncaught_exception.LONGEST
 
 
 def test_the_hook_goes_with_the_capture() -> None:
     before = sys.excepthook
     capture: Any = SimpleNamespace(write_fact=lambda fact: None)
-    (uninstall,) = uncaught.install(capture)
+    (uninstall,) = uncaught_exception.install(capture)
     assert sys.excepthook is not before
     uninstall()
     assert sys.excepthook is before

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dsprof.collectors.uninstall import Uninstall, in_reverse, replace_attribute
+from dsprof.collectors.hooking.uninstall import Uninstall, in_reverse, replace_attribute
 
 
 class Base:

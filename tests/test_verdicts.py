@@ -6,9 +6,10 @@ seed that is printed. DSPROF_SEED=N draws the same ones again.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,33 +29,51 @@ of somebody else's, and the optimizers that are hardest to follow."""
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 
 
-@dataclass(frozen=True)
-class Ran:
-    """A job that ended under dsprof, and its losses without."""
-
-    job: Job
-    outcome: Outcome
-    losses: list[list[float]]
+USUAL = [pytest.param(family, marks=[] if family in QUICK else [pytest.mark.slow]) for family in FAMILIES]
+Losses = list[list[float]]
 
 
-def run(job: Job, folder: Path) -> Ran:
-    return Ran(job, job.run(folder), verdict_reference.losses(job, folder / "reference"))
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Job, Outcome]]:
+    """The usual job of a family under dsprof, once."""
+
+    @functools.cache
+    def run(family: str) -> tuple[Job, Outcome]:
+        job = FAMILIES[family](Draw())
+        return job, job.run(tmp_path_factory.mktemp("job"))
+
+    return run
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(family, marks=[] if family in QUICK else [pytest.mark.slow]) for family in FAMILIES],
-)
-def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return run(FAMILIES[request.param](Draw()), tmp_path_factory.mktemp("job"))
+@pytest.fixture(scope="module")
+def references(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Losses | RuntimeError]:
+    """Without dsprof, of all families whose losses are compared, several at a time, as they are not timed."""
+    asked = [
+        item.callspec.params["family"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_the_losses_are_those_without_dsprof.__name__
+    ]
+    jobs = {family: FAMILIES[family](Draw()) for family in asked}
+    return verdict_reference.losses_of(jobs, tmp_path_factory.mktemp("references"))
 
 
-class TestUsualJobs:
-    def test_what_is_said_is_true(self, ran: Ran) -> None:
-        assert ran.job.wrong(ran.outcome) == []
+@pytest.mark.parametrize("family", USUAL)
+def test_what_is_said_is_true(family: str, ran: Callable[[str], tuple[Job, Outcome]]) -> None:
+    job, outcome = ran(family)
+    assert job.wrong(outcome) == []
 
-    def test_the_losses_are_those_without_dsprof(self, ran: Ran) -> None:
-        assert [rank["losses"] for rank in ran.outcome.truth] == ran.losses
+
+@pytest.mark.parametrize("family", USUAL)
+def test_the_losses_are_those_without_dsprof(
+    family: str, ran: Callable[[str], tuple[Job, Outcome]], references: dict[str, Losses | RuntimeError]
+) -> None:
+    reference = references[family]
+    if isinstance(reference, RuntimeError):
+        raise reference
+    _, outcome = ran(family)
+    assert [rank["losses"] for rank in outcome.truth] == reference
 
 
 @pytest.mark.slow
@@ -63,6 +82,6 @@ class TestUsualJobs:
 def test_drawn_jobs(family: str, number: int, tmp_path: Path) -> None:
     print(f"DSPROF_SEED={SEED}")
     job = variant(family, number, SEED)
-    drawn = run(job, tmp_path)
-    assert job.wrong(drawn.outcome) == [], f"DSPROF_SEED={SEED}: {job}"
-    assert [rank["losses"] for rank in drawn.outcome.truth] == drawn.losses
+    outcome = job.run(tmp_path)
+    assert job.wrong(outcome) == [], f"DSPROF_SEED={SEED}: {job}"
+    assert [rank["losses"] for rank in outcome.truth] == verdict_reference.losses(job, tmp_path / "reference")

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from graphs import graph_of, steps_of
 
-from dsprof.analyzer.graph import Task
-from dsprof.analyzer.replay import replay
+from dsprof.analyzer.graph.replay import replay
+from dsprof.analyzer.graph.step_graph import Task
+from dsprof.analyzer.whatif.communications import issued_earlier, transfers_scaled, with_task, without
 from dsprof.analyzer.whatif.edit import edit
 from dsprof.analyzer.whatif.schedule import makespan, schedule_graph
-from dsprof.analyzer.whatif.tasks import issued_earlier, transfers_scaled, with_task, without
 from dsprof.analyzer.whatif.work import scale
 from dsprof.engine import schedule
 

@@ -13,10 +13,10 @@ from clocks import Clock
 from jobs import profile
 from records import Record, derive, derived, of, phase
 
-from dsprof.analyzer.steps import captured_part, completed_steps, steps_taken
+from dsprof.analyzer.align.steps import captured_part, completed_steps, steps_taken
 from dsprof.cli import main
-from dsprof.collectors.record import Recorder
-from dsprof.collectors.window import Switch, Window
+from dsprof.collectors.capture.window import Switch, Window
+from dsprof.collectors.recorder.record import Recorder
 from dsprof.ranges import parse_steps
 from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind
 

@@ -8,7 +8,7 @@ import factories
 import pytest
 
 from dsprof.analyzer import text
-from dsprof.analyzer.analysis import StepTime
+from dsprof.analyzer.align.steps import StepTime
 from dsprof.analyzer.finding import Fix, Gain, Severity, Where
 from dsprof.reports import palette, wording
 from dsprof.run import RankExit

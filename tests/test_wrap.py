@@ -10,8 +10,8 @@ import pytest
 from test_facts import code_of
 from torch.utils.data import DataLoader
 
-from dsprof.collectors import facts
-from dsprof.collectors.wrap import stands_for
+from dsprof.collectors.capture import facts
+from dsprof.collectors.hooking.wrap import stands_for
 
 
 def says(level: int) -> str:

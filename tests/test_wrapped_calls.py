@@ -6,6 +6,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 from captures import open_recorder, read_rows
 
-from dsprof.collectors.purposes import for_purpose
-from dsprof.collectors.record import Recorder
-from dsprof.collectors.sharding import _record
+from dsprof.collectors.communication.purposes import for_purpose
+from dsprof.collectors.hooking.timed import timed
+from dsprof.collectors.hooking.uninstall import replace_attribute
+from dsprof.collectors.recorder.record import Recorder
 from dsprof.ondisk import State
 from dsprof.schema import SHARDING, Kind
 
@@ -49,8 +51,11 @@ ORIGINAL = Unit.scaled
 @pytest.fixture
 def uninstall(recorder: Recorder) -> Iterator[Any]:
     """Has calls of the methods recorded, until it is called or the test is over."""
-    name = recorder.intern(SHARDING)
-    undo = [_record(Unit, method, recorder, name) for method in ("scaled", "fails", "doubled")]
+    begin = partial(recorder.begin, int(Kind.MODULE), recorder.intern(SHARDING))
+    undo = [
+        replace_attribute(Unit, method, timed(getattr(Unit, method), begin, recorder.end, "a unit"))
+        for method in ("scaled", "fails", "doubled")
+    ]
 
     def every() -> None:
         while undo:

@@ -31,9 +31,9 @@ def arm() -> None:
         return
     with suppress(Exception):  # the job goes on without a profile, and the launcher says that no capture came
         find_dsprof()
-        from dsprof.collectors import arming
+        from dsprof.collectors.arming import process
 
-        arming.arm()
+        process.arm()
 
 
 def find_dsprof() -> None:

@@ -1,5 +1,5 @@
-"""What one framework needs beyond the hooks in torch itself.
+"""What one framework needs beyond what every job has.
 
-deepspeed        steps, backwards and pipelines of DeepSpeed's engine
-tensor_parallel  which process groups torch's tensor parallelism communicates in
+deepspeed      DeepSpeed's engine: what it reduces, gathers and updates
+dsprof_engine  dsprof's own engine, by what it tells itself
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
@@ -18,16 +17,21 @@ from weakref import WeakKeyDictionary
 from dsprof.ondisk import LARGEST_PLACE
 from dsprof.schema import Kind
 
-from .. import dynamo, facts, optimizers, phases, private
-from ..errors import count_error
-from ..imports import Hook, when_imported
-from ..parts import HookPart, install_each
-from ..purposes import for_purpose
-from ..uninstall import Uninstall, in_reverse, replace_attribute
-from ..wrap import stands_for
+from ..capture import facts
+from ..capture.open_capture import OpenCapture
+from ..communication.purposes import for_purpose, in_context
+from ..hooking import private
+from ..hooking.errors import count_error
+from ..hooking.hook_parts import HookPart, install_each
+from ..hooking.late_imports import Hook, when_imported
+from ..hooking.timed import timed, timed_by_arguments
+from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
+from ..hooking.wrap import stands_for
+from ..loop import optimizers, phases
+from ..system.clock import now_ns
 
 if TYPE_CHECKING:
-    from ..record import Recorder
+    from ..recorder.record import Recorder
 
 ENGINE: Final = "deepspeed.runtime.engine"
 PIPELINES: Final = {
@@ -54,9 +58,9 @@ OF_MICRO_BATCHES: Final = ("LoadMicroBatch", *ACTIONS, "SendActivation", "RecvAc
 Wrap = Callable[[Any], Any]
 
 
-def install(recorder: Recorder, on_step: Callable[[], None]) -> list[Uninstall]:
-    """Record what DeepSpeed's engines do from now on, and call `on_step` after each of their steps."""
-    positions = _Positions()
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Record what DeepSpeed's engines do from now on; each of their steps ends a training step."""
+    recorder, on_step, positions = capture.recorder, capture.step_ended, _Positions()
     hooks: dict[str, Hook] = {
         ENGINE: functools.partial(_watch_engine, recorder, on_step),
         **{module: functools.partial(_watch_pipeline, recorder, positions, name) for module, name in PIPELINES.items()},
@@ -91,25 +95,15 @@ def _watch_engine(recorder: Recorder, on_step: Callable[[], None], module: Modul
 
 
 def _backward(original: Any) -> Any:
-    @stands_for(original)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        if dynamo.compiling():
-            return original(*args, **kwargs)
-        entered = phases.enter_backward()
-        try:
-            return original(*args, **kwargs)
-        finally:
-            phases.leave_backward(entered)
-
-    dynamo.skip_frame(backward)
-    return backward
+    return timed(original, phases.enter_backward, phases.leave_backward, "DeepSpeed")
 
 
 def _step(recorder: Recorder, on_step: Callable[[], None], original: Any) -> Any:
     """The update at the boundary of accumulation; `step` itself is called for every micro-batch."""
     name, stated = recorder.intern("optimizer"), [False]
 
-    def begin(engine: Any) -> int:
+    def enter(engine: Any) -> int:
+        """The handle of its record."""
         try:
             if not stated[0]:
                 stated[0] = True
@@ -123,19 +117,16 @@ def _step(recorder: Recorder, on_step: Callable[[], None], original: Any) -> Any
             recorder.count_error("DeepSpeed", error)
             return 0
 
-    @stands_for(original)
-    def take_model_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def begin(args: tuple[Any, ...], _: dict[str, Any]) -> int:
         optimizers.enter_engine_step()
-        handle = begin(self)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            recorder.end(handle)
-            optimizers.leave_engine_step()
-            on_step()
+        return enter(args[0])
 
-    dynamo.skip_frame(take_model_step)
-    return take_model_step
+    def end(handle: int) -> None:
+        recorder.end(handle)
+        optimizers.leave_engine_step()
+        on_step()
+
+    return timed_by_arguments(original, begin, end, "DeepSpeed")
 
 
 def _describe(engine: Any) -> facts.Fact:
@@ -249,14 +240,15 @@ def _watch_instruction(recorder: Recorder, positions: _Positions, table: dict[An
     purpose = recorder.intern(PURPOSES[name]) if name in PURPOSES else 0
     action = recorder.intern(ACTIONS[name]) if name in ACTIONS else 0
 
-    def enter(engine: Any, phase: int) -> int:
+    def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Of the action's record."""
         try:
+            engine, phase = args[0], kwargs.get("phase", 0)
             stage = int(engine.stage_id)
             if phase == 1:
                 stage = 2 * int(engine.num_stages) - 1 - stage
             place = min(stage, LARGEST_PLACE), positions.microbatch(engine, name, phase)
-            now = time.monotonic_ns()
+            now = now_ns()
             handle = recorder.span(int(Kind.PIPE), action, now, 0, 0, None, -1, 0, 0, *place, 0, 0) if action else 0
             recorder.set_context(recorder.make_context(*place, 0, purpose))
             return handle
@@ -264,17 +256,8 @@ def _watch_instruction(recorder: Recorder, positions: _Positions, table: dict[An
             recorder.count_error("DeepSpeed", error)
             return 0
 
-    @stands_for(original)
-    def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, handle = recorder.context(), 0
-        try:
-            handle = enter(self, kwargs.get("phase", 0))
-            return original(self, *args, **kwargs)
-        finally:
-            recorder.set_context(before)
-            recorder.end(handle)
-
-    execute._dsprof = True  # type: ignore[attr-defined]
+    execute: Any = in_context(recorder, original, enter)
+    execute._dsprof = True
     table[instruction] = execute
 
     def uninstall() -> None:

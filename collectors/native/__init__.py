@@ -20,9 +20,9 @@ from typing import Any, Final
 
 from dsprof import ondisk, permissions
 
-from ..interrupts import by_handler
-from ..record import LIMIT_BYTES, SharedParts
-from ..sites import LIBRARY, passed_over
+from ..hooking.signals import by_handler
+from ..recorder.record import LIMIT_BYTES, PATIENCE_S, SharedParts
+from ..recorder.source_locations import LIBRARY, passed_over
 from . import build
 from .places import MODULE
 from .target import running_target
@@ -38,10 +38,17 @@ class Native:
     def __init__(self, module: ModuleType) -> None:
         self.module = module
 
-    def open(self, folder: str | os.PathLike[str], limit_bytes: int = LIMIT_BYTES) -> NativeRecorder:
-        """Record into `folder`. Raises OSError when it cannot be opened, RuntimeError while another is open."""
+    def open(
+        self,
+        folder: str | os.PathLike[str],
+        limit_bytes: int = LIMIT_BYTES,
+        copied: bool = False,
+        patience_s: float = PATIENCE_S,
+    ) -> NativeRecorder:
+        """Record into `folder`; `copied`: a copier takes full chunks from there. Raises OSError when it cannot be
+        opened, RuntimeError while another is open."""
         self.module.pass_over_sites(passed_over(), LIBRARY)
-        self.module.open(os.fspath(folder), limit_bytes, permissions.file_mode())
+        self.module.open(os.fspath(folder), limit_bytes, copied, patience_s, permissions.file_mode())
         return NativeRecorder(self.module)
 
 

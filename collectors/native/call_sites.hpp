@@ -1,5 +1,5 @@
 // Which lines of the script issue which collectives: a mark for each line and for each name, size and type of what it
-// issues. The twin in Python is collectors/call_sites.py, which says what a mark holds.
+// issues. The twin in Python is collectors/communication/call_sites.py, which says what a mark holds.
 
 #pragma once
 

@@ -1,7 +1,9 @@
-// The chunk files of one capture (ondisk.py: CHUNK_HEADER). The twin in Python is collectors/chunks.py.
+// The chunk files of one capture (ondisk.py: CHUNK_HEADER). The twin in Python is collectors/recorder/chunks.py.
 //
-// The next chunk is prepared while the one before it is half full, on a thread of its own that lives for no longer than
-// that. At the size limit each new chunk takes the place of the oldest but those at the beginning, which are kept.
+// A chunk is made on a thread of its own that lives for no longer than that, never in a hook: the first when the capture
+// is opened, each later one while the one before it is half full. A hook that needs one which is not there yet waits for
+// a moment at most, without a lock; then its record is dropped and counted. At the size limit each new chunk takes the
+// place of the oldest but those at the beginning, which are kept.
 
 #pragma once
 
@@ -16,10 +18,12 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "counters.hpp"
 #include "layout.hpp"
@@ -33,12 +37,23 @@ inline int64_t now_ns() {
   return t.tv_sec * 1'000'000'000ll + t.tv_nsec;
 }
 
+// Whether this thread holds the interpreter's lock; null: there is no interpreter.
+inline int (*holds_interpreter)() = nullptr;
+
 class Chunks {
  public:
-  // In the directory `folder`. Never destroyed: late completions write into its mappings.
-  Chunks(int folder, uint64_t limit_bytes, Counters& counters)
+  using Patience = std::chrono::nanoseconds;
+  using MapFile = char* (*)(int folder, const char* name);
+
+  // In the directory `folder`. Never destroyed: late completions write into its mappings. `patience`: how long a hook
+  // waits for a chunk. `copied`: somebody copies the chunks elsewhere and removes those that are marked as finished.
+  Chunks(int folder, uint64_t limit_bytes, Counters& counters, Patience patience, bool copied = false,
+         MapFile map_file = &map_new_file)
       : folder_(folder),
         counters_(counters),
+        patience_(patience),
+        copied_(copied),
+        map_file_(map_file),
         limit_(limit_bytes / kChunkBytes),
         kept_(limit_ < 3 ? limit_ : std::max<uint64_t>(1, limit_ / kKeptShare)),
         ring_(limit_ - kept_),
@@ -47,16 +62,22 @@ class Chunks {
 
   std::atomic<bool> full{false};  // nothing is written any more
 
-  // The next slot; null when there is none. `index` counts from 0.
-  Record* claim(uint64_t* index) {
+  // Makes the first chunk. Before anything is claimed, and not in a hook.
+  void make_first() {
+    if (!make(0)) full = true;
+  }
+
+  // The next slot; null when there is none. `index` counts from 0. Waits for a chunk only where it `may_wait` and the
+  // thread does not hold the interpreter's lock.
+  Record* claim(uint64_t* index, bool may_wait = true) {
     if (!full.load(std::memory_order_relaxed)) {
       const uint64_t i = next_.fetch_add(1, std::memory_order_relaxed);
       const uint64_t number = i / kChunkRecords, at = i % kChunkRecords;
       Record* chunk = find(number);
-      if (!chunk) chunk = obtain(number);
+      if (!chunk) chunk = obtain(number, may_wait);
       if (chunk) {
         if (at == 0) place_of(chunk)->steps = counters_.get(kSteps);
-        if (at == kChunkRecords / 2) prepare(number + 1);
+        if (at == kChunkRecords / 2) start_making(number + 1, false);
         if (index) *index = i;
         return chunk + at;
       }
@@ -65,6 +86,15 @@ class Chunks {
     counters_[kDropped].fetch_add(1, std::memory_order_relaxed);
     return nullptr;
   }
+
+  // Whether the next claim need not wait: its chunk is there, or will not be.
+  bool ready() const {
+    return full.load(std::memory_order_relaxed) || late_.load(std::memory_order_relaxed) ||
+           find(next_.load(std::memory_order_relaxed) / kChunkRecords);
+  }
+
+  // Waits until the next claim finds its chunk, for a moment at most.
+  void wait_for_chunk() { wait_for(next_.load(std::memory_order_relaxed) / kChunkRecords); }
 
   // The slot of this number; null if it was given up.
   Record* at(uint64_t index) const {
@@ -83,8 +113,11 @@ class Chunks {
   // Stops writing. The mappings stay: a collective still in flight may complete its record yet.
   void close() {
     full = true;
-    std::unique_lock<std::timed_mutex> lock(making_, std::chrono::seconds(1));
-    if (!lock) return;  // a disk that does not answer: its thread may go on using the folder
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (!made_one_.wait_for(lock, kLastWait, [&] { return !making_; })) return;  // a disk that does not answer: its
+      making_ = true;                                                              // thread may go on using the folder
+    }
     const uint64_t used = (next_.load() + kChunkRecords - 1) / kChunkRecords;
     for (uint64_t number = used; number < made_; number++) remove(number);  // prepared in vain
     for (uint64_t place = 0; place < limit_; place++)
@@ -96,15 +129,21 @@ class Chunks {
   struct Chunk {
     const uint64_t number;
     Record* const records;
+    bool finished = false;  // handed over to who copies it
+  };
+  struct Unfinished {  // of a capture that is copied: what is full, and may be written into yet
+    uint64_t number;
+    int64_t full_ns;
+    uint64_t open;  // the first record that may be
   };
   struct Place {  // ondisk.CHUNK_PLACE
     uint64_t kept, given_up, steps;
   };
 
   static constexpr uint64_t kChunkBytes = kChunkHeaderBytes + kChunkRecords * sizeof(Record);
-  // How long a hook waits for a chunk that is not ready. If that is not enough, the records of all are dropped until
-  // it is.
-  static constexpr auto kPatience = std::chrono::seconds(2);
+  static constexpr auto kLastWait = std::chrono::seconds(1);
+  // After that nobody is about to write the record whose slot is empty in a chunk that is full: it was dropped.
+  static constexpr int64_t kLongestWriteNs = 60'000'000'000;
 
   static Place* place_of(Record* chunk) {
     return reinterpret_cast<Place*>(reinterpret_cast<char*>(chunk) - kChunkHeaderBytes + kChunkPlaceAt);
@@ -115,36 +154,56 @@ class Chunks {
     return places_[number < kept_ ? number : ring_ ? kept_ + (number - kept_) % ring_ : limit_];
   }
 
-  Record* find(uint64_t number) const {
-    const Chunk* chunk = entry(number).load(std::memory_order_acquire);
-    return chunk && chunk->number == number ? chunk->records : nullptr;
+  Chunk* chunk_of(uint64_t number) const {
+    Chunk* chunk = entry(number).load(std::memory_order_acquire);
+    return chunk && chunk->number == number ? chunk : nullptr;
   }
 
-  // A chunk that is not there: made now, unless that takes long.
-  Record* obtain(uint64_t number) {
+  Record* find(uint64_t number) const {
+    const Chunk* chunk = chunk_of(number);
+    return chunk ? chunk->records : nullptr;
+  }
+
+  // A chunk that is not there: waited for, if that takes no longer than a moment.
+  Record* obtain(uint64_t number, bool may_wait) {
     if (late_.load(std::memory_order_relaxed)) return nullptr;
+    if (may_wait && !(holds_interpreter && holds_interpreter()))
+      wait_for(number);
+    else
+      start_making(number, true);
+    return find(number);
+  }
+
+  // Has a chunk made, and waits until it is there. If it is not in time, nobody waits any more until it is.
+  void wait_for(uint64_t number) {
     const int64_t began = now_ns();
-    std::unique_lock<std::timed_mutex> lock(making_, kPatience);
-    if (!lock) {
+    const auto until = std::chrono::steady_clock::now() + patience_;
+    while (start_making(number, true)) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (made_one_.wait_until(lock, until, [&] { return !making_; })) continue;
       late_ = true;
-      return nullptr;
+      break;
     }
     counters_[kWaits]++;
     counters_[kWaitNs] += now_ns() - began;
-    Record* chunk = make(number);
-    if (!chunk && number >= made_) full = true;
-    late_ = false;
-    return chunk;
   }
 
   struct Task {
     Chunks* chunks;
     uint64_t number;
+    bool needed;
   };
 
-  // Has a chunk made on a thread of its own, to which no signal of the job is delivered.
-  void prepare(uint64_t number) {
-    auto* task = new Task{this, number};
+  // Has a chunk made on a thread of its own, to which no signal of the job is delivered, unless one is being made. If
+  // the chunk is `needed` now, not being able to make it is the end of the capture. Whether there is one to wait for.
+  bool start_making(uint64_t number, bool needed) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (making_) return true;
+      if (full || number < made_) return false;
+      making_ = true;
+    }
+    auto* task = new Task{this, number, needed};
     sigset_t all, before;
     sigfillset(&all);
     pthread_attr_t attributes;
@@ -152,26 +211,37 @@ class Chunks {
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
-    if (pthread_create(&thread, &attributes, &run, task)) delete task;  // then it is made when it is needed
+    const bool started = !pthread_create(&thread, &attributes, &run, task);
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     pthread_attr_destroy(&attributes);
+    if (started) return true;
+    delete task;  // no thread can be had: the next one that needs it tries again
+    made();
+    return false;
   }
 
   static void* run(void* argument) {
     const std::unique_ptr<Task> task(static_cast<Task*>(argument));
-    std::lock_guard<std::timed_mutex> lock(task->chunks->making_);
-    task->chunks->make(task->number);
-    task->chunks->late_ = false;
+    Chunks& chunks = *task->chunks;
+    if (!chunks.make(task->number) && task->needed) chunks.full = true;
+    chunks.made();
     return nullptr;
   }
 
-  // Makes a chunk if there is none yet; null where it was given up or cannot be made. Under the lock.
+  void made() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    making_ = late_ = false;
+    made_one_.notify_all();
+  }
+
+  // Makes a chunk if there is none yet; null where it was given up or cannot be made. On the one thread that does.
   Record* make(uint64_t number) {
     if (number < made_) return find(number);
     if (full || (number >= kept_ && !ring_)) return nullptr;
     const int64_t began = now_ns();
     const uint64_t oldest = std::max(number + 1 > ring_ ? number + 1 - ring_ : 0, kept_);
-    char* base = map_file(number);
+    char name[32];
+    char* base = map_file_(folder_, name_of(number, name));
     if (!base) return nullptr;
     // ondisk.CHUNK_HEADER and CHUNK_PLACE; the magic comes last, so that a header is whole or absent
     const uint32_t header[] = {kFormatVersion, kRecordBytes, kChunkRecords, static_cast<uint32_t>(number)};
@@ -183,22 +253,50 @@ class Chunks {
     std::atomic_thread_fence(std::memory_order_release);
     memcpy(base, kChunkMagic, 8);
     for (; oldest_ < oldest; oldest_++) {
-      if (Record* gone = find(oldest_)) give_up(gone);
-      if (remove(oldest_)) counters_[kGivenUp]++;
+      const Chunk* gone = chunk_of(oldest_);
+      if (gone) give_up(gone->records);
+      if (remove(oldest_) || (gone && gone->finished)) counters_[kGivenUp]++;
     }
     entry(number).store(new Chunk{number, records}, std::memory_order_release);
     made_ = number + 1;
     if (number >= 2)
       if (Record* old = find(number - 2)) release(old);
+    if (copied_ && number >= 3) unfinished_.push_back({number - 3, now_ns(), 0});
+    hand_over();
     counters_[kPrepared]++;
     counters_[kPrepareNs] += now_ns() - began;
     return records;
   }
 
+  // Marks the full chunks in which all has ended as finished: who copies them removes them, so this process lets go of
+  // them, or their space would not be free.
+  void hand_over() {
+    const int64_t now = now_ns();
+    std::vector<Unfinished> left;
+    for (Unfinished& one : unfinished_) {
+      Chunk* chunk = chunk_of(one.number);
+      if (!chunk) continue;  // given up
+      while (one.open < kChunkRecords && is_over(chunk->records[one.open], now - one.full_ns)) one.open++;
+      if (one.open < kChunkRecords) {
+        left.push_back(one);
+        continue;
+      }
+      const uint64_t finished = 1;
+      memcpy(reinterpret_cast<char*>(chunk->records) - kChunkHeaderBytes + kChunkFinishedAt, &finished, sizeof finished);
+      chunk->finished = true;
+      give_up(chunk->records);
+    }
+    unfinished_ = std::move(left);
+  }
+
+  static bool is_over(const Record& record, int64_t full_ns) {
+    const uint8_t state = record.head.state.load(std::memory_order_acquire);
+    return state == kDone || (state == kEmpty && full_ns > kLongestWriteNs);
+  }
+
   // Space is reserved first: on a full disk a sparse mapping would end the job with SIGBUS.
-  char* map_file(uint64_t number) {
-    char name[32];
-    const int fd = openat(folder_, name_of(number, name), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, file_mode());
+  static char* map_new_file(int folder, const char* name) {
+    const int fd = openat(folder, name, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, file_mode());
     if (fd < 0) return nullptr;
     give_mode(fd);
     int error;
@@ -207,7 +305,7 @@ class Chunks {
     if (!error) base = mmap(nullptr, kChunkBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
     ::close(fd);
     if (base != MAP_FAILED) return static_cast<char*>(base);
-    unlinkat(folder_, name, 0);
+    unlinkat(folder, name, 0);
     return nullptr;
   }
 
@@ -234,14 +332,21 @@ class Chunks {
 
   const int folder_;
   Counters& counters_;
+  const Patience patience_;
+  const bool copied_;
+  const MapFile map_file_;
   const uint64_t limit_, kept_, ring_;  // chunks: in all, of those at the beginning, of the newest at the limit
   std::unique_ptr<std::atomic<Chunk*>[]> places_;
   std::atomic<uint64_t> next_{0}, unplaced_{0};
-  std::timed_mutex making_;
-  std::atomic<bool> late_{false};  // a hook has waited for a chunk in vain
-  // The number behind the last chunk that was made, and the first that was not given up: under the lock.
+  std::mutex mutex_;  // of `making_`; nothing is waited for while it is held
+  std::condition_variable made_one_;
+  bool making_ = false;            // a thread makes a chunk
+  std::atomic<bool> late_{false};  // a hook has waited for it in vain
+  // The number behind the last chunk that was made; and, of the thread that makes them, the first that was not given up
+  // and those that are not finished.
   std::atomic<uint64_t> made_{0};
   uint64_t oldest_;
+  std::vector<Unfinished> unfinished_;
 };
 
 }  // namespace dsprof

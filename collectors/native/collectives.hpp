@@ -1,112 +1,29 @@
 // Collectives: a kernel in front of every c10d operator tells when it was issued; its work's future, what gloo calls at
 // the end of a send or a receive, or gloo's own scopes, when it began and when it ended. Their twin in Python is
-// collectors/collective_kernels.py. What gloo tells is in gloo_ends.hpp.
+// collectors/communication/collective_kernels.py. What gloo tells is in gloo_ends.hpp.
 
 #pragma once
 
-#include <deque>
-#include <map>
 #include <memory>
 #include <stdexcept>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
+#include "backward.hpp"
 #include "call_sites.hpp"
 #include "device_issue.hpp"
 #include "device_times.hpp"
 #include "gloo_ends.hpp"
+#include "groups.hpp"
 #include "recorder.hpp"
 #include "waits.hpp"
 
 namespace dsprof {
-
-struct Group {
-  uint16_t id = 0;
-  std::atomic<int8_t> gloo{-1};  // whether its CPU backend reports its own beginnings and ends; -1: nobody asked yet
-  std::atomic<uint32_t> next{0};
-};
-
-// Groups by name, as a new group may have a destroyed one's address. Destroying the default group makes torch
-// number its groups from 0 again: `renew` keeps the next ones apart (`0#2`), and their numbering from 0.
-class Groups {
- public:
-  Group& of(c10d::ProcessGroup& pg, Recorder& recorder) {
-    Group& group = named(pg.getGroupName(), recorder);  // the name may take the GIL (a group in Python)
-    if (group.gloo < 0) group.gloo = on_gloo(pg);
-    return group;
-  }
-
-  Group& named(std::string_view name, Recorder& recorder) {
-    static thread_local Known<Group*> known;
-    const uint64_t epoch = epoch_.load(std::memory_order_acquire);
-    if (Group* const* group = known.find(epoch, name)) return **group;
-    Group& group = enter(name, recorder);
-    known.remember(name, &group);
-    return group;
-  }
-
-  uint32_t next_p2p(const Group& group, int64_t peer, int64_t tag, bool send) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return p2p_[{group.id, peer, tag, send}]++;
-  }
-
-  void renew() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    epoch_ = ++epochs_;
-    current_.clear();
-    suffix_ = "#" + std::to_string(++generation_);
-  }
-
-  void clear() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    epoch_ = ++epochs_;
-    current_.clear();
-    p2p_.clear();
-    suffix_.clear();
-    generation_ = 1;
-  }
-
- private:
-  Group& enter(std::string_view name, Recorder& recorder) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = current_.find(name);
-    if (found != current_.end()) return *found->second;
-    Group& group = all_.emplace_back();
-    group.id = recorder.intern(std::string(name) + suffix_);
-    current_.emplace(name, &group);
-    return group;
-  }
-
-  static bool on_gloo(c10d::ProcessGroup& pg) try {
-    return pg.getBackend(c10::DeviceType::CPU)->getBackendName() == "gloo";
-  } catch (...) {
-    return false;  // no CPU backend in this group
-  }
-
-  std::mutex mutex_;
-  // Another one where a name may mean another group; of this process and of those that it was forked from.
-  static inline std::atomic<uint64_t> epochs_{0};
-  std::atomic<uint64_t> epoch_{++epochs_};
-  std::unordered_map<std::string, Group*, TextHash, std::equal_to<>> current_;
-  std::deque<Group> all_;  // never shrinks: a call under way may be using any of them
-  std::string suffix_;
-  int generation_ = 1;
-  std::map<std::tuple<uint16_t, int64_t, int64_t, bool>, uint32_t> p2p_;
-};
-
-inline Groups& groups() {
-  static PerProcess<Groups> instance;
-  return instance.get();
-}
 
 struct Payload {
   int64_t bytes = 0;
@@ -134,60 +51,6 @@ struct Payload {
     return total;
   }
 };
-
-// The autograd engine's graph tasks in which collectives were issued.
-class Tasks {
- public:
-  // Whether this is the first collective in `task`.
-  bool enter(int task) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (std::find(latest_.begin(), latest_.end(), task + 1) != latest_.end()) return false;
-    latest_[next_++ % latest_.size()] = task + 1;
-    return true;
-  }
-
- private:
-  std::mutex mutex_;
-  std::array<int, 64> latest_{};  // + 1; a re-entrant backward comes back to the outer one's task
-  size_t next_ = 0;
-};
-
-inline Tasks& tasks() {
-  static PerProcess<Tasks> instance;
-  return instance.get();
-}
-
-inline thread_local int last_task = -1;  // that this thread issued a collective in
-
-// Has the end of the backward recorded that a collective is issued in. DDP's reducer queues its finalizer on the
-// autograd engine with its last bucket, so what is queued with the first runs just before it begins to wait.
-inline void watch_backward(const Payload& payload) try {
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (task == -1 || task == last_task) return;
-  last_task = task;
-  if (!tasks().enter(task)) return;
-  if (!payload.cpu && !device_times().on()) return;  // the stream may be one that is captured into a graph
-  auto mark = [task] {
-    if (last_task > task) return;  // the last collective was issued, and waited for, in a re-entrant backward inside
-    try {
-      const int64_t now = now_ns();
-      if (Recorder* recorder = active.load(std::memory_order_acquire)) {
-        const uint16_t name = recorder->intern(kBackwardDone);
-        put(kMark, name, now, now, kNoValue, -1);
-        device_times().mark(name, now);
-      }
-    } catch (...) {
-      count_error("the end of backward");
-    }
-  };
-  if (torch::autograd::get_current_node()) {
-    torch::autograd::Engine::get_default_engine().queue_callback(mark);
-  } else {  // this is a callback at its end already, such as DDP's with a static graph
-    mark();
-  }
-} catch (...) {
-  count_error("the end of backward");
-}
 
 inline std::atomic<bool> watching_collectives{false};
 
@@ -276,7 +139,7 @@ class CollectiveKernel final : public c10::OperatorKernel {
       id_ = recorder.intern(name_);
       generation_ = recorder.generation;
     }
-    watch_backward(payload);
+    watch_backward(payload.cpu);
     call_sites().note(recorder, id_, bytes, dtype);
     group = &group_of(stack, recorder);
     const int64_t peer = peer_ < 0 ? -1 : arguments[peer_].toInt();
@@ -332,14 +195,15 @@ class CollectiveKernel final : public c10::OperatorKernel {
       set_host_time(record);
       remember(*stack, target);
       const bool collective = record->head.family == kCollectiveFamily;
+      const bool runs_here = collective && async_ >= 0 && !(record->head.flags & kAsync);
       const uint16_t group = collective ? record->collective.group : uint16_t{0};
       if (graphed) {
         device_times().into_graphs++;
         publish(record, kDone);
       } else if (together) {
-        coalesced.add(record, group);
-      } else if (collective && async_ >= 0 && !(record->head.flags & kAsync)) {
-        issue.issued_here(record);
+        coalesced.add(record, group, runs_here);
+      } else if (runs_here) {
+        issue.issued_here({record}, group);
       } else {
         issue.issued({record}, group);
       }

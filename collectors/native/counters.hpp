@@ -1,5 +1,5 @@
 // What was dropped, and which hooks failed: in a mapped file, so that it outlives a SIGKILL (ondisk.py: COUNTERS).
-// The twin in Python is collectors/counters.py.
+// The twin in Python is collectors/recorder/counters.py.
 
 #pragma once
 

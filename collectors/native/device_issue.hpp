@@ -2,9 +2,11 @@
 //
 // One that is asynchronous runs on a stream of the backend's own, of which only the backend knows. Each of its works has
 // a profiling scope, such as `nccl:all_reduce`, whose end it calls with that stream current, as soon as the communication
-// is on it: an event that is recorded then is over when the communication is. The scopes are listened to only while a
-// communication is issued, as somebody who listens makes each node of a backward dearer. The work is not waited for and
-// its future's value is not taken: both would have streams of the job wait, or memory be kept.
+// is on it: an event that is recorded then is over when the communication is. Of a send or a receive by itself NCCL calls
+// it with the job's stream current, and of what is coalesced not before the work is gone: how these end is not seen. The
+// scopes are listened to only while a communication is issued, as somebody who listens makes each node of a backward
+// dearer. The work is not waited for and its future's value is not taken: both would have streams of the job wait, or
+// memory be kept.
 
 #pragma once
 
@@ -51,20 +53,22 @@ class DeviceIssue {
   // are done without one. `group`: what its communications run one after the other in; 0: they do not.
   void issued(const std::vector<Record*>& records, uint16_t group) {
     stop_listening();
-    if (begin_ && end_)
+    // One on the stream that it was issued from is not its own.
+    if (begin_ && end_ && end_->stream != begin_->stream)
       device_times().ran(records, std::exchange(begin_, nullptr), std::exchange(end_, nullptr), group);
     else
       for (Record* record : records) publish(record, kDone);
   }
 
-  // The same of one that ran on the stream that is current.
-  void issued_here(Record* record) {
+  // The same of what ran on the stream that is current. (A barrier's call returns when that is through with it: its scope
+  // ended before.)
+  void issued_here(const std::vector<Record*>& records, uint16_t group) {
     stop_listening();
-    device_times().drop(std::exchange(end_, begin_ ? device_times().now() : nullptr));
-    if (end_)
-      device_times().ran_here(record, record->head.name, std::exchange(begin_, nullptr), std::exchange(end_, nullptr));
+    if (begin_ && !end_) end_ = device_times().now();
+    if (begin_ && end_)
+      device_times().ran_here(records, std::exchange(begin_, nullptr), std::exchange(end_, nullptr), group);
     else
-      publish(record, kDone);
+      for (Record* record : records) publish(record, kDone);
   }
 
  private:
@@ -101,7 +105,7 @@ class DeviceIssue {
 
 // What this thread issues between `_start_coalescing` and `_end_coalescing`: it all begins with the latter.
 struct Coalesced {
-  bool gathering = false;
+  bool gathering = false, here = true;  // `here`: all of it runs on the stream that is current
   std::vector<Record*> records;
   uint16_t group = 0;
   std::unique_ptr<DeviceIssue> issue;
@@ -110,12 +114,13 @@ struct Coalesced {
     issue.reset();
     for (Record* record : records) publish(record, kDone);  // of one that was given up
     records.clear();
-    gathering = true;
+    gathering = here = true;
   }
 
-  void add(Record* record, uint16_t of) {
+  void add(Record* record, uint16_t of, bool runs_here) {
     records.push_back(record);
     group = of;
+    here &= runs_here;
   }
 
   // The last of it has been given; it is issued now.
@@ -125,7 +130,10 @@ struct Coalesced {
   }
 
   void issued() {
-    if (issue) issue->issued(records, group);
+    if (issue && here)
+      issue->issued_here(records, group);
+    else if (issue)
+      issue->issued(records, group);
     issue.reset();
     records.clear();
   }

@@ -33,6 +33,7 @@ struct Moment {
   explicit Moment(c10::DeviceType type) : event(type, c10::EventFlag::BACKEND_DEFAULT) {}  // with a time
   c10::Event event;
   int64_t host_ns = 0;
+  c10::StreamId stream = 0;
 };
 
 class DeviceTimes {
@@ -130,12 +131,12 @@ class DeviceTimes {
     });
   }
 
-  // One that ran on the stream that is current now: what this stream does next comes after it.
-  void ran_here(Record* comm, uint16_t name, Moment* begin, Moment* end) {
+  // The same of some that ran on the stream that is current now: what this stream does next comes after them.
+  void ran_here(const std::vector<Record*>& comms, Moment* begin, Moment* end, uint16_t group) {
+    ran(comms, begin, end, group);
     guarded([&] {
-      comm->head.flags |= kDevice;
-      pending_.push_back({comm, begin, end, 0});
-      if (Record* wait = claim(kWait, name, issue_of(*comm))) pending_.push_back({wait, begin, end, 0});
+      const Record& last = *comms.back();
+      if (Record* wait = claim(kWait, last.head.name, issue_of(last))) pending_.push_back({wait, begin, end, 0});
     });
   }
 
@@ -157,6 +158,9 @@ class DeviceTimes {
     Record* record;
     Moment *begin, *end;
     uint16_t after;  // a group, whose collectives run one after the other; 0: none
+  };
+  struct Ended {  // when the last collective of a group was over, and the one before it
+    double before = 0, end = 0;
   };
   struct Sample {
     Moment* moment;
@@ -194,6 +198,7 @@ class DeviceTimes {
       return nullptr;
     }
     found->host_ns = now_ns();
+    found->stream = stream.id();
     found->event.record(stream);
     if (!base_) {
       base_ = take();
@@ -217,7 +222,7 @@ class DeviceTimes {
 
   Record* claim(uint8_t kind, uint16_t name, int64_t issue) {
     Recorder* recorder = active.load(std::memory_order_acquire);
-    Record* r = recorder ? recorder->claim() : nullptr;
+    Record* r = recorder ? recorder->claim_at_once() : nullptr;  // `mutex_` is held
     if (!r) return nullptr;
     const c10::impl::VirtualGuardImpl guard(device_.type());
     fill_device(r, kind, name, issue, {lane_of(*recorder, guard.getStream(device_)), context});
@@ -307,9 +312,9 @@ class DeviceTimes {
       double start = time_of(*timed.begin);
       const double end = time_of(*timed.end);
       if (timed.after) {
-        double& before = ended_[timed.after];
-        start = std::min(std::max(start, before), end);
-        before = end;
+        Ended& last = ended_[timed.after];
+        if (last.end != end) last = {last.end, end};  // else they were begun together
+        start = std::min(std::max(start, last.before), end);
       }
       timed.record->head.start_ns = static_cast<int64_t>(start);
       timed.record->head.flags |= kDevice | kStartMeasured;
@@ -371,7 +376,7 @@ class DeviceTimes {
   std::vector<std::unique_ptr<Moment>> all_;
   std::vector<Moment*> free_, done_;
   std::unordered_map<c10::StreamId, uint16_t> streams_;
-  std::unordered_map<uint16_t, double> ended_;  // by group: when its last collective was over
+  std::unordered_map<uint16_t, Ended> ended_;  // by group
   Moment* base_ = nullptr;
   std::atomic<Moment*> watched_{nullptr};  // the event that the clocks are compared by
   double base_ns_ = 0;

@@ -1,4 +1,5 @@
-// What hooks take of the job's threads, in the steps in which that is measured: one in 64 (collectors/hook_time.py).
+// What hooks take of the job's threads, in the steps in which that is measured: one in 64
+// (collectors/capture/hook_time.py).
 
 #pragma once
 

@@ -30,7 +30,7 @@ namespace {
 #define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function)), METH_FASTCALL
 PyMethodDef methods[] = {
     // the capture: python_capture.hpp
-    {"open", py_open, METH_VARARGS, "open(folder, limit_bytes, mode): mode of the files, 0600 without"},
+    {"open", py_open, METH_VARARGS, "open(folder, limit_bytes, copied, patience_s, mode): of the files, 0600 without"},
     {"close", py_close, METH_NOARGS, "close()"},
     {"disarm_after_fork", py_disarm_after_fork, METH_NOARGS, "Fall silent, in a forked child"},
     {"time_hooks", py_time_hooks, METH_O, "time_hooks(on) -> (ns in hooks, calls from Python), since it was turned on"},

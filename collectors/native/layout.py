@@ -60,6 +60,7 @@ def _constants() -> list[str]:
         "uint64_t kChunkRecords": ondisk.CHUNK_RECORDS,
         "uint64_t kChunkHeaderBytes": ondisk.CHUNK_HEADER_BYTES,
         "uint64_t kChunkPlaceAt": ondisk.CHUNK_HEADER.size,
+        "uint64_t kChunkFinishedAt": ondisk.CHUNK_FINISHED_AT,
         "uint64_t kKeptShare": ondisk.KEPT_SHARE,
         "size_t kCountersBytes": ondisk.COUNTERS_BYTES,
         "size_t kCountersHeaderBytes": ondisk.COUNTERS_HEADER.size,

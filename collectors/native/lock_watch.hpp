@@ -1,5 +1,5 @@
 // Writes the Python stacks of all threads where nobody can take the interpreter's lock: one thread is in native code and
-// does not give it up. The rank's watchdog (collectors/watchdog.py) feeds this as long as it can run. It is what
+// does not give it up. The rank's watchdog (collectors/failures/watchdog.py) feeds this as long as it can run. It is what
 // faulthandler.dump_traceback_later does; that has one timer a process, which may be the job's own.
 
 #pragma once

@@ -1,5 +1,5 @@
 // Forward: a call hook on torch.nn.Module.__call__ that times the outermost module call of each thread, and at level
-// full every module that has a name (`calls.hpp`: in backward, too). Its twin in Python is collectors/modules.py.
+// full every module that has a name (`calls.hpp`: in backward, too). Its twin in Python is collectors/loop/modules.py.
 
 #pragma once
 
@@ -32,7 +32,7 @@ inline std::unordered_map<const void*, uint16_t>& module_names() {
   return *instance;
 }
 
-// interrupts.by_handler: whether a signal's handler of the job raised an exception.
+// signals.by_handler: whether a signal's handler of the job raised an exception.
 inline PyObject* handler_check = nullptr;
 
 // After an error: whether what is raised is the job's (Ctrl-C, what a signal's handler raised), and stays raised; what is
@@ -63,8 +63,10 @@ inline bool count_tensor(PyObject* object, int64_t& elements, int64_t& bytes) {
   if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(tensor_type))) return true;
   const char* type = Py_TYPE(object)->tp_name;
   if (!strcmp(type, "FakeTensor") || !strcmp(type, "FunctionalTensor")) return false;
-  PyObject* nbytes = PyObject_GetAttrString(object, "nbytes");
-  PyObject* itemsize = nbytes ? PyObject_GetAttrString(object, "itemsize") : nullptr;
+  static PyObject* const nbytes_name = PyUnicode_InternFromString("nbytes");  // to make them each time takes as long again
+  static PyObject* const itemsize_name = PyUnicode_InternFromString("itemsize");
+  PyObject* nbytes = PyObject_GetAttr(object, nbytes_name);
+  PyObject* itemsize = nbytes ? PyObject_GetAttr(object, itemsize_name) : nullptr;
   const int64_t size = nbytes ? PyLong_AsLongLong(nbytes) : 0, each = itemsize ? PyLong_AsLongLong(itemsize) : 1;
   Py_XDECREF(nbytes);
   Py_XDECREF(itemsize);

@@ -1,4 +1,4 @@
-// Names and their ids. The twin in Python is part of collectors/python_recorder.py.
+// Names and their ids. The twin in Python is part of collectors/recorder/python_recorder.py.
 
 #pragma once
 

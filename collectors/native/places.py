@@ -104,10 +104,10 @@ def caches() -> list[Path]:
 
 def writable_cache(refused: Callable[[str], None] = lambda why: None) -> Path:
     """The first cache that files can be made in, and loaded from. Raises OSError where there is none."""
-    reasons = []
-    for folder in caches():
+    reasons, kept = [], caches()
+    for folder in kept:
         try:
-            if folder == caches()[-1]:  # below a folder for everybody, where a link may lead anywhere
+            if folder == kept[-1]:  # below a folder for everybody, where a link may lead anywhere
                 own_folder(folder.parents[1])
             make_private(folder)
             trusted(folder)

@@ -52,6 +52,20 @@ bool integers(PyObject* const* args, Py_ssize_t count, std::array<int64_t, N>& n
   return !misread();
 }
 
+// Before a record of a function that Python has called: if its chunk is not there, it is waited for without the
+// interpreter's lock.
+void wait_for_chunk(Recorder& recorder) {
+  if (recorder.ready()) return;
+  Py_BEGIN_ALLOW_THREADS
+  recorder.wait_for_chunk();
+  Py_END_ALLOW_THREADS
+}
+
+Record* claim_for_python(Recorder& recorder, uint64_t* index) {
+  wait_for_chunk(recorder);
+  return recorder.claim(index);
+}
+
 PyObject* handle_of(const Recorder& recorder, uint64_t index) {
   return PyLong_FromUnsignedLongLong(recorder.generation << 40 | (index + 1));
 }

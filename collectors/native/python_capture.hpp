@@ -22,8 +22,10 @@ uint64_t generations = 0;
 PyObject* py_open(PyObject*, PyObject* args) {
   const char* path;
   unsigned long long limit;
+  int copied;
+  double patience_s;
   int mode = 0600;
-  if (!PyArg_ParseTuple(args, "sK|i", &path, &limit, &mode)) return nullptr;
+  if (!PyArg_ParseTuple(args, "sKpd|i", &path, &limit, &copied, &patience_s, &mode)) return nullptr;
   if (active.load()) {
     PyErr_SetString(PyExc_RuntimeError, "the native recorder is open already");
     return nullptr;
@@ -40,7 +42,13 @@ PyObject* py_open(PyObject*, PyObject* args) {
   give_mode(names);
   return guarded([&] {
     groups().clear();  // their ids are the last recorder's
-    active = new Recorder(folder, names, limit, ++generations);
+    holds_interpreter = &PyGILState_Check;
+    const auto patience = std::chrono::duration_cast<Chunks::Patience>(std::chrono::duration<double>(patience_s));
+    auto* recorder = new Recorder(folder, names, limit, ++generations, patience, copied == 1);
+    Py_BEGIN_ALLOW_THREADS
+    recorder->make_first_chunk();
+    Py_END_ALLOW_THREADS
+    active = recorder;
     Py_RETURN_NONE;
   });
 }
@@ -48,7 +56,9 @@ PyObject* py_open(PyObject*, PyObject* args) {
 PyObject* py_close(PyObject*, PyObject*) {
   if (Recorder* recorder = active.exchange(nullptr)) {
     last = recorder;
+    Py_BEGIN_ALLOW_THREADS
     recorder->close();
+    Py_END_ALLOW_THREADS
   }
   Py_RETURN_NONE;
 }

@@ -64,7 +64,7 @@ PyObject* py_begin_wait(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (misread() || passed_over == kCallsAndWaits) return PyLong_FromLong(0);
   Recorder* recorder = active.load(std::memory_order_acquire);
   uint64_t index = 0;
-  Record* r = recorder ? recorder->claim(&index) : nullptr;
+  Record* r = recorder ? claim_for_python(*recorder, &index) : nullptr;
   if (!r) return PyLong_FromLong(0);
   begin_wait(r, now, target, static_cast<uint16_t>(name));
   device_times().begin(r);

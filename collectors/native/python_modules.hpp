@@ -12,7 +12,7 @@ namespace dsprof {
 namespace {
 
 // install_modules(torch.nn.Module.__call__, torch.Tensor, what names an unknown module and what is told of the input of
-// a forward, or None and None, interrupts.by_handler)
+// a forward, or None and None, signals.by_handler)
 PyObject* py_install_modules(PyObject*, PyObject* args) {
   PyObject *function, *tensor, *namer, *noter, *by_handler;
   if (!PyArg_ParseTuple(args, "O!O!OOO", &PyFunction_Type, &function, &PyType_Type, &tensor, &namer, &noter,

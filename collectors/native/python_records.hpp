@@ -24,7 +24,7 @@ PyObject* py_begin(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (misread() || (kind == kWait && passed_over == kCallsAndWaits)) return PyLong_FromLong(0);
   Recorder* recorder = active.load(std::memory_order_acquire);
   uint64_t index = 0;
-  Record* r = recorder ? recorder->claim(&index) : nullptr;
+  Record* r = recorder ? claim_for_python(*recorder, &index) : nullptr;
   if (!r) return PyLong_FromLong(0);
   fill(r, static_cast<uint8_t>(kind), static_cast<uint16_t>(name), now_ns(), 0, value, bytes);
   publish(r, kBegun);
@@ -56,6 +56,7 @@ PyObject* py_put(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const double value = value_of(args, count, 4);
   const int64_t bytes = integer(args, count, 5, -1);
   if (misread()) Py_RETURN_NONE;
+  if (Recorder* recorder = active.load(std::memory_order_acquire)) wait_for_chunk(*recorder);
   put(static_cast<uint8_t>(kind), static_cast<uint16_t>(name), start, end, value, bytes);
   Py_RETURN_NONE;
 }
@@ -67,6 +68,7 @@ PyObject* py_mark(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const double value = value_of(args, count, 2);
   const int64_t bytes = integer(args, count, 3, -1), now = now_ns();
   if (misread()) Py_RETURN_NONE;
+  if (Recorder* recorder = active.load(std::memory_order_acquire)) wait_for_chunk(*recorder);
   put(static_cast<uint8_t>(kind), static_cast<uint16_t>(name), now, now, value, bytes);
   Py_RETURN_NONE;
 }
@@ -86,7 +88,7 @@ PyObject* py_comm(PyObject*, PyObject* const* args, Py_ssize_t count) {
               purpose] = numbers;
   Recorder* recorder = active.load(std::memory_order_acquire);
   uint64_t index = 0;
-  Record* r = recorder ? recorder->claim(&index) : nullptr;
+  Record* r = recorder ? claim_for_python(*recorder, &index) : nullptr;
   if (!r) return PyLong_FromLong(0);
   const Target target{static_cast<uint16_t>(name), static_cast<uint16_t>(group), static_cast<uint32_t>(seq),
                       static_cast<int16_t>(peer), -1, peer != -1};
@@ -113,7 +115,7 @@ PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto [kind, name, start, end, issue, value, bytes, flags, lane, stage, microbatch, module, purpose] = numbers;
   Recorder* recorder = active.load(std::memory_order_acquire);
   uint64_t index = 0;
-  Record* r = recorder ? recorder->claim(&index) : nullptr;
+  Record* r = recorder ? claim_for_python(*recorder, &index) : nullptr;
   if (!r) return PyLong_FromLong(0);
   const Place place{static_cast<uint16_t>(lane), context_of(stage, microbatch, module, purpose)};
   fill(r, static_cast<uint8_t>(kind), static_cast<uint16_t>(name), start, end, number, bytes, issue, place, corr);

@@ -1,5 +1,5 @@
 // The native recorder: writes the records of dsprof/ondisk.py (`layout.hpp`, made from it) into shared file mappings.
-// Its twin in Python, and what both promise, is collectors/record.py.
+// Its twin in Python, and what both promise, is collectors/recorder/record.py.
 
 #pragma once
 
@@ -39,8 +39,11 @@ inline thread_local uint8_t passed_over = kNothing;
 
 class Recorder {
  public:
-  Recorder(int folder, int names, uint64_t limit_bytes, uint64_t generation)
-      : generation(generation), counters(folder), chunks_(folder, limit_bytes, counters), names_(names, generation) {}
+  Recorder(int folder, int names, uint64_t limit_bytes, uint64_t generation, Chunks::Patience patience, bool copied)
+      : generation(generation),
+        counters(folder),
+        chunks_(folder, limit_bytes, counters, patience, copied),
+        names_(names, generation) {}
 
   const uint64_t generation;  // from 1, of the recorders of this process
   std::atomic<bool> muted{false};  // nothing is to be written for now
@@ -51,9 +54,20 @@ class Recorder {
     return muted.load(std::memory_order_relaxed) ? nullptr : chunks_.claim(index);
   }
 
+  // The same for who holds a lock that other hooks take: it waits for nothing.
+  Record* claim_at_once() {
+    return muted.load(std::memory_order_relaxed) ? nullptr : chunks_.claim(nullptr, false);
+  }
+
+  // Before a claim of who can let go of the interpreter's lock: whether it should, and `wait_for_chunk` meanwhile.
+  bool ready() const { return muted.load(std::memory_order_relaxed) || chunks_.ready(); }
+  void wait_for_chunk() { chunks_.wait_for_chunk(); }
+
   Record* at(uint64_t index) const { return chunks_.at(index); }
   uint16_t intern(std::string_view name) { return names_.intern(name, chunks_.full); }
   uint64_t records() const { return chunks_.records(); }
+
+  void make_first_chunk() { chunks_.make_first(); }
 
   // In a forked child: the files are the parent's.
   void abandon() { chunks_.abandon(); }

@@ -1,5 +1,6 @@
 // Where in the script something was called: the innermost Python frame that is neither torch's, nor ours, nor of the
-// standard library. No Python code runs here, so no handler of a signal does. The twin in Python is collectors/sites.py.
+// standard library. No Python code runs here, so no handler of a signal does. The twin in Python is
+// collectors/recorder/source_locations.py.
 
 #pragma once
 

@@ -1,6 +1,6 @@
 // Where the host stands still for a device: the operators that give a device's values to the host, and copies between the
 // two. What `.item()`, `.tolist()`, `.cpu()`, `if tensor:`, `x[mask]` and printing come down to are these. Calls that wait
-// for a device without an operator (torch.cuda.synchronize) are wrapped in Python: collectors/host_sync.py.
+// for a device without an operator (torch.cuda.synchronize) are wrapped in Python: collectors/devices/host_sync.py.
 
 #pragma once
 

@@ -1,5 +1,5 @@
 // What a wait waits for. A collective is remembered when it is issued, by its work and by the memory of its tensors;
-// a wait asks by the one or the other. The twin in Python is collectors/targets.py.
+// a wait asks by the one or the other. The twin in Python is collectors/recorder/wait_targets.py.
 
 #pragma once
 

@@ -12,26 +12,17 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
+from .align.steps import StepTime
 from .device import Devices
-from .efficiency import Efficiency
 from .finding import Finding
-from .layers import LayerCost
-from .memory import DeviceMemory
-from .memory_use import MemoryUse, nothing
-from .modules import COLUMNS as MODULE_COLUMNS
-from .trust import ReplayCheck
+from .graph.validate import ReplayCheck
+from .memory.allocator_state import DeviceMemory
+from .memory.use_by_step import MemoryUse, nothing
+from .work.layer_costs import LayerCost
+from .work.mfu import Efficiency
+from .work.module_times import COLUMNS as MODULE_COLUMNS
 
 FINDINGS_SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Durations of the ordinary training steps, in ms."""
-
-    mean: float
-    median: float
-    p10: float
-    p90: float
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,7 @@ class CaptureQuality:
     """How far the capture can be trusted."""
 
     overhead_percent: float | None
-    """Hooks, samples after steps and side threads, as a share of the step (`overhead`). None: not known."""
+    """Hooks, samples after steps and side threads, as a share of the step (`capture_overhead`). None: not known."""
     dropped: int
     clock_error_us: float | None
     """How far the clocks of ranks may be apart. None: not known, as a trace does not tell which clocks it is of."""
@@ -88,16 +79,16 @@ class Analysis:
     trace:       all rows, on the common clock, to be read a rank at a time; `rows` are those of all ranks in one table
                  (dsprof.schema.COLUMNS), read anew each time.
     layer_costs: what each layer of the engine's pipelines takes; empty without one.
-    modules:     what each module takes (`modules.COLUMNS`); empty unless every module was timed.
+    modules:     what each module takes (`module_times.COLUMNS`); empty unless every module was timed.
     efficiency:  operations, MFU, samples and tokens a second; None below level full, or without a step.
     memory:      what the devices' allocators held in the end, of the ranks of which that is known.
-    memory_steps: what the ranks had after each step (`memory_use.COLUMNS`), and
+    memory_steps: what the ranks had after each step (`use_by_step.COLUMNS`), and
     memory_uses: the most of it, by rank and place.
     device:      what the devices' streams did; None where their kernels were not traced.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
-    noise_ms:    the run's own noise floor (`Context.noise_ms`).
+    noise_ms:    the run's own noise floor (`Study.noise_ms`).
     notes:       what else is worth knowing of the run, such as a lasting slowdown.
     """
 

@@ -101,10 +101,24 @@ class Fix:
 
 
 @dataclass(frozen=True)
+class Together:
+    """What fixing a finding saves together with one that hides it."""
+
+    code: str
+    gain: Gain
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"code": self.code, "gain": self.gain.to_dict()}
+
+
+@dataclass(frozen=True)
 class Finding:
     """One diagnosis; its code is in FINDINGS and never changes meaning.
 
-    `confidence` is the share of such predictions that came true (`calibration.confidence`); None: none was ever tried.
+    gain:       what fixing it alone saves
+    share:      its part of what fixing all that was found by replay saves; None: it was priced by itself
+    together:   of a fault that another one hides: which one, and what fixing both saves
+    confidence: the share of such predictions that came true (`calibration.confidence`); None: none was ever tried
     """
 
     code: str
@@ -115,6 +129,14 @@ class Finding:
     gain: Gain
     fixes: tuple[Fix, ...] = field(default=())
     confidence: float | None = None
+    share: Gain | None = None
+    together: Together | None = None
+
+    @property
+    def weight(self) -> Gain:
+        """What says how severe it is, and where it stands among the others: its share where it has one, as of two
+        faults that hide each other neither gains anything alone."""
+        return self.gain if self.share is None else self.share
 
     @property
     def is_problem(self) -> bool:
@@ -130,6 +152,8 @@ class Finding:
             "where": self.where.to_dict(),
             "evidence": [item.to_dict() for item in self.evidence],
             "gain": self.gain.to_dict(),
+            "share": None if self.share is None else self.share.to_dict(),
+            "together": None if self.together is None else self.together.to_dict(),
             "fixes": [fix.to_dict() for fix in self.fixes],
         }
 

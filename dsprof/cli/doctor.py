@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from dsprof.doctor import GIB, Diagnosis, diagnose
+from dsprof.launch import left_behind
 from dsprof.launch.devices import visible_gpus
 from dsprof.machine import Machine, inspect
 from dsprof.redact import redact_data, redact_setting, redact_text
@@ -49,7 +51,8 @@ def command(
         what = "is a folder" if config.is_dir() else "no such file"
         fail(f"{config}: {what}; name the JSON file of a configuration", USAGE)
     ranks = world_size or max(1, visible_gpus(os.environ))
-    diagnosis = diagnose(config, ranks, inspect(os.environ))
+    moved = tuple(left_behind.move_all(os.environ.get("DSPROF_SCRATCH", "")))
+    diagnosis = replace(diagnose(config, ranks, inspect(os.environ)), moved=moved)
     if as_json:
         sys.stdout.write(json.dumps(diagnosis.to_json(), indent=2) + "\n")
     else:
@@ -89,6 +92,7 @@ def _write(console: Console, diagnosis: Diagnosis) -> None:
     about = "" if diagnosis.source is None else f"{diagnosis.source}: "
     said = [("error", f"{about}{redact_text(text)}", "bold red") for text in diagnosis.errors]
     said += [("warning", redact_text(text), "bold yellow") for text in diagnosis.warnings]
+    said += [("capture", text, "bold") for text in diagnosis.moved]
     _rows(console, said or [("nothing to complain of", "", "bold green")], indent="", named=True)
 
 
@@ -116,6 +120,8 @@ def _config(config: Config) -> Iterator[Row]:
 
     sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
     yield "batch", str(Batch(*sizes, ranks=sizes[0] // (sizes[1] * sizes[2]))), "bold"
+    several = f"added up over {sizes[2]} micro-batches in {config.accumulation_type}, " if sizes[2] > 1 else ""
+    yield "gradients", f"{several}summed over ranks in {config.communication_type}", ""
     values, usual = redact_data(config.model_dump(mode="json")), type(config)().model_dump(mode="json")
     top = {key: value for key, value in values.items() if not isinstance(value, dict) and key not in BATCH}
     yield from _keys(top, usual)

@@ -93,7 +93,17 @@ def _command(
             metavar="DIR",
             show_default=False,
             help="Local folder in which captures are written first; off: none. Default: TMPDIR or /tmp where the run "
-            "folder lies on a network file system.",
+            "folder lies on a network file system, else shared memory where they fit.",
+        ),
+    ] = None,
+    exit_wait: Annotated[
+        str | None,
+        typer.Option(
+            "--exit-wait",
+            metavar="SECONDS",
+            show_default=False,
+            help="How long a rank waits at its end until its capture is copied; then a process beside it goes on. "
+            "Default: 5",
         ),
     ] = None,
     without: Annotated[
@@ -158,7 +168,7 @@ def _command(
     report = False if no_report else None
     given = {"level": level, "ranks": ranks, "native": native, "report": report, "engine": engine}
     given |= {"steps": steps, "delay": delay, "duration": duration, "deep": deep, "limit": limit, "scratch": scratch}
-    given |= {"without": without, "hang_timeout": hang_timeout, "on_hang": on_hang}
+    given |= {"exit_wait": exit_wait, "without": without, "hang_timeout": hang_timeout, "on_hang": on_hang}
     chosen = settings.load(given, os.environ)
     check_ranks(flags)
     what = read_job(job or [], no_python=bool(flags["no_python"]))
@@ -235,7 +245,7 @@ def own_flags(given: Mapping[str, Any], output: Path | None, *, quiet: bool, as_
     """dsprof's own flags, as one would type them to run again: the run folder is there now."""
     if output is not None:
         yield from ("-o", str(output), "--force")
-    of_text = "level ranks steps delay duration deep limit scratch without native engine hang_timeout on_hang"
+    of_text = "level ranks steps delay duration deep limit scratch exit_wait without native engine hang_timeout on_hang"
     for name in of_text.split():
         if given[name] is not None:
             yield from (f"--{name.replace('_', '-')}", given[name])

@@ -7,6 +7,7 @@ hosts      one run of several hosts: joining it, agreeing on it, waiting for the
 supervise  one child process: its signals, its status
 torchrun   torchrun in a process of ours, which tells how each rank ended
 gather     captures that were written to a local disk first
+left_behind  captures in memory or on a local disk whose processes were killed
 conclude   after the job: how it ended, the analysis, the verdict
 hints      what to type instead, where a job died of how it was started
 talk       lines on stderr

@@ -48,8 +48,8 @@ class Conclusion:
     advice: Callable[[], list[str]] = list
     """What to type instead, of a job that did not end well."""
 
-    place: Path | None = None
-    """What stands for the run folder on this host while the job runs."""
+    places: tuple[Path, ...] = ()
+    """What may stand for the run folder on this host while the job runs."""
 
     def draw(self, info: RunInfo, ending: Ending) -> None:
         """Write the job's end into run.json, analyze, and say what came of it and what to do next."""
@@ -71,7 +71,7 @@ class Conclusion:
 
     def gather(self) -> None:
         """Have all captures of this host in the run folder, or say which are not."""
-        self._attempt("bringing the captures together", Gathering(self.folder, self.talk, self.place).finish)
+        self._attempt("bringing the captures together", Gathering(self.folder, self.talk, self.places).finish)
 
     def measure_peaks(self, info: RunInfo, status: int) -> list[dict[str, Any]]:
         """What the CPU of this host, one of several of the run, can compute, for `HostPart.cpu_peaks`."""

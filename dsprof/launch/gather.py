@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dsprof.collectors import scratch
+from dsprof.collectors.capture import scratch
 from dsprof.names import host_name
 from dsprof.run import RunFolder
 from dsprof.schema import COPYING_FILE
@@ -30,8 +30,8 @@ class Gathering:
 
     folder: RunFolder
     talk: Talk
-    place: Path | None = None
-    """What stands for the run folder on this host; None: nothing does."""
+    places: tuple[Path, ...] = ()
+    """What may stand for the run folder on this host."""
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -46,12 +46,12 @@ class Gathering:
             self.sleep(LOOK_EVERY_S)
         for item in self._waiting():
             here = item.state.host == host
-            if here and not item.under_way(host) and scratch.bring(item, self.folder.path, self.place):
+            if here and not item.under_way(host) and scratch.bring(item, self.folder.path, self.places):
                 continue
             self.talk.warn(f"warning: {self._what_stays(item)}")
 
     def _waiting(self) -> list[scratch.Waiting]:
-        return scratch.waiting(self.folder.path, self.place)
+        return scratch.waiting(self.folder.path, self.places)
 
     def _is_awaited(self, item: scratch.Waiting, host: str, waited_s: float) -> bool:
         patience = PATIENCE_S if item.state.host == host else PATIENCE_ELSEWHERE_S
@@ -60,12 +60,18 @@ class Gathering:
         return item.under_way(host) and waited_s < patience
 
     def _what_stays(self, item: scratch.Waiting) -> str:
-        why = f" ({item.state.error})" if item.state.error else ""
         into = f"{shown(self.folder.capture)}/"
+        why = f" ({item.state.error})" if item.state.error else ""
         if not scratch.is_stand_in(Path(item.state.local), self.folder.path):
             return (
                 f"the capture of rank {item.rank} is not all in {into}{why}; its {COPYING_FILE} names a folder that "
                 "does not stand for this run, which is left alone"
+            )
+        if item.state.gone:
+            return (
+                f"the capture of rank {item.rank} is not all in {into}: {item.state.local} on {item.state.host} was "
+                "removed before all of it was copied; what was copied is analyzed. Keep cleaners of temporary files "
+                "away from it, or name another folder by --scratch DIR"
             )
         return (
             f"the capture of rank {item.rank} is not all in {into}{why}; the rest is kept on {item.state.host}: "

@@ -21,13 +21,14 @@ from types import FrameType
 from typing import Final
 
 import dsprof
-from dsprof.collectors import scratch
+from dsprof.collectors.capture import scratch
 from dsprof.names import host_name, new_run_id
-from dsprof.ranges import parse_hang_timeout
+from dsprof.ranges import parse_hang_timeout, parse_size
 from dsprof.redact import redact_words
 from dsprof.run import RunFolder, RunInfo
 from dsprof.settings import Settings
 
+from . import left_behind
 from .claim import claim
 from .conclude import Conclusion, now
 from .hints import launch_hints
@@ -125,9 +126,9 @@ class Launch:
     def _conclude(
         self, folder: RunFolder, info: RunInfo, ending: Ending, talk: Talk, part: Participation | None
     ) -> None:
-        place = scratch.choose(folder.path, self.settings.scratch).folder
+        places = scratch.places(folder.path, self.settings.scratch)
         advice = partial(launch_hints, folder, self.job, self.own_flags)
-        conclusion = Conclusion(folder, talk, self.settings.report, self.as_json, advice, place)
+        conclusion = Conclusion(folder, talk, self.settings.report, self.as_json, advice, places)
         if part is None:
             conclusion.draw(info, ending)
             return
@@ -155,8 +156,11 @@ class Launch:
             joined = "made" if part.founded else "found"
             talk.say(f"one run of {info.nnodes} hosts, {joined} here; the host of rank 0 will draw the verdict")
         talk.say(f"run folder: {shown(folder.path)}")
-        place = scratch.choose(folder.path, self.settings.scratch)
-        if place.folder is not None:
+        for text in left_behind.tidy(folder.path, self.settings.scratch):
+            talk.say(text)
+        limit, ranks = parse_size(self.settings.limit), self.job.world_size or 1
+        place = scratch.choose(folder.path, self.settings.scratch, limit, ranks)
+        if place.folder is not None and not place.in_memory:
             talk.say(f"captures are written to {place.folder} and copied into it")
         if self.settings.engine == "dsprof":
             talk.say("engine: dsprof, where the script imports deepspeed")
@@ -165,7 +169,7 @@ class Launch:
         with suppress(OSError):  # of a launcher that is killed, this is all that is known
             if part is None or part.founded:
                 folder.write_info(info)
-        watch = self._hang_watch(lambda: folder if part is None else part.folder, talk, place.folder)
+        watch = self._hang_watch(lambda: folder if part is None else part.folder, talk)
         try:
             ending = Supervisor(talk.say, None if watch is None else watch.look).run(command, env, before=before)
         except OSError as error:
@@ -174,11 +178,12 @@ class Launch:
             watch.end_ranks()
         return ending
 
-    def _hang_watch(self, folder: Callable[[], RunFolder], talk: Talk, place: Path | None) -> HangWatch | None:
+    def _hang_watch(self, folder: Callable[[], RunFolder], talk: Talk) -> HangWatch | None:
         timeout_s = parse_hang_timeout(self.settings.hang_timeout)
         if not timeout_s:
             return None
-        return HangWatch(folder, talk, timeout_s, abort=self.settings.on_hang == "abort", place=place)
+        places = scratch.places(folder().path, self.settings.scratch)
+        return HangWatch(folder, talk, timeout_s, abort=self.settings.on_hang == "abort", places=places)
 
 
 def note_rerun(folder: RunFolder, command: list[str]) -> None:
@@ -216,7 +221,7 @@ def warn_of_little_space(folder: RunFolder, talk: Talk) -> None:
 
 def build_native_helper(settings: Settings, talk: Talk) -> None:
     """Have the native helper ready before the ranks want it. Only `native = on` makes a failure a LaunchError."""
-    from dsprof.collectors import free_threaded
+    from dsprof.collectors.arming import free_threaded
     from dsprof.collectors.native import build
 
     why = free_threaded.refusal()
@@ -251,6 +256,7 @@ def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, 
     env["DSPROF_LIMIT"] = settings.limit
     env["DSPROF_WITHOUT"] = settings.without
     env["DSPROF_SCRATCH"] = scratch.absolute(settings.scratch)
+    env["DSPROF_EXIT_WAIT"] = settings.exit_wait
     env["DSPROF_NATIVE"] = settings.native
     env["DSPROF_HANG_TIMEOUT"] = settings.hang_timeout
     env.pop("DSPROF_ENGINE", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dsprof.collectors.host_memory import oom_kills
+from dsprof.collectors.memory.process_memory import oom_kills
 from dsprof.names import host_name
 from dsprof.run import RunFolder, RunInfo, failures
 

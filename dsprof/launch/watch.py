@@ -88,13 +88,13 @@ class HangWatch:
         timeout_s: float,
         *,
         abort: bool = False,
-        place: Path | None = None,
+        places: tuple[Path, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`folder`: the run folder as of now, which hosts agree on when they have met. `place`: what stands for it on
-        this host."""
+        """`folder`: the run folder as of now, which hosts agree on when they have met. `places`: what may stand for it
+        on this host."""
         self._folder, self._talk, self._timeout_s, self._abort = folder, talk, timeout_s, abort
-        self._place = place
+        self._places = places
         self._clock = clock
         self._host = host_name()
         self._ranks: dict[int, Rank] = {}
@@ -162,8 +162,7 @@ class HangWatch:
     def _follow(self) -> bool:
         """Whether any rank has moved."""
         moved = False
-        places = [self._folder().path] + ([self._place] if self._place is not None else [])
-        for root in (place / "capture" for place in places):
+        for root in (place / "capture" for place in (*self._places, self._folder().path)):  # a copy may be behind
             for rank, restart, host, process, path in captures(root):
                 known = self._ranks.get(rank)
                 if known is not None and (known.restart, known.process, known.host) == (restart, process, host):

@@ -109,6 +109,9 @@ class Tail:
         ahead = FIRST_AHEAD
         while True:
             block = self._read(self._chunk, self._slot, min(ahead, CHUNK_RECORDS - self._slot))
+            if not block and (later := [one for one in self._chunks() if one > self._chunk]):
+                self._chunk, self._slot, moved = min(later), 0, True  # given up, or moved into the run folder
+                continue
             ahead = min(2 * ahead, MOST_AHEAD)
             states = block[_STATE::RECORD_BYTES]
             used = len(states.rstrip(b"\0"))  # one that was taken and not written yet is passed over

@@ -40,6 +40,11 @@ MOST_CHUNKS = 2**32
 """A header that says more is damaged."""
 DIGITS = 10
 """An id of a name has fewer."""
+VANISHED = (
+    "missing, and its records with it: something else removed it; keep cleaners of temporary files away from the run "
+    "folder and from where captures are written (--scratch DIR)"
+)
+"""Of a chunk that was neither given up nor moved."""
 MOST_PROBLEMS = 8
 """Lost chunks that are named."""
 
@@ -157,7 +162,7 @@ def _read_chunks(
         parts.append(records)
         damaged += bad
     lost = (number for number in range(max(chunks, default=0)) if number not in chunks and number not in given_up)
-    problems += [f"{chunk_name(number)}: missing; records are lost" for number in islice(lost, MOST_PROBLEMS)]
+    problems += [f"{chunk_name(number)}: {VANISHED}" for number in islice(lost, MOST_PROBLEMS)]
     if not written and not problems[before:]:
         problems.append("no records were written")
     gaps = [
@@ -203,13 +208,18 @@ def _read_records(content: bytes, names: dict[int, str], where: str, problems: l
 
 
 def _look_for_a_copy(path: Path, problems: list[str]) -> None:
-    """Where the capture was first written elsewhere, and not all of it has been copied (`collectors/copier.py`)."""
+    """Where the capture was first written elsewhere, and not all of it has been copied
+    (`collectors/capture/copier.py`)."""
     if not regular_files.is_file(path):
         return
     state = _read_json(path, problems)
     why = "is copied until the rank has ended" if not state.get("error") else f"could not be copied ({state['error']})"
     where = f"{state.get('local')} on {state.get('host')}"
-    problems.append(f"the newest part of its capture {why}; it lies in {where}")
+    if state.get("gone"):
+        problems.append(f"{where} was removed before all of it was copied: the newest part of its capture is lost")
+        return
+    moved = "if it and its copier were killed, `dsprof doctor` there moves it here"
+    problems.append(f"the newest part of its capture {why}; it lies in {where}; {moved}")
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:

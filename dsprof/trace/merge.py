@@ -38,6 +38,12 @@ MOST_DIGITS = 6
 MAPPED_CHUNKS = 4
 """Those that a process may have mapped: the last three, and one that is prepared."""
 TRACE_NAME = re.compile(r"rank(\d{5,6})\.parquet", re.ASCII)
+DROPPED = (
+    "{} records could not be written{} (disk full, or slower than the job): make room, lower --limit, or name another "
+    "folder by --scratch DIR"
+)
+MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are in memory."""
 SIGNATURE = b"dsprof.signature"
 RANK_INFO = b"dsprof.rank"
 MOST_OF_IT = 100
@@ -265,7 +271,7 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
         if item.damaged:
             warn(info, f"rank {rank}: {item.damaged} damaged records were left out")
         if item.dropped:
-            warn(info, f"rank {rank}: {item.dropped} records could not be written (disk full, or slower than the job)")
+            warn(info, f"rank {rank}: {DROPPED.format(item.dropped, _written_first(summary))}")
     # Of what could not be installed the facts say what is lost (`_note_notes`).
     because = [str(fact.get("because"))[:MOST_OF_IT] for fact in summary["facts"] if fact["fact"] == LOST_FACT]
     for error in dict.fromkeys(summary["errors"]):
@@ -276,6 +282,16 @@ def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
         warn(info, f"rank {rank}: {_of_device(summary)}")
 
 
+def _written_first(summary: dict[str, Any]) -> str:
+    """Where the capture was written before it was copied, in words; empty: into the run folder itself."""
+    for fact in summary["facts"]:
+        if fact["fact"] == "written_first":
+            kind = fact.get("file_system")
+            memory = " in memory" if kind in MEMORY else ""
+            return f" to {str(fact.get('folder'))[:MOST_OF_IT]}{memory}"
+    return ""
+
+
 def _of_device(summary: dict[str, Any]) -> str:
     """What is known of what its device did."""
     if not any(fact["fact"] == "device_times" for fact in summary["facts"]):
@@ -284,7 +300,7 @@ def _of_device(summary: dict[str, Any]) -> str:
 
 
 def _note_errors(folder: RunFolder, info: RunInfo) -> None:
-    """Failures before there was a capture to note them in (see `collectors.errors.report_failure`)."""
+    """Failures before there was a capture to note them in (see `collectors.capture.without_capture`)."""
     for process, lines in folder.read_errors():
         for line in lines:
             warn(info, f"process {process}: {line}")

@@ -1,23 +1,33 @@
 """Where checkpoints lie: tags, the file `latest`, and how a new one takes its place at once or not at all.
 
-A checkpoint is written beside its place, under `.TAG.dsprof-saving`, and renamed when it is whole and on disk. One
-that is already there is first renamed to `.TAG.dsprof-replaced`, from where it is read as long as nothing has come in
-its stead.
+A checkpoint is written beside its place, under `.TAG.dsprof-MARK-saving`, and renamed when it is whole and on disk. One
+that is already there is first renamed to `.TAG.dsprof-MARK-replaced`, from where it is read as long as nothing has come
+in its stead. MARK is a number of this save's own. A lock on `.TAG.dsprof-MARK-lock`, which the system takes back when
+the process ends, says that it is under way: what has none was left by a save that was killed, and is cleared away by
+the next, of whatever job.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from ..comm.consensus import SharedError
 
 LATEST: Final = "latest"
-_SAVING: Final = ".dsprof-saving"
-_REPLACED: Final = ".dsprof-replaced"
+_NAME: Final = re.compile(r"\.(?P<name>.+)\.dsprof-(?:[0-9a-f]{8}-)?(?P<what>saving|replaced|lock)")
+"""What a save has beside `name`; one of an older version has no mark, and never a lock."""
+_ABANDONED_S: Final = 86_400
+"""After so long a save is taken to be over, on file systems that have no locks."""
 
 
 class CheckpointError(SharedError):
@@ -41,69 +51,155 @@ def find(folder: Path, tag: str | int | None) -> str | None:
             tag = (folder / LATEST).read_text().strip()
         except FileNotFoundError:
             return None
-    for name in (str(tag), f".{tag}{_REPLACED}"):
-        if (folder / name).is_dir():
-            return name
+    if (folder / str(tag)).is_dir():
+        return str(tag)
+    for path, name, what in _left_beside(folder):
+        if (name, what) == (str(tag), "replaced"):
+            return path.name
     there = sorted(path.name for path in folder.glob("*/") if (path / ".metadata").exists()) if folder.is_dir() else []
     have = f"it has {', '.join(there[:10])}{' ...' if len(there) > 10 else ''}" if there else "it has none"
     raise CheckpointError(f"there is no checkpoint {tag} in {folder}; {have}")
+
+
+class Claim:
+    """What one save has beside `folder`/`name`, as long as it is under way."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = name
+        self._mark = secrets.token_hex(4)
+        self._lock: int | None = None
+
+    def beside(self, what: str) -> Path:
+        """Where what is `saving`, `replaced` or a `lock` lies."""
+        return self._folder / f".{self._name}.dsprof-{self._mark}-{what}"
+
+    def open(self) -> None:
+        """Take the lock; anew, if its file was cleared away before it was locked."""
+        lock = self.beside("lock")
+        while self._lock is None:
+            handle = os.open(lock, os.O_CREAT | os.O_RDWR, 0o644)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            with contextlib.suppress(FileNotFoundError):
+                if os.stat(lock).st_ino == os.fstat(handle).st_ino:
+                    self._lock = handle
+                    return
+            os.close(handle)
+
+    def close(self) -> None:
+        """The save is over."""
+        if self._lock is not None:
+            self.beside("lock").unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
 
 
 class Place:
     """The place of one checkpoint, and the folder beside it where it is written first. For rank 0."""
 
     def __init__(self, folder: Path, tag: str) -> None:
-        self._folder = folder
+        self.folder = folder
         self._tag = tag
-        self.temporary = folder / f".{tag}{_SAVING}"
+        self._claim = Claim(folder, tag)
+        self.temporary = self._claim.beside("saving")
 
-    def open(self) -> None:
-        """Make the temporary folder, and clear away what earlier saves that were killed have left: a folder is one
-        job's.
-        """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for path in self._folder.iterdir():
-            if not path.name.startswith(".") or not path.is_dir():
-                continue
-            if path.name.endswith(_SAVING):
-                shutil.rmtree(path)
-            elif path.name.endswith(_REPLACED):
-                place = self._folder / path.name[1 : -len(_REPLACED)]
-                if place.exists():
-                    shutil.rmtree(path)
-                else:
-                    path.rename(place)
+    def open(self) -> str:
+        """Make the temporary folder, and clear away what saves that were killed have left; the folder's name, which
+        the other ranks do not know."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._claim.open()
+        for path, name, what in list(_left_beside(self.folder)):  # of each save its lock first
+            with contextlib.suppress(OSError):  # another job may be clearing it away, too
+                if what == "lock":
+                    _remove_free_lock(path)
+                elif not path.with_name(path.name.removesuffix(what) + "lock").exists():
+                    _clear_away(path, self.folder / name if what == "replaced" else None)
         self.temporary.mkdir()
+        return self.temporary.name
 
     def commit(self, *, latest: bool) -> None:
         """Put the checkpoint in its place, and its tag into the file `latest` if wanted."""
-        place, replaced = self._folder / self._tag, self._folder / f".{self._tag}{_REPLACED}"
+        place, replaced = self.folder / self._tag, self._claim.beside("replaced")
         _sync(self.temporary)
-        if place.exists():
-            place.rename(replaced)
-        self.temporary.rename(place)
-        _sync(self._folder)
+        while not _moved(self.temporary, place):  # there is one already, or another job's has come just now
+            shutil.rmtree(replaced, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                place.rename(replaced)
+        _sync(self.folder)
         if latest:
-            replace_whole(self._folder / LATEST, lambda file: file.write(self._tag.encode()))
+            replace_whole(self.folder / LATEST, lambda file: file.write(self._tag.encode()))
         shutil.rmtree(replaced, ignore_errors=True)
+        self._claim.close()
 
     def discard(self) -> None:
         """Remove what has been written, if it has not been committed."""
         shutil.rmtree(self.temporary, ignore_errors=True)
-        place, replaced = self._folder / self._tag, self._folder / f".{self._tag}{_REPLACED}"
+        place, replaced = self.folder / self._tag, self._claim.beside("replaced")
         if replaced.exists() and not place.exists():
             replaced.rename(place)
+        self._claim.close()
+
+
+def _left_beside(folder: Path) -> Iterator[tuple[Path, str, str]]:
+    """What saves have beside their places: path, name of the place, and what it is."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        found = _NAME.fullmatch(path.name)
+        if found is not None:
+            yield path, found["name"], found["what"]
+
+
+def _remove_free_lock(lock: Path) -> None:
+    """Remove it if the save that it is of is under way no more."""
+    handle = os.open(lock, os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        free = True
+    except BlockingIOError:
+        free = False
+    except OSError:  # a file system without locks
+        free = time.time() - os.fstat(handle).st_mtime > _ABANDONED_S
+    try:
+        if free:
+            lock.unlink()
+    finally:
+        os.close(handle)
+
+
+def _clear_away(path: Path, place: Path | None) -> None:
+    """Remove what a save has left, or rename it to `place`, if nothing is there."""
+    if place is not None and not place.exists():
+        path.rename(place)
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _moved(source: Path, place: Path) -> bool:
+    """Rename a folder; False if there is something at its place."""
+    try:
+        source.rename(place)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
+    return True
 
 
 def replace_whole(path: Path, put: Callable[[BinaryIO], object]) -> None:
     """Replace a file by what `put` writes, so that whoever reads it at any moment finds the old one or the new one."""
-    beside = path.with_name(f".{path.name}{_SAVING}")
+    claim = Claim(path.parent, path.name)
+    claim.open()
+    beside = claim.beside("saving")
     try:
         write_synced(beside, put)
         beside.replace(path)
     except Exception:
         beside.unlink(missing_ok=True)
         raise
+    finally:
+        claim.close()
     _sync(path.parent)
 
 

@@ -159,8 +159,7 @@ class _Loading:
     def read(self) -> None:
         """Read the tensors to where they belong: masters and optimizer states as they come into memory."""
         training = self._job
-        if training.zero.fetcher is not None:
-            training.zero.fetcher.finish_backward()  # releases what is whole, and would be out of date
+        training.zero.begin_update()
         if self.complete:
             training.states.recover()
         rest = dict.fromkeys(self._params)

@@ -60,11 +60,11 @@ def save(
             found = gather_objects((training.parallel.mesh.dp_rank, hashes))
             mine += world.together(doing, lambda: _buffers(training, found, world.rank))
             place = Place(Path(save_dir), name)
-            world.from_first(doing, place.open)
+            temporary = place.folder / world.from_first(doing, place.open)
             try:
                 size = sum(piece.flat.nbytes for piece in mine)
                 with training.hooks.span("copy", "checkpoint_write", purpose="checkpoint", bytes=size):
-                    write(place.temporary, mine, values, world, doing)
+                    write(temporary, mine, values, world, doing)
                 world.from_first(doing, lambda: _finish(training, place, save_latest))
             except CheckpointError:
                 if world.rank == 0:

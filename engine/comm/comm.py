@@ -74,7 +74,8 @@ class Comm:
     def reduce_scatter(
         self, rows: Tensor, mine: Tensor, purpose: Purpose, accumulate: bool, module: str | None = None
     ) -> Ticket:
-        """Sum `rows` [size, n] over the ranks, and write this rank's row to `mine` [n], or add it."""
+        """Sum `rows` [size, n] over the ranks, in their precision, and write this rank's row to `mine` [n], or add it.
+        `rows` may be used up."""
         if self.size == 1:
             _put(rows[0], mine, accumulate)
             return Done()
@@ -210,12 +211,14 @@ class Comm:
 
 
 def _sum(values: list[Tensor], into: Tensor, accumulate: bool) -> None:
-    """Sum `values` in the precision of `into`, and write or add it."""
-    if not accumulate and len(values) == 2 and values[0].dtype == into.dtype:
-        torch.add(values[0], values[1], out=into)
+    """Sum `values` in their own precision, the wire's, as NCCL does, and write or add it. They are used up."""
+    first, *others = values
+    if len(others) == 1 and first.dtype == into.dtype and not accumulate:
+        torch.add(first, others[0], out=into)
         return
-    for number, value in enumerate(values):
-        _put(value, into, accumulate or number > 0)
+    for value in others:
+        first.add_(value)
+    _put(first, into, accumulate)
 
 
 def _put(value: Tensor, into: Tensor, accumulate: bool) -> None:

@@ -57,7 +57,9 @@ class DataTypesConfig(Section):
     """Types that do not follow from `fp16` and `bf16`."""
 
     grad_accum_dtype: DataType | None = None
-    """In what the gradients of several micro-batches are summed up. Default: the type that is trained in."""
+    """In what the gradients of several micro-batches are added up on each rank, in every stage. Default: fp32, which
+    takes 4 bytes for each gradient that is kept between micro-batches. Over the ranks they are summed in the type in
+    which they travel (`communication_data_type`)."""
 
 
 class ActivationCheckpointingConfig(Section):
@@ -127,7 +129,7 @@ class Config(Section):
     DeepSpeed has removed it."""
 
     communication_data_type: DataType | None = None
-    """In what type gradients travel. Default: the type they have."""
+    """In what type gradients travel, and are summed over the ranks. Default: the type that is trained in."""
 
     zero_allow_untested_optimizer: bool = False
     """With ZeRO, take an optimizer of the script's that is not known to treat each element by itself."""
@@ -189,6 +191,21 @@ class Config(Section):
     @classmethod
     def _never(cls, value: object) -> object:
         return None if value == math.inf else value
+
+    @property
+    def trained_type(self) -> DataType:
+        """What the model runs in."""
+        return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
+
+    @property
+    def accumulation_type(self) -> DataType:
+        """What the gradients of several micro-batches are added up in."""
+        return self.data_types.grad_accum_dtype or "fp32"
+
+    @property
+    def communication_type(self) -> DataType:
+        """What gradients travel in, and are summed over the ranks in."""
+        return self.communication_data_type or self.trained_type
 
     @property
     def warnings(self) -> list[str]:

@@ -78,7 +78,7 @@ def loss_scale(config: Config, world_size: int) -> Iterator[Remark]:
 
 
 def accumulation_type(config: Config, world_size: int) -> Iterator[Remark]:
-    trained = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    trained = config.trained_type
     chosen = config.data_types.grad_accum_dtype
     if chosen not in (None, "fp32", trained):
         choices = '"fp32"' if trained == "fp32" else f'"fp32" or "{trained}"'

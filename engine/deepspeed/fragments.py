@@ -141,14 +141,17 @@ def _seen(param: nn.Parameter, look: Callable[[BaseEngine, ShardedParam], Tensor
     found = engine_of(param)
     if found is None:
         return None
-    with found[0].states.at_once(changed=False):
-        return look(*found)
+    engine, held = found
+    engine.optimizer_step.take_moved()
+    with engine.states.at_once(changed=False):
+        return look(engine, held)
 
 
 def _known(param: nn.Parameter) -> tuple[BaseEngine, ShardedParam]:
     found = engine_of(param)
     if found is None:
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is of no engine's model: call initialize first")
+    found[0].optimizer_step.take_moved()
     return found
 
 

@@ -57,9 +57,32 @@ def build(
     if type == "Lion":
         return Lion(own, **options)
     if type == "SGD":
-        _fuse(options, own)
+        return _sgd(options, own)
     optimizer: Optimizer = getattr(torch.optim, type)(own, **options)
     return optimizer
+
+
+def _sgd(options: dict[str, Any], groups: Groups) -> Optimizer:
+    """torch's SGD. Its fused implementation takes momentum for all parameters of a step or for none, so where some get
+    their first gradient later than others they are given zeros, which with `dampening` would not be what torch does."""
+    if not options.get("dampening"):
+        _fuse(options, groups)
+    sgd = torch.optim.SGD(groups, **options)
+    if sgd.defaults["fused"]:
+        sgd.register_step_pre_hook(_begin_momentum)
+    return sgd
+
+
+def _begin_momentum(sgd: Optimizer, *_: Any) -> None:
+    """Give zeros as momentum to parameters that have none yet, in groups in which others have it."""
+    if len(sgd.state) == sum(len(group["params"]) for group in sgd.param_groups):
+        return
+    for group in sgd.param_groups:
+        stepped = [param for param in group["params"] if param.grad is not None] if group["momentum"] else []
+        new = [param for param in stepped if sgd.state[param].get("momentum_buffer") is None]
+        if len(new) < len(stepped):
+            for param in new:
+                sgd.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
 def _adam(options: dict[str, Any], groups: Groups) -> Optimizer:

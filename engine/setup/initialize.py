@@ -196,6 +196,7 @@ def initialize(
                 engine = Engine(training, opened)
             for note in idle_pipelines(settings, engine.optimizer_step.tiles) if rank == 0 else ():
                 warnings.warn(note, stacklevel=2)
+        zero.settle()
         if adopted is not None:
             adopted.settle()
     return engine, made, loader, scheduler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
@@ -50,13 +51,19 @@ def _of_checkpoint(
     name: str,
     function: Callable[Concatenate[Training, P], T],
     prepare: Callable[[OptimizerStep], object] = lambda step: None,
+    *,
+    loads: bool = False,
 ) -> Callable[Concatenate[BaseEngine, P], T]:
-    """`function` as a method of engines, of their training."""
+    """`function` as a method of engines, of their training. One that `loads` leaves no gradients, nor a part of a
+    step."""
 
     def method(engine: BaseEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         engine._refuse_destroyed()
         prepare(engine.optimizer_step)
-        return function(engine.state, *args, **kwargs)
+        result = function(engine.state, *args, **kwargs)
+        if loads and result != (None, None):
+            engine._begin_step_anew()
+        return result
 
     functools.update_wrapper(method, function)
     method.__name__ = method.__qualname__ = name
@@ -117,8 +124,20 @@ class BaseEngine(nn.Module):
         self.metrics.log_summary(show_straggler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients there are."""
-        self.zero.reducer.clear()
+        """Forget the gradients there are, and begin the step anew: its micro-batches so far count no more.
+
+        After an error that the script catches: on all ranks. Elsewhere it is not needed, since a step that was taken
+        leaves no gradients.
+        """
+        forgotten, each = self.state.under_way, self.config.gradient_accumulation_steps
+        if forgotten and each > 1:
+            warnings.warn(
+                f"engine.zero_grad() in the middle of a step: {forgotten} of its {each} micro-batches are forgotten, "
+                "and the step begins anew. A step forgets its gradients by itself: called before each backward, "
+                "engine.zero_grad() lets no step be completed",
+                stacklevel=2,
+            )
+        self._begin_step_anew()
 
     def compile(self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **more: Any) -> None:
         """Have the model compiled, with options of `torch.compile` as `compile_kwargs` or by name.
@@ -137,8 +156,8 @@ class BaseEngine(nn.Module):
             each.compile(backend=backend, **(compile_kwargs or {}), **more)
 
     save_checkpoint = _of_checkpoint("save_checkpoint", checkpoint.save, OptimizerStep.take_edits)
-    load_checkpoint = _of_checkpoint("load_checkpoint", checkpoint.load, OptimizerStep.stepped_masters)
-    save_16bit_model = _of_checkpoint("save_16bit_model", checkpoint.save_16bit_model)
+    load_checkpoint = _of_checkpoint("load_checkpoint", checkpoint.load, OptimizerStep.before_load, loads=True)
+    save_16bit_model = _of_checkpoint("save_16bit_model", checkpoint.save_16bit_model, OptimizerStep.take_moved)
 
     def destroy(self) -> None:
         """Take the engine off the model, which has its present weights; end its threads, close its files, and destroy
@@ -187,11 +206,28 @@ class BaseEngine(nn.Module):
 
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         """Take a step of the gradients that there are, report it, and count it."""
-        result = self.optimizer_step.take(lr_kwargs)
+        try:
+            result = self.optimizer_step.take(lr_kwargs)
+        except BaseException:
+            if self.state.failure is None:  # nothing has been changed: the step is to be forgotten
+                self._begin_step_anew()
+            raise
         self._norm, self._stepped = result.norm, not result.overflow
-        self.metrics.report()
-        self.global_steps += 1
-        self.hooks.step = self.global_steps
+        try:
+            self.metrics.report()
+        finally:  # it is taken, whether or not that can be reported
+            self.global_steps += 1
+            self.hooks.step = self.global_steps
+            self.state.begin_step()
+
+    def _begin_step_anew(self) -> None:
+        """Be as before the first micro-batch of the step under way."""
+        forgotten = self.state.under_way
+        self.zero.reducer.clear()
+        self.micro_steps -= forgotten
+        self.global_samples -= forgotten * self.state.samples_per_microbatch
+        self.state.begin_step()
+        self.metrics.forget_losses()
 
     def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         """Where the next micro-batch comes from: what was passed, else the engine's own data over and over."""

@@ -7,6 +7,7 @@ the end of `gradient_accumulation_steps` of them the step is taken.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..optim.loss_scaler import cast_floating
 from ..training_state import Training
 from ..tree import loss_of, to_device
 from ..zero.placeholder import no_torch_function
+from . import clearing
 from .base_engine import BaseEngine
 
 
@@ -34,6 +36,9 @@ class Engine(BaseEngine):
         self._backward_done = False
         self._synchronized = False
         """Whether a backward outside `no_sync` has come since the last step."""
+        for owner in (training.module, training.optimizer):
+            if owner is not None:
+                opened.callback(clearing.watch(owner, self._cleared))
 
     # --- training
 
@@ -72,6 +77,11 @@ class Engine(BaseEngine):
                 "engine.backward: the loss depends on no parameter that is trained: they are frozen, or it was "
                 "detached, or computed within torch.no_grad()"
             )
+        if self.zero.reducer.open:
+            raise RuntimeError(
+                "engine.backward: the last backward failed half-way, and what it left of its gradients is still there: "
+                "call engine.zero_grad() on all ranks to begin the step anew"
+            )
         if scale_wrt_gas:
             loss = loss / self.config.gradient_accumulation_steps
         self.zero.begin_backward(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync)
@@ -99,7 +109,10 @@ class Engine(BaseEngine):
         if self._in_no_sync:
             raise RuntimeError("engine.step inside engine.no_sync(): leave the block before you step")
         if not self._backward_done:
-            raise RuntimeError("engine.step without engine.backward(loss): do not call loss.backward() yourself")
+            raise RuntimeError(
+                "engine.step without engine.backward(loss): do not call loss.backward() yourself, nor step after a "
+                "backward that failed or that engine.zero_grad() has forgotten"
+            )
         with no_torch_function():
             thawed = next((param.name for param in self._frozen if param.param.grad is not None), None)
         if thawed is not None:
@@ -122,27 +135,35 @@ class Engine(BaseEngine):
             self._synchronized = False
             with self.hooks.span("phase", "step"):
                 self._take_step(lr_kwargs or {})
-            self.state.begin_step()
         self.hooks.microbatch = self.state.under_way
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One whole step: `gradient_accumulation_steps` micro-batches of `data_iter`; their mean loss on this rank.
 
-        Raises RuntimeError without an optimizer, or one without parameters. If the data end within the step, what came
-        of them is forgotten, and StopIteration goes on to the caller.
+        Raises RuntimeError without an optimizer, or one without parameters, and in the middle of a step. If the data
+        end within the step, or the model raises, what came of them is forgotten, and the error goes on to the caller;
+        after one in a backward the script has to call `zero_grad` to go on.
         """
         self._refuse_untrained("train_batch")
+        if self._begun:
+            raise RuntimeError(
+                f"engine.train_batch in the middle of a step, of which {self.state.under_way} of "
+                f"{self.config.gradient_accumulation_steps} micro-batches are complete: train_batch takes whole steps. "
+                "Complete this one by engine.backward and engine.step, or call engine.zero_grad() on all ranks to "
+                "forget it"
+            )
         self.train()
         losses: list[Tensor] = []
-        for _ in range(self.config.gradient_accumulation_steps):
-            try:
+        try:
+            for _ in range(self.config.gradient_accumulation_steps):
                 loss = self._loss_of(data_iter)
-            except StopIteration:
-                self._forget_partial_step(len(losses))
-                raise
-            self.backward(loss)
-            self.step()
-            losses.append(loss.detach().float())
+                self.backward(loss)
+                self.step()
+                losses.append(loss.detach().float())
+        except Exception:
+            if not self.zero.reducer.open:  # else others may not be waiting for what this rank has begun to reduce
+                self._begin_step_anew()
+            raise
         return torch.stack(losses).mean()
 
     def eval_batch(self, data_iter: Iterator[Any]) -> Tensor:
@@ -197,11 +218,29 @@ class Engine(BaseEngine):
     def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
         return loss_of(self, to_device(next(self._batches(data_iter)), self.state.device))
 
-    def _forget_partial_step(self, microbatches: int) -> None:
-        """The data have ended after so many of a step's micro-batches: be as before the first."""
+    @property
+    def _begun(self) -> bool:
+        """Whether there may be gradients of a step that has not been taken."""
+        return self.state.under_way > 0 or self._backward_done or self.zero.reducer.open
+
+    def _begin_step_anew(self) -> None:
+        super()._begin_step_anew()
+        self._backward_done = self._counted = self._synchronized = False
+        with no_torch_function():
+            for param in self._frozen:  # which may have been thawed
+                param.param.grad = None
+
+    def _cleared(self) -> None:
+        """The script clears gradients by torch's names: forget those that torch does not find. The micro-batches of the
+        step count as they did."""
+        if not self._begun:
+            return
+        if self.state.under_way:
+            warnings.warn(
+                f"zero_grad() of the model or the optimizer in the middle of a step: the gradients of "
+                f"{self.state.under_way} of its {self.config.gradient_accumulation_steps} micro-batches are forgotten. "
+                "A step forgets its gradients by itself: leave it out",
+                stacklevel=4,
+            )
         self.zero.reducer.clear()
-        self.micro_steps -= microbatches
-        self.global_samples -= microbatches * self.state.samples_per_microbatch
-        self.state.begin_step()
-        if microbatches:
-            self.metrics.forget_losses()
+        self._backward_done = self._synchronized = False

@@ -17,7 +17,7 @@ from ..optim.loss_scaler import overflowed
 from ..optim.onebit import OneBitAdam
 from ..training_state import Training
 from ..zero.shard import ShardedParam
-from ..zero.validate import NewParameterCheck
+from ..zero.validate import NewParameterCheck, StorageCheck
 from ..zero.zero import tiles_of
 
 
@@ -46,6 +46,7 @@ class OptimizerStep:
             training.states.attach(optimizer, self.tiles)
             self._guard = StepGuard(optimizer)
         self._new_parameters = NewParameterCheck(training.module, zero.by_param)
+        self._storages = StorageCheck(zero.params)
         may = (master for group in training.param_groups for master in group["params"])
         settled = optimizer is not None and settles_groups(optimizer)
         self._may_step = frozenset(map(id, may if settled else zero.masters.values()))
@@ -59,6 +60,7 @@ class OptimizerStep:
         What fails after gradients or weights have begun to change is the training's failure (`Training.fail`).
         """
         self._new_parameters.check()
+        self._storages.check("engine.step")
         stepped = self.stepped_masters()
         self._training.zero.check_order(self._training.parallel.everyone)
         try:
@@ -84,6 +86,7 @@ class OptimizerStep:
             training.hooks.mark("overflow", value=training.scaler.scale)
         else:
             unscale_and_clip_(grads, value, loss_scale=scale, max_norm=training.config.gradient_clipping)
+            zero.begin_update()
             self._update()
             if training.lr_scheduler is not None:
                 training.lr_scheduler.step(**lr_kwargs)
@@ -112,10 +115,20 @@ class OptimizerStep:
         training = self._training
         training.refuse_failed("save_checkpoint", CheckpointError)
         self.stepped_masters()
+        self.take_moved()
         if any(param.edited for param in training.zero.trainable):
             with training.states.at_once():
                 for param in training.zero.trainable:
                     param.take_edits()
+
+    def take_moved(self) -> None:
+        """Before weights are read: have those where the engine reads them that the script has put elsewhere."""
+        self._storages.check_kept()
+
+    def before_load(self) -> None:
+        """Before a checkpoint is loaded: have the optimizer's groups and the parameters as the engine knows them."""
+        self.stepped_masters()
+        self._storages.reset()
 
     def close(self) -> None:
         """Have the optimizer step as the script calls it again."""

@@ -58,6 +58,7 @@ class PipelineEngine(BaseEngine):
         training.hooks.stage = mesh.pp_rank
         self._batch_fn: Callable[[Any], Any] = _same
         self._last_loss: Tensor | None = None
+        self._frozen = [param for param in training.zero.params if param.master is None]
 
     # --- training
 
@@ -77,7 +78,7 @@ class PipelineEngine(BaseEngine):
         if data_iter is not None:
             self._own_data = data_iter
         loss_fn = self.module.loss_fn
-        losses = self._run(self.plan, partial(self._data, loss_fn is not None), loss_fn, backward=True)
+        losses = self._run(self.plan, partial(self._training_data, loss_fn is not None), loss_fn, backward=True)
         mean = self._mean(losses, self.plan.microbatches)
         self._last_loss = mean
         self.metrics.note_loss(mean)
@@ -199,6 +200,16 @@ class PipelineEngine(BaseEngine):
             raise PipelineError("eval_batch: pass an iterator of batches on the ranks of the first and the last stage")
         source = data_iter if data_iter is not None else self._batches(self._own_data)
         return StepData(source, self.state.device, wanted, self._batch_fn, caller, self._check_data)
+
+    def _training_data(self, labels: bool) -> StepData:
+        """As `_data`, for training. Raises RuntimeError for a layer that nothing would train."""
+        thawed = next((param.name for param in self._frozen if param.param.requires_grad), None)
+        if thawed is not None:
+            raise RuntimeError(
+                f"train_batch: {thawed} was frozen when the engine was made, and is not now, and nothing would train "
+                "it: unfreeze it before initialize, or make the engine anew"
+            )
+        return self._data(labels)
 
     def _run(
         self,

@@ -43,16 +43,12 @@ def _sharded(what: str, stage: int) -> Answer:
 
 def _data_types(training: Training) -> tuple[torch.dtype, torch.dtype]:
     """What the model runs in, and what gradients are added up in."""
-    config = training.config
-    model = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
-    accumulated = config.data_types.grad_accum_dtype
-    return model, model if accumulated is None else DTYPES[accumulated]
+    return DTYPES[training.config.trained_type], DTYPES[training.config.accumulation_type]
 
 
 def communication_dtype(training: Training) -> torch.dtype:
     """What gradients travel in."""
-    chosen = training.config.communication_data_type
-    return _data_types(training)[0] if chosen is None else DTYPES[chosen]
+    return DTYPES[training.config.communication_type]
 
 
 def _offloads_states_to(device: str) -> Answer:

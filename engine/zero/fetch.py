@@ -15,7 +15,7 @@ one that is used while no module runs is an error. `zero.GatheredParameters` mak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,7 @@ from .gather import Gatherer
 from .param_hooks import SavedParamHooks, WatchedParameters
 from .settings import ZeroSettings
 from .shard import LiveParams, ShardedParam
+from .torch_code import Functions, is_torchs
 
 
 @dataclass(eq=False, slots=True)
@@ -71,11 +72,17 @@ class Fetcher:
         """The recorded ways: with gradients, and without."""
         self._pass: CurrentPass | None = None
         self._pass_with_grad = True
+        self._weights = 0
+        """How often the weights have changed, by a step or a load."""
         self.live_params = LiveParams()
         self.by_storage: dict[int, ShardedParam] = {}
         self._owners: dict[ShardedParam, list[ModuleParams]] = {}
         """Those that each is fetched for."""
+        self._all_owners: list[ModuleParams] = []
+        self._functions = Functions()
         self._install(root)
+        if not self._functions.are_torchs:
+            self._distrust(self._all_owners)
         self._sharded = [param for param in sharded.values() if not param.persistent]
         for param in self._sharded:
             param.live_params = self.live_params
@@ -102,6 +109,22 @@ class Fetcher:
             param.users = 0
             self._release(param)
 
+    def weights_written(self) -> None:
+        """A script has written weights: what autograd has saved of them before is out of date."""
+        self._weights += 1
+
+    def weights_change(self) -> None:
+        """A step or a load is about to change the weights: what is whole now, for a forward that no backward has
+        followed, must not be taken for the new ones."""
+        self._weights += 1
+        if not self.live_params.live:
+            return
+        self._pass = None
+        self._gatherer.drain()
+        for param in self._sharded:
+            param.users = 0
+            self._release(param)
+
     def gradient_taken(self, param: ShardedParam) -> None:
         """The gradient of `param` is complete: in backward, its last use. If it was not, unpacking fetches it again."""
         param.users = 0
@@ -110,6 +133,8 @@ class Fetcher:
     def _begin_pass(self, call: _ModuleCall) -> None:
         if not call.with_grad:
             call.interrupted = self._pass
+        for param in [param for param in self.live_params if param.moved]:
+            self._release(param)  # by a `module.to` that the first sharded one has ended
         self._pass = CurrentPass(self._records[call.with_grad])
         self._pass_with_grad = call.with_grad
 
@@ -134,17 +159,29 @@ class Fetcher:
             if module is not root and not any(self.sharded(param) is not None for param in module.parameters()):
                 continue
             own = [self._params[p] for p in dict.values(module._parameters) if self.sharded(p) is not None]
-            owner = ModuleParams(name, own, backward=ModuleParams(name, []) if _is_torchs(module) else None)
+            owner = ModuleParams(name, own, backward=ModuleParams(name, []) if is_torchs(module) else None)
             owner.choose_for_backward()
+            self._all_owners.append(owner)
             for param in own:
                 self._owners.setdefault(param, []).append(owner)
             self._handles += [
-                module.register_forward_pre_hook(self._before_forward(owner, module is root), prepend=True),
+                module.register_forward_pre_hook(self._before_forward(owner, module, root), prepend=True),
                 module.register_forward_hook(self._after_forward(owner), with_kwargs=True, always_call=True),
             ]
 
-    def _before_forward(self, owner: ModuleParams, is_root: bool) -> Callable[[nn.Module, Any], None]:
+    def _before_forward(
+        self, owner: ModuleParams, module: nn.Module, root: nn.Module
+    ) -> Callable[[nn.Module, Any], None]:
+        kind, is_root = type(module), module is root
+        forward = kind.forward
+
         def hook(module: nn.Module, args: Any) -> None:
+            if not self._calls and self._functions.were_replaced():
+                self._distrust(self._all_owners)
+            if owner.backward is not None and (
+                type(module) is not kind or kind.forward is not forward or "forward" in module.__dict__
+            ):
+                self._distrust([owner])
             call = _ModuleCall(owner, with_grad=torch.is_grad_enabled())
             self._calls.append(call)
             call.saved_hooks = self.hook_saved_tensors()
@@ -156,6 +193,12 @@ class Fetcher:
             call.using = self._need(owner)
 
         return hook
+
+    def _distrust(self, owners: Iterable[ModuleParams]) -> None:
+        """They run code of the script's own since the engine was made (a parametrization, another `F.linear`), which
+        may keep parameters for backward itself: have all of them there."""
+        for owner in owners:
+            owner.backward = None
 
     def _after_forward(self, owner: ModuleParams) -> Callable[[nn.Module, Any, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -221,7 +264,10 @@ class Fetcher:
         present = None if outer is None else getattr(outer[0], "__self__", None)
         if isinstance(present, SavedParamHooks) and present.by_storage is self.by_storage:
             return None
-        ours = SavedParamHooks(self.by_storage, self._first_saved, self._unpacked, outer)
+        weights = self._weights
+        ours = SavedParamHooks(
+            self.by_storage, self._first_saved, lambda param: self._unpacked(param, weights), outer
+        )  # fmt: skip
         return saved_tensors_hooks(ours.pack, ours.unpack)
 
     def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
@@ -235,8 +281,17 @@ class Fetcher:
         for owner in self._owners[param]:
             owner.choose_for_backward()
 
-    def _unpacked(self, param: ShardedParam) -> None:
-        """Backward needs `param`. It is in use until its gradient, or the backward, is complete."""
+    def _unpacked(self, param: ShardedParam, weights: int) -> None:
+        """Backward needs `param`, as it was after so many changes of the weights. It is in use until its gradient, or
+        the backward, is complete.
+
+        Raises RuntimeError if it has changed since, as torch does of what was changed in place."""
+        if weights != self._weights and param.trainable:
+            raise RuntimeError(
+                "engine.backward: the loss is of a forward that ran before the weights changed, by a step, a load or the "
+                f"script, and needs {param.name} as it was: take each loss backward before that, or run its forward "
+                "again"
+            )
         if not param.users:
             param.users = 1
             self._fetch([param], param.name.rpartition(".")[0])
@@ -360,17 +415,6 @@ class Fetcher:
 def _in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    """Whether backward cannot need parameters of `module` but through what autograd saves. A function of the script's
-    own, also one in a parametrization, may have kept them itself, and give them to a kernel that nothing announces."""
-    return all(
-        "forward" not in vars(part)
-        and type(part).__module__.startswith("torch.nn.")
-        and getattr(type(part).forward, "__module__", "").startswith("torch.nn.")
-        for part in module.modules()
-    )
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -216,10 +216,17 @@ def _is_direct(param: ShardedParam) -> bool:
 
 def update_shards(params: Iterable[ShardedParam]) -> None:
     """Masters were stepped, or loaded: bring them to this rank's shards of the weights, in the model's precision."""
+    changed = []
     for param in params:
         if param.master is not None and not param.master_is_shard:
             param.write_shard(param.master.data.view(-1))
         param.secondary = None
+        if param.persistent and param.master is not None:
+            changed.append(param)
+    # As changed in place, which fused optimizers do not say: a backward of a forward from before is autograd's error.
+    torch.autograd.graph.increment_version([param.param for param in changed])
+    for param in changed:
+        param.published()
 
 
 def content_of(params: Sequence[ShardedParam]) -> Content:

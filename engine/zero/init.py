@@ -52,6 +52,8 @@ class EarlyParam(ShardedParam):
         comm = gatherer.comm
         partition = Partition(param.numel(), comm.size)
         super().__init__(name, param, partition, comm.rank, gatherer, persistent=False, index=0)
+        self.over = gatherer
+        """What gathers it."""
         REGISTRY[param] = lambda: self
 
     @property
@@ -375,6 +377,10 @@ def _take_written(sharded: ShardedParam, source: int) -> None:
         )
     sharded.gatherer.comm.broadcast(sharded.param.data, source, "parameter").wait()
     sharded.take_from_whole()
+    # As changed in place, on every rank: a backward of a forward from before is an error.
+    torch.autograd.graph.increment_version(sharded.param)
+    if sharded.fetcher is not None:
+        sharded.fetcher.weights_written()
 
 
 def _subclasses(kind: type[nn.Module]) -> set[type[nn.Module]]:

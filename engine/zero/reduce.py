@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import compress
 
@@ -78,7 +78,7 @@ class Reducer:
         self._stages = stages if settings.stage >= 2 else None
         self._expected: Sequence[Bucket] = ()
         """The buckets that this backward may have gradients for."""
-        self._open = False
+        self.open = False
         """Whether a backward of this engine is under way. What comes otherwise, as from the loss of another engine's
         model, stays where autograd has put it."""
         self._ready: list[Tensor] = []
@@ -91,9 +91,13 @@ class Reducer:
         self._accumulated: dict[ShardedParam, Tensor] = {}
         self._ready_hooks: list[RemovableHandle] = []
         self._run_hooks: dict[ShardedParam, RemovableHandle] = {}
-        if comm.size > 1 or settings.accumulate_dtype is not None:
-            self._ready_hooks += [p.param.register_post_accumulate_grad_hook(self._ready.append) for p in self._params]
+        self._widens = any(self._sums_in(param) != param.dtype for param in self._params)
+        """Whether gradients are added up otherwise than autograd does it."""
+        self._left_whole = False
+        """Whether a last backward has left its gradients where they were, on a rank that is alone."""
         self._divide(list(reversed(self._params)))
+        if comm.size > 1:
+            self._watch()
 
     @property
     def postscale(self) -> float:
@@ -110,10 +114,15 @@ class Reducer:
     def begin(self, *, last: bool, complete: bool = True, part: BackwardPart | None = None) -> None:
         """A backward begins: the `last` of the step; and one whose gradients are then `complete`, so that they can be
         reduced. `part`: it is a part of its micro-batch's."""
-        self._last, self._complete, self._open = last, complete, True
+        self._last, self._complete, self.open = last, complete, True
         self._part = part if self._settings.stage >= 2 and not self.local else None
         self._expected = self._buckets_of(self._part)
         self._ready.clear()
+        if self._widens and not self._ready_hooks and not (last and complete):
+            self._watch()  # a rank that is alone, and a first micro-batch that more are added to
+        if self._left_whole:
+            self._accumulate(self._params)
+            self._left_whole = False
 
     def _buckets_of(self, part: BackwardPart | None) -> Sequence[Bucket]:
         """Those of the parameters that `part` may make gradients for, by the plan: the same on all ranks."""
@@ -126,19 +135,20 @@ class Reducer:
 
     def process_ready(self) -> None:
         """Take the gradients that have come since the last call: they go to their buckets, or stay whole, in their own
-        or the accumulation's dtype. Another engine's, and those that are not `complete`, are left where they are."""
+        or the accumulation's dtype. Another engine's are left where they are."""
         # torch calls hooks also where a function's backward has returned None.
         params = [self._by_id[id(param)] for param in self._ready if param.grad is not None]
         self._ready.clear()
-        if self._open and self._part is not None and not self._settings.ignore_unused_parameters:
+        if self.open and self._part is not None and not self._settings.ignore_unused_parameters:
             self._came.setdefault(self._part.microbatch, set()).update(params)
-        if not self._open or not self._complete:
+        if not self.open:
+            return
+        if not self._complete or (self._stays_whole and not self._last):
+            if self._widens:
+                self._accumulate(params)
             return
         if self._stays_whole:
-            if self._settings.accumulate_dtype is not None:
-                for param in params:
-                    self._accumulate(param)
-            return
+            return  # `collect` takes them
         if self._order is not None:
             self._order += params
         complete: dict[Bucket, list[int]] = {}
@@ -167,9 +177,10 @@ class Reducer:
         if self._part is not None and self._part.ends and not self._settings.ignore_unused_parameters:
             came = self._came.pop(self._part.microbatch, set())
             self._refuse(param for param in self._params if param not in came)
+        self._left_whole = self.local and self._last and self._widens
         if not self._stays_whole and self._complete:
             self._reduce_rest()
-        self._open = False
+        self.open = False
         self._sparse.finish(self._last)  # behind all buckets, of which ranks may have launched others so far
 
     def _reduce_rest(self) -> None:
@@ -218,7 +229,8 @@ class Reducer:
         """This rank's shard [n] of a gradient that has been reduced, in its own memory, before `postscale`; None where
         there is none. With one rank, or where the optimizer communicates, it is what this rank has [numel]."""
         if self.local:
-            grad = self._accumulated.get(param, param.param.grad)
+            kept, grad = self._accumulated.get(param), param.param.grad
+            grad = grad if kept is None else kept if grad is None else kept + grad
             return None if grad is None else grad.view(-1)
         if param not in self._places:
             return None
@@ -274,17 +286,18 @@ class Reducer:
 
     def clear(self) -> None:
         """Forget the gradients there are, those of a backward that an error has ended too: then on all ranks."""
-        if self._open:  # a backward has not come to its end: be as before it began
+        if self.open:  # a backward has not come to its end: be as before it began
             self._exchange.drain(0)
             for bucket in self._buckets:
                 self._exchange.abandon(bucket)
                 bucket.absent.clear()
             self._begin_anew()
-            self._open = False
+            self.open = False
         with no_torch_function():
             for tensor in self._with_grads:
                 tensor.grad = None
         self._accumulated.clear()
+        self._left_whole = False
         self._sparse.clear()
         self._late.clear()
         self._came.clear()
@@ -371,28 +384,41 @@ class Reducer:
                 reducer.process_ready()
 
         for param in wanted - self._run_hooks.keys():
-            self._run_hooks[param] = param.param.register_post_accumulate_grad_hook(process)
+            self._run_hooks[param] = _hook_gradient(param, process)
 
-    def _accumulate(self, param: ShardedParam) -> None:
-        """Sum micro-batches in another precision than the gradients', where that is asked for."""
-        dtype, grad = self._settings.accumulate_dtype, param.param.grad
-        if dtype is None or grad is None or dtype == grad.dtype:
-            return
-        if param in self._accumulated:
-            self._accumulated[param].add_(grad)
-        else:
-            self._accumulated[param] = grad.to(dtype)
-        param.param.grad = None
+    def _sums_in(self, param: ShardedParam) -> torch.dtype:
+        """What the gradients of several micro-batches are added up in: fp32 for half precisions, unless the
+        configuration says otherwise. The wire has a dtype of its own."""
+        return self._settings.accumulate_dtype or param.master_dtype
+
+    def _watch(self) -> None:
+        """Have gradients noted as they come, and those that have come processed."""
+        self._ready_hooks = [_hook_gradient(param, self._ready.append) for param in self._params]
+        self._hook_runs()
+
+    def _accumulate(self, params: Iterable[ShardedParam]) -> None:
+        """Add their gradients up where autograd would do it in another dtype; those are freed."""
+        for param in params:
+            dtype, grad = self._sums_in(param), param.param.grad
+            if grad is None or dtype == grad.dtype:
+                continue
+            if param in self._accumulated:
+                self._accumulated[param].add_(grad)
+            else:
+                self._accumulated[param] = grad.to(dtype)
+            param.param.grad = None
 
     def _take(self, params: Sequence[ShardedParam]) -> list[Tensor]:
         """Their gradients, sums of all micro-batches where they are summed here; the parameters' are freed."""
-        if self._settings.accumulate_dtype is not None:
-            for param in params:
-                self._accumulate(param)
+        if self._accumulated:
+            self._accumulate(param for param in params if param in self._accumulated)
         grads = [self._accumulated.pop(param, param.param.grad) for param in params]
         for param in params:
             param.param.grad = None
-        return [grad for grad in grads if grad is not None]
+        found = [grad for grad in grads if grad is not None]
+        if any(grad.dtype != found[0].dtype for grad in found):  # not all have come in earlier micro-batches
+            found = [grad.to(self._sums_in(param)) for param, grad in zip(params, found, strict=True)]
+        return found
 
     def _copy_in(self, bucket: Bucket, places: Iterable[int]) -> None:
         rows = self._exchange.rows(bucket)
@@ -442,3 +468,14 @@ class Reducer:
             return
         param.param.grad = None
         master.grad = grad.to(master.device).to(master.dtype).view(master.shape)
+
+
+def _hook_gradient(param: ShardedParam, call: Callable[[Tensor], None]) -> RemovableHandle:
+    """Have `call` called when a gradient of it has come, also if the script has frozen it for now."""
+    tensor = param.param
+    trains = tensor.requires_grad
+    try:
+        tensor.requires_grad_(True)  # else torch refuses the hook
+        return tensor.register_post_accumulate_grad_hook(call)
+    finally:
+        tensor.requires_grad_(trains)

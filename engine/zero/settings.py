@@ -35,8 +35,7 @@ class ZeroSettings:
     communication_dtype: torch.dtype | None = None
     """What gradients travel in; their own by default."""
     accumulate_dtype: torch.dtype | None = None
-    """In what micro-batches are summed; by default the gradients' own while they are whole (stages 0 and 1), and the
-    masters' once they are shards."""
+    """In what micro-batches are summed: by default the masters' dtype, fp32 for half precisions, in every stage."""
     prescale_gradients: bool = False
     gradient_predivide_factor: float = 1.0
 

@@ -103,6 +103,9 @@ class ParamFetcher(Protocol):
     def fetch_used(self, param: ShardedParam) -> None:
         """`param` is used: have it whole, if a module runs, or a backward, that it can be brought for."""
 
+    def weights_written(self) -> None:
+        """A script has written weights: what autograd has saved of them before is out of date."""
+
     def replace_storage(self, key: int, param: ShardedParam) -> None:
         """`param` has a storage of its own instead of the one whose identity was `key`."""
 
@@ -258,6 +261,8 @@ class ShardedParam:
 
     def take_from_whole(self) -> None:
         """The whole parameter was written to: take the shard from it anew, and the master from that."""
+        if self.moved:
+            self.moved_back("GatheredParameters")
         shard = self.flat[self.start : self.stop]
         if not self.persistent:
             self.write_shard(shard)
@@ -276,6 +281,40 @@ class ShardedParam:
         self._version = self.param._version
         mine, shard = self.master.data.view(-1), self.shard.to(self.master.device)
         mine.copy_(torch.where(mine.to(shard.dtype) == shard, mine, shard.to(mine.dtype)))
+
+    def published(self) -> None:
+        """The master has come to the parameter: they agree."""
+        if not self.master_is_shard:
+            self._version = self.param._version
+
+    @property
+    def moved(self) -> bool:
+        """Whether the script has put the values elsewhere than ZeRO has them, while they are whole."""
+        return self.resident and self.param.data.data_ptr() != self._whole.data_ptr()
+
+    def moved_back(self, doing: str) -> None:
+        """The script has put the values elsewhere, as `module.to` there and back or a new `.data` does: have them in
+        the parameter's own storage again, as if written in place.
+
+        Raises RuntimeError if they have another dtype, device or shape, of a parameter that is trained.
+        """
+        data = self.param.data
+        if (data.dtype, data.device, data.shape) != (self.dtype, self.device, self.shape):
+            if not self.trainable:
+                return
+            raise RuntimeError(
+                f"{doing}: {self.name} is {data.dtype} {tuple(data.shape)} on {data.device}, and was {self.dtype} "
+                f"{tuple(self.shape)} on {self.device} when the engine was made: a module's .to(), .half() or .cuda(), "
+                "or a new .data, has changed that, and the engine would train what is there no more. Say it to "
+                'initialize ("bf16" or "fp16" in the configuration), or convert a copy of the model'
+            )
+        self.take_back(data)
+
+    def take_back(self, data: Tensor) -> None:
+        """Have `data`, of the parameter's shape, in the parameter's own storage."""
+        self._whole.copy_(data)
+        self.param.data = self._whole
+        self._version = -1  # none that a parameter has: it was edited
 
     @property
     def edited(self) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
+from .settings import ZeroSettings
 from .shard import ShardedParam
 
 
@@ -34,17 +35,27 @@ class SparseReducer:
     """The counterpart of `Reducer` for gradients of few rows (stages 0 and 1). Micro-batches add up on this rank, and
     the rows of all ranks are gathered when the last one's backward is over."""
 
-    def __init__(self, params: Sequence[ShardedParam], comm: Comm) -> None:
+    def __init__(self, params: Sequence[ShardedParam], comm: Comm, settings: ZeroSettings) -> None:
         self._params = list(params)
         self._comm = comm
+        self._settings = settings
+        self._accumulated: dict[ShardedParam, Tensor] = {}
+        """Sums of micro-batches, where autograd would add them up in another precision; dense, or of rows."""
         self._gathered: dict[ShardedParam, list[tuple[Tensor, Tensor]]] = {}
         """Indices and rows of all ranks, of each backward."""
 
     def finish(self, last: bool) -> None:
         """Backward is over; after the `last` micro-batch's, gather."""
-        if not last or not self._params:
+        if not self._params:
             return
-        rows = [_rows(param.param.grad) for param in self._params]
+        if not last:
+            for param in self._params:
+                self._accumulate(param)
+            return
+        for param in self._accumulated:
+            self._accumulate(param)
+        rows = [_rows(self._accumulated.get(param, param.param.grad)) for param in self._params]
+        self._accumulated.clear()
         for param in self._params:
             param.param.grad = None
         device = self._params[0].param.device
@@ -75,17 +86,29 @@ class SparseReducer:
     def clear(self) -> None:
         """After the step: forget the gradients."""
         self._gathered.clear()
+        self._accumulated.clear()
         for param in self._params:
             param.param.grad = None
+
+    def _accumulate(self, param: ShardedParam) -> None:
+        """As `Reducer` does."""
+        dtype, grad = self._settings.accumulate_dtype or param.master_dtype, param.param.grad
+        if grad is None or grad.dtype == dtype:
+            return
+        kept = self._accumulated.get(param)
+        self._accumulated[param] = grad.to(dtype) if kept is None else kept + grad.to(dtype)
+        param.param.grad = None
 
     def _gather(
         self, param: ShardedParam, mine: tuple[Tensor, Tensor] | None, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
         """Indices [n] and rows [n, width] of all ranks, the latter divided by the number of ranks for the mean."""
-        width = param.shape[1:].numel()
+        width, wire = param.shape[1:].numel(), self._settings.communication_dtype or param.dtype
         if mine is None:
             empty = param.param.new_empty((0, width))
             mine = torch.empty(0, dtype=torch.int64, device=empty.device), empty
+        if self._comm.size > 1:
+            mine = mine[0], mine[1].to(wire)
         most = max(counts)
         if most == 0:
             return mine

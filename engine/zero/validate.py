@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import contextlib
+from collections.abc import Container, Iterable
 from itertools import chain, pairwise
 from typing import Any, Final
 
@@ -10,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .placeholder import Absent
-from .shard import find_sharded
+from .placeholder import Absent, no_torch_function
+from .shard import ShardedParam, find_sharded
 
 UNCOMPILED: Final = (
     "ZeRO stage 3 fetches parameters while modules run, which torch.compile cannot follow: use stage 0, 1 or 2, or "
@@ -50,6 +51,44 @@ class NewParameterCheck:
         self._dicts = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
         self._contents = self._present()
         self._found = [(name, param) for name, param in self._model.named_parameters() if param not in self._known]
+
+
+class StorageCheck:
+    """Looks whether parameters that stay whole are still where ZeRO has them: what a module's `.to()`, `.half()` or a
+    new `.data` puts elsewhere, no step would reach. A read of a pointer each, of no attribute."""
+
+    def __init__(self, params: Iterable[ShardedParam]) -> None:
+        self._params = [param for param in params if param.persistent]
+        self._tensors = [param.param for param in self._params]
+        self._places = self._present()
+
+    def check(self, doing: str) -> None:
+        """Before a step: have them there again, with the values that they have now.
+
+        Raises RuntimeError for one that is trained and has another dtype, device or shape."""
+        for param in self._moved():
+            param.moved_back(doing)
+
+    def check_kept(self) -> None:
+        """The same before a checkpoint, which has the engine's weights of what has another dtype, device or shape."""
+        for param in self._moved():
+            with contextlib.suppress(RuntimeError):
+                param.moved_back("save_checkpoint")
+
+    def reset(self) -> None:
+        """Before a load: have them there again, in their own dtype and on their device, to be written to."""
+        for param in self._moved():
+            param.take_back(param.param.data)
+
+    def _present(self) -> list[int]:
+        with no_torch_function():
+            return list(map(torch.Tensor.data_ptr, self._tensors))
+
+    def _moved(self) -> list[ShardedParam]:
+        present = self._present()
+        if present == self._places:
+            return []
+        return [param for param, now, place in zip(self._params, present, self._places, strict=True) if now != place]
 
 
 def abandoned(model: nn.Module) -> str | None:

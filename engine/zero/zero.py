@@ -21,6 +21,7 @@ from ..hooks import Hooks, MemoryPart, holds_memory
 from ..tree import batches
 from .fetch import Fetcher
 from .gather import Gatherer
+from .init import EarlyParam
 from .reduce import BackwardPart, Reducer
 from .settings import ZeroSettings
 from .shard import Partition, ShardedParam, find_sharded, forget, register
@@ -66,6 +67,9 @@ class Zero:
         self.gatherer = Gatherer(comms.parameters, settings, comms.near)
         size, rank = self._comm.size, self._comm.rank
         self.params: list[ShardedParam] = []
+        self._early: dict[ShardedParam, Gatherer] = {}
+        """What `zero.Init` had sharded, and what gathers it there; empty once there is an engine."""
+        self._closed = False
         sharded_size = 0
         rewritten = _rewritten_in_forward(model)
         compiled = compiled_module(model) if settings.stage == 3 else None
@@ -91,6 +95,8 @@ class Zero:
             self.params.append(
                 ShardedParam(name, param, partition, rank, self.gatherer, persistent=not sharded, index=index)
             )
+            if isinstance(early, EarlyParam):
+                self._early[self.params[-1]] = early.over
             if sharded:
                 self.params[-1].release()  # one at a time: the model need not fit whole
             if sharded and offload_shard is not None:
@@ -98,7 +104,7 @@ class Zero:
         self.by_param = {p.param: p for p in self.params}
         self.trainable = [p for p in self.params if p.param.requires_grad]
         rows = sparse_params(model, dense_too=settings.sparse_gradients) if settings.stage <= 1 else set()
-        sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients)
+        sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients, settings)
         self.masters = {param.param: make_master(param) for param in self.trainable}
         dense = [p for p in self.trainable if p.param not in rows]
         belongs = None if stages is None else {p: stages[p.param] for p in dense}
@@ -152,17 +158,33 @@ class Zero:
         if self.fetcher is not None:
             self.fetcher.finish_backward()
 
+    def begin_update(self) -> None:
+        """Before a step or a load changes the weights."""
+        if self.fetcher is not None:
+            self.fetcher.weights_change()
+
     def check_order(self, everyone: Comm) -> None:
         """Before the step: raise RuntimeError on all ranks of the job if ranks were seen to run different modules."""
         if self.gatherer.order_check is not None:
             self.gatherer.order_check.check(everyone)
 
+    def settle(self) -> None:
+        """The engine is made: `close` leaves what `zero.Init` had sharded whole, too."""
+        self._early.clear()
+
     def close(self, *, whole: bool = True) -> None:
         """Leave the model whole and without hooks; end the lanes, and destroy their groups. On all ranks; again is of
-        no effect. Not `whole`: this rank may be alone in it, so what is sharded is lost."""
+        no effect. Not `whole`: this rank may be alone in it, so what is sharded is lost.
+
+        What `zero.Init` had sharded is so again if there never was an engine: it need not fit whole."""
+        if self._closed:
+            return
+        self._closed = True
+        again, self._early = self._early, {}
         try:
             if whole:
-                self.gatherer.gather([p for p in self.params if not p.resident], self.settings.allgather_bucket_size)
+                absent = [p for p in self.params if not p.resident and p not in again]
+                self.gatherer.gather(absent, self.settings.allgather_bucket_size)
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -170,7 +192,11 @@ class Zero:
             if self.fetcher is not None:
                 self.fetcher.remove()
             for param in self.params:
-                forget(param.param)
+                if whole and param in again:
+                    param.gather()
+                    EarlyParam(param.name, param.param, again[param]).release()
+                else:
+                    forget(param.param)
             for comm in self.comms:
                 comm.close()
 

@@ -19,9 +19,9 @@ from markupsafe import Markup
 
 from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.budget.irregular import profiled_steps
 from dsprof.analyzer.finding import Finding
-from dsprof.analyzer.irregular import profiled_steps
-from dsprof.analyzer.memory import segment_uses
+from dsprof.analyzer.memory.allocator_state import segment_uses
 from dsprof.run import last_processes
 from dsprof.trace import concat_rows
 
@@ -213,6 +213,7 @@ def _card(finding: Finding, cwd: str) -> dict[str, Any]:
         "color": color,
         "confidence": wording.confidence(finding),
         "gain": finding.gain if finding.gain.ms > 0 else None,
+        "together": wording.saving(finding) if finding.together is not None else "",
         "where": wording.where(finding.where),
         "evidence": [
             {

@@ -38,7 +38,7 @@ def verdict_markdown(analysis: Analysis) -> str:
                 )
         lines.append("")
     for index, finding in enumerate(wording.listed(analysis), 1):
-        saved = wording.gain(finding.gain)
+        saved = wording.saving(finding)
         lines.append(
             f"{index}. **{finding.severity}** `{finding.code}` {_escape(finding.title)}"
             + (f" ({_escape(saved)})" if saved else "")
@@ -59,7 +59,7 @@ def finding_markdown(finding: Finding, cwd: str = "") -> str:
     """One finding: place, gain, evidence table, fixes."""
     lines = [f"### {_escape(finding.title)}", ""]
     place = wording.where(finding.where)
-    facts = [_escape(fact) for fact in (wording.gain(finding.gain), wording.confidence(finding)) if fact]
+    facts = [_escape(fact) for fact in (wording.saving(finding), wording.confidence(finding)) if fact]
     lines += ["; ".join([f"**{finding.severity}**", *facts]), ""]
     if place:
         lines += [f"Where: {_escape(place)}", ""]

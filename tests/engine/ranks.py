@@ -39,7 +39,9 @@ class RankFailed(AssertionError):
 class Ranks:
     """Processes that are ranks of small jobs. `close` ends them."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 120) -> None:
+        """`patience`: seconds after which a rank that has not answered counts as hung."""
+        self.patience = patience
         self._started: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
         listener = socket.create_server(("127.0.0.1", 0))
         self._port: int = listener.getsockname()[1]
@@ -57,8 +59,8 @@ class Ranks:
             pipe.send((module, function.__qualname__, rank, world_size, self._jobs, args))
         results, failures, lost = [], [], False
         for rank, (process, pipe) in enumerate(self._started[:world_size]):
-            if not pipe.poll(120):
-                good, value, lost = False, f"rank {rank}: nothing for two minutes", True
+            if not pipe.poll(self.patience):
+                good, value, lost = False, f"rank {rank}: nothing for {self.patience:.0f} seconds", True
             else:
                 try:
                     good, value = pipe.recv()

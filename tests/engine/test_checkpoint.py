@@ -27,6 +27,7 @@ from dsprof import engine as ds
 from dsprof.engine import Engine, checkpoint
 from dsprof.engine.checkpoint import CheckpointError, dcp
 from dsprof.engine.checkpoint.dcp import Contents, Piece, _Value, shares
+from dsprof.engine.checkpoint.folder import Place
 from dsprof.engine.checkpoint.serialize import pack, unpack
 from dsprof.engine.checkpoint.state import about_training
 
@@ -488,6 +489,49 @@ def test_killed_at_any_moment_the_last_good_one_is_there(tmp_path: Path, same_ta
         if same_tag
         else ["latest", "other", "tag"]
     )
+
+
+def beside_another_job(rank: int, folder: Path, tag: str, killed: bool) -> tuple[int, list[str], list[str]]:
+    """Save while another process is in the middle of a save to the same folder: its exit status, and what is there
+    before it ends, and afterwards, when we have saved once more."""
+    engine = start(config())
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        gc.disable()
+        try:
+            place = Place(folder, "theirs")
+            place.open()
+            (place.temporary / ".metadata").write_text("theirs")
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
+            if not killed:
+                place.commit(latest=False)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    engine.save_checkpoint(folder, tag)
+    before = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    os.write(go[1], b"x")
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for end in (*ready, *go):
+        os.close(end)
+    engine.save_checkpoint(folder, "again")
+    return status, before, sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("tag", "killed"), [("ours", False), ("theirs", False), ("ours", True)])
+def test_two_jobs_save_to_one_folder(tmp_path: Path, tag: str, killed: bool) -> None:
+    alone = Ranks()  # a process that nothing has happened in, to be forked
+    try:
+        ((status, before, after),) = alone.run(1, beside_another_job, tmp_path, tag, killed)
+    finally:
+        alone.close()
+    assert status == 0
+    assert before == ["latest", tag]
+    assert after == ["again", "latest", *sorted({tag} | (set() if killed else {"theirs"}))]
+    assert killed or (tmp_path / "theirs" / ".metadata").read_text() == "theirs"
 
 
 def limited(rank: int, folder: Path) -> str:

@@ -1,220 +1,96 @@
-"""What the engine does on a GPU, on one that is made up: streams and events on a clock that is set."""
+"""What the engine does on a GPU: on a device that sleeps (`sleeping_device/jobs/engine.py`)."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
-import struct
-import weakref
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from spans import recorded
+from sleeping_jobs import Ran, SleepingRanks
+from sleeping_truth import CLOCKS_MS, MS, close
 
-from dsprof.engine.comm.lane import CudaLane
-from dsprof.engine.hooks import FAILURES, Attributes, Hooks, Span
+from dsprof.engine.hooks import Span
 from dsprof.engine.monitors.comms_logger import CommsLogger, LoggedMessage
-from dsprof.engine.monitors.wall_clock import CudaTimer, WallClock, timer_for
 from dsprof.engine.pipe.p2p import Arrival, Message
 from dsprof.engine.planner.example_inputs import given_inputs
 from dsprof.engine.zero.shard import ShardedParam
 
 
-class Stream:
-    """Runs what it is given one after the other; `at`: when it is through with it, in ms."""
-
-    def __init__(self) -> None:
-        self.at = 0.0
-
-    def run(self, ms: float) -> None:
-        self.at += ms
-
-    def wait_stream(self, other: Stream) -> None:
-        self.at = max(self.at, other.at)
-
-    def wait_event(self, event: Event) -> None:
-        assert event.at is not None
-        self.at = max(self.at, event.at)
-
-    def synchronize(self) -> None:
-        DEVICE.host = max(DEVICE.host, self.at)
+@pytest.fixture(scope="module")
+def ran(sleeping_ranks: SleepingRanks, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    ran = sleeping_ranks.run(tmp_path_factory.mktemp("engine"), "engine.py", armed=False)
+    assert ran.told[0]["failures"] == 0
+    return ran
 
 
-class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.timed = enable_timing
-        self.at: float | None = None
-
-    def record(self) -> None:
-        self.at = DEVICE.current.at
-
-    def query(self) -> bool:
-        return self.at is None or self.at <= DEVICE.host
-
-    def synchronize(self) -> None:
-        assert self.at is not None
-        DEVICE.host = max(DEVICE.host, self.at)
-
-    def elapsed_time(self, end: Event) -> float:
-        """In ms, as a float of four bytes."""
-        assert self.timed
-        assert end.timed
-        assert self.query()
-        assert end.query(), "cudaErrorNotReady"
-        assert self.at is not None
-        assert end.at is not None
-        rounded: float = struct.unpack("f", struct.pack("f", end.at - self.at))[0]
-        return rounded
+def assert_spans(ran: Ran, spans: list[Any], *names: str) -> None:
+    """These communications, which the device knows by these names, began when its stream got to them."""
+    log = ran.log().set_index("name")
+    did = [(log["reached_ns"][name], log["end_ns"][name]) for name in names]
+    found, true = (np.array(times, np.int64).reshape(-1, 2) for times in ([span[1:3] for span in spans], did))
+    assert len(found) == len(names)
+    assert close(found[:, 1] - found[:, 0], true[:, 1] - true[:, 0]).all()
+    assert (np.abs(found - true) < CLOCKS_MS * MS).all()
 
 
-class Device:
-    """`host`: the host's time, in ms. Its own clock and the device's began at the same moment."""
-
-    def __init__(self) -> None:
-        self.host = 0.0
-        self.current = Stream()
-
-    @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
-
-
-DEVICE = Device()
+def test_a_lane_waits_for_the_computation_and_runs_beside_it(ran: Ran) -> None:
+    told, log = ran.told[0]["lane"], ran.log().set_index("name")
+    # Neither has ended, and is told of, before the first is waited for; then that one has.
+    assert told["stages"] == [[False, False, 0], [True, False, 1]]
+    assert_spans(ran, told["comm"], "first", "second")
+    assert [size for *_, size in told["comm"]] == [8, 16]
+    assert [name for name, *_ in told["launch"]] == ["all_reduce"] * 2
+    assert told["synchronized"] == 1  # for the lane's origin: else the host has not waited
+    assert log["begin_ns"]["first"] == log["end_ns"]["computing"] == log["begin_ns"]["more"]
+    assert log["begin_ns"]["second"] == log["end_ns"]["first"]
+    assert log["begin_ns"]["after"] >= log["end_ns"]["second"]
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    DEVICE.__init__()  # type: ignore[misc]
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: DEVICE.current)
-    monkeypatch.setattr(torch.cuda, "stream", DEVICE.stream)
-    monkeypatch.setattr("dsprof.engine.comm.lane.time", SimpleNamespace(monotonic_ns=lambda: round(1e6 * DEVICE.host)))
-    yield DEVICE
-    assert FAILURES == []
+def test_communications_from_before_anybody_listened_are_passed_over(ran: Ran) -> None:
+    told = ran.told[0]["late_listener"]
+    assert_spans(ran, told["comm"], "heard")
+    assert told["done"]
 
 
-@pytest.fixture
-def hooks() -> Hooks:
-    return Hooks(clock=lambda: round(1e6 * DEVICE.host))
-
-
-def comms(spans: list[Span]) -> list[tuple[float, float, int]]:
-    """Start and end, in ms, and bytes."""
-    return [(s.start_ns / 1e6, (s.end_ns or 0) / 1e6, s.bytes or 0) for s in spans if s.kind == "comm"]
-
-
-def about(size: int = 8) -> Attributes:
-    return {"purpose": "gradient", "bytes": size, "group": "dp", "seq": 0}
-
-
-def test_a_lane_waits_for_the_computation_and_runs_beside_it(device: Device, hooks: Hooks) -> None:
-    with recorded(hooks) as spans:
-        lane = CudaLane("gradients", hooks)
-        computing = device.current
-        computing.run(10)
-        first = lane.submit(lambda: device.current.run(5), "all_reduce", **about(8))
-        computing.run(2)
-        second = lane.submit(lambda: device.current.run(4), "all_reduce", **about(16))
-        assert (computing.at, device.host) == (12, 0)  # neither the host nor the computation has waited
-        assert not first.done
-        lane.poll()
-        assert comms(spans) == []  # neither has ended
-        device.host = 16
-        assert first.done
-        assert not second.done
-        lane.poll()
-        assert comms(spans) == [(10, 15, 8)]
-        second.wait()
-        assert (computing.at, device.host) == (19, 16)
-        lane.close()
-        assert comms(spans) == [(10, 15, 8), (15, 19, 16)]
-        assert [span.name for span in spans if span.kind == "launch"] == ["all_reduce"] * 2
-
-
-def test_communications_from_before_anybody_listened_are_passed_over(device: Device, hooks: Hooks) -> None:
-    lane = CudaLane("gradients", hooks)
-    ticket = lane.submit(lambda: device.current.run(5), "all_reduce", **about())
-    with recorded(hooks) as spans:  # from now on
-        lane.submit(lambda: device.current.run(3), "all_reduce", **about(16))
-        lane.close()
-        assert comms(spans) == [(5, 8, 16)]
-        assert ticket.done
-
-
-def test_times_are_as_exact_after_a_day(device: Device, hooks: Hooks) -> None:
+def test_times_are_as_exact_after_a_day(ran: Ran) -> None:
     """The device tells the time since an event in a float, which at a day's end goes in steps of 8 ms."""
-    with recorded(hooks) as spans:
-        lane = CudaLane("gradients", hooks)
-        for _ in range(24 * 60):
-            device.current.run(60_000)
-            lane.submit(lambda: device.current.run(0.125), "all_reduce", **about()).wait()
-            device.host = device.current.at
-            lane.poll()
-        start, end, _ = comms(spans)[-1]
-        assert end - start == pytest.approx(0.125, abs=1e-3)
-        assert end == pytest.approx(device.host, abs=1)
+    found = np.array([span[1:3] for span in ran.told[0]["day"]["comm"]])
+    true = ran.did("brief")["end_ns"].to_numpy()
+    assert len(found) == len(true) == 24 * 6
+    assert found[-1, 1] - found[-1, 0] == pytest.approx(0.125 * MS, abs=1e-3 * MS)
+    passed = found[:, 1] - found[0, 1], true - true[0]
+    assert np.abs(passed[0] - passed[1]).max() < CLOCKS_MS * MS
+    assert passed[1][-1] > 23.5 * 3600 * 1000 * MS
 
 
-def test_memory_is_kept_until_its_communication_is_waited_for(device: Device, hooks: Hooks) -> None:
-    lane = CudaLane("gradients", hooks)
-
-    def send() -> tuple[Any, weakref.ref[torch.Tensor]]:
-        sent = torch.ones(2)
-        return lane.submit(lambda: sent.sum(), "all_reduce", **about()), weakref.ref(sent)
-
-    ticket, memory = send()
-    gc.collect()
-    assert memory() is not None
-    ticket.wait()
-    gc.collect()
-    assert memory() is None
+def test_memory_is_kept_until_its_communication_is_waited_for(ran: Ran) -> None:
+    assert ran.told[0]["memory"]["kept"] == [True, False]
 
 
-def test_phases_are_timed_by_the_device(device: Device, hooks: Hooks) -> None:
-    """The host is through with them at once."""
-    lines: list[str] = []
-    told: list[tuple[str, float]] = []
-    timer = timer_for(torch.device("cuda"))
-    assert isinstance(timer, CudaTimer)
-    hooks.subscribe(WallClock(2, lines.append, lambda name, ms: told.append((name, ms)), timer))
-    for hooks.step in range(2):
-        for hooks.microbatch in range(2):
-            with hooks.span("phase", "forward"):
-                device.current.run(10)
-            with hooks.span("phase", "backward"):
-                with hooks.span("phase", "recompute", lane="autograd"):
-                    device.current.run(4)
-                device.current.run(16)
-        with hooks.span("phase", "step"):
-            device.current.run(5 * (1 + hooks.step))
-        assert device.host == device.current.at  # waited for, since the curves are wanted of each step
-    assert lines == ["[step 2] time (ms) | fwd: 20.00 | bwd: 40.00 | step: 7.50 | recompute: 8.00 | reduce: 0.00"]
-    assert told == [
-        (f"elapsed_time_ms_{name}", ms)
-        for step in (5, 10)
-        for name, ms in (("forward", 20), ("backward", 40), ("step", step))
+def test_phases_are_timed_by_the_device(ran: Ran) -> None:
+    """The host is through with them at once; the step is waited for, since the curves are wanted of each."""
+    told = ran.told[0]["phases"]
+    assert told["lines"] == [
+        "[step 2] time (ms) | fwd: 20.00 | bwd: 40.00 | step: 7.50 | recompute: 8.00 | reduce: 0.00"
     ]
+    log = ran.log().set_index("name")
+    assert [went_on >= log["end_ns"][f"step {step}"] for step, went_on in enumerate(told["went_on"])] == [True, True]
+    names, found = zip(*told["curves"], strict=True)
+    assert names == tuple(f"elapsed_time_ms_{name}" for name in ("forward", "backward", "step")) * 2
+    assert found == pytest.approx([20, 40, 5, 20, 40, 10], abs=1e-3)
 
 
-def test_nothing_is_waited_for_between_lines(device: Device, hooks: Hooks) -> None:
-    lines: list[str] = []
-    hooks.subscribe(WallClock(3, lines.append, None, CudaTimer()))
-    for hooks.step in range(3):
-        assert device.host == 0
-        with hooks.span("phase", "step"):
-            device.current.run(6 + hooks.step)
-    assert lines == ["[step 3] time (ms) | fwd: 0.00 | bwd: 0.00 | step: 7.00 | recompute: 0.00 | reduce: 0.00"]
+def test_nothing_is_waited_for_between_lines(ran: Ran) -> None:
+    told = ran.told[0]["between_lines"]
+    assert len(set(told["asked"])) == 1
+    assert told["lines"] == ["[step 3] time (ms) | fwd: 0.00 | bwd: 0.00 | step: 7.00 | recompute: 0.00 | reduce: 0.00"]
 
 
-def test_what_the_host_alone_timed_has_no_bandwidth(hooks: Hooks) -> None:
+def test_what_the_host_alone_timed_has_no_bandwidth() -> None:
     """On a GPU it has only been handed over."""
     lines: list[str] = []
     logger = CommsLogger(rank=0, group_size=lambda group: 2, lanes_alone=True, verbose=True, show=lines.append)
@@ -237,25 +113,12 @@ def test_weights_that_come_to_the_host_are_there(on_gpu: bool) -> None:
     shard.copy_.assert_called_once_with(piece, non_blocking=on_gpu)
 
 
-def test_a_receive_into_memory_of_its_own_does_not_wait_for_the_computation(device: Device, hooks: Hooks) -> None:
-    with recorded(hooks) as spans:
-        lane = CudaLane("pipe.recv_F", hooks)
-        computing = device.current
-        computing.run(10)
-        lane.submit(lambda: device.current.run(3), "recv", fresh=True, **about())
-        later = lane.submit(lambda: device.current.run(2), "recv", fresh=True, **about())
-        assert computing.at == 10
-        later.wait()  # it had come long before
-        assert computing.at == 10
-        lane.close()
-        assert comms(spans) == [(0, 3, 8), (3, 5, 8)]
-
-
-def test_what_was_received_is_not_given_to_the_next_receive_while_it_is_used(device: Device) -> None:
-    tensor = mock.Mock(is_cuda=True)
+def test_what_was_received_is_not_given_to_the_next_receive_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, tensor = mock.Mock(), mock.Mock(is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     arrival = Arrival(mock.Mock(), [Message([tensor], [True])])
     assert arrival.take().tensors == [tensor]
-    tensor.record_stream.assert_called_once_with(device.current)
+    tensor.record_stream.assert_called_once_with(stream)
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "number"), [("3", 8, 3), ("3", 1, 0), ("0", 1, 0)])

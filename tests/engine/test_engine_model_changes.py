@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,106 @@ def edits(rank: int, stage: int, more: dict[str, Any], folder: str) -> tuple[boo
 @pytest.mark.parametrize("stage", [0, 2])
 def test_weights_written_in_half_precision_reach_the_masters(ranks: Ranks, stage: int, tmp_path: Path) -> None:
     assert ranks.run(2, edits, stage, {}, str(tmp_path)) == [(True, True, True, 0.0)] * 2
+
+
+# --- parameters that the script puts elsewhere
+
+
+def moves(rank: int, stage: int, half: bool, folder: str) -> tuple[float, float]:
+    """There and back by several ways, between steps; how much the weights change in the end, and are off."""
+    model, expected = build(), build()
+    more = {"bf16": {"enabled": True}} if half else {}
+    persistent = {"stage": stage, "stage3_param_persistence_threshold": 50} if stage == 3 else {"stage": stage}
+    engine = start(model, stage, zero_optimization=persistent, **more)
+    kind = torch.bfloat16 if half else torch.float32
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+
+    def clamp(of: nn.Module) -> None:
+        of[0].weight.data = of[0].weight.data.clamp(-0.25, 0.25)
+
+    ways: list[Callable[[nn.Module], Any]] = [
+        lambda of: of.to(torch.float64).to(kind if of is model else torch.float32),
+        lambda of: of[0].double().to(kind if of is model else torch.float32),
+        clamp,
+    ]
+    for number in range(4):
+        engine.backward(engine(sample(number, rank).to(kind)).float().pow(2).mean())
+        engine.step()
+        train_alone(expected, optimizer, number, 2, 1e9)
+        for each in (model, expected):
+            ways[number % 3](each)
+        if number == 2:
+            engine.save_checkpoint(folder, "moved")
+    engine.load_checkpoint(folder, "moved")
+    engine.backward(engine(sample(3, rank).to(kind)).float().pow(2).mean())
+    before = [param.detach().clone() for param in model.parameters()]
+    engine.step()
+    changed = min((old - new).abs().max().item() for old, new in zip(before, model.parameters(), strict=True))
+    return changed, difference(engine, expected)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_that_are_moved_there_and_back_are_trained_on(
+    ranks: Ranks, stage: int, half: bool, tmp_path: Path
+) -> None:
+    for changed, off in ranks.run(2, moves, stage, half, str(tmp_path)):
+        assert changed > 1e-5
+        assert off < (5e-3 if half else 1e-6)
+
+
+def channels_last(rank: int, stage: int) -> float:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2))
+    expected = copy.deepcopy(model)
+    engine = start(model, stage, zero_optimization={"stage": stage}, gradient_clipping=0.0)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
+    for number in range(3):
+        if number == 1:
+            model.to(memory_format=torch.channels_last)
+        engine.backward(engine(x).pow(2).mean())
+        engine.step()
+        optimizer.zero_grad()
+        others = [torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(other)) for other in range(2)]
+        torch.stack([expected(each).pow(2).mean() for each in others]).mean().backward()
+        optimizer.step()
+    return difference(engine, expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_another_memory_format_is_trained_on(ranks: Ranks, stage: int) -> None:
+    assert max(ranks.run(2, channels_last, stage)) < 1e-6
+
+
+def narrows(rank: int, stage: int, folder: str) -> tuple[list[str], float]:
+    model, expected = build(), build()
+    engine = start(model, stage, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 10})
+    train(engine, 0, rank)
+    train_alone(expected, torch.optim.SGD(expected.parameters(), lr=0.1), 0, 2, 1e9)
+    said = []
+    if stage == 3:  # 2 of 4 parameters come and go, and say that themselves
+        said.append(refused(model.half))
+        model[0].bias.data, model[2].bias.data = model[0].bias.data.half(), model[2].bias.data.half()
+    else:
+        model.half()
+        engine.backward(engine(sample(1, rank).half()).float().pow(2).mean())
+        said.append(refused(engine.step))
+    engine.save_checkpoint(folder, "narrow")  # has what the engine trains
+    engine.load_checkpoint(folder, "narrow")
+    off = difference(engine, expected)
+    train(engine, 1, rank)
+    return said, off
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_another_precision_is_refused_by_name(ranks: Ranks, stage: int, tmp_path: Path) -> None:
+    for said, off in ranks.run(2, narrows, stage, str(tmp_path)):
+        if stage == 3:
+            assert "the parameter 0.weight is sharded (ZeRO stage 3)" in said[0]
+        else:
+            assert said[0].startswith("engine.step: 0.weight is torch.float16 (7, 6) on cpu, and was torch.float32 (7,")
+        assert off < (1e-3 if stage == 0 else 1e-6)  # where what is trained is the parameter itself
 
 
 # --- what cannot be trained is refused

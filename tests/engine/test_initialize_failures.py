@@ -201,6 +201,41 @@ def test_weights_that_are_left_in_pieces_are_told(ranks: Ranks) -> None:
     assert again == "initialize: 0.0.weight is sharded (ZeRO stage 3), by an engine that is gone; build the model anew"
 
 
+def sharded_early(rank: int, fails: str) -> tuple[str, int, float]:
+    """The most elements that are whole while an initialize fails, of a model that was never whole, and how far the
+    training with the next is off."""
+    config = configured(3, optimizer=SGD)
+    with ds.zero.Init(config_dict_or_path=config):
+        model = layers()
+    peak, allocate = 0, ShardedParam.allocate
+
+    def watched(param: ShardedParam) -> None:
+        nonlocal peak
+        allocate(param)
+        peak = max(peak, sum(param.numel() for param in model.parameters() if type(param) is not Absent))
+
+    schedule = no_schedule if rank == 1 or fails == "all" else None
+    with mock.patch.object(ShardedParam, "allocate", watched), pytest.raises((ValueError, SharedError)) as caught:
+        ds.initialize(model=model, config=config, lr_scheduler=schedule)
+    engine, *_ = ds.initialize(model=model, config=config)
+    expected = layers()
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        engine.step()
+        plain_step(expected, optimizer)
+    engine.destroy()
+    off = max((a - b).abs().max().item() for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    return str(caught.value), peak, off
+
+
+@pytest.mark.parametrize("fails", ["all", "one"])
+def test_a_failed_initialize_of_a_model_that_does_not_fit_leaves_it_sharded(ranks: Ranks, fails: str) -> None:
+    for _, peak, off in ranks.run(2, sharded_early, fails):
+        assert peak == 16  # a weight of 4 x 4, and not the 80 elements of all
+        assert off < 1e-6
+
+
 # --- the script's optimizer
 
 

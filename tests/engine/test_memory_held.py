@@ -10,7 +10,7 @@ from ranks import Ranks
 from torch import nn
 
 from dsprof import engine as ds
-from dsprof.collectors.memory_parts import LiveTensors
+from dsprof.collectors.memory.live_tensors import LiveTensors
 
 ROWS, COLUMNS = 400, 100
 WHOLE, PIECE = 4 * ROWS * COLUMNS, 2 * ROWS * COLUMNS

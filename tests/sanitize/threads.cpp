@@ -6,7 +6,7 @@
 // In each round threads begin and complete records, intern names that others intern, too, and count errors, while one
 // of them mutes the recorder and reads its counters. Rounds differ by the size limit: with a small one chunks are given
 // up while records in them are still to be completed. Then the capture is closed while threads go on, as gloo's do, and
-// the next one is opened.
+// the next one is opened, and one whose full chunks are handed over to who copies them.
 
 #include <sys/stat.h>
 
@@ -19,19 +19,6 @@
 
 #include "recorder.hpp"
 
-#ifdef __SANITIZE_THREAD__
-// What std::timed_mutex waits by, which GCC 12's ThreadSanitizer does not know as a lock; this one it does.
-extern "C" int pthread_mutex_clocklock(pthread_mutex_t* mutex, clockid_t clock, const timespec* until) {
-  timespec now, real;
-  clock_gettime(clock, &now);
-  clock_gettime(CLOCK_REALTIME, &real);
-  const int64_t second = 1'000'000'000, left = (until->tv_sec - now.tv_sec) * second + until->tv_nsec - now.tv_nsec;
-  const int64_t at = real.tv_sec * second + real.tv_nsec + left;
-  const timespec then = {at / second, at % second};
-  return pthread_mutex_timedlock(mutex, &then);
-}
-#endif
-
 namespace {
 
 using namespace dsprof;
@@ -39,6 +26,8 @@ using namespace dsprof;
 constexpr int kThreads = 4;
 constexpr uint64_t kEach = 2 * kChunkRecords;  // records of a thread in a round
 constexpr uint64_t kChunk = kChunkHeaderBytes + kChunkRecords * sizeof(Record);
+
+constexpr auto kPatience = std::chrono::minutes(10);  // these threads only record: no disk keeps up with them
 
 int failures = 0;
 
@@ -48,7 +37,7 @@ void expect(bool holds, const char* what, unsigned long long is, unsigned long l
   failures++;
 }
 
-Recorder* open_in(const std::string& folder, uint64_t limit, uint64_t generation) {
+Recorder* open_in(const std::string& folder, uint64_t limit, uint64_t generation, bool copied) {
   mkdir(folder.c_str(), 0700);
   const int directory = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   const int names = openat(directory, "names.txt", O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
@@ -56,7 +45,8 @@ Recorder* open_in(const std::string& folder, uint64_t limit, uint64_t generation
     perror(folder.c_str());
     exit(2);
   }
-  auto* recorder = new Recorder(directory, names, limit, generation);
+  auto* recorder = new Recorder(directory, names, limit, generation, kPatience, copied);
+  recorder->make_first_chunk();
   active.store(recorder);
   return recorder;
 }
@@ -122,8 +112,8 @@ void check_names(const std::string& folder) {
   expect(found.size() == 50 + kThreads, "names", found.size(), 50 + kThreads);
 }
 
-void round_of(const std::string& folder, uint64_t chunks, uint64_t generation) {
-  Recorder* recorder = open_in(folder, chunks * kChunk, generation);
+void round_of(const std::string& folder, uint64_t chunks, uint64_t generation, bool copied = false) {
+  Recorder* recorder = open_in(folder, chunks * kChunk, generation, copied);
   std::atomic<uint64_t> claimed{0}, refused{0}, muted{0};
   std::atomic<bool> over{false};
   std::vector<std::thread> threads;
@@ -143,7 +133,7 @@ void round_of(const std::string& folder, uint64_t chunks, uint64_t generation) {
 
 // The capture is closed in the midst of it: what is claimed or completed later goes where it does no harm.
 void closed_meanwhile(const std::string& folder, uint64_t generation) {
-  Recorder* recorder = open_in(folder, 64 * kChunk, generation);
+  Recorder* recorder = open_in(folder, 64 * kChunk, generation, false);
   std::atomic<uint64_t> claimed{0}, refused{0};
   std::vector<std::thread> threads;
   for (int i = 0; i < kThreads; i++) threads.emplace_back(work, i, std::ref(claimed), std::ref(refused));
@@ -164,6 +154,7 @@ int main(int, char** arguments) {
   round_of(folder + "/full", 2, ++generation);
   closed_meanwhile(folder + "/closed", ++generation);
   round_of(folder + "/again", 64, ++generation);
+  round_of(folder + "/copied", 64, ++generation, true);
   puts(failures ? "failed" : "passed");
   return failures != 0;
 }

@@ -5,7 +5,11 @@ NCCL that runs on the device while the host goes on.
 What the device does when is computed (timeline.hpp) and `log()` tells it, so that a profiler can be held against it.
 
 timeline.hpp   streams, events, graphs: when each operation begins and ends
-device.cpp     torch's guard, allocator and kernels
+guard.cpp      what torch and profilers ask of its streams and events
+memory.cpp     its allocators
+tensors.cpp    how its tensors are made
+copies.cpp     between host and device
+kernels.cpp    all other operators
 nccl.cpp       the backend `nccl` of torch.distributed
 bindings.cpp   what of it is given to Python
 build.py       compiles it, once for each torch
@@ -55,8 +59,9 @@ if _LIBRARIES is not None:
     kernel = _device.kernel
     """kernel(name, ms): a kernel of that length on the current stream."""
     log = _device.log
-    """All that the device did so far, when it has done it: dicts of name, stream, launch_ns, arrival_ns, begin_ns and
-    end_ns, of CLOCK_MONOTONIC."""
+    """All that the device did so far, when it has done it: dicts of name, stream, launch_ns, reached_ns (its stream got
+    to it), arrival_ns (it could begin but for other ranks), begin_ns and end_ns, of CLOCK_MONOTONIC. Waits of a stream
+    for another one's event are `wait`, from reached_ns to end_ns."""
 
     def counts() -> dict[str, int]:
         """How often the device was asked, and told, what."""
@@ -65,6 +70,9 @@ if _LIBRARIES is not None:
     memory = _device.memory
     """allocated and peak bytes, allocations."""
     slow_down = _device.slow_down
+    skip = _device.skip
+    """skip(ms): host and device are that much later at once, as `now_ns` tells; CLOCK_MONOTONIC is not."""
+    now_ns = _device.now_ns
     fail = _device.fail
     set_kernel = _device.set_kernel
     """set_kernel(us): the length of a kernel that has none of its own."""

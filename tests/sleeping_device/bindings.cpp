@@ -32,6 +32,7 @@ py::list rows() {
     entry["name"] = row.name;
     entry["stream"] = row.stream;
     entry["launch_ns"] = row.launch_ns;
+    entry["reached_ns"] = row.reached_ns;
     entry["arrival_ns"] = row.arrival_ns;
     entry["begin_ns"] = row.begin_ns;
     entry["end_ns"] = row.end_ns;
@@ -54,6 +55,8 @@ PYBIND11_MODULE(sleeping_bindings, module) {
   });
   module.def("reset_peak", &reset_peak);
   module.def("slow_down", [](double factor) { timeline().slow_down(factor); });
+  module.def("skip", [](double ms) { skipped_ns += static_cast<int64_t>(ms * kMs); });
+  module.def("now_ns", &now_ns);
   module.def("fail", [] { settings().failing = true; });
   module.def("set_kernel", [](double us) { settings().kernel_ns = static_cast<int64_t>(us * 1e3); });
   module.def("set_link", [](double latency_us, double gb_per_s) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +17,7 @@ import torch
 from dsprof.collectors.native import build as native
 
 HERE = Path(__file__).parent
-DEVICE = ("device.cpp", "nccl.cpp")
+DEVICE = ("guard.cpp", "memory.cpp", "tensors.cpp", "copies.cpp", "kernels.cpp", "nccl.cpp")
 BINDINGS = "bindings.cpp"
 
 
@@ -31,20 +32,31 @@ def build(cache: Path) -> Path:
     compiler = native._compiler()
     if compiler is None:
         raise CannotBuild("no C++ compiler")
-    sources = b"".join(path.read_bytes() for path in sorted(HERE.iterdir()) if path.suffix in (".cpp", ".hpp", ".py"))
-    about = f"{torch.__version__} {sys.version} {compiler}".encode()
-    folder = cache / hashlib.sha256(sources + about).hexdigest()[:16]
+    about = f"{torch.__version__} {sys.version} {compiler}".encode() + Path(__file__).read_bytes()
+    objects = {name: cache / f"{_hash(_text(HERE / name) + about)}.o" for name in (*DEVICE, BINDINGS)}
+    folder = cache / _hash("".join(path.name for path in objects.values()).encode())
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             making = folder.with_suffix(f".{os.getpid()}")
-            making.mkdir()
-            _compile(compiler, making, folder)
+            making.mkdir(exist_ok=True)
+            _compile(compiler, objects, making, folder)
             making.rename(folder)
     return folder
 
 
-def _compile(compiler: list[str], into: Path, final: Path) -> None:
+def _text(file: Path) -> bytes:
+    """What is in it and in the files beside it that it includes, and these include."""
+    text = file.read_bytes()
+    return text + b"".join(_text(HERE / name.decode()) for name in re.findall(rb'#include "(\w+\.hpp)"', text))
+
+
+def _hash(what: bytes) -> str:
+    return hashlib.sha256(what).hexdigest()[:16]
+
+
+def _compile(compiler: list[str], objects: dict[str, Path], into: Path, final: Path) -> None:
+    """Compile what has changed, and link."""
     package = Path(torch.__file__).parent
     includes = [package / "include", Path(sysconfig.get_paths()["include"])]
     flags = ["-std=c++20", "-O1", "-fPIC", "-w", *(f"-isystem{include}" for include in includes)]
@@ -54,15 +66,18 @@ def _compile(compiler: list[str], into: Path, final: Path) -> None:
         if ended.returncode:
             raise RuntimeError(f"the sleeping device cannot be compiled:\n{ended.stderr[-4000:]}")
 
+    def compile_one(name: str) -> None:
+        if not objects[name].exists():
+            made = into / f"{name}.o"
+            run("-c", str(HERE / name), "-o", str(made))
+            made.rename(objects[name])
+
     with ThreadPoolExecutor(2) as pool:
-        sources = (*DEVICE, BINDINGS)
-        list(pool.map(lambda name: run("-c", str(HERE / name), "-o", str(into / f"{name}.o")), sources))
+        list(pool.map(compile_one, objects))
     link = ("-shared", f"-L{package / 'lib'}", f"-L{into}")
-    objects = [str(into / f"{name}.o") for name in DEVICE]
-    run(*objects, "-o", str(into / "libsleeping_device.so"), *link, "-ltorch_cpu", "-lc10")
+    device = [str(objects[name]) for name in DEVICE]
+    run(*device, "-o", str(into / "libsleeping_device.so"), *link, "-ltorch_cpu", "-lc10")
     run(
-        str(into / f"{BINDINGS}.o"), "-o", str(into / "sleeping_bindings.so"), *link, "-lsleeping_device",
+        str(objects[BINDINGS]), "-o", str(into / "sleeping_bindings.so"), *link, "-lsleeping_device",
         "-ltorch_python", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{final}",
     )  # fmt: skip
-    for name in sources:
-        (into / f"{name}.o").unlink()

@@ -41,8 +41,6 @@ Tensors flat(const std::vector<Tensors>& lists) {
   return result;
 }
 
-c10::Stream stream_of(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, 0), id); }
-
 // AVG, which gloo lacks, is a sum that is divided.
 template <class Options>
 std::pair<Options, double> sum_of(Options options, int size) {
@@ -77,19 +75,21 @@ bool NcclWork::wait(std::chrono::milliseconds) {
 }
 
 void NcclWork::synchronize() {
+  count("Work.synchronize");
   timeline().block(end, current_stream);
   if (blocks_host) timeline().wait_event(end);
 }
 
-void NcclWork::enqueued(int64_t stream, const Tensors& results) {
+void NcclWork::enqueued(int64_t stream, const Tensors& results, bool p2p) {
   outputs = results;
   end = timeline().record(stream);
-  c10::StreamGuard guard(stream_of(stream));
+  c10::OptionalStreamGuard guard(stream_of(stream));
   future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
-                                                    std::vector<c10::Device>{c10::Device(c10::kCUDA, 0)});
+                                                    std::vector<c10::Device>{kDevice});
+  future->markCompleted(c10::IValue(outputs));
+  if (p2p) guard.reset();
   if (recordFunctionEndCallback_)
     future->addCallback([end = recordFunctionEndCallback_](c10::ivalue::Future&) { end(); }, /*uses_future=*/false);
-  future->markCompleted(c10::IValue(outputs));
 }
 
 Nccl::Nccl(c10::intrusive_ptr<c10d::Backend> host, int rank, int size, std::string folder, std::string name)
@@ -146,12 +146,19 @@ WorkPtr Nccl::issue(const Issue& what, Call call) {
     return work;
   }
   sequence_++;
-  const int64_t stream = what.async ? stream_ : current_stream;
+  const bool p2p = what.peer >= 0;
+  const int64_t stream = p2p ? stream_of_pair(what.peer) : what.async ? stream_ : current_stream;
   if (what.async) timeline().block(timeline().record(current_stream), stream);
   auto work = c10::make_intrusive<NcclWork>(rank_, what.type, what.title, std::optional<Tensors>(what.inputs));
-  put(stream, task_of(what, std::move(call)), what.peer < 0);
-  work->enqueued(stream, what.outputs);
-  return work;
+  put(stream, task_of(what, std::move(call)), !p2p);
+  work->enqueued(stream, what.outputs, p2p);
+  return what.async ? work : nullptr;
+}
+
+int64_t Nccl::stream_of_pair(int peer) {
+  const auto [at, made] = pair_streams_.try_emplace(peer, 0);
+  if (made) at->second = timeline().new_stream();
+  return at->second;
 }
 
 void Nccl::startCoalescing() {
@@ -192,9 +199,10 @@ WorkPtr Nccl::endCoalescing() {
   auto work = c10::make_intrusive<NcclWork>(rank_, together_.front().first.type, "nccl:coalesced",
                                             std::optional<Tensors>(inputs));
   together_.clear();
-  put(stream, std::move(all), std::all_of(peers.begin(), peers.end(), [](const auto& peer) { return peer.first < 0; }));
-  work->enqueued(stream, outputs);
-  return work;
+  put(stream, std::move(all), true);
+  work->outputs = outputs;
+  work->end = timeline().record(stream);
+  return async ? work : nullptr;
 }
 
 WorkPtr Nccl::broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) {
@@ -302,9 +310,12 @@ WorkPtr Nccl::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<i
 }
 
 WorkPtr Nccl::barrier(const c10d::BarrierOptions& options) {
-  auto work = issue({"nccl:barrier", c10d::OpType::BARRIER, 0, options.asyncOp, {}, {}},
+  auto work = issue({"nccl:all_reduce_barrier", c10d::OpType::ALLREDUCE, 0, options.asyncOp, {}, {}},
                     [](c10d::Backend& host) { return host.barrier(); });
-  static_cast<NcclWork&>(*work).blocks_host = true;
+  if (work)
+    static_cast<NcclWork&>(*work).blocks_host = true;
+  else
+    timeline().wait_stream(current_stream);
   return work;
 }
 

@@ -1,7 +1,12 @@
-// A backend of c10d that communicates as NCCL does: on a stream of its own beside the computation, while the host goes
-// on; with `async_op=False` on the stream that is current. Its works' `wait` has the current stream wait and not the
-// host; their futures are complete as soon as the communication is on its stream; the end of their profiling scope is
-// called then, with that stream current. The data go through a backend of the host (gloo).
+// A backend of c10d that communicates as torch's ProcessGroupNCCL does:
+// - a collective, on a stream of its own beside the computation, while the host goes on; with `async_op=False` on the
+//   stream that is current, and then without a work;
+// - a send or a receive by itself, always on a stream of the two ranks;
+// - what is coalesced, by one work when all has been given.
+// A work's `wait` has the current stream wait and not the host, but a barrier's, which has both. A future is complete as
+// soon as the communication is on its stream. The end of a work's profiling scope is called then: of a collective with
+// that stream current, of a send or a receive with the job's; what is coalesced has neither future nor end. The data go
+// through a backend of the host (gloo).
 
 #pragma once
 
@@ -34,7 +39,7 @@ class NcclWork final : public c10d::Work {
   std::vector<at::Tensor> result() override { return outputs; }
 
   // The work is on `stream`: its future is complete, which calls the end of its scope.
-  void enqueued(int64_t stream, const Tensors& results);
+  void enqueued(int64_t stream, const Tensors& results, bool p2p);
 
   Event end;
   Tensors outputs;
@@ -88,6 +93,7 @@ class Nccl final : public c10d::Backend {
   };
 
   WorkPtr issue(const Issue& what, Call call);
+  int64_t stream_of_pair(int peer);
   // Where the ranks meet for their next communication: all of the group, or the two of a send and its receive.
   Meeting next_meeting(int peer, bool sends);
   // Collectives of one communicator run one after the other, on whichever streams they are.
@@ -97,6 +103,7 @@ class Nccl final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> host_;
   std::string folder_, name_;
   int64_t stream_;
+  std::map<int, int64_t> pair_streams_;
   uint64_t sequence_ = 0;
   OperationPtr last_;
   struct Place {

@@ -4,6 +4,8 @@ statuses."""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -13,8 +15,20 @@ from typing import Any
 
 import sleeping_device  # noqa: F401  # before torch
 
+LATER = (
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch._dynamo",
+    "torch._meta_registrations",
+)
+"""What torch imports when a job first uses it, which takes each rank a second."""
+
 
 def main() -> None:
+    for module in LATER:
+        importlib.import_module(module)
+    gc.freeze()
     for line in sys.stdin:
         job = json.loads(line)
         pids = []
@@ -38,7 +52,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
     sys.argv = [job["script"], *job["arguments"]]
     sys.path.insert(0, os.path.dirname(job["script"]))
     if "DSPROF_RUN" in job["env"]:
-        from dsprof.collectors.arming import arm
+        from dsprof.collectors.arming.process import arm
 
         arm()
     try:

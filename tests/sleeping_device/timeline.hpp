@@ -25,10 +25,12 @@
 
 namespace sleeping {
 
-// CLOCK_MONOTONIC, which all processes of a host share.
+inline std::atomic<int64_t> skipped_ns{0};
+
+// CLOCK_MONOTONIC, which all processes of a host share, and what a test has skipped.
 inline int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count() + skipped_ns;
 }
 
 using Closure = std::function<void()>;
@@ -65,10 +67,11 @@ struct Task {
 struct Operation {
   std::string name;
   int64_t stream = 0, launch_ns = 0, duration_ns = 0;
-  std::vector<std::shared_ptr<Operation>> after;
+  std::shared_ptr<Operation> before;              // on its stream
+  std::vector<std::shared_ptr<Operation>> after;  // on others
   std::vector<Meeting> meetings;
   bool posted = false, timed = false;
-  int64_t arrival_ns = 0, begin_ns = 0, end_ns = 0;  // once it is timed
+  int64_t end_ns = 0;                                // once it is timed
   std::atomic<bool> moved{false};                    // its data have
 };
 using OperationPtr = std::shared_ptr<Operation>;
@@ -90,9 +93,11 @@ enum CaptureMode : int { kGlobal, kThreadLocal, kRelaxed };
 inline thread_local int capture_mode = kGlobal;
 inline thread_local int64_t current_stream = 0;
 
-struct Row {  // of the log
+// Of the log: an operation, or a wait of a stream for another one's event. `reached_ns`: when its stream got to it;
+// `arrival_ns`: when it could have begun but for other ranks.
+struct Row {
   std::string name;
-  int64_t stream, launch_ns, arrival_ns, begin_ns, end_ns;
+  int64_t stream, launch_ns, reached_ns, arrival_ns, begin_ns, end_ns;
 };
 
 class Timeline {
@@ -116,8 +121,8 @@ class Timeline {
       op->stream = stream;
       op->launch_ns = now_ns();
       op->duration_ns = static_cast<int64_t>(static_cast<double>(task.duration_ns) * slowness_);
+      op->before = last_[stream];
       op->after = after;
-      if (last_[stream]) op->after.push_back(last_[stream]);
       if (task.meet) op->meetings = task.meet();
       last_[stream] = op;
       untimed_.push_back(op);
@@ -309,8 +314,9 @@ class Timeline {
   void advance() {
     std::deque<OperationPtr> left;
     for (const OperationPtr& op : untimed_) {
-      bool ready = true;
-      int64_t arrival = op->launch_ns;
+      bool ready = !op->before || op->before->timed;
+      const int64_t reached = std::max(op->launch_ns, op->before ? op->before->end_ns : 0);
+      int64_t arrival = reached;
       for (const auto& before : op->after) {
         ready &= before->timed;
         arrival = std::max(arrival, before->end_ns);
@@ -329,13 +335,12 @@ class Timeline {
         left.push_back(op);
         continue;
       }
-      op->arrival_ns = arrival;
-      op->begin_ns = begin;
       op->end_ns = begin + op->duration_ns;
       op->timed = true;
+      op->before = nullptr;
       op->after.clear();
-      if (op->name != "event" && op->name != "wait")
-        log_.push_back({op->name, op->stream, op->launch_ns, arrival, begin, op->end_ns});
+      if (op->name != "event")
+        log_.push_back({op->name, op->stream, op->launch_ns, reached, arrival, begin, op->end_ns});
     }
     untimed_.swap(left);
   }

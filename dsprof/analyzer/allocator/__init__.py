@@ -1,22 +1,22 @@
-"""The allocator twin: a model of torch's CUDA caching allocator that plays a recorded history again.
+"""The allocator simulator: a model of torch's CUDA caching allocator that plays a recorded history again.
 
-settings    PYTORCH_CUDA_ALLOC_CONF, and how sizes are rounded
-blocks      blocks and pools
-addresses   where the device puts a segment
-reserved    what was got of the device
-expandable  segments that are mapped page by page
-model       the allocator
-history     what a recording's program did, and the state it began with
-replay      played as it was, to prove the twin, and under other settings
+alloc_conf         PYTORCH_CUDA_ALLOC_CONF, and how sizes are rounded
+pool_blocks        blocks and pools
+addresses          where the device puts a segment
+reserved           what was got of the device
+expandable         segments that are mapped page by page
+caching_allocator  the allocator
+history            what a recording's program did, and the state it began with
+simulate           the history played as it was, to prove the simulator, and under other settings
 """
 
 from __future__ import annotations
 
+from .alloc_conf import AllocatorSettings
+from .caching_allocator import Allocator
 from .history import Recording, Unplayable, devices, record
-from .model import Allocator
-from .replay import Outcome, Proof, in_use_at, pinned_at, prove, replay
 from .reserved import NO_LIMITS, Limits, ReservedMemory
-from .settings import AllocatorSettings
+from .simulate import Outcome, Proof, in_use_at, pinned_at, prove, replay
 
 __all__ = [
     "NO_LIMITS",

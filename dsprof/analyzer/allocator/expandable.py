@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from .blocks import Block, Pool, Range
+from .alloc_conf import LARGE_SEGMENT, SMALL_SEGMENT
+from .pool_blocks import Block, Pool, Range
 from .reserved import ReservedMemory
-from .settings import LARGE_SEGMENT, SMALL_SEGMENT
 
 RANGE_BYTES: Final = 1 << 42
 """Addresses of an expandable segment, where the device's size is not known."""

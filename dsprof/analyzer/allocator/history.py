@@ -15,8 +15,8 @@ import pandas as pd
 
 from dsprof.trace import Memory
 
-from .model import DEFAULT_POOL
-from .settings import LARGE_SEGMENT, MOST_SMALL, SMALL_SEGMENT, AllocatorSettings
+from .alloc_conf import LARGE_SEGMENT, MOST_SMALL, SMALL_SEGMENT, AllocatorSettings
+from .caching_allocator import DEFAULT_POOL
 
 ALLOC, AWAIT, FREE, EMPTY, REFUSED, FAILED, COLLECTED = range(7)
 """What happens: an allocation; a block is freed that another stream may still use; it is free; the program gives the

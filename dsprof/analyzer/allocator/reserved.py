@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from .addresses import DeviceAddresses
-from .blocks import Block, Pool
+from .pool_blocks import Block, Pool
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
 """The ranks' devices.
 
-rank    what the streams of one rank's device did, where their kernels were traced
-ranks   all of them together: who came late to which collective, what was exposed, at which bandwidth
-unknown whether much of it is in kernels of unknown kind
-gauges  what the devices told of themselves (NVML)
+stream_time      what the streams of one rank's device did, where their kernels were traced
+comparison       all of them together: who came late to which collective, what was exposed, at which bandwidth
+unknown_kernels  whether much of it is in kernels of unknown kind
+device_gauges    what the devices told of themselves (NVML)
 """
 
 from __future__ import annotations
 
-from .rank import DeviceTime, StreamIdle, device_time
-from .ranks import Bandwidth, Devices, compare_devices
-from .unknown import unknown_kernels
+from .comparison import Bandwidth, Devices, compare_devices
+from .stream_time import DeviceTime, StreamIdle, device_time
+from .unknown_kernels import unknown_kernels
 
 __all__ = ["Bandwidth", "DeviceTime", "Devices", "StreamIdle", "compare_devices", "device_time", "unknown_kernels"]

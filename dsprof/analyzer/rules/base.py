@@ -11,15 +11,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..context import Context
+from ..arrays import Float
 from ..finding import Finding, Fix, Gain
-from ..graph import Steps
-from ..replay import replay
+from ..graph.replay import replay
+from ..graph.step_graph import Steps
+from ..study import Study
 from ..text import count
 from ..whatif.edit import Edited, edit
-from ..whatif.recut import NotRecut
-
-Float = npt.NDArray[np.float64]
+from ..whatif.rebucket import NotRebucketed
 
 LEAST_SHARE: Final = 0.001
 """What costs less than this share of the step is not worth a line, not even as `info`."""
@@ -54,41 +53,41 @@ class NotConcerned(Exception):
     """The job has nothing that the rule is about: it neither passed nor was left unjudged."""
 
 
-def need_steps(context: Context) -> None:
+def need_steps(study: Study) -> None:
     """Raises NotJudged without a completed step to judge."""
-    if context.graph is None:
+    if study.graph is None:
         raise NotJudged("no step was completed on all captured ranks")
 
 
-def need_peers(context: Context) -> None:
+def need_peers(study: Study) -> None:
     """Raises NotConcerned for a job of one rank, and NotJudged if that is all that was captured."""
-    if len(context.ranks) < 2:
-        if context.ranks_missing:
+    if len(study.ranks) < 2:
+        if study.ranks_missing:
             raise NotJudged("steps of only one of the job's ranks were captured")
         raise NotConcerned
 
 
-def need_host(context: Context) -> None:
+def need_host(study: Study) -> None:
     """Raises NotJudged where the job ran on devices."""
-    if context.device is not None:
+    if study.device is not None:
         raise NotJudged("the device's kernels were traced, but this version replays no steps on a device")
-    if context.on_gpu:
+    if study.on_gpu:
         raise NotJudged("the job ran on a device, on which this version replays no steps")
 
 
-def replay_recut(context: Context, change: Callable[[Steps], Edited], untried: str) -> Float:
-    """Step durations [S] with all steps changed, or unchanged where that raises NotRecut. Where this is so for most
-    steps it raises NotJudged: `untried`, and why."""
+def replay_rebucketed(study: Study, change: Callable[[Steps], Edited], untried: str) -> Float:
+    """Step durations [S] with all steps changed, or unchanged where that raises NotRebucketed. Where this is so for
+    most steps it raises NotJudged: `untried`, and why."""
     refused: Counter[str] = Counter()
 
     def changed(steps: Steps) -> Edited | None:
         try:
             return change(steps)
-        except NotRecut as reason:
+        except NotRebucketed as reason:
             refused[str(reason)] += len(steps.numbers)
             return None
 
-    graph = edit(context.need_graph(), changed)
+    graph = edit(study.need_graph(), changed)
     steps = len(graph.numbers)
     if steps - refused.total() < LEAST_COVERED * steps:
         raise NotJudged(f"{untried}: {refused.most_common(1)[0][0]}")
@@ -163,9 +162,9 @@ def often(steps: npt.NDArray[np.bool_]) -> str:
     return f"{count(int(steps.sum()), 'time')} in {count(len(steps), 'step')}"
 
 
-def script_of(context: Context) -> str | None:
+def script_of(study: Study) -> str | None:
     """The training script, as a site without a line."""
-    script = next((fact.get("script") for fact in context.facts.get("process", [])), None)
+    script = next((fact.get("script") for fact in study.facts.get("process", [])), None)
     return f"{script}:" if script else None
 
 

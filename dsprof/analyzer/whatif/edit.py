@@ -1,4 +1,4 @@
-"""Editing the structure of like-shaped steps: edges, tasks and segments that come and go."""
+"""Editing the structure of steps of one template: edges, tasks and segments that come and go."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
-from ..graph import Crossings, StepGraph, Steps
-
-Int = npt.NDArray[np.int64]
+from ..arrays import Int
+from ..graph.step_graph import CrossStepEdges, StepGraph, Steps
 
 GONE: Final = -1
 
@@ -25,19 +21,19 @@ class Edited:
 
 
 def edit(graph: StepGraph, change: Callable[[Steps], Edited | None]) -> StepGraph:
-    """The graph with each shape changed, where `change` does not return None; edges across steps follow."""
-    edited = [change(steps) for steps in graph.shapes]
-    shapes = tuple(new.steps if new is not None else old for old, new in zip(graph.shapes, edited, strict=True))
-    crossings = graph.crossings
-    if len(crossings):
-        source = crossings.source.copy()
+    """The graph with each template changed, where `change` does not return None; edges across steps follow."""
+    edited = [change(steps) for steps in graph.templates]
+    templates = tuple(new.steps if new is not None else old for old, new in zip(graph.templates, edited, strict=True))
+    cross_step_edges = graph.cross_step_edges
+    if len(cross_step_edges):
+        source = cross_step_edges.source.copy()
         for index, new in enumerate(edited):
             if new is not None:
-                mine = crossings.source_shape == index
+                mine = cross_step_edges.source_template == index
                 source[mine] = new.operations[source[mine]]
         kept = source != GONE
-        crossings = Crossings(
-            crossings.source_shape[kept], source[kept], crossings.source_column[kept],
-            crossings.target_shape[kept], crossings.target[kept], crossings.target_column[kept],
+        cross_step_edges = CrossStepEdges(
+            cross_step_edges.source_template[kept], source[kept], cross_step_edges.source_column[kept],
+            cross_step_edges.target_template[kept], cross_step_edges.target[kept], cross_step_edges.target_column[kept],
         )  # fmt: skip
-    return replace(graph, shapes=shapes, crossings=crossings)
+    return replace(graph, templates=templates, cross_step_edges=cross_step_edges)

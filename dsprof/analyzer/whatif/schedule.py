@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from dsprof.engine.schedule import COMPUTE, Action, Plan
 
-from ..graph import PARTS, Edges, StepGraph, Steps, Structure, Task
-from ..replay import replay
-
-Float = npt.NDArray[np.float64]
+from ..arrays import Float
+from ..graph.replay import replay
+from ..graph.step_graph import PARTS, Edges, StepGraph, Steps, Structure, Task
 
 WORK: Final = PARTS.index("compute")
 
@@ -67,7 +65,7 @@ def schedule_graph(plan: Plan, cost: Callable[[Action], Float | float], lag: flo
         began=np.zeros((len(work), steps)),
         ended=nothing,
     )
-    return StepGraph.of_one_shape(alike)
+    return StepGraph.of_one_template(alike)
 
 
 def makespan(graph: StepGraph) -> Float:

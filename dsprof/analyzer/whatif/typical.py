@@ -11,14 +11,12 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
-from ..graph import PARTS, StepGraph
+from ..arrays import Float
+from ..graph.step_graph import PARTS, StepGraph
 from . import WhatIf
 
-Float = npt.NDArray[np.float64]
-
-GAPS = ("other", "lag")
+GAPS = ("other", "wake_up_delay")
 """Parts that are no work of anything: between operations, and behind what was waited for."""
 
 
@@ -31,7 +29,7 @@ def without_gaps(graph: StepGraph) -> StepGraph:
         changed[..., gaps] = 0.0
         return changed
 
-    return graph.with_shapes(tuple(replace(steps, work=at_once(steps.work)) for steps in graph.shapes))
+    return graph.with_templates(tuple(replace(steps, work=at_once(steps.work)) for steps in graph.templates))
 
 
 def typical(measured: StepGraph, threads: Collection[int] | None = None) -> WhatIf:
@@ -43,8 +41,8 @@ def typical(measured: StepGraph, threads: Collection[int] | None = None) -> What
     medians = _medians(measured) if threads is None else {}
 
     def change(graph: StepGraph) -> StepGraph:
-        shapes = []
-        for steps in graph.shapes:
+        templates = []
+        for steps in graph.templates:
             structure = steps.structure
             usual = np.stack([means[name] for name in structure.action.tolist()])
             # A part that a segment has none of it does not get; how often it has it is how the job runs.
@@ -54,8 +52,8 @@ def typical(measured: StepGraph, threads: Collection[int] | None = None) -> What
             transfer = steps.transfer
             if medians and len(structure.tasks):
                 transfer = np.repeat([[medians[task.kind]] for task in structure.tasks], len(steps.numbers), axis=1)
-            shapes.append(replace(steps, work=made, transfer=transfer))
-        return graph.with_shapes(tuple(shapes))
+            templates.append(replace(steps, work=made, transfer=transfer))
+        return graph.with_templates(tuple(templates))
 
     return change
 
@@ -63,9 +61,9 @@ def typical(measured: StepGraph, threads: Collection[int] | None = None) -> What
 def _means(graph: StepGraph) -> dict[str, Float]:
     """Action -> [PARTS] ms: the mean of each part over the segments that have any of it."""
     found = {}
-    for name in {name for steps in graph.shapes for name in steps.structure.action.tolist()}:
+    for name in {name for steps in graph.templates for name in steps.structure.action.tolist()}:
         every = np.concatenate(
-            [steps.work[steps.structure.action == name].reshape(-1, len(PARTS)) for steps in graph.shapes]
+            [steps.work[steps.structure.action == name].reshape(-1, len(PARTS)) for steps in graph.templates]
         )
         found[name] = every.sum(axis=0) / np.maximum((every > 0).sum(axis=0), 1)
     return found
@@ -73,7 +71,7 @@ def _means(graph: StepGraph) -> dict[str, Float]:
 
 def _medians(graph: StepGraph) -> dict[str, float]:
     kinds: dict[str, list[Float]] = {}
-    for steps in graph.shapes:
+    for steps in graph.templates:
         for task, transfer in zip(steps.structure.tasks, steps.transfer, strict=True):
             kinds.setdefault(task.kind, []).append(transfer)
     return {kind: float(np.median(np.concatenate(every))) for kind, every in kinds.items()}

@@ -9,12 +9,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..graph import LAG, PARTS, SHARDING_PART, StepGraph, Steps
-from ..standstill import ShapeStandstills, find_standstills
+from ..arrays import Bool, Float
+from ..graph.stalled import TemplateStalls, find_stalls
+from ..graph.step_graph import PARTS, SHARDING_PART, WAKE_UP_DELAY, StepGraph, Steps
 from . import WhatIf
-
-Float = npt.NDArray[np.float64]
-Bool = npt.NDArray[np.bool_]
 
 OFFLOAD: Final = "offload"
 """The part of the budget that a wait for a lane of the rank's own is."""
@@ -53,7 +51,7 @@ def scale(factors: Mapping[str, float], threads: Sequence[int] | None = None) ->
                 transfer=np.where(copies[:, None], steps.transfer * factor[PARTS.index(OFFLOAD)], steps.transfer),
             )
 
-        return graph.with_shapes(tuple(scaled(steps) for steps in graph.shapes))
+        return graph.with_templates(tuple(scaled(steps) for steps in graph.templates))
 
     return change
 
@@ -61,33 +59,33 @@ def scale(factors: Mapping[str, float], threads: Sequence[int] | None = None) ->
 def less(
     measured: StepGraph,
     change: Change,
-    teams: Sequence[Bool],
-    standstills: Sequence[ShapeStandstills] | None = None,
+    peer_groups: Sequence[Bool],
+    stalls: Sequence[TemplateStalls] | None = None,
 ) -> WhatIf:
     """The work of `change` taken away, in the segments in which it was measured to lie, and from the tasks that a
     thread stood still for in lanes of its own; in judged steps only.
 
-    teams: [R] each, ranks that are to do the same work. `standstills`: of `measured`, found here if they are not given.
+    peer_groups: [R] each, ranks that are to do the same work. `stalls`: of `measured`, found here if not given.
     """
-    standstills = find_standstills(measured) if standstills is None else standstills
-    transfers = [np.zeros(steps.transfer.shape) for steps in measured.shapes]
+    stalls = find_stalls(measured) if stalls is None else stalls
+    transfers = [np.zeros(steps.transfer.shape) for steps in measured.templates]
     works = []
-    for index, (steps, stood) in enumerate(zip(measured.shapes, standstills, strict=True)):
-        shares = _shares(measured, index, change, teams, stood.before)
+    for index, (steps, stood) in enumerate(zip(measured.templates, stalls, strict=True)):
+        shares = _shares(measured, index, change, peer_groups, stood.before)
         works.append(steps.work * shares.work)
-        works[-1][..., LAG] = steps.work[..., LAG] * shares.stood
+        works[-1][..., WAKE_UP_DELAY] = steps.work[..., WAKE_UP_DELAY] * shares.stood
         for wait in stood.waits:
             gone = wait.spent * shares.stood[wait.segment, wait.columns]
-            np.add.at(transfers[wait.shape], (wait.tasks[:, None], wait.task_columns), gone)
+            np.add.at(transfers[wait.template], (wait.tasks[:, None], wait.task_columns), gone)
 
     def apply(graph: StepGraph) -> StepGraph:
-        return graph.with_shapes(tuple(
+        return graph.with_templates(tuple(
             replace(
                 steps,
                 work=np.maximum(steps.work - work, 0.0),
                 transfer=np.maximum(steps.transfer - transfer, 0.0),
             )
-            for steps, work, transfer in zip(graph.shapes, works, transfers, strict=True)
+            for steps, work, transfer in zip(graph.templates, works, transfers, strict=True)
         ))  # fmt: skip
 
     return apply
@@ -95,16 +93,16 @@ def less(
 
 @dataclass(frozen=True)
 class _Shares:
-    """What goes of like-shaped steps: work: [W, S, PARTS] of each segment's work, 0 to 1 (below 0: it grows), and
+    """What goes of steps of one template: work: [W, S, PARTS] of each segment's work, 0 to 1 (below 0: it grows), and
     stood: [W, S] of how long it was stood still for before it."""
 
     work: Float
     stood: Float
 
 
-def _shares(graph: StepGraph, index: int, change: Change, teams: Sequence[Bool], stood: Float) -> _Shares:
+def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[Bool], stood: Float) -> _Shares:
     """stood: [W, S] ms that each segment was stood still for before it."""
-    steps = graph.shapes[index]
+    steps = graph.templates[index]
     structure = steps.structure
     found = _Shares(np.zeros(steps.work.shape), np.zeros(stood.shape))
     columns = graph.columns_of(index)
@@ -117,8 +115,8 @@ def _shares(graph: StepGraph, index: int, change: Change, teams: Sequence[Bool],
         parts = [k for part in change.removed for k in _within(part)]
         waited = stood[:, chosen] if OFFLOAD in change.removed else np.zeros((structure.segments, len(chosen)))
         for r in np.flatnonzero(np.asarray(removed).any(axis=1)).tolist():
-            team = next(team for team in teams if team[r])
-            peers = [p for p in np.flatnonzero(team).tolist() if not removed[p].any()]
+            peer_group = next(peer_group for peer_group in peer_groups if peer_group[r])
+            peers = [p for p in np.flatnonzero(peer_group).tolist() if not removed[p].any()]
             mine = structure.of_thread(r)
             of_work, of_stood = _beyond_peers(steps, chosen, r, peers, removed[r], parts, waited)
             found.work[mine, chosen[:, None], parts] = of_work[..., None]

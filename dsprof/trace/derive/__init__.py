@@ -29,7 +29,7 @@ from .phases import main_phases, phases_between
 from .purpose import purposes, reduced_by_hand
 from .records import measured_rows
 from .rows import completed
-from .steps import missing_steps, step_of, step_pattern, step_rows
+from .steps import end_with_the_device, missing_steps, step_of, step_pattern, step_rows
 from .streams import align_clock, stream_rows, with_arrivals
 from .waits import backward_waits, name_inner_waits
 
@@ -74,6 +74,7 @@ def derive(
     more = [part for part in (steps, between, backward_waits(rows), streams) if len(part)]
     rows = pd.concat([rows, *more], ignore_index=True)
     rows["step"] = step_of(rows, steps)
+    rows = end_with_the_device(rows)
     rows["rank"], rows["restart"] = rank, restart
     rows["purpose"] = purposes(rows, facts, tensor_parallel, by_hand)
     rows["outer"] = rows["kind"].map(OUTER_FIRST).fillna(len(OUTER_FIRST))

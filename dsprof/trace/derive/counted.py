@@ -1,4 +1,4 @@
-"""The floating-point operations of a step, of which facts tell (`dsprof.collectors.flops`), as rows."""
+"""The floating-point operations of a step, of which facts tell (`dsprof.collectors.loop.flops`), as rows."""
 
 from __future__ import annotations
 

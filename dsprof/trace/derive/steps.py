@@ -23,6 +23,10 @@ INSIDE_BACKWARD = -1
 of them were stepped does not tell iterations apart."""
 
 
+PHASES_ON_DEVICE = ("forward", "recompute", "backward", "optimizer")
+"""Phases that are timed on a device's streams, each as one long kernel."""
+
+
 @dataclass(frozen=True)
 class _Units:
     """What is stepped together: optimizers between which there is no backward, with the backwards before them.
@@ -208,6 +212,31 @@ def step_of(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
     is_step = (rows["kind"] == "step").to_numpy()
     number[is_step] = numbers[:-1]
     return number
+
+
+def end_with_the_device(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows, with steps that end when the device is through with the phases that were issued in them.
+
+    A host that waits for its device every tenth step is nine steps ahead by then: between its own steps' ends lies how
+    long it takes to launch one, and once the rest of all ten. A step whose phases' ends were not seen is left out. Steps
+    without a phase on a device (before it is timed; replayed from a CUDA graph) end on the host.
+
+    rows: with lanes and steps, of one process.
+    """
+    phase = (rows["kind"] == "kernel") & rows["name"].isin(PHASES_ON_DEVICE) & rows["device"].eq(True)
+    if not phase.any():
+        return rows
+    at = rows.index[rows["kind"] == "step"]
+    number = rows["step"][at]
+    seen = rows["dur_ns"][phase].notna().groupby(rows["step"][phase]).all()
+    told = (rows["start_ns"] + rows["dur_ns"])[phase].groupby(rows["step"][phase]).max()
+    unseen = number.isin(seen.index[~seen])
+    start, host = rows["start_ns"][at].to_numpy(np.int64), ends(rows.loc[at])
+    end = np.maximum(host, number.map(told).fillna(0).to_numpy(np.int64))
+    end = np.maximum.accumulate(np.where(unseen, host, end))
+    start = np.maximum(start, np.append(np.int64(0), end[:-1]))
+    rows.loc[at, "start_ns"], rows.loc[at, "dur_ns"] = start, pd.array(np.maximum(end - start, 0), "Int64")
+    return rows.drop(at[unseen | (end <= start)]).reset_index(drop=True)
 
 
 def missing_steps(capture: Capture, rows: pd.DataFrame) -> list[str]:

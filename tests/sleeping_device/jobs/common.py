@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,54 @@ def model(blocks: int = 4, width: int = 64, forward_ms: float = 2, backward_ms: 
     return nn.Sequential(*(Block(f"block{i}", width, forward_ms, backward_ms) for i in range(blocks))).to("cuda")
 
 
-def train(step: Callable[[int], torch.Tensor], steps: int, before: Callable[[int], None] = lambda number: None) -> None:
-    """Take steps, and write what happened to `told.RANK`: when each step was begun and ended on the host, the losses,
-    what the device did, how often it was asked what."""
+class Sgd(torch.optim.SGD):
+    """Takes 2 ms on the device."""
+
+    def step(self, closure: Any = None) -> Any:
+        device.kernel("update", 2)
+        return super().step(closure)
+
+
+phases: list[tuple[str, int, int]] = []
+"""Name, begin and end on the host."""
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """What the host has the device do meanwhile is this phase."""
+    begin = time.monotonic_ns()
+    yield
+    phases.append((name, begin, time.monotonic_ns()))
+
+
+def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.Tensor) -> torch.Tensor:
+    """Forward, backward, update. Returns the loss."""
+    with phase("forward"):
+        output = model(data)
+    loss: torch.Tensor = output.square().mean()
+    with phase("backward"):
+        loss.backward()
+    with phase("optimizer"):
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def train(step: Callable[[int], torch.Tensor], steps: int, *, sync_every: int = 4, head_start_ms: float = 0) -> None:
+    """Take steps, and write what happened to `told.RANK`: when each step was begun and ended on the host, its phases, the
+    losses, what the device did, how often it was asked what. Every so many steps the host waits for the device; it is
+    ahead of it again by `head_start_ms` of a kernel that begins the next step."""
     losses, host = [], []
     for number in range(steps):
-        before(number)
         begin = time.monotonic_ns()
+        if number % sync_every == 0 and head_start_ms:
+            device.kernel("head start", head_start_ms)
         losses.append(step(number).detach())
+        if number % sync_every == sync_every - 1:
+            losses[-1].item()
         host.append((begin, time.monotonic_ns()))
     torch.cuda.synchronize()
     counts, memory = device.counts(), device.memory()
-    told = {"losses": [float(loss) for loss in losses], "host": host, "counts": counts, "peak": memory[1]}
-    Path(f"told.{RANK}").write_text(json.dumps({**told, "log": device.log()}))
+    told = {"losses": [float(loss) for loss in losses], "host": host, "phases": phases}
+    told |= {"counts": counts, "peak": memory[1], "log": device.log()}
+    Path(f"told.{RANK}").write_text(json.dumps(told))

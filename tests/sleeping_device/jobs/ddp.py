@@ -1,5 +1,6 @@
 """DDP in buckets of one block each. Arguments: steps; milliseconds of a block in forward and backward; of a transfer;
-the rank whose device is `slower` times as slow, and the rank whose host is `late` ms late in each step."""
+the rank whose device is `slower` times as slow, and the rank whose host is `late` ms late in each step; how often the
+host waits for the device, and how far it is ahead then."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ arguments.add_argument("--slower", type=float, default=1.5)
 arguments.add_argument("--late-rank", type=int, default=-1)
 arguments.add_argument("--late-ms", type=float, default=10)
 arguments.add_argument("--sync-every", type=int, default=4)
+arguments.add_argument("--head-start-ms", type=float, default=20)
 options = arguments.parse_args()
 
 common.join()
@@ -30,22 +32,15 @@ if options.slow_rank == common.RANK:
 model = DistributedDataParallel(
     common.model(4, 64, options.forward_ms, options.backward_ms), bucket_cap_mb=64 * 65 * 4 / (1 << 20)
 )
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
+optimizer = common.Sgd(model.parameters(), 0.01)
 data = torch.ones(4, 64, device="cuda")
 
 
 def step(number: int) -> torch.Tensor:
     if options.late_rank == common.RANK:
         time.sleep(options.late_ms / 1000)
-    loss = model(data).square().mean()
-    loss.backward()
-    device.kernel("update", 1)
-    optimizer.step()
-    optimizer.zero_grad()
-    if number % options.sync_every == options.sync_every - 1:
-        loss.item()
-    return loss
+    return common.plain_step(model, optimizer, data)
 
 
-common.train(step, options.steps)
+common.train(step, options.steps, sync_every=options.sync_every, head_start_ms=options.head_start_ms)
 torch.distributed.destroy_process_group()

@@ -15,19 +15,9 @@ model = common.model(4, 64, 3, 6)
 for block in model:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
+optimizer = common.Sgd(model.parameters(), 0.01)
 data = torch.ones(4, 64, device="cuda")
 
 
-def step(number: int) -> torch.Tensor:
-    loss = model(data).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if number % 4 == 3:
-        loss.item()
-    return loss
-
-
-common.train(step, 12)
+common.train(lambda _: common.plain_step(model, optimizer, data), 12, head_start_ms=20)
 torch.distributed.destroy_process_group()

@@ -1,0 +1,129 @@
+"""One-off facts that a concrete fix needs: how DDP, DataLoader and process groups were set up, and on which line.
+
+They wait in `statements` until the capture opens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+from ..hooking import constructors, private
+from ..hooking.caller import caller
+from ..hooking.constructors import is_watched
+from ..hooking.statements import Fact as Fact
+from ..hooking.statements import send_to as send_to
+from ..hooking.statements import state as state
+
+LOADER: Final = "_dsprof_number"
+"""Attribute by which the rows of a DataLoader find its facts: the number is their `value`."""
+
+ITERATOR: Final = "torch.utils.data.dataloader:_BaseDataLoaderIter"
+
+ENGINES_DATA: Final = "dsprof.engine.data"
+"""The module in which dsprof's engine makes its DataLoader."""
+
+
+def by_engine() -> bool:
+    """Whether dsprof's engine is making what is being made, of a data set that the script gave it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == ENGINES_DATA:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def process() -> Fact:
+    """The process itself: its script, and how much of the host it may use."""
+    import torch
+
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    cores = os.cpu_count() if cpus is None else len(cpus)
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    return {"fact": "process", "script": script, "cores": cores, "cpus": cpus, "threads": torch.get_num_threads()}
+
+
+def watch_dataloaders() -> None:
+    """State the settings of every DataLoader made from now on, and have its iterators bear its number.
+
+    They bear it from the beginning: one may well be made before the capture opens.
+    """
+    from torch.utils.data import DataLoader, IterableDataset
+
+    numbers = itertools.count(1)
+    made_by_user: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+    """id of a data set -> the loader that the user made of it, and `sites` by its number."""
+    sites: dict[int, str | None] = {}
+
+    def tell(loader: Any, *_: Any, **__: Any) -> None:
+        number = next(numbers)
+        object.__setattr__(loader, LOADER, number)
+        site, framework = caller()
+        model = made_by_user.get(id(loader.dataset))
+        if framework is None:
+            made_by_user[id(loader.dataset)], sites[number] = loader, site
+        elif model is not None and model.dataset is loader.dataset:
+            # accelerate and Lightning make another in the image of the user's: his is the call to change
+            site, framework = sites.get(getattr(model, LOADER), site), None
+        fact = {
+            "fact": "dataloader",
+            "number": number,
+            "num_workers": loader.num_workers,
+            "batch_size": loader.batch_size,
+            "pin_memory": bool(loader.pin_memory),
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": bool(loader.persistent_workers),
+            "iterable": isinstance(loader.dataset, IterableDataset),
+            "by_engine": by_engine(),
+            "site": site,
+            "framework": framework,
+        }
+        state(fact)
+
+    def number(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
+        setattr(iterator, LOADER, getattr(loader, LOADER, None))
+
+    _each_made(DataLoader, tell)
+    _each_made(private.need(ITERATOR), number)
+
+
+def watch_ddp() -> None:
+    """State the settings of every DistributedDataParallel made from now on."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    def describe(ddp: Any) -> Fact:
+        sizes = [p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad]
+        return {
+            "fact": "ddp",
+            "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
+            "find_unused_parameters": bool(ddp.find_unused_parameters),
+            "static_graph": bool(ddp.static_graph),
+            "gradient_as_bucket_view": bool(ddp.gradient_as_bucket_view),
+            # In the order DDP fills its buckets: the last registered comes first out of backward.
+            "gradient_bytes": sizes[::-1],
+        }
+
+    after_init(DistributedDataParallel, describe)
+
+
+def after_init(cls: type, describe: Callable[[Any], Fact]) -> None:
+    """State what `describe` tells of every object of `cls` made from now on, with the line that made it."""
+
+    def tell(made: Any, *_: Any, **__: Any) -> None:
+        fact = describe(made)
+        site, framework = caller()
+        state({**fact, "site": site, "framework": framework})
+
+    _each_made(cls, tell)
+
+
+def _each_made(cls: type, tell: Callable[..., None]) -> None:
+    """Call `tell` after each object of `cls` is made, from now on for good: it may be before a capture opens."""
+    if not is_watched(cls):
+        constructors.after_init(cls, tell, "facts")

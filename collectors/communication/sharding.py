@@ -1,0 +1,129 @@
+"""How the parameters are sharded: the communication units of FSDP2 (`fully_shard`) and FSDP1, and where they are made.
+
+A model has dozens, so the fact is kept until the end of a step. What FSDP2 itself does for a unit (it copies shards in
+and out, exchanges the module's parameters, and waits) is recorded as a `module` row named SHARDING, before and after
+its forward and its backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+from dsprof.schema import SHARDING, Kind
+
+from ..capture import facts
+from ..capture.open_capture import OpenCapture
+from ..hooking import private
+from ..hooking.caller import caller_site
+from ..hooking.constructors import after_init, before_init
+from ..hooking.hook_parts import HookPart, install_each
+from ..hooking.late_imports import when_imported
+from ..hooking.timed import timed
+from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
+from .purposes import for_purpose
+
+if TYPE_CHECKING:
+    from ..recorder.record import Recorder
+
+FSDP: Final = "torch.distributed.fsdp"
+SECOND: Final = f"{FSDP}._fully_shard._fsdp_param_group"
+OF_FIRST: Final = (
+    f"{FSDP}.fully_sharded_data_parallel:FullyShardedDataParallel._handle",
+    f"{FSDP}._flat_param:FlatParameter._numels",
+)
+AROUND_UNIT: Final = ("pre_forward", "post_forward", "pre_backward", "post_backward")
+"""Methods of FSDP2's FSDPParamGroup."""
+PURPOSES: Final = {"foreach_all_gather": "parameter", "foreach_reduce": "gradient"}
+"""Functions that communicate for its units -> what for. A pipeline's schedule gathers and reduces between its actions,
+and a script may gather ahead: the place does not tell."""
+
+
+@dataclass
+class Sharded:
+    """The units of one version of FSDP that this process has made."""
+
+    version: int
+    units: int = 0
+    parameters: int = 0
+    """Tensors."""
+    bytes: int = 0
+    """Of them unsharded."""
+    site: str | None = None
+    """Where the first was made."""
+    stated: int = 0
+    """Units that the last fact told of."""
+
+    def add(self, parameters: int, size: int) -> None:
+        if not self.units:
+            self.site = caller_site()
+        self.units += 1
+        self.parameters += parameters
+        self.bytes += size
+
+    def state(self) -> None:
+        if self.stated == self.units:
+            return
+        self.stated = self.units
+        facts.state(
+            {
+                "fact": "fsdp",
+                "version": self.version,
+                "units": self.units,
+                "parameters": self.parameters,
+                "bytes": self.bytes,
+                "site": self.site,
+            }
+        )
+
+
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Count units and record what is done for them from now on; how many there are is stated after steps."""
+    second, first = Sharded(2), Sharded(1)
+    capture.before_end.extend((second.state, first.state))
+    of_second = functools.partial(_watch_second, second, capture.recorder)
+    of_first = functools.partial(_watch_first, first)
+    parts = (
+        HookPart("how FSDP2 divides the model is not known", lambda: when_imported(SECOND, of_second), decisive=True),
+        HookPart(
+            "how FSDP1 divides the model is not known",
+            lambda: when_imported(f"{FSDP}.fully_sharded_data_parallel", of_first),
+        ),
+    )
+    return install_each("sharding", parts)
+
+
+def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> Uninstall:
+    def count(group: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        # Taken from the arguments: the group itself has shards only.
+        sharded.add(len(params), sum(param.numel() * param.element_size() for param in params))
+
+    def hooks() -> Iterator[Uninstall]:
+        group, name = private.find(f"{SECOND}:FSDPParamGroup"), recorder.intern(SHARDING)
+        if group is not None:
+            yield before_init(group, count, "facts")
+            begin = functools.partial(recorder.begin, int(Kind.MODULE), name)
+            for method in AROUND_UNIT:
+                if private.find(f"{SECOND}:FSDPParamGroup.{method}") is not None:
+                    recorded = timed(getattr(group, method), begin, recorder.end, "a unit of FSDP2")
+                    yield replace_attribute(group, method, recorded)
+        for function, purpose in PURPOSES.items():
+            original = private.find(f"{SECOND}:{function}")
+            if original is not None:
+                yield replace_attribute(module, function, for_purpose(recorder, purpose, original))
+
+    return in_reverse(hooks())
+
+
+def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
+    def count(unit: Any, *_: Any, **__: Any) -> None:
+        flat = getattr(unit._handle, "flat_param", None)
+        if flat is not None:  # a unit without parameters of its own communicates nothing
+            sharded.add(len(flat._numels), sum(flat._numels) * flat.element_size())
+
+    if not all(private.has(name) for name in OF_FIRST):
+        return lambda: None
+    return after_init(module.FullyShardedDataParallel, count, "facts")

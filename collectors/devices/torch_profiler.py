@@ -1,0 +1,236 @@
+"""The deep look: a window of torch.profiler over a few steps (`--deep 20:23`), exported into the capture's folder.
+
+It begins and ends where steps do, so that whole steps are in it; merging reads it (`dsprof.trace.deep`). What beginning
+and ending take is in the step after each, and all of these steps are marked as profiled. A profiler of the job's own is
+left alone: where one is at work the window is given up, and where one begins later ours ends first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from dsprof.atomic import replacing
+from dsprof.ranges import parse_deep
+from dsprof.schema import DEEP_FILE, Kind
+
+from ..capture.identity import setting
+from ..capture.open_capture import OpenCapture
+from ..hooking import private
+from ..hooking.errors import count_error
+from ..hooking.statements import Fact
+from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
+from ..hooking.wrap import stands_for
+from ..recorder.record import Recorder
+from ..system.clock import now_ns
+
+NOTHING_DISTURBED: Final = "so no steps were profiled by --deep"
+
+
+class DeepWindow:
+    """From the end of step `first` - 1 to that of step `last` - 1. `profile`: begins a profiler, and gives back what
+    ends it, called with the file to write, or None for nothing."""
+
+    def __init__(
+        self, first: int, last: int, folder: Path, recorder: Recorder, write_fact: Callable[[Fact], None],
+        profile: Callable[[], Callable[[Path | None], None]],
+    ) -> None:  # fmt: skip
+        self._first, self._last = first, last
+        self._file, self._recorder, self._write_fact = folder / DEEP_FILE, recorder, write_fact
+        self._profile = profile
+        self._end: Callable[[Path | None], None] | None = None
+        self._over = False
+        self._steps = 0
+        self._began_ns = 0
+        self._of_device = False
+        self._pid = os.getpid()
+        self.beginning = False
+        """Our own profiler begins now, and no other."""
+        self.others = 0
+        """Profilers of the job's own that are prepared or at work."""
+
+    def install(self) -> None:
+        if self._first == 0:
+            self._begin()
+
+    def after_step(self) -> None:
+        """A training step has ended."""
+        if self._over:
+            return
+        self._steps += 1
+        if self._end is None and self._steps >= self._first:
+            self._begin()
+        elif self._end is not None and self._steps >= self._last:
+            self.close()
+
+    def other_begins(self) -> None:
+        """A profiler of the job's own is about to begin."""
+        if not self.beginning:
+            self.others += 1
+            if self._end is not None:
+                self._give_up("the job began a torch.profiler of its own")
+
+    def other_ended(self) -> None:
+        self.others = max(self.others - 1, 0)
+
+    def close(self) -> None:
+        """End the window, if it is open, and keep what is in it."""
+        end, self._end, over, self._over = self._end, None, self._over, True
+        if self._pid != os.getpid():
+            return
+        if end is None:
+            if not over:
+                self._note(
+                    f"steps {self._first}:{self._last} were asked for, and the job ended after {self._steps}, "
+                    f"{NOTHING_DISTURBED}"
+                )
+            return
+        if self._steps < self._last:
+            self._note(f"of steps {self._first}:{self._last} the job took the first {self._steps - self._first} only")
+        handle = self._recorder.begin(Kind.MARK, self._recorder.intern("torch.profiler ends"))
+        try:
+            end(self._file)
+        except Exception as error:
+            count_error("deep", error)
+            self._note(f"the window of torch.profiler could not be kept ({type(error).__name__}: {error})")
+        finally:
+            self._recorder.end(handle)
+            # Also of one that failed: its steps were slowed down all the same.
+            self._write_fact(
+                {"fact": "deep", "start_ns": self._began_ns, "end_ns": now_ns(),
+                 "first": self._first, "last": self._steps - 1, "device": self._of_device}
+            )  # fmt: skip
+
+    def _begin(self) -> None:
+        try:
+            others = self.others or _at_work()
+        except private.Gone as error:
+            self._over = True
+            count_error("deep", error)
+            return
+        if others:
+            self._over = True
+            self._note(f"a torch.profiler of the job's own was at work at step {self._steps}, {NOTHING_DISTURBED}")
+            return
+        self._began_ns = now_ns()
+        handle = self._recorder.begin(Kind.MARK, self._recorder.intern("torch.profiler begins"))
+        self.beginning = True
+        try:
+            self._end = self._profile()
+            self._of_device = _uses_device()
+        except Exception as error:
+            self._over = True
+            count_error("deep", error)
+            self._note(f"torch.profiler could not begin ({type(error).__name__}: {error}), {NOTHING_DISTURBED}")
+        finally:
+            self.beginning = False
+            self._recorder.end(handle)
+
+    def _give_up(self, why: str) -> None:
+        end, self._end, self._over = self._end, None, True
+        assert end is not None
+        try:
+            end(None)
+        except Exception as error:
+            count_error("deep", error)
+        self._note(f"{why} at step {self._steps}, {NOTHING_DISTURBED}")
+        self._write_fact({"fact": "deep", "start_ns": self._began_ns, "end_ns": now_ns(), "given_up": True})
+
+    def _note(self, text: str) -> None:
+        self._write_fact({"fact": "note", "text": f"--deep: {text}"})
+
+
+def _at_work() -> bool:
+    """Whether any profiler of torch's is. Raises `private.Gone` where torch does not tell any more."""
+    flagged = private.need("torch.autograd.profiler:_is_profiler_enabled")
+    return bool(flagged or private.need("torch._C._autograd:_profiler_enabled")())
+
+
+def _uses_device() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_initialized())
+
+
+def begin_profile() -> Callable[[Path | None], None]:
+    """torch.profiler over the CPU, and the device if the job uses one."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU]
+    if _uses_device():
+        activities.append(ProfilerActivity.CUDA)
+    profiler = profile(activities=activities)
+    profiler.start()
+
+    def end(file: Path | None) -> None:
+        profiler.stop()
+        if file is not None:
+            with replacing(file) as temporary:
+                profiler.export_chrome_trace(str(temporary))
+
+    return end
+
+
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Nothing, unless DSPROF_DEEP names steps."""
+    asked = setting("DSPROF_DEEP")
+    if not asked:
+        return []
+    first, last = parse_deep(asked)
+    window = DeepWindow(first, last, capture.folder, capture.recorder, capture.write_fact, begin_profile)
+    unwatch = _watch(window)
+    window.install()
+    capture.after_step.append(window.after_step)
+    return [unwatch, window.close]
+
+
+def _watch(window: DeepWindow) -> Uninstall:
+    """See profilers of the job's own begin and end."""
+    import torch.autograd.profiler as profiler
+
+    kind: Any = profiler.profile
+    prepare, leave = private.need("torch.autograd.profiler:profile._prepare_trace"), kind.__exit__
+    starts: Any = private.need("torch.autograd.profiler:_run_on_profiler_start")
+    ours: set[int] = set()
+
+    @stands_for(prepare)
+    def _prepare_trace(self: Any) -> Any:
+        if window.beginning:
+            ours.add(id(self))
+        else:
+            _tell(window.other_begins)
+        return prepare(self)
+
+    @stands_for(leave)
+    def __exit__(self: Any, *error: Any) -> Any:
+        try:
+            return leave(self, *error)
+        finally:
+            if id(self) in ours:
+                ours.discard(id(self))
+            else:
+                _tell(window.other_ended)
+
+    @stands_for(starts)
+    def _run_on_profiler_start() -> Any:
+        if not window.beginning and not window.others:  # NVTX's and ITT's, which prepare nothing
+            _tell(window.other_begins)
+            window.others = 0  # nor say when they end: `_at_work` sees them
+        return starts()
+
+    return in_reverse(
+        [
+            replace_attribute(kind, "_prepare_trace", _prepare_trace),
+            replace_attribute(kind, "__exit__", __exit__),
+            replace_attribute(profiler, "_run_on_profiler_start", _run_on_profiler_start),
+        ]
+    )
+
+
+def _tell(what: Callable[[], None]) -> None:
+    try:
+        what()
+    except Exception as error:
+        count_error("deep", error)

@@ -1,0 +1,12 @@
+"""The training loop: what a step consists of.
+
+phases        waiting for data, and backward
+modules       forward: the outermost module call; at level full each module
+backward      which backward a thread computes, and where DDP begins to wait in it
+optimizers    optimizer steps, which end the training step
+batch_size    how large a batch is
+pipelining    torch's pipeline schedules: the actions of stages
+checkpoints   saving checkpoints
+compilation   what torch.compile takes for itself
+flops         floating-point operations of a step
+"""

@@ -1,0 +1,10 @@
+"""Put the ranks of a run beside each other: one clock, one numbering of steps, one name for each communication.
+
+aligned      all ranks beside each other; which of their rows are held at once
+clock        every rank on one clock
+steps        steps under numbers that mean the same on all ranks
+topology     which ranks are stages of a pipeline
+match        the same collective or message on all ranks
+numbering    communications that came without a number
+backends     what a communication backend does
+"""

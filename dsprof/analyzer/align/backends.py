@@ -1,0 +1,58 @@
+"""What a communication backend does: how many operations a group runs at once, in which collectives a rank depends on
+whom, and which messages need a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.run import RunInfo
+from dsprof.schema import SYNCHRONIZING
+
+from ..arrays import Bool
+from ..columns import Words
+
+
+@dataclass(frozen=True)
+class Backend:
+    """workers: operations of one process group that run at once, first issued first served; None: any number.
+    messages_queue: whether sends and receives need a worker of their group too; else each runs beside the rest.
+    synchronizing: collectives no rank can leave before the last one has arrived.
+    root_sends: nobody gets anything before the root has come, which waits for all: a send waits for its receive.
+    root_receives: the root waits for everybody; nobody else for anyone.
+    """
+
+    workers: int | None
+    messages_queue: bool
+    synchronizing: frozenset[str] = frozenset(SYNCHRONIZING)
+    root_sends: frozenset[str] = frozenset({"broadcast", "scatter"})
+    root_receives: frozenset[str] = frozenset({"reduce", "gather"})
+
+
+BACKENDS: Final = {
+    "gloo": Backend(workers=2, messages_queue=False),  # ProcessGroupGloo: two threads a group; unbound buffers
+    "nccl": Backend(workers=1, messages_queue=False),  # a stream a communicator; batched messages share a kernel
+    "stream": Backend(workers=1, messages_queue=True),  # a device's stream, or a lane of dsprof's engine
+    "kernels": Backend(workers=None, messages_queue=False),  # a device's kernels, whose own beginning was traced
+    "unlimited": Backend(workers=None, messages_queue=False),
+}
+DEFAULT: Final = "gloo"
+"""Of a group whose backend was not captured: what is timed here ran on CPU."""
+
+
+def backend_of(group: str, run: RunInfo | None) -> Backend:
+    """The backend of a process group, or of what two of its ranks send each other (`<group> <src>><dst>`)."""
+    about = (run.group(group) or run.group(group.partition(" ")[0])) if run is not None else {}
+    return BACKENDS.get(str(about.get("backend") or DEFAULT), BACKENDS[DEFAULT])
+
+
+def by_backend(groups: Words, run: RunInfo | None) -> Iterator[tuple[Backend, Bool]]:
+    """Each backend that any of `groups` has, and which of them have it."""
+    codes, names = pd.factorize(groups)
+    of_name = [backend_of(str(name), run) for name in names]
+    for backend in dict.fromkeys(of_name):
+        yield backend, np.array([one == backend for one in of_name], bool)[codes]

@@ -1,0 +1,264 @@
+"""Put every rank on one clock.
+
+The ranks of one host share CLOCK_MONOTONIC, unless containers give them clocks of their own; here each clock is a host.
+Between hosts, a synchronizing collective is the common event: no rank can leave it before the last has arrived, and
+all leave within a transfer's tail of one another, so the difference of its ends over many collectives gives the offset.
+Clocks drift, by some 50 us a second, so the offset is a line over time where one can be told from the scatter, and else
+its median; what is left of the differences is the error. A host that shares no collective with the first is joined
+through others, whose errors add up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.run import RankInfo, RunInfo
+from dsprof.schema import SYNCHRONIZING
+
+from ..arrays import Float, Int
+from .match import numbers
+
+LEAST_JUMP_NS: Final = 100_000_000
+"""Ends of one collective lie milliseconds apart on a busy host; this is a clock."""
+FEWEST: Final = 8
+"""Collectives on each side of a jump, and in each window of a drift."""
+WINDOWS: Final = 20
+FEWEST_WINDOWS: Final = 8
+"""A drift is told from the medians of at most, and at least, so many stretches of the run."""
+MOST_DRIFT: Final = 1e-3
+"""Quartz is off by 1e-4 at most, and what sets clocks slews them by 5e-4."""
+SURE: Final = 8.0
+"""A drift moves the clock over the run by so many times what the windows scatter about it."""
+
+
+@dataclass(frozen=True)
+class _Offset:
+    """How far a clock is ahead when it shows `t`: ns + drift * (t - at_ns)."""
+
+    ns: float = 0.0
+    drift: float = 0.0
+    at_ns: int = 0
+    error_ns: float = 0.0
+
+    def through(self, other: _Offset) -> _Offset:
+        """Ahead of a third clock, which that of a second is ahead of by `other`."""
+        here = self.at_ns - self.ns - other.at_ns  # what the second shows then, from where its line begins
+        return _Offset(
+            self.ns + other.ns + other.drift * here,
+            self.drift + other.drift * (1 - self.drift),
+            self.at_ns,
+            self.error_ns + other.error_ns,
+        )
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """When synchronizing collectives ended on a rank, in order of collective and rank."""
+
+    key: Int
+    rank: Int
+    step: Int
+    end: Int
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """How far the clock of each rank's host is ahead of that of the first rank's.
+
+    host_of: number of the host, by rank; of an unknown rank, as beyond its end, the first. offsets: by host.
+    error_us: how far they may be apart all the same.
+    """
+
+    host_of: npt.NDArray[np.int32]
+    offsets: tuple[_Offset, ...]
+    error_us: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+    def correct(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Rows, of any ranks, on the clock of the first."""
+        if not any(offset.ns or offset.drift for offset in self.offsets):
+            return rows
+        rank = rows["rank"].to_numpy(np.int64)
+        host = np.append(self.host_of, np.int32(0))[np.minimum(rank, len(self.host_of))]
+        start, length = rows["start_ns"].to_numpy(np.int64), rows["dur_ns"]
+        aligned = start - self._ahead(start, host)
+        moved: dict[str, Any] = {"start_ns": aligned}
+        for name in ("issue_ns", "arrival_ns"):
+            when = rows[name].copy()
+            told = when.notna().to_numpy(bool)
+            told_at = when[told].to_numpy(np.int64)
+            when[told] = told_at - self._ahead(told_at, host[told])
+            moved[name] = when
+        if any(offset.drift for offset in self.offsets):  # so that what ended when the next began still does
+            end = start + length.fillna(0).to_numpy(np.int64)
+            end -= self._ahead(end, host)
+            moved["dur_ns"] = pd.Series(end - aligned, rows.index).astype("Int64").where(length.notna())
+        return rows.assign(**moved)
+
+    def _ahead(self, when: Int, host: npt.NDArray[np.int32]) -> Int:
+        moved = np.array([round(offset.ns) for offset in self.offsets], np.int64)[host]
+        if any(offset.drift for offset in self.offsets):
+            at = np.array([offset.at_ns for offset in self.offsets], np.int64)[host]
+            drift = np.array([offset.drift for offset in self.offsets])[host]
+            moved += np.rint(drift * (when - at)).astype(np.int64)
+        return moved
+
+
+def find_clocks(rows: pd.DataFrame, run: RunInfo) -> Clocks:
+    """The clocks of the ranks whose rows these are; only their collectives are looked at."""
+    infos = {item.rank: item for item in run.ranks}
+    first_on: dict[str, RankInfo] = {}
+    for rank in sorted(infos):
+        first_on.setdefault(infos[rank].clock_name, infos[rank])
+    if len(first_on) < 2:
+        return Clocks(np.zeros(0, np.int32), (_Offset(),))
+    number = {clock: i for i, clock in enumerate(first_on)}
+    ranks = np.array(sorted(infos), np.int64)
+    host_at = np.array([number[infos[rank].clock_name] for rank in ranks.tolist()], np.int64)
+    offsets = _offsets(_collectives_of_hosts(_ends(rows), ranks, host_at), len(first_on))
+    names = _host_names(list(first_on.values()))
+    warnings = tuple(
+        f"host {name}: no collective shared with {names[0]}, directly or through other hosts, so its clock could not "
+        "be aligned"
+        for name, offset in zip(names, offsets, strict=True)
+        if offset is None
+    )
+    known = tuple(offset or _Offset() for offset in offsets)
+    host_of_rank = np.zeros(int(ranks.max()) + 1, np.int32)
+    host_of_rank[ranks] = host_at
+    return Clocks(host_of_rank, known, max(offset.error_ns for offset in known) / 1e3, warnings)
+
+
+def _host_names(first: list[RankInfo]) -> list[str]:
+    """Of each clock, given by its first rank; with that rank where hosts share a name, or containers a host."""
+    hosts = [item.host for item in first]
+    return [item.host if hosts.count(item.host) == 1 else f"{item.host} (of rank {item.rank})" for item in first]
+
+
+def _ends(rows: pd.DataFrame) -> _Ends:
+    ended = (rows["kind"] == "comm") & rows["dur_ns"].notna() & rows["name"].isin(SYNCHRONIZING)
+    numbered = ended & rows["group"].notna() & rows["seq"].notna()
+    table = rows[["group", "seq", "rank", "step", "start_ns", "dur_ns"]][numbered]
+    key, rank = numbers(table), table["rank"].to_numpy(np.int64)
+    end = table["start_ns"].to_numpy(np.int64) + table["dur_ns"].to_numpy(np.int64)
+    order = np.lexsort((rank, key))
+    key, rank = key[order], rank[order]
+    once = np.append(True, (np.diff(key) != 0) | (np.diff(rank) != 0))[: len(order)]
+    step = table["step"].to_numpy(np.int64)
+    return _Ends(key[once], rank[once], step[order][once], end[order][once])
+
+
+def _medians(values: Int, *groups: Int) -> tuple[Int, Float]:
+    """Index of one of each group, in order, and the group's median."""
+    order = np.lexsort((values, *groups))
+    change = np.zeros(max(len(order) - 1, 0), bool)
+    for group in groups:
+        change |= np.diff(group[order]) != 0
+    begins = np.flatnonzero(np.append(True, change)[: len(order)])
+    count = np.diff(np.append(begins, len(order)))
+    low, high = values[order[begins + (count - 1) // 2]], values[order[begins + count // 2]]
+    return order[begins], low + (high - low) / 2
+
+
+def _collectives_of_hosts(ends: _Ends, ranks: Int, host_at: Int) -> list[tuple[Int, Float]]:
+    """Of each host the collectives, in order, and when they ended there (the median of its ranks)."""
+    known = np.isin(ends.rank, ranks)
+    key, end = ends.key[known], ends.end[known]
+    host = host_at[np.searchsorted(ranks, ends.rank[known])]
+    of, median = _medians(end, key, host)
+    edges = np.searchsorted(host[of], np.arange(int(host_at.max()) + 2))
+    return [(key[of][a:b], median[a:b]) for a, b in pairwise(edges.tolist())]
+
+
+def _offsets(ended: list[tuple[Int, Float]], count: int) -> list[_Offset | None]:
+    """How far each host's clock is ahead of the first's; None: they are joined by nothing.
+
+    Of the ways from host to host that along which the errors are least, as they shrink with the root of the number of
+    collectives that two hosts share.
+    """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import dijkstra
+
+    host = np.repeat(np.arange(count), [len(keys) for keys, _ in ended])
+    _, column = np.unique(np.concatenate([keys for keys, _ in ended]), return_inverse=True)
+    has = csr_array((np.ones(len(host)), (host, column)), shape=(count, int(column.max(initial=0)) + 1))
+    shared = (has @ has.T).tocoo()
+    cost = csr_array((1 / np.sqrt(shared.data), shared.coords), shape=(count, count))
+    length, before = dijkstra(cost, indices=0, return_predecessors=True)
+    found: list[_Offset | None] = [None] * count
+    found[0] = _Offset()
+    for this in np.argsort(length, kind="stable")[1:].tolist():
+        nearer = found[before[this]] if before[this] >= 0 else None
+        if nearer is not None:
+            found[this] = _apart(ended[this], ended[before[this]]).through(nearer)
+    return found
+
+
+def _apart(one: tuple[Int, Float], other: tuple[Int, Float]) -> _Offset:
+    """How far the clock of `one` is ahead of that of `other`, by the collectives of both."""
+    _, at, there = np.intersect1d(one[0], other[0], assume_unique=True, return_indices=True)
+    when, apart = one[1][at], one[1][at] - other[1][there]
+    middle = float(int(np.median(apart)))
+    constant = _Offset(middle, error_ns=float(np.median(np.abs(apart - np.median(apart)))))
+    windows = min(WINDOWS, len(apart) // FEWEST)
+    if windows < FEWEST_WINDOWS:
+        return constant
+    order = np.argsort(when, kind="stable")
+    begin = when[order[0]]
+    moments = np.array([np.median(when[part] - begin) for part in np.array_split(order, windows)])
+    levels = np.array([np.median(apart[part] - middle) for part in np.array_split(order, windows)])
+    # A jump lies between few of the windows that are a quarter of the run apart, and so leaves the median alone.
+    lag = windows // 4
+    slope = float(np.median((levels[lag:] - levels[:-lag]) / np.maximum(moments[lag:] - moments[:-lag], 1)))
+    scatter = levels - slope * moments
+    scatter_ns = 1.4826 * float(np.median(np.abs(scatter - np.median(scatter))))
+    if abs(slope) > MOST_DRIFT or abs(slope) * moments[-1] <= SURE * scatter_ns or not slope:
+        return constant
+    rest = apart - middle - slope * (when - begin)
+    level = float(np.median(rest))
+    return _Offset(middle + level, slope, int(begin), float(np.median(np.abs(rest - level))))
+
+
+def find_jumps(rows: pd.DataFrame) -> tuple[float, list[str]]:
+    """By how much the clock of a rank moves against the others' during the run, microseconds, and warnings.
+
+    No rank leaves a synchronizing collective before the last has come, so its ends on the ranks stay together.
+    """
+    ends = _ends(rows)
+    ranks = np.unique(ends.rank)
+    if len(ranks) < 2:
+        return 0.0, []
+    begins = np.flatnonzero(np.append(True, np.diff(ends.key) != 0))
+    count = np.diff(np.append(begins, len(ends.key)))
+    # Of two ranks nobody can say which clock it was; of more, the one that differs.
+    if len(ranks) > 2:
+        usual = _medians(ends.end, ends.key)[1]
+    else:
+        usual = np.where(ends.rank[begins] == ranks[0], ends.end[begins].astype(np.float64), np.nan)
+    apart = ends.end - np.repeat(usual, count)
+    step = np.repeat(np.maximum.reduceat(ends.step, begins), count)
+    order = np.lexsort((ends.key, step, ends.rank))
+    order = order[~np.isnan(apart[order])]
+    edges = np.searchsorted(ends.rank[order], np.append(ranks, ranks[-1] + 1))
+    worst, warnings = 0.0, []
+    for rank, low, high in zip(ranks.tolist(), edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        if high - low < 2 * FEWEST:
+            continue
+        mine = apart[order[low:high]]
+        early, late = float(np.median(mine[:FEWEST])), float(np.median(mine[-FEWEST:]))
+        if abs(late - early) < LEAST_JUMP_NS:
+            continue
+        worst = max(worst, abs(late - early))
+        beyond = np.abs(mine - early) > abs(late - early) / 2
+        moved = int(step[order[low + int(beyond.argmax())]])
+        warnings.append(
+            f"rank {rank}: its clock moves by {(late - early) / 1e9:+.1f} s against the others' in step {moved}; who "
+            "waited for whom is not known from there on"
+        )
+    return worst / 1e3, warnings

@@ -1,0 +1,350 @@
+"""Join each communication across ranks: who came first, who last, and how long the bytes took once all were there.
+
+A send and its receive are a communication of two ranks: it has the group `<group> <src>><dst>` (or with ` #tag`), and
+the number of the pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.run import RunInfo
+
+from ..arrays import Int
+from ..columns import Words, codes_of
+from .backends import by_backend
+
+COLLECTIVE_COLUMNS: Final = (
+    "group", "seq", "name", "purpose", "step", "bytes", "ranks", "first_ns", "last_ns", "late_rank", "end_ns",
+    "transfer_ns", "needs", "root_rank", "root_ns",
+)  # fmt: skip
+
+PAIRED: Final = ("rank", "name", "group", "seq", "peer", "tag")
+ISSUED: Final = (*PAIRED, "step", "purpose", "root", "bytes", "start_ns", "dur_ns", "issue_ns", "arrival_ns")
+"""Columns of the trace that say who communicates with whom, and that make a match."""
+
+SEND_RECV: Final = "send_recv"
+"""Name of a matched send and receive."""
+PAIR: Final = r" (\d+)>(\d+)(?: #\d+)?$"
+"""How the group of a message ends."""
+
+INFORMATIVE_NS: Final = 200_000
+"""A wait for a message that took less says that the message was there already, not when it came."""
+
+
+def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
+    """One row per communication that ended on some captured rank (COLLECTIVE_COLUMNS), ordered by last arrival.
+
+    A rank arrives when its chain that runs the communication is ready for it (`arrival_ns`). Where that is not told of
+    every rank that takes part, the issue stands for it: true starts on gloo are bounds. `ranks` is how many captured
+    ranks issued it.
+    `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known.
+    `needs` says whose arrival a participant depends on: `all`, `root` (the root on all, the others on it), `to-root`
+    (the root on all),
+    `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
+    `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
+    """
+    numbered = (rows["kind"] == "comm") & rows["group"].notna() & rows["seq"].notna()
+    comm = rows[list(ISSUED)][numbered & is_issued(rows)]
+    message = comm["peer"].notna()
+    if message.any():
+        found = [_collectives(comm[~message], run), _messages(comm[message], rows, run)]
+    else:
+        found = [_collectives(comm, run)]
+    found = [table for table in found if len(table)]
+    if not found:
+        return pd.DataFrame({name: pd.Series(dtype="int64") for name in COLLECTIVE_COLUMNS})
+    return pd.concat(found, ignore_index=True).sort_values("last_ns", ignore_index=True)[list(COLLECTIVE_COLUMNS)]
+
+
+def is_issued(rows: pd.DataFrame) -> pd.Series[bool]:
+    """Of which communications it is told when the host asked for them, or when their chain was ready for them."""
+    return rows["issue_ns"].notna() | rows["arrival_ns"].notna()
+
+
+def asked_ns(rows: pd.DataFrame) -> pd.Series[int]:
+    """When the host asked for each; of one whose launch was not seen, when its chain was ready for it."""
+    return rows["issue_ns"].fillna(rows["arrival_ns"])
+
+
+def _arrived(comm: pd.DataFrame, key: tuple[Int, Int]) -> Int:
+    """When each rank came. Within one communication the times are of one kind, as far as they are told: a stream's
+    arrival beside another rank's issue would make the rank late whose device was behind its host.
+
+    key: number and group of each row; equal ones are one communication.
+    """
+    arrival = comm["arrival_ns"].to_numpy(np.int64, na_value=NOT_TOLD)
+    issue: Int = comm["issue_ns"].to_numpy(np.int64, na_value=NOT_TOLD)
+    if not (arrival != NOT_TOLD).any():
+        return issue
+    order = np.lexsort(key)
+    begins = np.flatnonzero(np.append(True, np.any([np.diff(part[order]) != 0 for part in key], axis=0)))
+    counts = np.diff(np.append(begins, len(order)))
+    every = {}
+    for name, when in (("arrival", arrival), ("issue", issue)):
+        every[name] = np.empty(len(order), bool)
+        every[name][order] = np.repeat(np.logical_and.reduceat((when != NOT_TOLD)[order], begins), counts)
+    either = np.where(arrival != NOT_TOLD, arrival, issue)
+    found: Int = np.where(every["arrival"], arrival, np.where(every["issue"], issue, either))
+    return found
+
+
+def numbers(comm: pd.DataFrame) -> Int:
+    """The group and the number in it of each row, which has both, as one number; in order of group and number."""
+    codes, _ = codes_of(comm["group"])
+    found: Int = (codes << 32) | comm["seq"].to_numpy(np.int64)
+    return found
+
+
+@dataclass(frozen=True)
+class _Sorted:
+    """Participants in order of group, number and arrival, and where each communication begins.
+
+    group: [C] of each communication. The others are [N], of each participant; `end`: NOT_ENDED where unknown.
+    """
+
+    begins: Int
+    group: Words
+    order: Int
+    seq: Int
+    came: Int
+    rank: Int
+    end: Int
+
+    def table(self, comm: pd.DataFrame) -> dict[str, Any]:
+        """The columns of a match that are the same of all kinds of communication; `end_ns` may be NOT_ENDED."""
+        last = np.append(self.begins[1:], len(self.seq)) - 1
+        steps = comm["step"].to_numpy(np.int64)[self.order]
+        sizes = comm["bytes"].fillna(0).to_numpy(np.int64)[self.order]
+        return {
+            "group": pd.Series(self.group, dtype=str),
+            "seq": self.seq[self.begins],
+            "purpose": self.first(comm["purpose"]),
+            "step": np.maximum.reduceat(steps, self.begins).astype(comm["step"].dtype),
+            "bytes": np.maximum.reduceat(sizes, self.begins),
+            "first_ns": self.came[self.begins],
+            "last_ns": self.came[last],
+            "late_rank": self.rank[last].astype(comm["rank"].dtype),
+            "end_ns": np.maximum.reduceat(self.end, self.begins),
+        }
+
+    def first(self, column: pd.Series[Any]) -> pd.Series[str]:
+        """What is known of each communication, from the first that knows it."""
+        codes, names = codes_of(column)
+        codes = codes[self.order]
+        at = np.where(codes >= 0, np.arange(len(codes)), len(codes))
+        at = np.minimum.reduceat(at, self.begins)
+        return pd.Series(np.append(names, np.nan)[np.append(codes, -1)[at]], dtype=str)
+
+
+NOT_ENDED: Final = np.iinfo(np.int64).min
+NOT_TOLD: Final = NOT_ENDED
+
+
+def _sorted(comm: pd.DataFrame, codes: Int, names: Words) -> _Sorted:
+    """`codes`, `names`: the group in the matched table of each row."""
+    seq = comm["seq"].to_numpy(np.int64)
+    came = _arrived(comm, (seq, codes))
+    end = comm["start_ns"].to_numpy(np.int64) + comm["dur_ns"].fillna(0).to_numpy(np.int64)
+    end = np.where(comm["dur_ns"].notna().to_numpy(bool), end, NOT_ENDED)
+    order = np.lexsort((came, seq, codes))
+    key = codes[order], seq[order]
+    begins = np.flatnonzero(np.append(True, (np.diff(key[0]) != 0) | (np.diff(key[1]) != 0)))
+    rank = comm["rank"].to_numpy(np.int64)
+    return _Sorted(begins, names[key[0][begins]], order, seq[order], came[order], rank[order], end[order])
+
+
+def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
+    if comm.empty:
+        return comm
+    codes, names = codes_of(comm["group"])
+    of = _sorted(comm, codes, names)
+    root = _global_ranks(codes, names, comm["root"].fillna(-1).to_numpy(np.int64), run)[of.order]
+    here = (root == of.rank) & (root >= 0)
+    known_root = np.where(root >= 0, np.arange(len(root)), len(root))
+    matched = pd.DataFrame(
+        {
+            **of.table(comm),
+            "name": of.first(comm["name"]),
+            "ranks": np.diff(np.append(of.begins, len(of.seq))),
+            "root_rank": np.append(root, -1)[np.minimum.reduceat(known_root, of.begins)],
+            "root_ns": np.maximum.reduceat(np.where(here, of.came, -1), of.begins),
+        }
+    )
+    matched = matched[matched["end_ns"] != NOT_ENDED].reset_index(drop=True)
+    known = (matched["root_ns"] >= 0).to_numpy(bool)
+    needs = np.full(len(matched), "none", object)
+    for backend, mine in by_backend(matched["group"].to_numpy(object), run):
+        name = matched["name"][mine]
+        needs[mine] = np.select(
+            [
+                name.isin(backend.synchronizing),
+                name.isin(backend.root_sends) & known[mine],
+                name.isin(backend.root_receives) & known[mine],
+            ],
+            ["all", "root", "to-root"],
+            "none",
+        )
+    matched["needs"] = needs
+    matched["transfer_ns"] = _transfer(matched, run)
+    return matched
+
+
+def global_ranks(group: pd.Series[str], rank: pd.Series[int], run: RunInfo | None) -> pd.Series[int]:
+    """Ranks in a group as ranks of the job, Int64; of a group whose members are unknown they stand as they are."""
+    codes, names = codes_of(group)
+    found = pd.array(_global_ranks(codes, names, rank.fillna(-1).to_numpy(np.int64), run), "Int64")
+    found[rank.isna().to_numpy(bool)] = pd.NA
+    return pd.Series(found, rank.index)
+
+
+def _global_ranks(codes: Int, names: Words, rank: Int, run: RunInfo | None) -> Int:
+    """The same in arrays; -1 stays."""
+    known = rank >= 0
+    members: list[Int] = [np.empty(0, np.int64)] * len(names)
+    if run is not None:
+        for code in np.unique(codes[known]).tolist():
+            members[code] = np.array(run.group(names[code]).get("ranks") or [], np.int64)
+    sizes = np.array([len(ranks) for ranks in members] or [0])
+    if not sizes.any():
+        return rank
+    begin = np.concatenate([[0], np.cumsum(sizes)])[:-1]
+    mapped = known & (rank < sizes[codes])
+    result = rank.copy()
+    result[mapped] = np.concatenate(members)[begin[codes[mapped]] + rank[mapped]]
+    return result
+
+
+def matched_group(rows: pd.DataFrame, run: RunInfo | None) -> pd.Series[str]:
+    """The group in the matched table of what each row communicates or waits for: its own, or of a message the pair."""
+    codes, names = matched_codes(rows, run)
+    return pd.Series(np.append(names, np.nan)[codes], rows.index, dtype=str)
+
+
+def matched_codes(rows: pd.DataFrame, run: RunInfo | None) -> tuple[Int, Words]:
+    """The same as numbers, and the groups that they are of."""
+    codes, names = codes_of(rows["group"])
+    message = rows["peer"].notna().to_numpy(bool)
+    if not message.any():
+        return codes, names
+    of_pair, pairs = _pair(rows[message], run)
+    codes[message] = len(names) + of_pair
+    return codes, np.concatenate([names, pairs])
+
+
+def _pair(rows: pd.DataFrame, run: RunInfo | None) -> tuple[Int, Words]:
+    """The pair that each send, receive, or wait for one belongs to, as the group of a matched message."""
+    codes, names = codes_of(rows["group"])
+    peer = _global_ranks(codes, names, rows["peer"].to_numpy(np.int64), run)
+    mine = rows["rank"].to_numpy(np.int64)
+    sends = (rows["name"] == "send").to_numpy(bool)
+    tag = rows["tag"].fillna(0).to_numpy(np.int64)
+    pairs = np.stack([codes, np.where(sends, mine, peer), np.where(sends, peer, mine), tag], axis=1)
+    different, which = np.unique(pairs, axis=0, return_inverse=True)
+    text = [
+        f"{names[group] if group >= 0 else 'nan'} {source}>{target}" + (f" #{tagged}" if tagged else "")
+        for group, source, target, tagged in different.tolist()
+    ]
+    order = np.argsort(np.array(text, object), kind="stable")
+    return np.argsort(order)[which.reshape(-1)], np.array(text, object)[order]
+
+
+def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
+    """Sends joined with their receives. The engine's own have no tag and are matched just so."""
+    codes, names = matched_codes(comm, run)
+    of = _sorted(comm, codes, names)
+    # gloo ends a send or a receive in its wait: where nobody stood still, that says nothing of when the bytes came.
+    waited = (rows["kind"] == "wait") & rows["peer"].notna() & rows["seq"].notna()
+    waits = rows[[*PAIRED, "dur_ns"]][waited & (rows["dur_ns"] > INFORMATIVE_NS)]
+    long = pd.DataFrame({"group": matched_group(waits, run), "seq": waits["seq"], "rank": waits["rank"]})
+    mine = pd.DataFrame({"group": matched_group(comm, run), "seq": comm["seq"], "rank": comm["rank"]})
+    informative = pd.MultiIndex.from_frame(mine).isin(pd.MultiIndex.from_frame(long))[of.order]
+    told = np.where(informative & (of.end != NOT_ENDED), of.end, np.iinfo(np.int64).max)
+    by_rank = np.lexsort((of.rank, np.repeat(np.arange(len(of.begins)), np.diff(np.append(of.begins, len(of.seq))))))
+    other = np.append(True, np.diff(of.rank[by_rank]) != 0)
+    other[of.begins] = True
+    matched = pd.DataFrame(
+        {
+            **of.table(comm),
+            "ranks": np.add.reduceat(other.astype(np.int64), of.begins),
+            "told_ns": np.minimum.reduceat(told, of.begins),
+        }
+    )
+    matched = matched[(matched["end_ns"] != NOT_ENDED) & (matched["ranks"] == 2)].reset_index(drop=True)
+    if matched.empty:
+        return matched
+    ended = matched["told_ns"].where(matched["told_ns"] != np.iinfo(np.int64).max, matched["last_ns"])
+    return matched.assign(
+        name=SEND_RECV, needs="all", root_rank=-1, root_ns=-1, transfer_ns=(ended - matched["last_ns"]).clip(lower=0)
+    )
+
+
+def _transfer(matched: pd.DataFrame, run: RunInfo | None) -> Int:
+    """Time each collective took once all were there and its group had a worker free: first issued, first served.
+    `matched` is in order of group and number."""
+    last, end = matched["last_ns"].to_numpy(np.int64), matched["end_ns"].to_numpy(np.int64)
+    groups = matched["group"].to_numpy(object)
+    group, _ = pd.factorize(groups)
+    taken: Int = np.maximum(end - last, 0)
+    for backend, mine in by_backend(groups, run):
+        if backend.workers is not None:
+            _serve(taken, last, end, group, np.flatnonzero(mine), backend.workers)
+    return taken
+
+
+def _serve(taken: Int, last: Int, end: Int, group: Int, mine: Int, workers: int) -> None:
+    """Set what those of `mine` took that had to wait for one of their group's workers."""
+    order = mine[np.lexsort((last[mine], group[mine]))]
+    # Only those that are issued while another of the group is under way may have to wait for a worker.
+    reach = pd.Series(end[order]).groupby(group[order]).cummax().to_numpy(np.int64)
+    first = np.append(True, np.diff(group[order]) != 0)[: len(order)]
+    begins = np.flatnonzero(first | (np.roll(reach, 1) <= last[order]))
+    counts = np.diff(np.append(begins, len(order)))
+    for begin, count in zip(begins[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+        free = [0] * workers
+        for row in order[begin : begin + count].tolist():
+            worker = free.index(min(free))
+            begun = max(int(last[row]), free[worker])
+            taken[row] = max(int(end[row]) - begun, 0)
+            free[worker] = max(int(end[row]), free[worker])
+
+
+class Matches:
+    """Finds what rows communicate or wait for in the matched table, by group and number."""
+
+    def __init__(self, collectives: pd.DataFrame) -> None:
+        codes, names = codes_of(collectives["group"])
+        self._code = {name: code for code, name in enumerate(names.tolist())}
+        key = (codes << 32) | collectives["seq"].to_numpy(np.int64)
+        self._row = np.argsort(key, kind="stable")
+        self._key = key[self._row]
+        self.unique = bool((np.diff(self._key) > 0).all())
+        """Whether each is there once, as it should be: else none can be told from the other."""
+
+    def find(self, rows: pd.DataFrame, run: RunInfo | None = None) -> Int:
+        """Row of the matched table for each of `rows` (with a number), -1: not matched."""
+        codes, names = matched_codes(rows, run)
+        known = np.array([*(self._code.get(name, -1) for name in names.tolist()), -1], np.int64)[codes]
+        if not len(self._key):
+            return np.full(len(rows), -1, np.int64)
+        key = (known << 32) | rows["seq"].to_numpy(np.int64)
+        at = np.minimum(np.searchsorted(self._key, key), len(self._key) - 1)
+        found: Int = np.where((known >= 0) & (self._key[at] == key), self._row[at], -1)
+        return found
+
+
+def arrivals(table: pd.DataFrame, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """When whoever each `rank` depends on in each matched communication was there, ns; -1: it depends on nobody, or
+    that is unknown. `table` has the columns of a match, a row for each of `rank`."""
+    needs = table["needs"].to_numpy(object)
+    root = table["root_rank"].to_numpy(np.int64)
+    last, first = table["last_ns"].to_numpy(np.int64), table["root_ns"].to_numpy(np.int64)
+    everyone = (needs == "all") | (np.isin(needs, ["root", "to-root"]) & (rank == root))
+    of_root = (needs == "root") & (rank != root)
+    result: npt.NDArray[np.int64] = np.where(everyone, last, np.where(of_root, first, -1))
+    return result

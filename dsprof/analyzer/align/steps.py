@@ -1,0 +1,183 @@
+"""The steps of each rank, under numbers that mean the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.run import RunInfo
+from dsprof.schema import CAPTURE_GAP, CAPTURE_OFF, CAPTURE_ON
+from dsprof.trace.derive.steps import step_pattern
+
+from ..text import count
+from .match import numbers
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Durations of the ordinary training steps, in ms."""
+
+    mean: float
+    median: float
+    p10: float
+    p90: float
+
+
+NOT_SHARED: Final = np.iinfo(np.int64).min
+"""In the place of a difference, where one of the two has no such collective."""
+
+
+def late_beginnings(rows: pd.DataFrame) -> tuple[dict[int, int], list[str]]:
+    """Rank -> by how many steps its numbers lag behind those of the rank that has most steps, where they do; and
+    warnings of that.
+
+    A rank whose first records are lost counts from a later step. The steps in which it issued the collectives it
+    shares with the others tell how far it is off.
+    """
+    shared = (rows["kind"] == "comm") & rows["peer"].isna() & rows["group"].notna() & rows["seq"].notna()
+    comm = rows[["rank", "group", "seq", "step"]][shared & (rows["step"] >= 0)]
+    if comm["rank"].nunique() < 2:
+        return {}, []
+    key, rank, step = numbers(comm), comm["rank"].to_numpy(np.int64), comm["step"].to_numpy(np.int64)
+    order = np.lexsort((key, rank))
+    key, rank, step = key[order], rank[order], step[order]
+    once = np.append(True, (np.diff(key) != 0) | (np.diff(rank) != 0))
+    key, rank, step = key[once], rank[once], step[once]
+    ranks, begins = np.unique(rank, return_index=True)
+    counts = rows.loc[rows["kind"] == "step", "rank"].value_counts().reindex(ranks, fill_value=0)
+    low, high = np.searchsorted(rank, [counts.idxmax(), counts.idxmax() + 1])
+    reference, known = step[low:high], key[low:high]
+    at = np.minimum(np.searchsorted(known, key), len(known) - 1)
+    off = np.where(known[at] == key, reference[at] - step, NOT_SHARED)
+    shift, warnings = {}, []
+    for one, mine in zip(ranks.tolist(), np.split(off, begins[1:]), strict=True):
+        values, times = np.unique(mine[mine != NOT_SHARED], return_counts=True)
+        by = int(values[times.argmax()]) if len(values) else 0
+        if by and times.max() / times.sum() > 0.5:
+            shift[one] = by
+            warnings.append(f"rank {one}: its capture begins {count(by, 'step')} late; its steps were renumbered")
+    return shift, warnings
+
+
+def renumber_steps(rows: pd.DataFrame, late: Mapping[int, int]) -> pd.DataFrame:
+    """Rows with the steps of the ranks in `late` numbered like those of the others."""
+    if not late:
+        return rows
+    moved = rows["rank"].map(late).fillna(0).astype("int32")
+    return rows.assign(step=rows["step"].where(rows["step"] < 0, rows["step"] + moved))
+
+
+def completed_steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """rank, step, start_ns, dur_ns, by rank and step."""
+    steps = rows[["rank", "step", "start_ns", "dur_ns"]][(rows["kind"] == "step") & rows["dur_ns"].notna()]
+    return steps.astype({"dur_ns": "int64"}).sort_values(["rank", "step"], ignore_index=True)
+
+
+def early_ends(steps: pd.DataFrame) -> list[str]:
+    """Warnings of ranks whose steps end well before the others' do."""
+    last = steps.groupby("rank")["step"].max()
+    return [
+        f"rank {rank}: its last complete step is {step}, the others' {last.max()}; what follows was not judged"
+        for rank, step in last.items()
+        if step < last.max() - max(FEW_BEHIND, LATE_SHARE * last.max())
+    ]
+
+
+def steps_taken(rows: pd.DataFrame) -> int | None:
+    """How many optimizer steps a rank took, as the marks say, where its capture was turned on or off while it ran
+    (`schema.CAPTURE_ON`), or a part of it was given up; else None."""
+    turned = (rows["kind"] == "mark") & rows["name"].isin([CAPTURE_ON, CAPTURE_OFF, CAPTURE_GAP])
+    return int(rows.loc[turned, "value"].fillna(0).max()) if turned.any() else None
+
+
+def captured_part(steps: pd.DataFrame, taken: int) -> str:
+    """Which steps (of `completed_steps`) were captured, in words, of a run that took so many until the capture was
+    turned on or off for the last time."""
+    numbers = np.unique(steps["step"].to_numpy(np.int64))
+    parts = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    named = [f"{part[0]} to {part[-1]}" if len(part) > 1 else str(part[0]) for part in parts if len(part)]
+    if named:
+        return f"captured were steps {', '.join(named)}"
+    return f"no whole step was captured: --steps, --delay, --duration or `dsprof capture` left none of {taken}"
+
+
+def without_training(rows: pd.DataFrame) -> str:
+    """That what was seen on all ranks is no training, in words; empty where it may be, or nothing was seen."""
+    phases = rows["kind"] == "phase"
+    if (phases & rows["name"].isin(["backward", "optimizer"])).any() or not (phases | (rows["kind"] == "comm")).any():
+        return ""
+    return "neither a backward pass nor an optimizer's step was seen, so there is no training step to judge"
+
+
+MOST_OPTIMIZERS: Final = 6
+"""Of more, such as one a parameter, it is only said how many there are."""
+FEW_BEHIND: Final = 2
+LATE_SHARE: Final = 0.02
+"""A rank may be so many steps, or so large a share of them, behind the others at the end."""
+
+
+def step_time(steps: pd.DataFrame) -> StepTime | None:
+    """Of the ordinary steps; None without one."""
+    ordinary = steps[steps["ordinary"]]
+    if ordinary.empty:
+        return None
+    every = ordinary["dur_ns"].to_numpy(np.float64) / 1e6
+    p10, median, p90 = np.percentile(every, [10, 50, 90])
+    return StepTime(float(every.mean()), float(median), float(p10), float(p90))
+
+
+LEAST_STEPS: Final = 10
+"""A change lasts for at least so many steps, and is one against at least so many."""
+LEAST_SHIFT: Final = 0.1
+SURE: Final = 8.0
+"""Standard errors of the difference of two means that noise never makes."""
+
+
+def lasting_change(
+    numbers: npt.NDArray[np.int64], durations: npt.NDArray[np.float64]
+) -> tuple[int, float, float] | None:
+    """The first step (of `numbers`) of a lasting change, and the median step before and after it in ms; None without.
+
+    `durations`: ms of each. The split is the one that explains most of the variance; both sides must be steady, so
+    that a slope or a wave is none.
+    """
+    count = len(durations)
+    if count < 2 * LEAST_STEPS:
+        return None
+    low, high = np.percentile(durations, [2, 98])
+    values = np.clip(durations, low, high)
+    at = np.arange(LEAST_STEPS, count - LEAST_STEPS + 1)
+    total = np.cumsum(values)
+    before, after = total[at - 1] / at, (total[-1] - total[at - 1]) / (count - at)
+    split = int(at[np.argmax(at * (count - at) * (after - before) ** 2)])
+    first, second = values[:split], values[split:]
+    left, right = float(np.median(first)), float(np.median(second))
+    spread = np.sqrt(first.var() / len(first) + second.var() / len(second))
+    if abs(right - left) < LEAST_SHIFT * min(left, right) or abs(second.mean() - first.mean()) < SURE * spread:
+        return None
+    if max(np.ptp(np.percentile(side, [10, 90])) for side in (first, second)) > abs(right - left) / 2:
+        return None
+    return int(numbers[split]), left, right
+
+
+def describe_steps(rows: pd.DataFrame, run: RunInfo) -> str:
+    """What a step of this run is, where it is not what one expects: one optimizer's step after its backward."""
+    steps = rows[(rows["kind"] == "step") & rows["value"].notna()]
+    if steps.empty:
+        return ""
+    first = rows[rows["rank"] == steps["rank"].min()]
+    if (steps["value"] == 0).all():
+        return "one backward: no optimizer of torch.optim was seen to step"
+    pattern = step_pattern(first)
+    if len(pattern) < 2:
+        return ""
+    known = {fact.get("number"): str(fact.get("class")) for fact in run.facts if fact.get("fact") == "optimizer"}
+    if len(pattern) > MOST_OPTIMIZERS:
+        return f"an iteration of {sum(times for _, times in pattern)} steps of {len(pattern)} optimizers"
+    parts = [f"{times} of {known.get(number, 'optimizer')} {number}" for number, times in pattern]
+    return f"an iteration of {count(sum(times for _, times in pattern), 'optimizer step')}: {', '.join(parts)}"

@@ -1,0 +1,14 @@
+"""Where the time went: each moment of each rank's training thread has one label, and the labels sum to the step.
+
+intervals    sets of disjoint time intervals: the arithmetic of every breakdown
+label        what a lane does when: of rows that nest the innermost counts
+lanes        what each lane of a rank did, and what its waits were for
+lane_tasks   copies that were issued to lanes of one rank's own
+step_budget  the parts of each rank's step
+parts        which parts are a rank's own work, waiting, training
+irregular    ordinary steps, and those that are not
+wall_time    what the run's wall time went into
+wait_table   every wait of the training threads as a table
+host_load    how busy the hosts' cores are
+capture_overhead   what capturing cost the job
+"""

@@ -1,0 +1,23 @@
+"""Columns of tables as arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from .arrays import Int
+
+Words = npt.NDArray[np.object_]
+
+
+def codes_of(column: pd.Series[Any]) -> tuple[Int, Words]:
+    """A number for each value, in order of the values (as text), and the values; -1: none. Of a category nothing is
+    looked at but its codes."""
+    categories = column.astype("category").cat
+    names = categories.categories.astype(str).to_numpy(object)
+    order = np.argsort(names, kind="stable")
+    place = np.append(np.argsort(order), -1)
+    return place[categories.codes.to_numpy()].astype(np.int64), names[order]

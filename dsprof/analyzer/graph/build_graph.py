@@ -1,0 +1,299 @@
+"""From tables to the step graph: steps of one template, their tasks and edges.
+
+A task belongs to the step in which the last of its ranks issued it; who issued it in another step, or waits for it
+there, is joined to it by an edge across steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.run import RunInfo
+
+from ..arrays import Float, Int
+from ..budget.lane_tasks import LaneTasks
+from ..budget.step_budget import RankTime
+from .durations import no_later_than_seen, transfers, wake_up_delays
+from .events import ISSUE, OWN, WAIT, Program, ProgramEvents, Segments, find_events, find_segments
+from .step_graph import WAKE_UP_DELAY, CrossStepEdges, StepGraph, Steps
+from .tasks import Tasks, find_tasks
+from .template import END, ISSUED, StepTemplate, find_template
+
+LEAST_ALIKE: Final = 0.5
+"""Of the judged steps, those of one template, with the ranks' own copies among the tasks."""
+MOST_BRIDGED: Final = 8
+"""So many steps that are not judged, between two that are, are in the graph too: a delay reaches through them."""
+
+
+def build_graph(
+    times: Mapping[int, RankTime],
+    programs: Mapping[int, Program],
+    collectives: pd.DataFrame,
+    steps: pd.DataFrame,
+    run: RunInfo | None = None,
+) -> StepGraph | None:
+    """The steps that are judged, and the few between them, of the ranks that have steps. None where no step is judged.
+
+    Where ranks issue their own copies in another order each step, as when they read ahead into whichever buffer is
+    free, no two steps are alike, and nothing is known of what a copy would delay in another: then copies are no tasks.
+
+    programs: of the ranks in `times` (`events.find_program`)
+    steps:    rank, step, start_ns, dur_ns, ordinary
+    """
+    graph = _build(times, programs, collectives, steps, run)
+    if graph is None or _alike(graph) >= LEAST_ALIKE or not any(len(time.lane_tasks) for time in times.values()):
+        return graph
+    times = {rank: replace(time, lane_tasks=LaneTasks.none()) for rank, time in times.items()}
+    shared = {rank: tuple(column[program[OWN] == 0] for column in program) for rank, program in programs.items()}
+    return _build(times, shared, collectives, steps, run)
+
+
+def _alike(graph: StepGraph) -> float:
+    """Share of the judged steps that have the template that most of them have."""
+    return float(np.bincount(graph.template[graph.judged]).max()) / max(int(graph.judged.sum()), 1)
+
+
+def _build(
+    times: Mapping[int, RankTime],
+    programs: Mapping[int, Program],
+    collectives: pd.DataFrame,
+    steps: pd.DataFrame,
+    run: RunInfo | None,
+) -> StepGraph | None:
+    ranks = tuple(sorted(set(times) & set(steps["rank"].tolist())))
+    numbers, judged = _chosen(steps, len(ranks))
+    if not len(numbers):
+        return None
+    inside = steps[steps["step"].isin(numbers)]
+    begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64)
+    end: Int = begin + inside.pivot(index="rank", columns="step", values="dur_ns").to_numpy(np.int64)
+    follows = np.append(False, np.diff(numbers) == 1)
+    own = [times[rank].lane_tasks for rank in ranks]
+    first_own = len(collectives) + np.cumsum([0, *map(len, own)])[:-1]
+    events = find_events(programs, ranks, begin, end, first_own)
+    tasks = find_tasks(collectives, own, events, ranks, run)
+    segments = find_segments(times, ranks, events, begin, end)
+    return _Builder(ranks, numbers, judged, follows, begin, end, events, segments, tasks).build()
+
+
+def _chosen(steps: pd.DataFrame, ranks: int) -> tuple[Int, npt.NDArray[np.bool_]]:
+    """Numbers of the steps of the graph, and which of them are judged."""
+    judged = np.sort(steps.loc[steps["ordinary"], "step"].unique()).astype(np.int64)
+    counts = steps.groupby("step").size()
+    complete = np.sort(counts[counts == ranks].index.to_numpy(np.int64))
+    judged = judged[np.isin(judged, complete)]
+    if not len(judged):
+        return judged, np.zeros(0, bool)
+    after = np.searchsorted(judged, complete)
+    between = (after > 0) & (after < len(judged))
+    near = np.zeros(len(complete), bool)
+    near[between] = (judged[after[between]] - judged[after[between] - 1]) <= MOST_BRIDGED + 1
+    numbers: Int = complete[near | np.isin(complete, judged)]
+    return numbers, np.isin(numbers, judged)
+
+
+class _Builder:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        numbers: Int,
+        judged: npt.NDArray[np.bool_],
+        follows: npt.NDArray[np.bool_],
+        begin: Int,
+        end: Int,
+        events: ProgramEvents,
+        segments: Segments,
+        tasks: Tasks,
+    ) -> None:
+        self.ranks, self.numbers, self.judged, self.follows = ranks, numbers, judged, follows
+        self.begin, self.end, self.segments = begin, end, segments
+        self.reference = begin.min(axis=0)
+        self.stretch = np.cumsum(~follows)
+        self.tasks = tasks
+        issues = events.what == ISSUE
+        home = np.where(events.target >= 0, self.tasks.home[events.target], -1) if len(self.tasks.home) else events.step
+        # Issued in another step than the one the task belongs to.
+        self.issued_elsewhere: dict[int, list[int]] = defaultdict(list)
+        for index in np.flatnonzero(issues & (home >= 0) & (home != events.step)).tolist():
+            self.issued_elsewhere[int(home[index])].append(index)
+        # What is waited for from elsewhere, by the step it belongs to.
+        self.awaited: dict[int, set[tuple[int, int]]] = defaultdict(set)
+        for index in np.flatnonzero((events.what == WAIT) & (home >= 0)).tolist():
+            target = int(events.target[index])
+            self.awaited[int(home[index])].add((target, self.tasks.view(target, int(events.rank[index]))))
+        # Tasks that keep a worker of their lane beyond their own step: step -> lane -> until when, ns.
+        self.overhanging: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        after = np.append(self.reference, np.iinfo(np.int64).max)[tasks.home + 1]
+        keeps = (tasks.home >= 0) & (tasks.end > after) & (tasks.workers > 0) & (tasks.needs == "all")
+        for index in np.flatnonzero(keeps).tolist():
+            later, until = int(tasks.home[index]) + 1, int(tasks.end[index])
+            while later < len(numbers) and follows[later] and until > self.reference[later]:
+                self.overhanging[later][str(tasks.lane[index])].append(until)
+                later += 1
+        self.all_events = events
+        first = int(np.searchsorted(events.step, 0))
+        self.events = events.take(np.arange(first, len(events.step)))
+        self.first_point = np.searchsorted(self.events.step, np.arange(len(numbers) + 1))
+        self.templates: list[StepTemplate] = []
+        self.place: dict[int, tuple[int, int]] = {}
+
+    def build(self) -> StepGraph:
+        by_key: dict[object, int] = {}
+        for step in range(len(self.numbers)):
+            targets, key = self._describe(step)
+            index = by_key.setdefault(key, len(self.templates))
+            if index == len(self.templates):
+                self.templates.append(self._template(step, targets))
+            template = self.templates[index]
+            self.place[step] = (index, len(template.steps))
+            template.steps.append(step)
+            template.targets.append(targets)
+        gap = np.zeros(self.begin.shape)
+        gap[:, 1:] = np.where(self.follows[1:], (self.begin[:, 1:] - self.end[:, :-1]) / 1e6, 0.0)
+        return StepGraph(
+            ranks=self.ranks,
+            templates=tuple(self._steps(template) for template in self.templates),
+            numbers=self.numbers,
+            judged=self.judged,
+            template=np.array([self.place[step][0] for step in range(len(self.numbers))], np.int64),
+            column=np.array([self.place[step][1] for step in range(len(self.numbers))], np.int64),
+            start=(self.begin - self.reference) / 1e6,
+            duration=(self.end - self.begin) / 1e6,
+            follows=self.follows,
+            gap=gap,
+            cross_step_edges=self._crossings(),
+        )
+
+    def _mine(self, step: int) -> ProgramEvents:
+        return self.events.take(np.arange(self.first_point[step], self.first_point[step + 1]))
+
+    def _describe(self, step: int) -> tuple[Int, object]:
+        """The step's targets in the order in which they are met, and what it has in common with steps alike."""
+        mine = self._mine(step)
+        here = mine.target[mine.target >= 0]
+        beyond = [int(self.all_events.target[i]) for i in self.issued_elsewhere.get(step, ())]
+        asked = sorted(target for target, _ in self.awaited.get(step, ()))
+        met, first = np.unique(np.concatenate([here, beyond, asked]).astype(np.int64), return_index=True)
+        targets: Int = met[np.argsort(first)]
+        number = np.empty(int(met[-1]) + 1 if len(met) else 0, np.int64)
+        number[targets] = np.arange(len(targets))
+        local = np.where(mine.target >= 0, number[mine.target] if len(number) else -1, -1)
+        tasks = self.tasks
+        awaited = frozenset((int(number[target]), view) for target, view in self.awaited.get(step, ()))
+        target, rank = self.all_events.target, self.all_events.rank
+        elsewhere = self.issued_elsewhere.get(step, ())
+        issued_elsewhere = tuple(sorted((int(number[target[i]]), int(rank[i])) for i in elsewhere))
+        key = (
+            mine.rank.tobytes(), mine.what.tobytes(), local.tobytes(), tuple(tasks.lane[targets]),
+            tuple(tasks.kind[targets]), tuple(tasks.needs[targets]), tasks.root[targets].tobytes(),
+            (tasks.home[targets] == step).tobytes(), awaited, issued_elsewhere, mine.action.tobytes(),
+        )  # fmt: skip
+        return targets, key
+
+    def _template(self, step: int, targets: Int) -> StepTemplate:
+        mine, events = self._mine(step), self.all_events
+        number = {target: i for i, target in enumerate(targets.tolist())}
+        return find_template(
+            replace(mine, target=np.array([number.get(target, -1) for target in mine.target.tolist()], np.int64)),
+            self.tasks.take(targets),
+            here=self.tasks.home[targets] == step,
+            awaited={(number[target], view) for target, view in self.awaited.get(step, ())},
+            issued_elsewhere=[
+                (number[int(events.target[i])], int(events.rank[i])) for i in self.issued_elsewhere.get(step, ())
+            ],
+            threads=len(self.ranks),
+        )
+
+    # --- values
+
+    def _steps(self, template: StepTemplate) -> Steps:
+        steps = np.array(template.steps)
+        structure, segments = template.structure, self.segments
+        rows = segments.first[steps] + np.arange(structure.segments)[:, None]  # [W, S]
+        reference = self.reference[steps]
+        began = (segments.began[rows] - reference) / 1e6
+        work = segments.work[rows]
+        picks = np.array([[targets[i] for targets in template.targets] for i, _ in template.tasks], np.int64)
+        picks = picks.reshape(len(template.tasks), len(steps))
+        ended = (self.tasks.end[picks] - reference) / 1e6 if picks.size else np.zeros(picks.shape)
+        outside = self._outside(template, steps)
+        over = began + work.sum(axis=-1)
+        ended = no_later_than_seen(structure, began, ended)
+        transfer, ended = transfers(structure, over, outside, ended, self._busy(steps))
+        work[..., WAKE_UP_DELAY] = wake_up_delays(structure, began, over, outside, ended)
+        return Steps(
+            structure=structure,
+            numbers=self.numbers[steps],
+            work=work,
+            transfer=transfer,
+            wire=np.zeros(transfer.shape),
+            size=self.tasks.size[picks] if picks.size else np.zeros(picks.shape),
+            outside=outside,
+            began=began,
+            ended=ended,
+        )
+
+    def _busy(self, steps: Int) -> dict[str, Float]:
+        """Lane -> [2, S] until when tasks of the steps before keep its workers, ascending, ms from each reference."""
+        found: dict[str, Float] = {}
+        for column, step in enumerate(steps.tolist()):
+            for lane, ends in self.overhanging.get(step, {}).items():
+                last = sorted([-np.inf, -np.inf, *((end - self.reference[step]) / 1e6 for end in ends)])[-2:]
+                found.setdefault(lane, np.full((2, len(steps)), -np.inf))[:, column] = last
+        return found
+
+    def _outside(self, template: StepTemplate, steps: Int) -> Float:
+        """When what other steps supply had ended, [O, S] ms from each step's reference."""
+        found = np.empty((len(template.outside), len(steps)))
+        issued = {
+            (int(self.all_events.target[i]), int(self.all_events.rank[i])): int(self.all_events.when[i])
+            for step in template.steps
+            for i in self.issued_elsewhere.get(step, ())
+        }
+        for row, (what, index, by) in enumerate(template.outside):
+            for column, (step, targets) in enumerate(zip(template.steps, template.targets, strict=True)):
+                target = int(targets[index])
+                when = int(self.tasks.end[target]) if what == END else issued[target, by]
+                found[row, column] = (when - self.reference[step]) / 1e6
+        return found
+
+    def _crossings(self) -> CrossStepEdges:
+        found: list[tuple[int, int, int, int, int, int]] = []
+        at_issue = {}
+        events = self.all_events
+        first = len(events.step) - len(self.events.step)
+        for indices in self.issued_elsewhere.values():
+            for i in indices:
+                if events.step[i] >= 0:
+                    in_step = i - first - int(self.first_point[events.step[i]])
+                    at_issue[int(events.target[i]), int(events.rank[i])] = (
+                        int(events.step[i]), in_step + int(events.rank[i]),
+                    )  # fmt: skip
+        numbers = [{task: i for i, task in enumerate(template.tasks)} for template in self.templates]
+        for index, template in enumerate(self.templates):
+            for row, (what, local, by) in enumerate(template.outside):
+                for column, (step, targets) in enumerate(zip(template.steps, template.targets, strict=True)):
+                    target = int(targets[local])
+                    if what == ISSUED:
+                        source_step, operation = at_issue.get((target, by), (-1, -1))
+                    else:
+                        source_step, operation = int(self.tasks.home[target]), -1
+                    if source_step < 0 or self.stretch[source_step] != self.stretch[step]:
+                        continue  # it stands as it was measured
+                    from_template, from_column = self.place[source_step]
+                    if what == END:
+                        source = self.templates[from_template]
+                        there = np.flatnonzero(source.targets[from_column] == target)
+                        number = numbers[from_template].get((int(there[0]), by)) if len(there) else None
+                        if number is None:
+                            continue
+                        operation = source.structure.segments + number
+                    found.append((from_template, operation, from_column, index, row, column))
+        return CrossStepEdges(*np.array(found, np.int64).reshape(-1, 6).T)

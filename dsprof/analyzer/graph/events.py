@@ -1,0 +1,233 @@
+"""The events of each rank's program, and the own work between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.engine.schedule import COMPUTE
+from dsprof.run import RunInfo
+
+from ..align.match import Matches, asked_ns, is_issued
+from ..arrays import Float, Int
+from ..budget.lane_tasks import LaneTasks
+from ..budget.step_budget import BEHIND, RankTime
+from .step_graph import PARTS
+
+ISSUE, WAIT, WAIT_GRADIENTS, BACKWARD, ACTION_BEGINS, ACTION_ENDS = range(6)
+"""What a event of a thread is. To wait for gradients is to wait for all that were issued so far; an action is one of a
+pipeline's schedule."""
+TURN: Final = np.array([2, 0, 0, 4, 4, 1])
+"""Which of the events of one moment comes first: what a rank waited for is over, and its action, before it issues the
+next; then it begins something new."""
+WAIT_FOR_OWN: Final = 3
+"""The turn of a wait for what is issued at that very moment."""
+
+ACTIONS: Final = ("", *COMPUTE)
+"""What a segment can be of."""
+
+
+@dataclass(frozen=True)
+class ProgramEvents:
+    """ProgramEvents by step, rank and time.
+
+    step:   index of the step, -1: in none of the graph's; rank: index; what: ISSUE, ...
+    target: row of `tasks.Tasks`, -1: none
+    when, ended: ns, the latter when the rank saw its task end (-1: unknown)
+    action: of a event at either end of one, index into ACTIONS
+    """
+
+    step: Int
+    rank: Int
+    what: Int
+    target: Int
+    when: Int
+    ended: Int
+    action: Int
+
+    def take(self, chosen: Int) -> ProgramEvents:
+        return ProgramEvents(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+
+
+Program = tuple[Int, ...]
+"""One rank's events in any order: what, target, when, ended, action, own. The target is a row of the matched table, or
+of the rank's own `LaneTasks` where `own` is 1; the others are as in `ProgramEvents`."""
+WHAT, TARGET, WHEN, ENDED, ACTION, OWN = range(6)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The stretches between events, by step, rank and time: when each began (ns), and its own work, [:, PARTS] in ms;
+    `first`: [N + 1] index of each step's first."""
+
+    began: Int
+    work: Float
+    first: Int
+
+
+def find_events(
+    programs: Mapping[int, Program],
+    ranks: tuple[int, ...],
+    begin: Int,
+    end: Int,
+    first_own: Int,
+) -> ProgramEvents:
+    """The events of these ranks. begin, end: [R, N] of the graph's steps, ns; `first_own`: [R] the row of `tasks.Tasks`
+    that the first of each rank's own tasks is."""
+    parts: list[Program] = []
+    steps: list[Int] = []
+    for i, rank in enumerate(ranks):
+        columns = programs[rank]
+        when = columns[WHEN]
+        target = columns[TARGET] + np.where(columns[OWN] == 1, first_own[i], 0)
+        at = np.searchsorted(begin[i], when, "right") - 1
+        within = (at >= 0) & (when < end[i][np.maximum(at, 0)])
+        steps.append(np.where(within, at, -1))
+        parts.append((np.full(len(when), i), columns[WHAT], target, when, columns[ENDED], columns[ACTION]))
+    rank_of, what, target, when, ended, action = (np.concatenate([part[k] for part in parts]) for k in range(6))
+    step = np.concatenate(steps)
+    order = np.lexsort((_turn(rank_of, what, target, when), when, rank_of, step))
+    return ProgramEvents(step, rank_of, what, target, when, ended, action).take(order)
+
+
+def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunInfo | None = None) -> Program:
+    """One rank's events: of its `rows` the communications, phases and actions, of its `time` the waits and tasks."""
+    kind, main = rows["kind"], rows["lane"] == "main"
+    backward_at = rows.loc[(kind == "phase") & (rows["name"] == "backward") & main, "start_ns"].to_numpy(np.int64)
+    comm = rows.loc[(kind == "comm") & is_issued(rows) & rows["seq"].notna(), COMM]
+    acted = rows.loc[(kind == "pipe") & main & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE), ACTED]
+    parts = [
+        _issues(comm, matches, run),
+        _own_issues(time.lane_tasks),
+        _instants(BACKWARD, backward_at),
+        *_actions(acted),
+        _waits(time.waits, np.sort(backward_at)),
+    ]
+    return tuple(np.concatenate([part[k] for part in parts]) for k in range(OWN + 1))
+
+
+COMM: Final = ["rank", "name", "group", "seq", "peer", "tag", "start_ns", "dur_ns", "issue_ns", "arrival_ns"]
+ACTED: Final = ["name", "start_ns", "dur_ns"]
+
+
+def _instants(what: int, when: Int, action: Int | None = None) -> Program:
+    nothing, zero = np.full(len(when), -1), np.zeros(len(when), np.int64)
+    return np.full(len(when), what), nothing, when, when, zero if action is None else action, zero
+
+
+def _issues(comm: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Program:
+    target = matches.find(comm, run) if matches.unique else np.full(len(comm), -1)
+    comm, target = comm[target >= 0], target[target >= 0]
+    ended = (comm["start_ns"] + comm["dur_ns"]).fillna(-1).to_numpy(np.int64)
+    when, zero = asked_ns(comm).to_numpy(np.int64), np.zeros(len(comm), np.int64)
+    return np.full(len(comm), ISSUE), target, when, ended, zero, zero
+
+
+def _own_issues(tasks: LaneTasks) -> Program:
+    count = len(tasks)
+    zero = np.zeros(count, np.int64)
+    return np.full(count, ISSUE), np.arange(count), tasks.issue, tasks.end, zero, zero + 1
+
+
+def _actions(acted: pd.DataFrame) -> tuple[Program, Program]:
+    """Where the actions of a pipeline's schedule begin and end."""
+    action = acted["name"].astype(str).map(ACTIONS.index).to_numpy(np.int64)
+    start = acted["start_ns"].to_numpy(np.int64)
+    end = start + acted["dur_ns"].to_numpy(np.int64)
+    return _instants(ACTION_BEGINS, start, action), _instants(ACTION_ENDS, end, action)
+
+
+def _waits(waits: pd.DataFrame, backward_at: Int) -> Program:
+    waits = waits[(waits["collective"] >= 0) | waits["derived"] | (waits["lane_task"] >= 0)]
+    when = waits["end_ns"].to_numpy(np.int64)
+    # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
+    derived = waits["derived"].to_numpy(bool)
+    number = np.searchsorted(backward_at, when)
+    last = np.ones(len(waits), bool)
+    last[:-1] = ~(derived[:-1] & derived[1:] & (number[:-1] == number[1:]))
+    task = waits["lane_task"].to_numpy(np.int64)
+    own = (task >= 0) & ~derived
+    target = np.where(own, task, np.where(derived, -1, waits["collective"].to_numpy(np.int64)))[last]
+    what, when = np.where(derived, WAIT_GRADIENTS, WAIT)[last], when[last]
+    return what, target, when, when, np.zeros_like(when), own[last].astype(np.int64)
+
+
+def _turn(rank: Int, what: Int, target: Int, when: Int) -> Int:
+    """Which of the events of one moment comes first."""
+    turn = TURN[what]
+    width = int(target.max(initial=0)) + 1
+    issued, waited = np.flatnonzero(what == ISSUE), np.flatnonzero(what == WAIT)
+    key = rank[issued] * width + target[issued]
+    order = np.argsort(key, kind="stable")
+    awaited = rank[waited] * width + target[waited]
+    at = np.searchsorted(key[order], awaited)
+    known = at < len(key)
+    known[known] = key[order][at[known]] == awaited[known]
+    own = issued[order][at[known]]
+    turn[waited[known][when[own] == when[waited[known]]]] = WAIT_FOR_OWN
+    return turn
+
+
+def find_segments(
+    times: Mapping[int, RankTime], ranks: tuple[int, ...], events: ProgramEvents, begin: Int, end: Int
+) -> Segments:
+    """What lies between the events, from the beginning of each step to its end."""
+    steps = begin.shape[1]
+    number: list[Int] = []
+    began: list[Int] = []
+    work: list[Float] = []
+    for i, rank in enumerate(ranks):
+        mine = (events.rank == i) & (events.step >= 0)
+        edge_step = np.concatenate([np.arange(steps), events.step[mine], np.arange(steps)])
+        edge_kind = np.repeat([0, 1, 2], [steps, int(mine.sum()), steps])
+        when = np.concatenate([begin[i], events.when[mine], end[i]])
+        order = np.lexsort((when, edge_kind, edge_step))
+        when, edge_step, edge_kind = when[order], edge_step[order], edge_kind[order]
+        inside = edge_kind[:-1] < 2  # from the end of a step to the next one's start is no segment
+        work.append(_work_between(times[rank], when)[inside])
+        began.append(when[:-1][inside])
+        number.append(edge_step[:-1][inside])
+    every = np.concatenate(number)
+    order = np.argsort(every, kind="stable")
+    first = np.searchsorted(every[order], np.arange(steps + 1))
+    return Segments(np.concatenate(began)[order], np.concatenate(work)[order], first)
+
+
+def _work_between(time: RankTime, when: Int) -> Float:
+    """Own work between consecutive moments, [len(when) - 1, PARTS] in ms. Waits for something unknown keep their
+    length: they count as `other`. Those for the rank's own tasks are no work, whatever was labelled there."""
+    spent = {part: np.diff(value) / 1e6 for part, value in time.before(when).items()}
+    explained = sum(spent.values(), np.zeros(len(when) - 1))
+    unknown = np.diff(time.unbound.before(when)) / 1e6
+    spent["other"] = np.diff(when) / 1e6 - explained + spent["outside_training"] + unknown
+    if len(time.lane_tasks):
+        waited = time.for_lane_tasks
+        behind = {part: np.diff(value) / 1e6 for part, value in time.before(when, waited).items()}
+        spent["other"] -= np.diff(waited.before(when)) / 1e6 - sum(behind.values(), np.zeros(len(when) - 1))
+        for part in BEHIND:
+            spent[part] -= behind[part]
+    spent["sharding"] = np.diff((time.sharding - time.for_lane_tasks).before(when)) / 1e6
+    spent["compute"] -= spent["sharding"]
+    spent["wake_up_delay"] = np.zeros(len(when) - 1)
+    return np.stack([spent[part] for part in PARTS], axis=-1)
+
+
+def actions_of(events: ProgramEvents, segments: int) -> npt.NDArray[np.object_]:
+    """The action that each segment of one step is of: one that has begun and not ended."""
+    found = np.full(segments, "", object)
+    under_way: dict[int, str] = {}
+    after = np.arange(len(events.rank)) + events.rank + 1
+    for segment, rank, what, action in zip(
+        after.tolist(), events.rank.tolist(), events.what.tolist(), events.action.tolist(), strict=True
+    ):
+        if what == ACTION_BEGINS:
+            under_way[rank] = ACTIONS[action]
+        elif what == ACTION_ENDS:
+            under_way[rank] = ""
+        found[segment] = under_way.get(rank, "")
+    return found

@@ -1,0 +1,68 @@
+"""The alpha-beta model of a collective: a fixed latency and a time a byte, fitted to what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from ..arrays import Float
+
+MIN_SIZE_RATIO = 2.0
+"""Latency and bandwidth come apart only if the sizes differ by this much."""
+LARGE_BYTES = 1 << 20
+LEAST_MS_PER_BYTE = 1e-6
+"""Where only small messages were seen, bandwidth cannot be told: take 1 GB/s at best."""
+
+LEAST_SPREAD = 0.1
+"""Two sizes fit any line exactly; a prediction for a third is not exact."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """transfer_ms = latency_ms + bytes * ms_per_byte. `fitted`: the sizes seen told the two apart."""
+
+    latency_ms: float
+    ms_per_byte: float
+    fitted: bool
+    spread: float = 0.5
+    """Typical relative error of one prediction."""
+
+    def transfer_ms(self, size: Float) -> Float:
+        return self.latency_ms + size * self.ms_per_byte
+
+
+def fit_link(collectives: pd.DataFrame) -> Link:
+    """Fit by non-negative least squares of relative errors over the median transfer of each size.
+
+    Where all sizes are alike, a small message is counted as latency and a large one as bandwidth.
+    """
+    from scipy.optimize import nnls
+
+    if collectives.empty:
+        return Link(0.0, 0.0, False)
+    table = collectives[collectives["bytes"] > 0]
+    # Octaves rather than sizes: a run with 200 different parameters has too few samples of each.
+    octave = np.floor(np.log2(np.maximum(table["bytes"].to_numpy(np.float64), 1)))
+    grouped = table.groupby(octave)
+    size = grouped["bytes"].median().to_numpy(np.float64)
+    transfer = grouped["transfer_ns"].median().to_numpy(np.float64) / 1e6
+    usable = transfer > 0
+    size, transfer = size[usable], transfer[usable]
+    if len(size) == 0:
+        return Link(0.0, 0.0, False)
+    if size.max() < MIN_SIZE_RATIO * size.min():
+        if size.max() < LARGE_BYTES:  # no link is so slow that a small message is all bandwidth
+            return Link(max(float(np.median(transfer - size * LEAST_MS_PER_BYTE)), 0.0), LEAST_MS_PER_BYTE, False)
+        return Link(0.0, float(np.median(transfer / size)), False)
+    design = np.stack([1 / transfer, size / transfer], axis=1)
+    scale = np.abs(design).max(axis=0)
+    solution, _ = nnls(design / scale, np.ones(len(size)))
+    latency, per_byte = solution / scale
+    if size.max() < LARGE_BYTES:
+        per_byte = max(per_byte, LEAST_MS_PER_BYTE)
+    fitted = Link(float(latency), float(per_byte), True)
+    every = table["transfer_ns"].to_numpy(np.float64) / 1e6
+    predicted = np.maximum(fitted.transfer_ms(table["bytes"].to_numpy(np.float64)), 1e-9)
+    return replace(fitted, spread=max(float(np.median(np.abs(every / predicted - 1))), LEAST_SPREAD))

@@ -1,0 +1,254 @@
+"""The step graph: what every rank did in every step, as operations with costs, and edges that say what waited for what.
+
+An operation is a *segment*, a thread's own work between two events of its program, or a *task*, which a thread issues
+and something else runs: a collective, a message, a kernel. Events are where a thread issues a task, waits for one,
+begins a backward, or begins or ends an action of a pipeline's schedule. Edges are typed: program order (segments of a
+thread, by their order), issue (segment to task), wait (task to segment), the order of tasks in a lane, and edges across
+steps. Like-shaped steps share one structure and are columns of its arrays. A what-if is a function from graph to graph;
+`replay` says how long the steps of one take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..align.backends import BACKENDS, DEFAULT
+from ..arrays import Bool, Float, Int
+from ..budget.step_budget import WORK
+from .evaluation_order import make_plan
+from .longest_path import Plan
+
+PARTS: Final = (*WORK, "sharding", "wake_up_delay")
+"""What a segment consists of: a rank's own work by its parts, with what FSDP does for its units apart from the rest of
+compute, and at the beginning of a segment that waited for a task how much later it went on than that task had ended (a
+thread that is woken, a kernel that is launched)."""
+
+SHARDING_PART: Final = PARTS.index("sharding")
+WAKE_UP_DELAY: Final = PARTS.index("wake_up_delay")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What steps of one template have in common of a task.
+
+    lane:     what runs it: its process group, or of a device the stream
+    kind:     its name and purpose: `all_gather parameter`
+    gradient: whether it carries gradients
+    workers:  how many tasks its lane runs at once, 1 or 2; None: it needs no worker
+    linked:   whether, at its end, it has the link of its lane to itself
+    owner:    index of the thread whose own lane it is, -1: ranks share it. It copies: a wait for it is `offload`
+    """
+
+    lane: str
+    kind: str = ""
+    gradient: bool = False
+    workers: int | None = BACKENDS[DEFAULT].workers
+    linked: bool = False
+    owner: int = -1
+
+
+@dataclass(frozen=True)
+class Edges:
+    """From `source` to `target`. Operations are numbered segments first, then tasks, then what other steps supply."""
+
+    source: Int
+    target: Int
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """What steps of one template have in common.
+
+    thread:   [W] of each segment, the index of its rank, ascending; the segments of a thread follow one another
+    backward: [W] whether a backward begins with the segment
+    action:   [W] name of the pipeline's action that it is of: F, B, W; empty: of none
+    tasks:    [C]; those of a lane in the order in which it takes them
+    outside:  how many ends of operations of other steps these steps wait for
+    edges:    issue (segment or outside to task) and wait (task or outside to segment)
+    threads:  how many there are
+    """
+
+    thread: Int
+    backward: Bool
+    action: npt.NDArray[np.object_]
+    tasks: tuple[Task, ...]
+    outside: int
+    edges: Edges
+    threads: int
+
+    @property
+    def segments(self) -> int:
+        return len(self.thread)
+
+    def of_thread(self, thread: int) -> slice:
+        """Its segments."""
+        low, high = np.searchsorted(self.thread, [thread, thread + 1])
+        return slice(int(low), int(high))
+
+    @cached_property
+    def lanes(self) -> tuple[str, ...]:
+        """The lanes that have a limited number of workers."""
+        return tuple(dict.fromkeys(task.lane for task in self.tasks if task.workers is not None))
+
+    @cached_property
+    def issues(self) -> Int:
+        """Edges from segments to tasks, [:, 2]: segment, task (from 0)."""
+        source, target = self.edges.source, self.edges.target
+        chosen = (source < self.segments) & (target >= self.segments)
+        return np.stack([source[chosen], target[chosen] - self.segments], axis=1)
+
+    @cached_property
+    def waits(self) -> Int:
+        """Edges from tasks to segments, [:, 2]: task (from 0), segment."""
+        source, target = self.edges.source, self.edges.target
+        chosen = (source >= self.segments) & (source < self.segments + len(self.tasks)) & (target < self.segments)
+        return np.stack([source[chosen] - self.segments, target[chosen]], axis=1)
+
+    @cached_property
+    def programs(self) -> tuple[bytes, ...]:
+        """What each thread does at its events: the same of threads that do the same. Of waits for what other steps
+        supply nothing is said."""
+        issued, waited = np.zeros(self.segments, bool), np.zeros(self.segments, bool)
+        issued[self.issues[:, 0]], waited[self.waits[:, 1]] = True, True
+        events = np.stack([self.backward, issued, waited], axis=1)
+        return tuple(events[self.of_thread(thread)].tobytes() for thread in range(self.threads))
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Raises `evaluation_order.Cyclic`."""
+        index = {lane: i for i, lane in enumerate(self.lanes)}
+        workers = {task.lane: task.workers for task in self.tasks if task.workers is not None}
+        return make_plan(
+            self.threads,
+            self.thread,
+            np.array([-1 if t.workers is None else index[t.lane] for t in self.tasks], np.int64),
+            tuple(min(workers[lane] or 1, 2) for lane in self.lanes),
+            np.array([task.linked for task in self.tasks], bool),
+            self.outside,
+            self.edges.source,
+            self.edges.target,
+        )
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Like-shaped steps, S of them. Times are in ms; moments, from the earliest rank's start of the step.
+
+    numbers:  [S] of the steps, ascending
+    work:     [W, S, PARTS] what each segment takes
+    transfer: [C, S] what each task takes once it has all it needs; tasks under way at once do not hinder each other
+    wire:     [C, S] for how long it then has the link of its lane to itself, if it is linked
+    size:     [C, S] bytes
+    outside:  [O, S] when what other steps supply had ended, measured
+    began:    [W, S] when each segment began, measured; `ended`: [C, S] the same of the ends of tasks
+    """
+
+    structure: Structure
+    numbers: Int
+    work: Float
+    transfer: Float
+    wire: Float
+    size: Float
+    outside: Float
+    began: Float
+    ended: Float
+
+
+@dataclass(frozen=True)
+class CrossStepEdges:
+    """Edges across steps. Of each: the template, the operation (a segment or a task) and the column that it comes from;
+    the template, the number of the outside operation there and the column that it goes to."""
+
+    source_template: Int
+    source: Int
+    source_column: Int
+    target_template: Int
+    target: Int
+    target_column: Int
+
+    @staticmethod
+    def none() -> CrossStepEdges:
+        return CrossStepEdges(*(np.empty(0, np.int64) for _ in range(6)))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A job's steps, N of them in T threads.
+
+    ranks:    [T]
+    templates:   the steps, those alike together
+    numbers:  [N] ascending; `judged`: [N] whether a step is one of those whose time counts
+    template, column: [N] where each is
+    start:    [T, N] when each thread began the step, measured, ms from the earliest of them
+    duration: [T, N] how long it took, measured
+    follows:  [N] whether the step before is in the graph too: it then begins where that one ends
+    gap:      [T, N] between the two, ms: nothing, unless records were lost
+    """
+
+    ranks: tuple[int, ...]
+    templates: tuple[Steps, ...]
+    numbers: Int
+    judged: Bool
+    template: Int
+    column: Int
+    start: Float
+    duration: Float
+    follows: Bool
+    gap: Float
+    cross_step_edges: CrossStepEdges = field(default_factory=CrossStepEdges.none)
+
+    @staticmethod
+    def of_one_template(
+        steps: Steps, *, follow: bool = False, cross_step_edges: CrossStepEdges | None = None
+    ) -> StepGraph:
+        """A graph of steps of one template that were not measured, all judged: each begins anew, or with `follow`
+        where the one before ends."""
+        threads, count = steps.structure.threads, len(steps.numbers)
+        nothing = np.zeros((threads, count))
+        return StepGraph(
+            ranks=tuple(range(threads)),
+            templates=(steps,),
+            numbers=steps.numbers,
+            judged=np.ones(count, bool),
+            template=np.zeros(count, np.int64),
+            column=np.arange(count),
+            start=nothing,
+            duration=nothing,
+            follows=follow & (np.arange(count) > 0),
+            gap=nothing,
+            cross_step_edges=cross_step_edges or CrossStepEdges.none(),
+        )
+
+    def columns_of(self, template: int) -> Int:
+        """Which steps have this template, in the order of its columns."""
+        columns = np.flatnonzero(self.template == template)
+        ordered: Int = columns[np.argsort(self.column[columns])]
+        return ordered
+
+    @property
+    def judged_steps(self) -> Int:
+        return self.numbers[self.judged]
+
+    @property
+    def operations(self) -> int:
+        return sum((s.structure.segments + len(s.structure.tasks)) * len(s.numbers) for s in self.templates)
+
+    def with_templates(self, templates: tuple[Steps, ...]) -> StepGraph:
+        return replace(self, templates=templates)
+
+    @cached_property
+    def measured(self) -> Float:
+        """Duration of each judged step, ms, mean over threads."""
+        mean: Float = self.duration[:, self.judged].mean(axis=0)
+        return mean

@@ -1,0 +1,138 @@
+"""Collectives, messages and the tasks of the ranks' own lanes as arrays: which step each belongs to, what runs it, whom
+its end depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.run import RunInfo
+
+from ..align.backends import backend_of
+from ..align.match import SEND_RECV
+from ..arrays import Float, Int
+from ..budget.lane_tasks import LaneTasks
+from .events import ISSUE, ProgramEvents
+
+EVERYONE, OWN = 0, 1
+"""Whose arrival the end of a task depends on, as a rank sees it: on that of all; OWN + i: on that of rank i itself and,
+where a root sends, on the root's."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The matched table as arrays, a row a task: see `match.COLLECTIVE_COLUMNS`; and after it, each rank's own tasks.
+
+    home: index of the step it belongs to; -1: none of the graph's
+    end:  ns, when the first rank saw it end
+    owner: index of the rank whose own it is, -1: ranks share it
+    """
+
+    lane: npt.NDArray[np.object_]
+    kind: npt.NDArray[np.object_]
+    gradient: npt.NDArray[np.bool_]
+    workers: Int
+    needs: npt.NDArray[np.object_]
+    root: Int
+    size: Float
+    end: Int
+    home: Int
+    owner: Int
+
+    def take(self, chosen: Int) -> Tasks:
+        return Tasks(*(getattr(self, field.name)[chosen] for field in fields(self)))
+
+    def view(self, row: int, rank: int) -> int:
+        """Which end of a communication a rank waits for: EVERYONE, or OWN + rank."""
+        if self.needs[row] == "all" or (self.root[row] >= 0 and rank == self.root[row]):
+            return EVERYONE
+        return OWN + rank
+
+    def views_of(self, row: int, rank: int, ranks: int) -> tuple[int, ...]:
+        """The ends that depend on the arrival of `rank`."""
+        sends = self.needs[row] == "root" and rank == self.root[row]
+        return (EVERYONE, *(OWN + i for i in (range(ranks) if sends else (rank,))))
+
+
+def find_tasks(
+    collectives: pd.DataFrame,
+    own: Sequence[LaneTasks],
+    events: ProgramEvents,
+    ranks: tuple[int, ...],
+    run: RunInfo | None,
+) -> Tasks:
+    """Those of the matched table, and each rank's own. `ranks`: the threads of the graph."""
+    shared, alone = len(collectives), sum(map(len, own))
+    issues = events.what == ISSUE
+    home = _owner_steps(events, shared + alone)
+    target, ended = events.target[issues], events.ended[issues]
+    message = (collectives["name"] == SEND_RECV).to_numpy(bool)
+    end = collectives["end_ns"].to_numpy(np.int64).copy()
+    seen = (ended >= 0) & (target < shared)
+    earliest = np.full(shared, np.iinfo(np.int64).max)
+    np.minimum.at(earliest, target[seen], ended[seen])
+    known = earliest < np.iinfo(np.int64).max
+    end[known] = np.maximum(earliest[known], collectives["last_ns"].to_numpy(np.int64)[known])
+    transferred = collectives["last_ns"].to_numpy(np.int64) + collectives["transfer_ns"].to_numpy(np.int64)
+    end[message] = transferred[message]
+    lane = collectives["group"].astype(str).to_numpy(object)
+    backends = {name: backend_of(name, run) for name in set(lane.tolist())}
+    place = {rank: i for i, rank in enumerate(ranks)}
+    workers = [
+        0 if sent and not backends[name].messages_queue else backends[name].workers or 0
+        for name, sent in zip(lane.tolist(), message.tolist(), strict=True)
+    ]
+    found = Tasks(
+        lane=lane,
+        kind=(collectives["name"].astype(str) + " " + collectives["purpose"].astype(str)).to_numpy(object),
+        gradient=(collectives["purpose"] == "gradient").to_numpy(bool),
+        workers=np.array(workers, np.int64),
+        needs=collectives["needs"].to_numpy(object),
+        root=np.array([place.get(int(rank), -1) for rank in collectives["root_rank"].tolist()], np.int64),
+        size=collectives["bytes"].to_numpy(np.float64),
+        end=end,
+        home=home[:shared],
+        owner=np.full(shared, -1),
+    )
+    if not alone:
+        return found
+    first = shared
+    parts = [found]
+    for i, tasks in enumerate(own):
+        parts.append(_of_rank(tasks, i, ranks[i], home[first : first + len(tasks)]))
+        first += len(tasks)
+    return Tasks(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(found)))
+
+
+def _owner_steps(events: ProgramEvents, count: int) -> Int:
+    """Index of the step that each of `count` tasks belongs to, -1: none of the graph's."""
+    issues = events.what == ISSUE
+    target, step = events.target[issues], events.step[issues]
+    home = np.full(count, -1, np.int64)
+    np.maximum.at(home, target, step)
+    # A rank that issues it after the steps of the graph: then who waited for whom there is not known.
+    last_in = np.full(count, np.iinfo(np.int64).min)
+    np.maximum.at(last_in, target[step >= 0], events.when[issues][step >= 0])
+    late = events.when[issues] > last_in[target]
+    home[target[(step < 0) & late]] = -1
+    return home
+
+
+def _of_rank(own: LaneTasks, owner: int, rank: int, home: Int) -> Tasks:
+    count = len(own)
+    return Tasks(
+        lane=np.array([f"{lane} of rank {rank}" for lane in own.lane.tolist()], object),
+        kind=own.kind,
+        gradient=np.zeros(count, bool),
+        workers=np.ones(count, np.int64),
+        needs=np.full(count, "all", object),
+        root=np.full(count, -1),
+        size=own.size.astype(np.float64),
+        end=own.end,
+        home=home,
+        owner=np.full(count, owner),
+    )

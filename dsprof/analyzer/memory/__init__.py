@@ -1,0 +1,6 @@
+"""What is known of memory.
+
+allocator_state  what the allocators of the devices held in the end
+use_by_step      memory over the steps of a live run
+slope            whether a series climbs, and how fast
+"""

@@ -1,0 +1,8 @@
+"""From a what-if to a gain that can be believed.
+
+gains                the ms that a step gets shorter by, each with its interval; the run's noise floor
+confidence_interval  intervals of the mean of a series of steps
+attribution          the lost time, shared between the faults that cost it
+contention           what cores that are used all the time do to predictions
+calibration          how far predictions come true, as constants
+"""

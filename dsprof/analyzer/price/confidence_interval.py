@@ -1,0 +1,38 @@
+"""Confidence intervals of the mean of a series of steps, by batch means."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from scipy.special import stdtrit
+
+from ..arrays import Float
+
+BATCH: Final = 10
+FEWEST_BATCHES: Final = 5
+MOST_BATCHES: Final = 20
+"""Batches of at least BATCH steps, but no fewer than five of them and no more than twenty."""
+
+
+def interval(values: Float) -> tuple[float, float]:
+    """95 % interval of the mean of a series, by batch means."""
+    low, high = intervals(values[None])
+    return float(low[0]), float(high[0])
+
+
+def intervals(series: Float) -> tuple[Float, Float]:
+    """95 % interval of the mean of each series, [N, S], by batch means: both ends, [N].
+
+    Neighbouring steps are alike: what disturbs a host lasts for seconds. So a series is cut into a few long batches,
+    and the interval is Student's over their means.
+    """
+    count = series.shape[1]
+    if count < 2:  # one step tells nothing about the next
+        total = series.sum(axis=1)
+        return np.minimum(0.0, total), np.maximum(0.0, total)
+    batches = min(max(FEWEST_BATCHES, count // BATCH), MOST_BATCHES, count)
+    means = np.stack([batch.mean(axis=1) for batch in np.array_split(series, batches, axis=1)], axis=1)
+    half = stdtrit(batches - 1, 0.975) * means.std(axis=1, ddof=1) / np.sqrt(batches)
+    mean = series.mean(axis=1)
+    return mean - half, mean + half

@@ -1,0 +1,124 @@
+"""What cores that are used all the time do to predictions, on CPU jobs.
+
+A backend's threads need cores, too. While a rank waits for a collective its core serves them; while it computes they
+take the core from it, and get it late themselves. A replay knows neither: it moves work about as if cores were free.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from ..arrays import Float
+from ..budget.host_load import HostLoad
+from ..budget.parts import WAITING
+from ..graph.step_graph import WAKE_UP_DELAY, Structure
+from ..study import Study, once
+
+OF_ONE_MS: Final = 1.1
+"""What a communication beside a rank's computation costs the core of each of its ranks where all cores are used, ms:
+calibrated. It is more than the CPU time that the backend needs: threads that share a core hold one another up."""
+BESIDE_MS: Final = 0.2
+"""A communication counts in full if one of its ranks computes for so long between issuing it and waiting for it."""
+MOST_OF_GAIN: Final = 0.6
+"""What contention takes of a gain at most: it makes a fault matter less, it does not mend it."""
+MOST_LATE: Final = 2.0
+"""Collectives take longer on busy cores by at most so many times what the training thread waits for a core."""
+CPU_MS_PER_BYTE: Final = 2e-6
+"""Of reducing and copying, nominal: it stays however the bytes are divided."""
+
+
+def busy(study: Study, shorter_ms: float = 0.0) -> float:
+    """Share of the busiest cores' time that the job would use in steps that are shorter by so much; 0: not measured."""
+    if study.load is None or study.step_ms <= 0:
+        return 0.0
+    length = max(study.step_ms - shorter_ms, study.load.busy * study.step_ms)
+    return min(study.load.busy * study.step_ms / max(length, 1e-9), 1.0)
+
+
+def lost_by_waiting_less(study: Study, gain_ms: float) -> float:
+    """The share of a gain, from what-ifs on own work, that communications cost more then: who no longer waits computes
+    meanwhile. As much of it as the gain is of the waiting there is; none while cores are free, since both of two that
+    need a core have to need it at once. At most MOST_OF_GAIN."""
+    if study.load is None or gain_ms <= 0:
+        return 0.0
+    waited = float(study.ordinary[list(WAITING)].sum(axis=1).mean())
+    share = min(gain_ms / waited, 1.0) if waited > 0 else 0.0
+    here = np.isin(study.ranks, study.load.busiest.ranks)
+    a_core = float(_beside(study)[here].sum()) / study.load.busiest.cores
+    return min(OF_ONE_MS * a_core * share * busy(study, gain_ms) ** 2 / gain_ms, MOST_OF_GAIN)
+
+
+def kept_of_overlap(study: Study) -> float:
+    """The share that is left of what is gained by moving communication beside computation: to do both at once takes
+    cores that neither needs."""
+    return 1 - busy(study) ** 2
+
+
+def freed_ms(study: Study, modelled: Float, moved_bytes: float) -> float:
+    """What a step gets back if no collective had a fixed cost, beyond what a replay with modelled transfers says.
+
+    The training thread waits for a core while a backend's threads have it; and these get theirs late, so that measured
+    steps take longer than `modelled` ones ([S] ms). Neither is more than the CPU time of these threads. 0 where the
+    scheduler does not tell of such waiting. moved_bytes: by collectives of one rank in a step.
+    """
+    load, graph = study.load, study.graph
+    if load is None or load.beside_ms is None or graph is None:
+        return 0.0
+    most = load.beside_ms * max(load.ranks_per_core, 1.0)
+    share = _of_backend(load, load.beside_ms, study.step_ms, _spent_ms(study, "worker_cpu_seconds"))
+    waited = min(_spent_ms(study, "core_wait_seconds") * share, most)
+    late = float(np.clip(graph.measured.mean() - modelled.mean(), 0.0, min(MOST_LATE * waited, most)))
+    fixed = 1 - min(moved_bytes * CPU_MS_PER_BYTE / max(load.beside_ms, 1e-9), 1.0)
+    return (waited + late) * fixed
+
+
+def _spent_ms(study: Study, gauge: str) -> float:
+    """By how much a gauge rises in a step, mean over steps and over the ranks that have it; 0 where none has."""
+    spent = study.gauges.spent(gauge)
+    told = spent[np.isfinite(spent)]
+    return float(told.mean()) if len(told) else 0.0
+
+
+def _of_backend(load: HostLoad, beside_ms: float, step_ms: float, workers_ms: float) -> float:
+    """The share of the waiting for a core that the backend's threads are the cause of. That of the rest are loaders'
+    workers and, where there are more of them than cores, other training threads."""
+    cpu = load.busy * step_ms / max(load.ranks_per_core, 1e-9) - beside_ms
+    crowding = max(cpu, 0.0) * max(1 - 1 / load.ranks_per_core, 0.0)
+    return beside_ms / max(beside_ms + crowding + workers_ms, 1e-9)
+
+
+@once
+def _beside(study: Study) -> Float:
+    """In how many communications a step each rank takes part that go on while one of their ranks computes, [R]."""
+    graph = study.graph
+    found = np.zeros(len(study.ranks))
+    if graph is None:
+        return found
+    place = np.searchsorted(study.ranks, graph.ranks)
+    for index, steps in enumerate(graph.templates):
+        columns = int(graph.judged[graph.columns_of(index)].sum())
+        if columns:
+            work = (steps.work.sum(axis=-1) - steps.work[..., WAKE_UP_DELAY]).mean(axis=1)
+            found[place] += columns * _beside_of(steps.structure, work)
+    return found / max(int(graph.judged.sum()), 1)
+
+
+def _beside_of(structure: Structure, work: Float) -> Float:
+    """The same of steps of one template, [threads]. `work`: mean of each segment, [W] ms."""
+    waited: dict[tuple[int, int], int] = {}
+    for task, segment in structure.waits.tolist():
+        key = int(structure.thread[segment]), task
+        waited[key] = min(waited.get(key, segment), segment)
+    upto = np.concatenate([[0.0], np.cumsum(work)])
+    issues = structure.issues
+    thread = structure.thread[issues[:, 0]]
+    beside = np.zeros(len(structure.tasks))
+    for (segment, task), of in zip(issues.tolist(), thread.tolist(), strict=True):
+        until = waited.get((of, task), structure.of_thread(of).stop)
+        worked = upto[max(until, segment + 1)] - upto[segment + 1]
+        if structure.tasks[task].owner >= 0:  # a copy: the disk or the device does it
+            continue
+        beside[task] = max(beside[task], min(worked / BESIDE_MS, 1.0))
+    return np.bincount(thread, beside[issues[:, 1]], structure.threads).astype(np.float64)

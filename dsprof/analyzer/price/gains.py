@@ -1,0 +1,66 @@
+"""Gains: the ms that a step gets shorter by, each with its interval, and what a run's noise is."""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy.special import chdtri, stdtrit
+
+from ..arrays import Float
+from ..finding import MEASURED_EXCESS, Gain
+from ..study import Study
+from .confidence_interval import interval
+
+
+def mean_gain(study: Study, saved: Float) -> Gain:
+    """Mean of the ms saved in each step, with its 95 % interval."""
+    low, high = interval(saved)
+    mean = float(saved.mean()) if len(saved) else 0.0
+    return Gain(mean, 100 * mean / study.step_ms if study.step_ms else 0.0, low, high)
+
+
+def cost_outside_steps(study: Study, events: Float, *, rare: bool = False) -> Gain:
+    """What `events` (ms each) that make steps irregular cost, divided over the steps after warm-up; percent of a
+    step with its share of all that is irregular.
+
+    The interval is Student's over the events, whose number is taken as given; of `rare` ones, which come at
+    random, it is Poisson's for their number.
+    """
+    count, steps = len(events), len(study.irregular.steps)
+    total = float(events.sum())
+    if rare:
+        low = float(chdtri(2 * count, 0.975)) / 2 / count * total
+        high = float(chdtri(2 * count + 2, 0.025)) / 2 / count * total
+    elif count > 1:
+        half = float(stdtrit(count - 1, 0.975) * events.std(ddof=1) * np.sqrt(count))
+        low, high = total - half, total + half
+    else:  # one tells nothing about the next
+        low, high = 0.0, 2 * total
+    mean = total / steps
+    whole = study.irregular.mean_ms
+    return Gain(mean, 100 * mean / whole if whole else 0.0, low / steps, high / steps, method=MEASURED_EXCESS)
+
+
+def beside_other_work(study: Study, before: Float, after: Float) -> Float:
+    """`after`, where what is saved from `before` was only moved beside other work: there must be idle cores."""
+    if study.load is None:
+        return after
+    return np.maximum(after, before - study.load.idle_in(study.replayed_steps))
+
+
+def noise_floor_ms(study: Study, durations: Float) -> float:
+    """The noise floor: what the mean of these steps ([S], ms) could be off by, by chance.
+
+    Not counted is what differs for a reason: steps that were given more input, and slow drift, which a comparison
+    in turns cancels. So it is told from the differences between neighbours (von Neumann).
+    """
+    sizes = study.input_sizes
+    if sizes is not None and len(durations) > 2:
+        size = sizes[:, np.isin(study.step_numbers, study.replayed_steps)].mean(axis=0)
+        if np.ptp(size) > 0:
+            slope, level = np.polyfit(size, durations, 1)
+            durations = durations - slope * size - level
+    if len(durations) < 2:
+        return float(np.abs(durations).sum()) / 2
+    neighbours = float(1.96 * np.sqrt(np.mean(np.diff(durations) ** 2) / 2 / len(durations)))
+    low, high = interval(durations)  # of what comes and goes in a fixed rhythm, neighbours say too much
+    return min(neighbours, (high - low) / 2)

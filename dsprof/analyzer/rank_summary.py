@@ -1,0 +1,74 @@
+"""A rank by itself: all that is kept of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from dsprof.run import RunInfo
+from dsprof.trace import Trace
+
+from .align.match import Matches
+from .align.steps import steps_taken
+from .budget.capture_overhead import count_records
+from .budget.step_budget import RankTime, label_time
+from .budget.wall_time import spans_outside_training
+from .device import DeviceTime, device_time
+from .graph.events import Program, find_program
+from .memory.use_by_step import sum_memory
+from .work.layer_costs import staged_rows
+from .work.mfu import RankWork, sum_work
+from .work.module_times import sum_modules
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """time:     where its training thread's time went
+    program:  what that thread issued and waited for
+    seen_ns:  when its first row begins, and its last one ends
+    recorded: how much was recorded in each step (`capture_overhead.count_records`)
+    staged:   of a pipeline, its layers and actions (`layer_costs.staged_rows`)
+    modules:  what each module takes a step (`module_times.sum_modules`)
+    work:     floating-point operations and the batch of a step (`mfu.sum_work`); None below level full
+    memory:   what it had after each step (`use_by_step.sum_memory`)
+    taken:    how many steps it took, where somebody asked for a part of them only (`steps.steps_taken`)
+    device:   what its device's streams did, where that was traced (`device.device_time`)
+    """
+
+    time: RankTime
+    program: Program
+    seen_ns: tuple[int, int]
+    recorded: pd.DataFrame
+    staged: pd.DataFrame
+    modules: pd.DataFrame
+    work: RankWork | None
+    memory: pd.DataFrame
+    taken: int | None
+    device: DeviceTime | None
+
+
+def summarize_ranks(trace: Trace, collectives: pd.DataFrame, matches: Matches) -> dict[int, RankSummary]:
+    """The summary of each rank that has rows, read one at a time. `collectives`, `matches`: of all ranks."""
+    found = {}
+    for rank in trace.ranks:
+        rows = trace.read(rank)
+        if len(rows):
+            found[rank] = _summarize(rows, collectives, matches, rank, trace.run)
+    return found
+
+
+def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo) -> RankSummary:
+    time = label_time(rows, collectives, rank, run, spans_outside_training(rows), matches)
+    return RankSummary(
+        time=time,
+        program=find_program(time, rows, matches, run),
+        seen_ns=(int(rows["start_ns"].min()), int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())),
+        recorded=count_records(rows),
+        staged=staged_rows(rows),
+        modules=sum_modules(rows),
+        work=sum_work(rows, all(item.native for item in run.ranks if item.rank == rank)),
+        memory=sum_memory(rows, rank),
+        taken=steps_taken(rows),
+        device=device_time(rows, rank, matches, run),
+    )

@@ -1,0 +1,169 @@
+"""DeepSpeed's ZeRO stages 1 and 2 on CPUs: gradients are reduced in buckets, each of which backward waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from ...arrays import Float
+from ...finding import Evidence, Finding, Gain, Where
+from ...graph.link import Link, fit_link
+from ...graph.step_graph import Steps
+from ...price.contention import freed_ms
+from ...price.gains import mean_gain
+from ...study import Study
+from ...text import count, ms, size
+from ...whatif.edit import Edited
+from ...whatif.rebucket import NotRebucketed, coalesce
+from ..base import LEAST_SHARE, NotJudged, replay_rebucketed
+from .deepspeed_config import elements, item_bytes, told, zero_fix
+from .shards import links_around
+
+TOGETHER: Final = (2, 4, 8, 16, 32, 64)
+"""So many buckets in one are tried."""
+KEY: Final = "reduce_bucket_size"
+WHOLE: Final = 2**31
+"""More buckets than there are in any step."""
+
+
+@dataclass(frozen=True)
+class _Larger:
+    """Buckets of up to so many elements: how many a step there would be."""
+
+    elements: int
+    buckets: float
+    gain: Gain
+
+
+def blocking_buckets(study: Study) -> list[Finding]:
+    """Reductions in backward that each pay the latency: what a larger `reduce_bucket_size` would gain.
+
+    One that is larger holds several of the present buckets, is reduced with the last of them, and waited for there.
+    Raises NotJudged where they are not waited for at once, as on a device's stream.
+    """
+    table = _gradients(study)
+    if table.empty:
+        raise NotJudged("no collective was seen to carry gradients: none reduces inside backward")
+    waited = float(study.ordinary["comm_exposed"].mean())
+    link, a_step = _link(study, table), len(table) / len(study.step_numbers)
+    best = max(_larger(study, table, link), key=lambda larger: larger.gain.ms, default=None)
+    where = Where(
+        group=str(table["group"].mode().iloc[0]), op=str(table["name"].mode().iloc[0]), steps=study.step_range
+    )
+    median = float(table["bytes"].median())
+    if best is None or best.gain.ms < LEAST_SHARE * study.step_ms:
+        if waited < LEAST_SHARE * study.step_ms:
+            return []
+        exposed = (
+            Evidence("exposed communication a step", round(waited, 3), "ms", 0.0),
+            Evidence("share of the step", round(100 * waited / study.step_ms, 1), "%"),
+            Evidence("gradient collectives a step", round(a_step), "count"),
+        )
+        title = f"{ms(waited)} of each step wait for collectives; no larger reduce_bucket_size would save any of it"
+        return [Finding("comm.exposed", title, "info", where, exposed, Gain(0.0, 0.0, 0.0, 0.0))]
+    evidence = (
+        Evidence("gradient collectives a step", round(a_step), "count", round(best.buckets)),
+        Evidence("median size", round(median / 1024, 1), "KiB"),
+        Evidence("latency of one", round(link.latency_ms, 4), "ms"),
+        Evidence("host time to issue one", round(study.host_ms("gradient"), 4), "ms"),
+        Evidence("exposed communication a step", round(waited, 3), "ms", 0.0),
+    )
+    how_many = count(round(a_step), "reduction")
+    title = f"{how_many} of gradients a step, of {size(median)} each, are waited for one by one"
+    fix = zero_fix({KEY: best.elements}, f"{count(round(best.buckets), 'reduction')} a step", best.gain)
+    return [Finding("comm.small-messages", title, "info", where, evidence, best.gain, (fix,))]
+
+
+def _link(study: Study, table: pd.DataFrame) -> Link:
+    """Fitted to all collectives of the kind and groups of the gradients': buckets are of one size, the all-reduce of
+    their norm is a small one."""
+    of_kind = study.collectives[study.collectives["step"].isin(study.step_numbers)]
+    for column in ("name", "group"):
+        of_kind = of_kind[of_kind[column].isin(table[column].unique())]
+    return fit_link(of_kind)
+
+
+def _gradients(study: Study) -> pd.DataFrame:
+    table = study.collectives
+    return table[(table["purpose"] == "gradient") & table["step"].isin(study.step_numbers)]
+
+
+def _larger(study: Study, table: pd.DataFrame, link: Link) -> list[_Larger]:
+    """The sizes that hold more than one of the present buckets, and more than DeepSpeed was told."""
+    largest, item = float(table["bytes"].max()), item_bytes(study)
+    host_ms = study.host_ms("gradient")
+    links = links_around(link, float(table["bytes"].median()))
+    now = [_replay(study, each, host_ms, 0.0) for each in links]
+    before = len(table) / len(study.step_numbers)
+    moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
+    freed = freed_ms(study, now[0], moved)
+    found: list[_Larger] = []
+    for together in TOGETHER:
+        most = elements(study, together * largest)
+        buckets = _buckets(study, most * item)
+        if most <= told(study, KEY) or buckets >= (found[-1].buckets if found else before):
+            continue
+        fewer = freed * (1 - buckets / before)
+        saved = [
+            present - _replay(study, each, host_ms, most * item) + fewer
+            for present, each in zip(now, links, strict=True)
+        ]
+        gain, ends = mean_gain(study, saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
+        found.append(_Larger(most, buckets, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
+    return found
+
+
+def _buckets(study: Study, most: float) -> float:
+    """How many there would be in a step, mean, of up to `most` bytes."""
+    graph = study.need_graph()
+    of_templates = [len(packed(steps, most)) * len(steps.numbers) for steps in graph.templates]
+    return sum(of_templates) / len(graph.numbers)
+
+
+def _replay(study: Study, link: Link, host_ms: float, most: float) -> Float:
+    """Step durations [S] with buckets of up to `most` bytes; 0: as they are, with modelled transfers."""
+
+    def change(steps: Steps) -> Edited:
+        need_blocking(steps)
+        return coalesce(steps, packed(steps, most), WHOLE, link, host_ms)
+
+    return replay_rebucketed(study, change, "no other reduce_bucket_size was tried")
+
+
+def packed(steps: Steps, most: float) -> list[list[int]]:
+    """Tasks that would be one bucket: neighbours of a group between two beginnings of a backward, in the order in which
+    the first thread issues them, as many as fit."""
+    structure = steps.structure
+    issues = structure.issues[structure.thread[structure.issues[:, 0]] == 0]
+    begun = np.cumsum(structure.backward)
+    last: dict[tuple[int, str, str], float] = {}
+    found: list[list[int]] = []
+    place: dict[tuple[int, str, str], int] = {}
+    for segment, c in issues[np.argsort(issues[:, 0], kind="stable")].tolist():
+        task = structure.tasks[c]
+        if not task.gradient:
+            continue
+        family, here = (int(begun[segment]), task.kind, task.lane), float(np.mean(steps.size[c]))
+        if family in place and last[family] + here <= most:
+            found[place[family]].append(c)
+            last[family] += here
+        else:
+            place[family], last[family] = len(found), here
+            found.append([c])
+    return found
+
+
+def need_blocking(steps: Steps) -> None:
+    """Raises NotRebucketed unless every thread waits for each reduction before it does anything else."""
+    structure = steps.structure
+    waited: dict[tuple[int, int], int] = {}
+    for c, segment in structure.waits.tolist():
+        key = int(structure.thread[segment]), c
+        waited[key] = min(waited.get(key, segment), segment)
+    for segment, c in structure.issues.tolist():
+        # The segment in which it is issued, then one up to the point of waiting.
+        if structure.tasks[c].gradient and waited.get((int(structure.thread[segment]), c)) != segment + 2:
+            raise NotRebucketed("backward goes on while a bucket is under way, and what it would wait for is not known")

@@ -1,0 +1,195 @@
+"""What the devices' own kernels show, where they were traced: measured in the traced steps, without a replay.
+
+So a finding here says what something costs, not what a change gains: its interval runs from the least to the most that
+it costs any rank that it concerns.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ...arrays import Float
+from ...budget.irregular import FEWEST_JUDGED
+from ...device import Devices
+from ...finding import MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
+from ...price.confidence_interval import interval
+from ...study import Study
+from ...text import count, ms, percent
+from ..base import LEAST_SHARE, NotConcerned, NotJudged
+
+MOST_CLOCK_ERROR: Final = 0.2
+"""Of what is waited."""
+LEAST_LATE: Final = 0.5
+"""Of the collectives that make others wait, those to which a straggler is the last to come."""
+
+
+def launch_bound(study: Study) -> list[Finding]:
+    """The device does nothing, and what it does next has not been launched, while its host is busy launching."""
+    devices = need_devices(study)
+    if all(one.delay_us is None for one in devices.ranks.values()):
+        raise NotJudged("the trace does not tell when kernels were launched")
+    steps = judged_steps(study, devices)
+    if not len(steps):
+        raise NotJudged("no step is there on all traced ranks")
+    tables = [one.steps.set_index("step")["launching_ms"].reindex(steps) for one in devices.ranks.values()]
+    host: Float = np.stack([table.to_numpy(np.float64) for table in tables])
+    gain = cost(study, devices, steps, host)
+    if gain.ms < LEAST_SHARE * study.step_ms:
+        return []
+    worst = int(host.mean(axis=1).argmax())
+    rank = list(devices.ranks)[worst]
+    idle = sum(one.idle_ns for one in devices.ranks.values()) / sum(
+        one.kernel_time_ns for one in devices.ranks.values()
+    )
+    traced = _traced_ms(devices, steps)
+    longer = f", of {ms(traced)} that they took" if traced > 1.01 * study.step_ms else ""
+    delays = [one.delay_us for one in devices.ranks.values() if one.delay_us is not None]
+    evidence = (
+        Evidence("the device does nothing", round(100 * idle, 1), "%"),
+        Evidence(
+            f"of it, the host was busy launching what comes next, a traced step{longer}",
+            round(float(host.mean()), 3),
+            "ms",
+        ),
+        Evidence(f"most on rank {rank}", round(float(host[worst].mean()), 3), "ms"),
+        Evidence("from a launch to its kernel, median", round(float(np.median(delays)), 1), "us"),
+    )
+    title = (
+        f"the device waits for its host between kernels for {percent(gain.percent)} of the step"
+        f"{in_steps(len(steps))}: launches come too slowly to keep it busy"
+    )
+    fixes = (
+        Fix("code", "torch.compile(model), or mode='reduce-overhead' for CUDA graphs: fewer launches a step"),
+        Fix("code", "a larger micro-batch: the same launches for more work"),
+        Fix("code", "a fused optimizer (fused=True, or foreach=True): one launch for many parameters"),
+    )
+    where = Where(steps=(int(steps[0]), int(steps[-1])))
+    return [Finding("compute.launch-bound", title, "info", where, evidence, gain, fixes)]
+
+
+def collectives(study: Study) -> list[Finding]:
+    """The rank that the others' devices wait for in collectives; and, as a remark, transfers beside no computation."""
+    if study.device is None:
+        return []
+    return [*_late_rank(study, study.device), *_exposed(study, study.device)]
+
+
+def _late_rank(study: Study, devices: Devices) -> list[Finding]:
+    if len(devices.ranks) < 2:
+        raise NotJudged("the device of only one rank was traced")
+    if not devices.matched:
+        raise NotJudged("no collective was matched on several ranks")
+    steps = judged_steps(study, devices)
+    waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
+    by_rank = devices.delays_by_step(steps).mean(axis=1)
+    if waits.empty or not float(by_rank.max()) > 0:
+        return []
+    waited = float(waits["peer_ms"].sum()) / len(waits)
+    if study.clock_error_ms > MOST_CLOCK_ERROR * waited:
+        raise NotJudged(f"the clocks of the ranks may be {ms(study.clock_error_ms)} apart, and waits are as short")
+    rank = int(by_rank.idxmax())
+    others = [one for one in devices.ranks if one != rank]
+    saved = np.zeros((len(others), len(steps)))
+    mine = devices.delays[(devices.delays["late_rank"] == rank) & devices.delays["step"].isin(steps.tolist())]
+    saved[np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])] = mine["ms"]
+    gain = cost(study, devices, steps, saved)
+    each = waits.drop_duplicates("row")
+    times, every = int((each["late_rank"] == rank).sum()), len(each)
+    alone = waits[(waits["late_rank"] == rank) & (waits["rank"] != rank)].groupby("row")["saved_ms"].mean()
+    worst = int(alone.idxmax())
+    name = str(study.collectives["name"].iloc[worst])
+    evidence = (
+        Evidence(f"rank {rank} comes last", f"{times} of {every}", "matched collectives"),
+        Evidence("the others stand still for it alone, mean a step", round(float(saved.mean()), 3), "ms"),
+        *_began_late(devices, rank, steps),
+        Evidence(f"most in one {name}", round(float(alone[worst]), 3), "ms"),
+    )
+    often = times > LEAST_LATE * every
+    title = (
+        f"rank {rank} comes late to {'most' if often else 'some'} collectives ({times} of {every}), and the devices of "
+        f"the others stand still for it{in_steps(len(steps))}"
+    )
+    where = Where(ranks=(rank,), steps=(int(steps[0]), int(steps[-1])))
+    fix = Fix("code", f"look at what rank {rank} does before it, beside another rank's timeline")
+    return [Finding("rank.straggler", title, "info", where, evidence, gain, (fix,))]
+
+
+def _began_late(devices: Devices, rank: int, steps: npt.NDArray[np.int64]) -> list[Evidence]:
+    table = devices.began_late
+    found = table[(table["rank"] == rank) & table["step"].isin(steps.tolist()) & (table["ms"] > 0)]
+    return [
+        Evidence(
+            f"not counted: its step {step}, the first traced, began later than any other's by", round(late, 3), "ms"
+        )
+        for step, late in zip(found["step"], found["ms"], strict=True)
+    ]
+
+
+def _exposed(study: Study, devices: Devices) -> list[Finding]:
+    """What of them could be hidden is not judged."""
+    steps = judged_steps(study, devices)
+    waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
+    if waits.empty:
+        return []
+    spent = np.zeros((len(devices.ranks), len(steps)))
+    at = np.searchsorted(list(devices.ranks), waits["rank"]), np.searchsorted(steps, waits["step"])
+    np.add.at(spent, at, waits["transfer_ms"].to_numpy(np.float64))
+    mean = float(spent.mean())
+    share = 100 * mean / study.step_ms if study.step_ms else 0.0
+    gain = Gain(mean, share, 0.0, float(spent.max(axis=0).mean()), method=MEASURED_ON_DEVICE)
+    evidence = tuple(
+        Evidence(f"{one.name} of {one.bytes:,} bytes on {one.ranks} ranks, bus bandwidth", round(one.busbw_gbps, 2),
+                 "GB/s or more" if one.at_least else "GB/s")
+        for one in devices.bandwidths[:4]
+    )  # fmt: skip
+    title = (
+        f"transfers take {ms(mean)} of the step ({percent(share)}) during which the device computes nothing"
+        f"{in_steps(len(steps))}; how much of it could be hidden is not judged"
+    )
+    where = Where(steps=(int(steps[0]), int(steps[-1])))
+    return [Finding("comm.exposed", title, "info", where, evidence, gain)]
+
+
+def need_devices(study: Study) -> Devices:
+    if study.device is None:
+        raise NotConcerned
+    return study.device
+
+
+def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:
+    """Those that are judged: the ordinary ones among the traced, or, where --deep traced a few, those."""
+    ordinary = devices.steps[np.isin(devices.steps, study.step_numbers)]
+    return ordinary if len(ordinary) else devices.steps
+
+
+def _traced_ms(devices: Devices, steps: npt.NDArray[np.int64]) -> float:
+    """How long these steps took, in the mean."""
+    tables = [one.steps[one.steps["step"].isin(steps.tolist())] for one in devices.ranks.values()]
+    lengths = [(table["end_ns"] - table["start_ns"]).to_numpy(np.float64) / 1e6 for table in tables]
+    return float(np.concatenate(lengths).mean())
+
+
+def cost(study: Study, devices: Devices, steps: npt.NDArray[np.int64], spent: Float) -> Gain:
+    """Of `spent`, [R, S] ms: its mean, and an interval from the rank (and, of few, the step) with least to that with
+    most. Where the profiler makes the traced steps longer than ordinary ones, the same share of these."""
+    traced = _traced_ms(devices, steps)
+    if traced > study.step_ms > 0:
+        spent = spent * study.step_ms / traced
+    mean = float(spent.mean())
+    low, high = float(spent.min(axis=0).mean()), float(spent.max(axis=0).mean())
+    if spent.shape[1] >= FEWEST_JUDGED:
+        ends = interval(spent.mean(axis=0))
+        low, high = min(low, ends[0]), max(high, ends[1])
+    else:
+        of_step = spent.mean(axis=0)
+        low, high = min(low, float(of_step.min())), max(high, float(of_step.max()))
+    percent_of_step = 100 * mean / study.step_ms if study.step_ms else 0.0
+    return Gain(mean, percent_of_step, max(low, 0.0), high, method=MEASURED_ON_DEVICE)
+
+
+def in_steps(steps: int) -> str:
+    which = "one step" if steps == 1 else count(steps, "step")
+    return f", in the {which} traced" if steps < FEWEST_JUDGED else ""

@@ -1,0 +1,178 @@
+"""The host waits for the device: `.item()`, printing, copies and `synchronize` keep it from giving the device more.
+
+That it stands is no loss by itself: a host that has nothing to do but to wait is ahead of its device. Lost is what the
+device then stands, from when it has done all that it was given until the next kernel. Where kernels were not recorded
+that is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.schema import HOST_SYNC
+
+from ...arrays import Float, Int
+from ...budget.intervals import Intervals
+from ...budget.lanes import MAIN, STREAM
+from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...study import Study, once
+from ...text import ms, number
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, at, code_fix, need_steps
+
+CODE: Final = "compute.host-sync"
+SHOWN: Final = 5
+"""Lines that are listed."""
+MENDED: Final = 3
+"""Lines for which there is a fix."""
+COLUMNS: Final = ("step", "kind", "name", "lane", "start_ns", "dur_ns", "purpose", "site", "source")
+TRACED: Final = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize$|(cuda|hip)Memcpy$")
+"""Names of the waits of a trace of torch.profiler's, which has no rows of ours."""
+DEVICES_OWN: Final = ("kernel", "copy", "comm")
+"""Kinds of what a device does on its streams."""
+UNKNOWN: Final = "an unknown line"
+
+REMEDIES: Final = {
+    "item": "read it every so many steps, or once at the end: keep it on the device until then (detach())",
+    "nonzero": "a mask whose size the host must know: torch.where, or a size that is fixed",
+    "copy to host": "copy into pinned memory with non_blocking=True, and read it a step later",
+    "copy to device": "pin_memory=True in the DataLoader, and .to(device, non_blocking=True)",
+}
+"""`purpose` of a row -> what to do instead; of what waits by its own name, to leave it out."""
+
+
+def stops(study: Study) -> list[Finding]:
+    """Where the training thread waits for the device, and what the device stood idle after it, at most."""
+    if not study.on_gpu:
+        raise NotConcerned
+    need_steps(study)
+    watched, found = study.facts.get("host_sync", []), _stops(study)
+    if not watched and not len(found):
+        raise NotJudged("what the host waits for the device in was not captured")
+    operators = all(fact.get("operators") for fact in watched)
+    ordinary = found[found["ordinary"]]
+    by_rank = ordinary.groupby("rank")["ms"].sum().reindex(study.ranks, fill_value=0.0) / len(study.step_numbers)
+    findings = []
+    if len(ordinary) and float(by_rank.max()) >= LEAST_SHARE * study.step_ms:
+        findings.append(_finding(study, found, by_rank))
+    if not operators:
+        reason = "without the native helper only synchronize is seen, not .item() and copies"
+        raise PartlyJudged(findings, (CODE,), reason)
+    if findings and found["idle_ms"].isna().all():
+        reason = (
+            f"the host waits {ms(float(by_rank.max()))} of each step for the device, and kernels were not recorded: "
+            "whether the device then stands idle is not known"
+        )
+        raise PartlyJudged(findings, (CODE,), reason)
+    return findings
+
+
+@once
+def _stops(study: Study) -> pd.DataFrame:
+    """Waits for the device on training threads: rank, step, call, site, ms; whether in an `ordinary` step; idle_ms, for
+    how long the device stood idle after it, NaN in steps whose kernels were not recorded; traced_steps, of how many
+    they were: ordinary ones, or else those that `--deep` looked at."""
+    tables = []
+    for rank in study.ranks:
+        rows = study.trace.read(rank, COLUMNS)
+        traced = _traced(rows)
+        known = traced["step"][traced["kind"] == "kernel"].unique().astype(np.int64)
+        known = np.intersect1d(known, study.step_numbers) if np.isin(known, study.step_numbers).any() else known
+        here = rows["step"].isin(study.step_numbers) | rows["step"].isin(known)
+        here &= (rows["lane"] == MAIN) & rows["dur_ns"].notna()
+        mine = rows[here & (rows["kind"] == "mark") & (rows["name"] == HOST_SYNC) & rows["purpose"].notna()]
+        if mine.empty:
+            waits = rows[here & (rows["kind"] == "wait")]
+            mine = waits[waits["name"].astype(str).str.match(TRACED)]
+            mine = mine.assign(purpose=mine["name"].astype(object))
+        end = (mine["start_ns"] + mine["dur_ns"]).to_numpy(np.int64)
+        step = mine["step"].to_numpy(np.int64)
+        tables.append(
+            pd.DataFrame({
+                "rank": rank,
+                "step": step,
+                "call": mine["purpose"].astype(str).to_numpy(object),
+                "site": mine["site"].astype(object).where(mine["site"].notna(), UNKNOWN).to_numpy(object),
+                "ms": mine["dur_ns"].to_numpy(np.float64) / 1e6,
+                "ordinary": np.isin(step, study.step_numbers),
+                "idle_ms": np.where(np.isin(step, known), _idle_after(traced, end), np.nan),
+                "traced_steps": len(known),
+            })
+        )  # fmt: skip
+    return pd.concat(tables, ignore_index=True)
+
+
+def _traced(rows: pd.DataFrame) -> pd.DataFrame:
+    """What the device did, by its own kernels: what is measured is whole phases, by events."""
+    own = rows[rows["kind"].isin(DEVICES_OWN) & rows["dur_ns"].notna() & (rows["source"] != "measured")]
+    return own[own["lane"].astype(str).str.startswith(STREAM)]
+
+
+def _idle_after(traced: pd.DataFrame, moments: Int) -> Float:
+    """For how long the device had nothing to do around each of these moments, when a wait for it was over, ms: from the
+    end of what it did last to the next. Of waits that end in one such time, the first has it."""
+    start = traced["start_ns"].to_numpy(np.int64)
+    busy = Intervals.union(start, start + traced["dur_ns"].to_numpy(np.int64))
+    following = np.searchsorted(busy.start, moments, "right")
+    between = (following > 0) & (following < len(busy.start))
+    idle = np.zeros(len(moments))
+    before, after = busy.end[following[between] - 1], busy.start[following[between]]
+    drained = moments[between] >= before  # else it had other work
+    _, first = np.unique(following[between], return_index=True)
+    taken = np.zeros(int(between.sum()), bool)
+    taken[first] = True
+    idle[between] = np.where(drained & taken, after - before, 0) / 1e6
+    return idle
+
+
+def _finding(study: Study, found: pd.DataFrame, by_rank: pd.Series[float]) -> Finding:
+    steps = len(study.step_numbers)
+    a_rank = steps * len(study.ranks)
+    ordinary = found[found["ordinary"]]
+    by_line = ordinary.groupby(["site", "call"])["ms"]
+    lines = pd.DataFrame({
+        "ms": by_line.sum(), "times": by_line.size(), "idle_ms": found.groupby(["site", "call"])["idle_ms"].sum(),
+    }).fillna(0.0)  # fmt: skip
+    known = bool(found["idle_ms"].notna().any())
+    lines = lines.sort_values("idle_ms" if known else "ms", ascending=False, kind="stable")
+    listed = [(str(site), str(call), line) for (site, call), line in lines.head(SHOWN).iterrows()]
+    site, call, _ = listed[0]
+    idle_ms = found.groupby("rank")["idle_ms"].sum() / found.groupby("rank")["traced_steps"].first().clip(lower=1)
+    times = len(ordinary) / a_rank
+    evidence = [
+        Evidence("waiting for the device a step, the rank that does most", round(float(by_rank.max()), 3), "ms"),
+        Evidence("such waits a step", round(times, 2), "count"),
+    ]
+    if known:
+        evidence.append(Evidence("device idle after them a step, at most", round(float(idle_ms.max()), 3), "ms", 0.0))
+    for place, what, line in listed:
+        said = f"{what} at {_short(place)}, {number(line['times'] / a_rank)} a step"
+        evidence.append(Evidence(said, round(float(line["ms"]) / a_rank, 3), "ms"))
+    title = (
+        f"the host waits for the device {number(times)} times a step, {ms(float(by_rank.max()))} in all, "
+        f"most of it in {call} at {_short(site)}"
+    )
+    if known:
+        title += f"; the device then stands idle for {ms(float(idle_ms.max()))} at most"
+        if not found["idle_ms"][found["ordinary"]].notna().any():
+            title += ", in the steps that were traced"
+    # What is waited for may be needed, so that nothing is gained; more than the idle time cannot be.
+    most = float(idle_ms.max()) if known else 0.0
+    gain = Gain(most, 100 * most / study.step_ms, 0.0, most, method="upper bound")
+    ranks = study.ranks_where(by_rank.to_numpy(np.float64) > 0.5 * float(by_rank.max()))
+    where = Where(ranks=ranks, op=call, steps=study.step_range)
+    fixes = tuple(_fix(site, call) for site, call, _ in listed[:MENDED])
+    return Finding(CODE, title, "info", where, tuple(evidence), gain, fixes)
+
+
+def _fix(site: str, call: str) -> Fix:
+    remedy = REMEDIES.get(call, f"leave {call}() out of the loop; it is for measuring")
+    return code_fix(f"{call} at {_short(site)}: {remedy}", "", "", None if site == UNKNOWN else site)
+
+
+def _short(site: str) -> str:
+    """`train.py:12`."""
+    return UNKNOWN if site == UNKNOWN else at(site).strip(" ()")

@@ -1,0 +1,130 @@
+"""The device has nothing to do since its host does something else than to launch: it loads data, saves a checkpoint,
+computes on the CPU, or is away in what the trace does not name. Measured where the device's kernels were traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from ...arrays import Float
+from ...budget.lanes import OWN_LANES
+from ...device import Devices
+from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...study import Study
+from ...text import ms, percent
+from ..base import LEAST_SHARE, NotJudged
+from ..data.loader import loader_fix
+from .device_kernels import cost, in_steps, judged_steps, need_devices
+
+MOST_NAMED: Final = 3
+"""Operators that are named, of those that the host computes."""
+
+Describe = Callable[[Study, Devices, Float, Gain, str], Finding]
+
+
+def loads_or_saves(study: Study) -> list[Finding]:
+    """Nothing where no kernels were traced: other rules judge these codes there."""
+    if study.device is None:
+        return []
+    found = _found(study, study.device, ("data_ms",), _data)
+    return found + _found(study, study.device, ("checkpoint_ms",), _checkpoint)
+
+
+def elsewhere(study: Study) -> list[Finding]:
+    return _found(study, need_devices(study), ("cpu_ms", "away_ms"), _elsewhere)
+
+
+def _found(study: Study, devices: Devices, columns: tuple[str, ...], describe: Describe) -> list[Finding]:
+    """What the device waits for the host in these columns of its steps, if that is worth a line."""
+    if all(one.delay_us is None for one in devices.ranks.values()):
+        raise NotJudged("the trace does not tell when kernels were launched")
+    steps = judged_steps(study, devices)
+    if not len(steps):
+        raise NotJudged("no step is there on all traced ranks")
+    spent = np.sum([_spent(devices, column, steps) for column in columns], axis=0)
+    gain = cost(study, devices, steps, spent)
+    if gain.ms <= 0 or gain.ms < LEAST_SHARE * study.step_ms:
+        return []
+    return [describe(study, devices, spent, gain, in_steps(len(steps)))]
+
+
+def _spent(devices: Devices, column: str, steps: npt.NDArray[np.int64]) -> Float:
+    """[R, S] ms."""
+    tables = [one.steps.set_index("step")[column].reindex(steps) for one in devices.ranks.values()]
+    return np.stack([table.to_numpy(np.float64) for table in tables])
+
+
+def _evidence(devices: Devices, spent: Float) -> tuple[Evidence, ...]:
+    worst = int(spent.mean(axis=1).argmax())
+    return (
+        Evidence("the device does nothing since, a traced step", round(float(spent.mean()), 3), "ms"),
+        Evidence(f"most on rank {list(devices.ranks)[worst]}", round(float(spent[worst].mean()), 3), "ms"),
+    )
+
+
+def _where(study: Study, devices: Devices) -> Where:
+    steps = judged_steps(study, devices)
+    return Where(steps=(int(steps[0]), int(steps[-1])))
+
+
+def _data(study: Study, devices: Devices, spent: Float, gain: Gain, which: str) -> Finding:
+    title = f"the device waits {ms(gain.ms)} of the step ({percent(gain.percent)}) for the host to load data{which}"
+    more = {"num_workers": 4, "prefetch_factor": 4, "persistent_workers": True}
+    fixes = (
+        loader_fix(study, None, more),
+        Fix("code", "less work a sample: decode or tokenize once, before training, and keep what comes of it"),
+        Fix("code", "pin_memory=True, and copies to the device with non_blocking=True"),
+    )
+    return Finding("data.stall", title, "info", _where(study, devices), _evidence(devices, spent), gain, fixes)
+
+
+def _checkpoint(study: Study, devices: Devices, spent: Float, gain: Gain, which: str) -> Finding:
+    title = f"the device waits {ms(gain.ms)} of the step ({percent(gain.percent)}) for the host to save{which}"
+    fixes = (
+        Fix("code", "save while training goes on: torch.distributed.checkpoint.async_save; it waits for a copy only"),
+        Fix("code", "or save less often"),
+    )
+    return Finding("checkpoint.stall", title, "info", _where(study, devices), _evidence(devices, spent), gain, fixes)
+
+
+def _elsewhere(study: Study, devices: Devices, spent: Float, gain: Gain, which: str) -> Finding:
+    """On the CPU, as far as operators tell, and else in what the trace has no name for."""
+    steps = judged_steps(study, devices)
+    on_cpu = float(_spent(devices, "cpu_ms", steps).mean())
+    away = float(spent.mean()) - on_cpu
+    operators = _operators(study, devices, steps)
+    does = "computes on the CPU" if on_cpu > away else "does something else than to launch"
+    title = f"the device waits {ms(gain.ms)} of the step ({percent(gain.percent)}) while its host {does}{which}"
+    evidence = (
+        *_evidence(devices, spent),
+        Evidence("of it, the host was in operators on the CPU", round(on_cpu, 3), "ms"),
+        Evidence("of it, in no operator and launching nothing (Python, files, the network)", round(away, 3), "ms"),
+        *(Evidence(f"{name}, a step of a rank", round(spent_ms, 3), "ms") for name, spent_ms in operators),
+    )
+    fixes = []
+    if on_cpu > 0:
+        fixes.append(Fix("code", "compute it on the device, or in the DataLoader's workers, beside training"))
+    if away > 0:
+        fixes.append(
+            Fix("code", "record the trace with with_stack=True: the timeline then shows which function it is; or put "
+                "torch.profiler.record_function(...) around what runs between the steps")
+        )  # fmt: skip
+    where = _where(study, devices)
+    return Finding("compute.host-work", title, "info", where, evidence, gain, tuple(fixes))
+
+
+def _operators(study: Study, devices: Devices, steps: npt.NDArray[np.int64]) -> list[tuple[str, float]]:
+    """Those that the hosts are in for longest and launch nothing, and how long: ms, mean over steps and ranks."""
+    tables = []
+    for rank in devices.ranks:
+        rows = study.trace.read(rank, ("kind", "name", "lane", "step", "dur_ns"))
+        chosen = (rows["kind"] == "kernel") & rows["lane"].isin(OWN_LANES) & rows["dur_ns"].notna()
+        chosen &= rows["step"].isin(steps.tolist())
+        tables.append(pd.DataFrame({"name": rows["name"][chosen].astype(str), "ns": rows["dur_ns"][chosen]}))
+    total = pd.concat(tables).groupby("name")["ns"].sum().astype("int64").sort_values(ascending=False)
+    each = len(devices.ranks) * len(steps) * 1e6
+    return [(str(name), float(ns) / each) for name, ns in total.head(MOST_NAMED).items()]

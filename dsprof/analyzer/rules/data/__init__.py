@@ -1,0 +1,6 @@
+"""Input: data.stall, data.imbalance.
+
+data_stall     the loop waits for it
+unequal_input  ranks get unequal amounts of it
+loader         which DataLoader training waits for, and where its arguments are set
+"""

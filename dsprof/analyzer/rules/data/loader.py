@@ -1,0 +1,180 @@
+"""The DataLoader that training waits for: which one it is, when it starts anew, and where its arguments are set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.schema import LOADING
+
+from ...finding import Fix, Gain
+from ...study import Study, once
+from ...text import count
+from ..base import at, settings_fix, written
+
+Fact = dict[str, Any]
+
+UNNUMBERED: Final = -1
+"""Of a DataLoader that was entered before capturing began, by a collector that could not tell which it was."""
+
+
+@once
+def loading_rows(study: Study) -> pd.DataFrame:
+    """What training threads spent in the DataLoaders that feed training: rank, step, name, number, ms, by rank and
+    start.
+
+    A DataLoader feeds training if most of its batches are followed by a forward with gradients, a backward or an
+    optimizer's step before the next one is loaded. Of an evaluation's loader that is only what it says when it ends.
+    """
+    phases = study.training_phases
+    used = phases["name"].isin([*LOADING, "forward", "backward", "optimizer"])
+    if not study.run.imported:  # another tool's trace tells of loading, and forward and backward are derived from it
+        used &= phases["source"] == "measured"
+    phases = phases[used]
+    loads = phases["name"].isin(LOADING).to_numpy(bool)
+    with_gradients = phases["grad"].fillna(True).to_numpy(bool)  # captures of before format 3 do not tell
+    trains = np.where((phases["name"] == "forward").to_numpy(bool), with_gradients, ~loads)
+    load, other, rank = np.flatnonzero(loads), np.flatnonzero(~loads), phases["rank"].to_numpy(np.int64)
+    # Of each loading: what comes after it and is none, and the next loading after that, or the end of its rank's.
+    end = np.searchsorted(rank, rank[load], "right")
+    after = np.minimum(np.append(other, len(rank))[np.searchsorted(other, load)], end)
+    until = np.minimum(np.append(load, len(rank))[np.searchsorted(load, after)], end)
+    so_far = np.concatenate([[0], np.cumsum(trains)])
+    found = phases[["rank", "step", "name"]].iloc[load].assign(
+        number=phases["value"].iloc[load].fillna(UNNUMBERED).astype("int64"), ms=phases["dur_ns"].iloc[load] / 1e6
+    )  # fmt: skip
+    followed = pd.Series(so_far[until] > so_far[after], index=found.index)
+    return found[followed.groupby([found["rank"], found["number"]]).transform("mean") > 0.5]
+
+
+@once
+def training_loader(study: Study) -> Fact | None:
+    """What the DataLoader that training waits for most said of itself; None where that is not known."""
+    loading = loading_rows(study)
+    waited = loading[loading["step"].isin(study.step_numbers)]
+    if waited.empty:
+        waited = loading
+    if waited.empty:
+        return None
+    rank, number = waited.groupby(["rank", "number"])["ms"].sum().idxmax()
+    return loader_fact(study, int(rank), int(number))
+
+
+def loader_fact(study: Study, rank: int, number: int) -> Fact | None:
+    """What the DataLoader of that number said of itself, on its rank or else on another.
+
+    Rows without a number are of the one DataLoader that is left when those of other rows are set aside.
+    """
+    numbered = _facts(study)
+    same = numbered.get(number, {}) if number != UNNUMBERED and any(numbered) else _left(study)
+    return same.get(rank) or next(iter(same.values()), None)
+
+
+@once
+def _facts(study: Study) -> dict[int | None, dict[int | None, Fact]]:
+    """What DataLoaders said of themselves, by their number and rank: the first of each."""
+    found: dict[int | None, dict[int | None, Fact]] = {}
+    for fact in study.facts.get("dataloader", []):
+        found.setdefault(fact.get("number"), {}).setdefault(fact.get("rank"), fact)
+    return found
+
+
+@once
+def _left(study: Study) -> dict[int | None, Fact]:
+    """By rank, what a DataLoader said of itself whose number no row has, if there is only one."""
+    phases = study.phases
+    seen = set(phases["value"][phases["name"].isin(LOADING)].dropna().astype("int64"))
+    left = [fact for fact in study.facts.get("dataloader", []) if fact.get("number") not in seen]
+    if len({fact.get("site") for fact in left}) != 1:
+        return {}
+    found: dict[int | None, Fact] = {}
+    for fact in left:
+        found.setdefault(fact.get("rank"), fact)
+    return found
+
+
+@once
+def restarts(study: Study) -> pd.DataFrame:
+    """Steps after warm-up in which training's loaders started their workers anew: rank, step, number, excess_ms,
+    start_ms.
+
+    excess_ms: time in the loader beyond the typical step's: ending the old workers, starting the new ones, and waiting
+    for the first batch. start_ms: of that, in `DataLoader.__iter__`.
+    """
+    loading = loading_rows(study)
+    key = ["rank", "number"]
+    loaders = loading[key].drop_duplicates()
+    facts = [loader_fact(study, rank, number) for rank, number in loaders.itertuples(index=False)]
+    ending = [bool(fact and fact.get("num_workers") and not fact.get("persistent_workers")) for fact in facts]
+    loading = loading.merge(loaders[np.array(ending, bool)], on=key)
+    started = loading["name"] == "loader_start"
+    anew = started & loading[key].where(started).duplicated()  # the first start is no restart
+    by_step = (
+        loading.assign(started=started, anew=anew, start_ms=loading["ms"].where(anew, 0.0))
+        .groupby([*key, "step"], as_index=False)[["ms", "started", "anew", "start_ms"]]
+        .agg({"ms": "sum", "started": "any", "anew": "any", "start_ms": "sum"})
+    )
+    judged = by_step[by_step["step"].isin(study.irregular.steps)]
+    typical = judged["ms"].where(~judged["started"]).groupby([judged[name] for name in key]).transform("median")
+    excess_ms = (judged["ms"] - typical.fillna(0.0)).clip(lower=0.0)
+    return judged.assign(excess_ms=excess_ms)[judged["anew"]][["rank", "step", "number", "excess_ms", "start_ms"]]
+
+
+def made_by_user(study: Study, fact: Fact) -> Fact | None:
+    """The DataLoader in the user's own code that a framework made `fact`'s from: it kept the user's settings."""
+    if not fact.get("framework"):
+        return fact
+    of_rank = [item for item in study.facts.get("dataloader", []) if item.get("rank") == fact.get("rank")]
+    number = fact.get("number") or 0
+    before = [item for item in of_rank if (item.get("number") or 0) < number]
+    own = [item for item in before if not item.get("framework") and _alike(item, fact)]
+    wrapped = [item for item in before if item.get("framework") and any(_alike(item, user) for user in own)]
+    return own[min(len(wrapped), len(own) - 1)] if own else None
+
+
+def _alike(one: Fact, other: Fact) -> bool:
+    """Whether two DataLoaders agree in what a framework keeps; one that is given a batch sampler has no batch size."""
+    told = ("batch_size", "num_workers", "iterable", "dataset")
+    pairs = [(one.get(name), other.get(name)) for name in told]
+    return all(mine == theirs for mine, theirs in pairs if mine is not None and theirs is not None)
+
+
+def loader_site(study: Study, fact: Fact | None) -> str | None:
+    """Where the user wrote the DataLoader, `file:line`; None where he did not write it, or it was not seen."""
+    user = made_by_user(study, fact) if fact is not None else None
+    site = user.get("site") if user is not None else None
+    return str(site) if site else None
+
+
+def loader_fix(
+    study: Study, fact: Fact | None, settings: Mapping[str, Any], gain: Gain | None = None, note: str = ""
+) -> Fix:
+    """Other values for arguments of the training's DataLoader, as its user would write them. `note` ends the title."""
+    arguments = ", ".join(f"{name}={written(value)}" for name, value in settings.items())
+    site = loader_site(study, fact)
+    if fact is None:
+        if study.run.imported:
+            note += (
+                "; the trace does not tell how many workers there are: if it has some, more, as far as there are cores"
+            )
+        return settings_fix(f"DataLoader({arguments}), where the training data are loaded{note}", settings, None, gain)
+    if fact.get("by_engine"):
+        call = f"DataLoader(..., {arguments})"
+        title = f"initialize(training_data={call}){at(site)}; of a data set it makes a DataLoader with "
+        title += count(int(fact.get("num_workers") or 0), "worker")
+        return settings_fix(title + note, {"training_data": call}, site, gain)
+    framework = fact.get("framework")
+    if framework == "transformers":
+        flags = {f"--dataloader_{name}": value for name, value in settings.items()}
+        typed = " ".join(f"{flag} {written(value)}" for flag, value in flags.items())
+        return settings_fix(typed + ", or the same of TrainingArguments" + note, flags, None, gain)
+    if framework == "deepspeed" and site is None:
+        title = (
+            f"engine.deepspeed_io(dataset, num_local_io_workers={settings.get('num_workers', '...')}) for the loader"
+        )
+        return settings_fix(title + note, {"num_local_io_workers": settings.get("num_workers", "")}, None, gain)
+    made = f", which {framework} prepares" if framework and site is None else ""
+    return settings_fix(f"DataLoader({arguments}){at(site)}{made}{note}", settings, site, gain)

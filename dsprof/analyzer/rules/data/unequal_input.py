@@ -1,0 +1,102 @@
+"""Input: the ranks get unequal amounts of it. (The loop waits for it: `data_stall`.)"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...arrays import Float
+from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...study import Study, once
+from ...text import percent
+from ...whatif.work import Change
+from ..base import NotJudged, at, code_fix, need_peers
+from .loader import loader_site, training_loader
+
+
+@once
+def explained_by_size(study: Study) -> Float | None:
+    """The part of each rank's compute that its share of the input explains: ms above (+) or below (-) what an equal
+    share would cost, [R, S]. None where sizes are unknown or never differ between ranks that are to do
+    the same work.
+
+    Compute is taken as linear in the input, with the slope from how a rank's own compute follows its own input; where
+    a rank's input never varies, from the differences between ranks.
+    """
+    sizes = study.input_sizes
+    if sizes is None:
+        return None
+    between = _less_mean_of_team(study, sizes)
+    if not between.any():
+        return None
+    compute = study.work("compute")
+    within = sizes - sizes.mean(axis=1, keepdims=True)
+    if within.any():
+        slope = float((within * (compute - compute.mean(axis=1, keepdims=True))).sum() / (within**2).sum())
+    else:
+        slope = float((between * _less_mean_of_team(study, compute)).sum() / (between**2).sum())
+    excess: Float = max(slope, 0.0) * between
+    return np.minimum(excess, 0.95 * compute)
+
+
+def _less_mean_of_team(study: Study, values: Float) -> Float:
+    """`values` [R, S] without their mean over the ranks that are to do the same work."""
+    found = np.zeros_like(values)
+    for peer_group in study.peer_groups:
+        found[peer_group] = values[peer_group] - values[peer_group].mean(axis=0)
+    return found
+
+
+def unequal(study: Study) -> Change | None:
+    """Every rank given an equal share of the step's input."""
+    need_peers(study)
+    if study.input_sizes is None:
+        raise NotJudged("the sizes of the inputs to forward were not captured")
+    if all(peer_group.sum() < 2 for peer_group in study.peer_groups):
+        raise NotJudged("each rank is another stage of a pipeline, so their inputs differ")
+    explained = explained_by_size(study)
+    return Change({"compute": explained}) if explained is not None else None
+
+
+def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
+    """Ranks are given unequal amounts of work in the same step, so each step takes as long as its largest share."""
+    excess, compute = change.removed["compute"], study.work("compute")
+    sizes = study.input_sizes
+    assert sizes is not None
+    spreads = [
+        np.ptp(sizes[peer_group], axis=0) / np.maximum(sizes[peer_group].mean(axis=0), 1)
+        for peer_group in study.peer_groups
+    ]
+    spread = np.max(spreads, axis=0)
+    deviation = _less_mean_of_team(study, compute).ravel()
+    together = np.corrcoef(excess.ravel(), deviation)[0, 1] if excess.any() and deviation.any() else 0.0
+    evidence = (
+        Evidence("largest less smallest input of a step, of the mean", round(100 * float(spread.mean()), 1), "%", 0.0),
+        Evidence("extra compute of the rank with most input", round(float(excess.max(axis=0).mean()), 3), "ms", 0.0),
+        Evidence("correlation of a rank's extra compute with its extra input", round(float(together), 2), ""),
+    )
+    fixes = _fixes(study, gain)
+    title = f"ranks get unequal inputs: {percent(100 * spread.mean())} between the largest and the smallest of a step"
+    where = Where(ranks=study.ranks, steps=study.step_range)
+    return Finding("data.imbalance", title, "info", where, evidence, gain, fixes, share=share)
+
+
+def _fixes(study: Study, alone: Gain) -> tuple[Fix, ...]:
+    loader = training_loader(study)
+    if loader is not None and loader.get("framework") == "transformers":
+        flag, value = "--train_sampling_strategy", "group_by_length"
+        title = f"{flag} {value}, or the same of TrainingArguments (before transformers 5: --group_by_length True)"
+        return (code_fix(title, flag, value, None, alone),)
+    site = loader_site(study, loader)
+    title = (
+        f"give every rank batches of like length in a step: sort or bucket samples by length in the sampler{at(site)}"
+    )
+    other = "or fill batches up to a number of tokens, not of samples"
+    if site is None:  # no DataLoader whose arguments could be changed
+        return (
+            Fix("code", title.replace(" in the sampler", " before they are shared out"), gain=alone),
+            Fix("code", other),
+        )
+    return (
+        code_fix(title, "sampler", "length-bucketed", site, alone),
+        code_fix(other, "batch_sampler", "token budget", site),
+    )

@@ -1,0 +1,4 @@
+"""Pipelines: pipeline.imbalance, pipeline.bubble.
+
+bubble_and_imbalance  a slow stage, and a bubble that costs more than it needs
+"""

@@ -1,0 +1,279 @@
+"""Pipelines: a stage that is slower than the others, and a bubble that costs more than it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.engine import schedule as schedules
+
+from ...arrays import Float
+from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...price.confidence_interval import interval
+from ...study import Study
+from ...text import count, number, percent
+from ...whatif.schedule import makespan, schedule_graph
+from ...whatif.work import Change
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, need_host, need_steps
+
+MULTIPLES: Final = (2, 4)
+"""Of the micro-batches there are, that are tried."""
+ACCEPTED: Final = 0.1
+"""A bubble that takes less of the step is what pipelines are run with: then a larger batch is not worth asking for."""
+DEEPSPEED: Final = "deepspeed"
+"""Its pipelines are set up by its configuration, and no line of the script would change their schedule."""
+VIRTUAL: Final = 2
+"""Parts of the model on each rank, that are tried."""
+
+
+def unbalanced(study: Study) -> Change | None:
+    """Every stage computes as long as the mean of them: what an ideal division of the layers would give."""
+    if not study.in_stages:
+        raise NotConcerned
+    if study.ranks_missing:
+        raise NotJudged("not every stage of the pipeline was captured")
+    compute, of_team = _compute_of_stages(study)
+    target = float(of_team.mean())
+    removed = np.zeros_like(compute)
+    for peer_group, mean in zip(study.peer_groups, of_team.tolist(), strict=True):
+        # Of a rank that is slower than the others of its stage, the rest is a straggler's.
+        removed[peer_group] = np.minimum(compute[peer_group], mean) * (1 - target / max(mean, 1e-9))
+    return Change({"compute": removed}) if of_team.max() > target else None
+
+
+def _compute_of_stages(study: Study) -> tuple[Float, Float]:
+    """Compute of each rank and step, [R, S] ms; and of each stage a step, of the typical one of its ranks, [stages]."""
+    compute = study.work("compute")
+    means = compute.mean(axis=1)
+    # Of two, the faster: one of them may be a straggler.
+    typical = [np.sort(means[peer_group])[(int(peer_group.sum()) - 1) // 2] for peer_group in study.peer_groups]
+    return compute, np.array(typical)
+
+
+def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
+    """One stage computes longer than the rest, so that all go at its pace."""
+    of_team = _compute_of_stages(study)[1]
+    slowest = int(of_team.argmax())
+    others = float(np.delete(of_team, slowest).mean())
+    target = float(of_team.mean())
+    ranks = tuple(rank for rank, chosen in zip(study.ranks, study.peer_groups[slowest], strict=True) if chosen)
+    stages = study.topology.stage_of.get(ranks[0], ())
+    evidence = (
+        Evidence("compute of this stage a step", round(float(of_team[slowest]), 3), "ms", round(target, 3)),
+        Evidence("compute of the other stages, mean", round(others, 3), "ms"),
+        Evidence("waiting for another stage, mean", round(float(study.ordinary["bubble"].mean()), 3), "ms"),
+    )
+    fact = _schedule_fact(study)
+    site = fact.get("site")
+    times = float(of_team[slowest]) / max(others, 1e-9)
+    move = f"move {percent(100 * (1 - float(of_team.mean()) / float(of_team[slowest])))} of the layers' time of stage "
+    fixes = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=gain),)
+    title = f"stage {_names(stages)} computes {number(times)} times as long as the others, which wait for it"
+    where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=study.step_range)
+    return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes, share=share)
+
+
+def _names(stages: tuple[int, ...]) -> str:
+    return ", ".join(map(str, stages))
+
+
+def _schedule_facts(study: Study) -> list[dict[str, Any]]:
+    """Of the schedules that train."""
+    return [fact for fact in study.facts.get("pipeline", []) if fact.get("trains", True)]
+
+
+def _schedule_fact(study: Study) -> dict[str, Any]:
+    return next(iter(_schedule_facts(study)), {})
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A pipeline as it ran: its schedule, ranks, micro-batches, stages a rank; and what an F, a B and a W take in each
+    ordinary step, ms, mean over stages, [S]."""
+
+    schedule: str
+    ranks: int
+    microbatches: int
+    virtual: int
+    forward: Float
+    backward: Float
+    weight: Float
+    of_stage: dict[tuple[int, str], float]
+    """(stage, name) -> what such an action takes, ms, mean over the steps."""
+
+    def uneven_ms(self) -> float:
+        """The step with what each stage takes, ms."""
+        plan = schedules.make_plan(self.schedule, self.ranks, self.microbatches, self.virtual)
+        graph = schedule_graph(plan, lambda action: self.of_stage.get((action.stage, action.op), 0.0))
+        return float(makespan(graph)[0])
+
+    def step_ms(self, microbatches: int, schedule: str | None = None, virtual: int | None = None) -> Float:
+        """Each step with stages that take the same, ms, [S]. Raises ValueError for a schedule that cannot be so."""
+        split = self.virtual / (virtual or self.virtual)
+        taken = {"F": self.forward * split, "B": self.backward * split, "W": self.weight * split}
+        plan = schedules.make_plan(schedule or self.schedule, self.ranks, microbatches, virtual or self.virtual)
+        return makespan(schedule_graph(plan, lambda action: taken[action.op], steps=len(self.forward)))
+
+
+def bubble(study: Study) -> list[Finding]:
+    """Warm-up and drain of the pipeline cost more than they need: with more micro-batches, or parts of stages."""
+    need_steps(study)
+    if not study.in_stages:
+        raise NotConcerned
+    need_host(study)
+    shape = _shape(study)
+    waited = float(study.work("bubble").mean())
+    if waited < LEAST_SHARE * study.step_ms:
+        return []
+    now = shape.step_ms(shape.microbatches)
+    tried = {times: now - shape.step_ms(shape.microbatches * times) / times for times in MULTIPLES}
+    taken = shape.forward + shape.backward + shape.weight
+    # What a micro-batch costs beside its actions: the schedule's own work, messages. Of more micro-batches of the same
+    # size each has it too; of smaller ones, from the same batch, there are more to bear it.
+    ordinary = study.ordinary
+    busy = float((ordinary["dur_ns"] / 1e6 - ordinary[["data", "optimizer", "pause"]].sum(axis=1)).mean())
+    fixed = max(busy - shape.uneven_ms(), 0.0) / shape.microbatches
+    ideal = 1 - shape.microbatches * shape.virtual * float(taken.mean()) / float(now.mean())
+    gains = {}
+    for times, saved in tried.items():
+        gain = _gain(study, np.minimum(saved, waited))
+        smaller = gain.low - fixed * shape.microbatches * (times - 1)
+        if ideal > ACCEPTED:
+            smaller = max(smaller, gain.low / 2)
+        gains[times] = replace(gain, low=min(gain.low, smaller))
+    best = max(MULTIPLES, key=lambda times: gains[times].low)
+    gain = gains[best]
+    fact = _schedule_fact(study)
+    acted = bool((study.rows["kind"] == "pipe").any())
+    by_config = acted and (not fact or fact.get("framework") == DEEPSPEED)
+    argument = "gradient_accumulation_steps" if by_config else "n_microbatches" if fact else "micro-batches"
+    site = fact.get("site")
+    fixes = [
+        code_fix(
+            f"{argument}={shape.microbatches * times}{at(site)} with {times} times the batch: micro-batches of the "
+            "same size, and the gain is per sample; smaller ones from the same batch gain less",
+            argument, shape.microbatches * times, site, gains[times],
+        )
+        for times in sorted(MULTIPLES, key=lambda times: -gains[times].low)
+    ]  # fmt: skip
+    if fact.get("framework") != DEEPSPEED:
+        fixes += _other_schedules(study, shape, now, waited, site)
+    evidence = (
+        Evidence("waiting for another stage, mean of the ranks", round(waited, 3), "ms"),
+        Evidence("share of the step", round(100 * waited / study.step_ms, 1), "%"),
+        Evidence("bubble of this schedule with equal stages", round(100 * ideal, 1), "%"),
+        Evidence("micro-batches a step", shape.microbatches, "count", shape.microbatches * best),
+        Evidence("ranks in the pipeline", shape.ranks, "count"),
+        Evidence("schedule", fact.get("schedule") or shape.schedule, ""),
+    )
+    title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
+    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {count(shape.ranks, 'rank')}"
+    where = Where(ranks=study.ranks, steps=study.step_range)
+    return [Finding("pipeline.bubble", title, "info", where, evidence, gain, tuple(fixes))]
+
+
+def _gain(study: Study, saved: Float) -> Gain:
+    low, high = interval(saved)
+    mean = float(saved.mean())
+    return Gain(mean, 100 * mean / study.step_ms, low, high, method="simulation")
+
+
+def _other_schedules(study: Study, shape: _Shape, now: Float, waited: float, site: str | None) -> list[Fix]:
+    if shape.virtual > 1 or shape.schedule not in ("gpipe", "1f1b") or shape.microbatches % shape.ranks:
+        return []
+    saved = now - shape.step_ms(shape.microbatches, "interleaved", VIRTUAL)
+    gain = _gain(study, np.minimum(saved, waited))
+    gain = replace(gain, low=0.0)  # each part's messages and fixed costs are its own
+    if gain.ms < LEAST_SHARE * study.step_ms:
+        return []
+    title = f"or an interleaved schedule, with {VIRTUAL} parts of the model on each rank{at(site)}"
+    return [code_fix(title, "ScheduleInterleaved1F1B", "", site, gain)]
+
+
+def _shape(study: Study) -> _Shape:
+    """The pipeline's schedule, from what its ranks did in a step. Raises NotJudged where it is none that is known."""
+    names = sorted({str(fact.get("schedule")) for fact in _schedule_facts(study)})
+    if len(names) > 1:
+        raise NotJudged(f"the job has several schedules ({', '.join(names)}), and which one runs a step is not known")
+    actions = _actions(study)
+    per_step = actions.groupby(["stage", "step", "name"])["ms"].agg(["size", "mean"])
+    count = per_step.xs("F", level="name")["size"]
+    microbatches = int(count.mode().iloc[0])
+    replicas = [len(team_ranks) for team_ranks in _ranks_of_stages(study).values()]
+    microbatches //= max(min(replicas), 1)
+    if microbatches < 1 or (count != count.iloc[0]).any():
+        raise NotJudged("the stages of the pipeline do not all run the same number of micro-batches in every step")
+    mean = per_step["mean"].groupby(level=["step", "name"]).mean().unstack(fill_value=0.0)
+    mean = mean.reindex(index=study.step_numbers).ffill().bfill()
+    empty = np.zeros(len(mean))
+    forward, backward, weight = (mean[name].to_numpy(np.float64) if name in mean else empty for name in "FBW")
+    held = [len(stages) for stages in study.topology.stage_of.values()]
+    virtual = max(held)
+    ranks = len(study.peer_groups)
+    schedule = _schedule_of(actions, virtual, "W" in mean)
+    if virtual > 1 and schedule != "interleaved":
+        raise NotJudged(f"no other number of micro-batches was tried: what {_schedule_fact(study).get('schedule')} "
+                        "would do with it cannot be simulated")  # fmt: skip
+    of_stage = {
+        (int(stage), str(name)): float(ms)
+        for (stage, name), ms in per_step["mean"].groupby(level=["stage", "name"]).mean().items()
+    }
+    return _Shape(schedule, ranks, microbatches, virtual, forward, backward, weight, of_stage)
+
+
+def _ranks_of_stages(study: Study) -> dict[tuple[int, ...], list[int]]:
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank, stages in study.topology.stage_of.items():
+        found.setdefault(stages, []).append(rank)
+    return found
+
+
+def _actions(study: Study) -> pd.DataFrame:
+    """stage, step, rank, name (F, B, W), start_ns, ms: of the ordinary steps. Where no schedule was seen, forwards and
+    backwards are taken for F and B."""
+    rows = study.rows
+    chosen = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
+    acted = chosen[(chosen["kind"] == "pipe") & chosen["stage"].notna()]
+    if acted.empty:
+        acted = chosen[
+            (chosen["kind"] == "phase") & (chosen["lane"] == "main") & (chosen["source"] == "measured")
+            & chosen["name"].isin(["forward", "backward"])
+        ]  # fmt: skip
+        stage = acted["rank"].map({rank: held[0] for rank, held in study.topology.stage_of.items()})
+        name = acted["name"].astype(str).map({"forward": "F", "backward": "B"})
+    else:
+        stage, name = acted["stage"], acted["name"].astype(str)
+    table = pd.DataFrame(
+        {
+            "stage": stage.astype("Int64"),
+            "step": acted["step"],
+            "rank": acted["rank"],
+            "name": name,
+            "start_ns": acted["start_ns"],
+            "ms": acted["dur_ns"].astype("int64") / 1e6,
+        }
+    )
+    table = table[table["stage"].notna() & table["name"].isin(["F", "B", "W"])]
+    if not {"F", "B"} <= set(table["name"]):
+        raise NotJudged("the forwards and backwards of the pipeline's micro-batches were not captured")
+    return table
+
+
+def _schedule_of(actions: pd.DataFrame, virtual: int, splits: bool) -> str:
+    if virtual > 1:
+        return "interleaved" if not splits and not _waits_for_all(actions) else "unknown"
+    if splits:
+        return "zero-bubble"
+    return "gpipe" if _waits_for_all(actions) else "1f1b"
+
+
+def _waits_for_all(actions: pd.DataFrame) -> bool:
+    """Whether the last stage runs all its forwards before its first backward: 1F1B's alternates there."""
+    last = actions[actions["stage"] == actions["stage"].max()].sort_values("start_ns")
+    step = last[last["step"] == last["step"].iloc[0]]
+    names = step[step["rank"] == step["rank"].iloc[0]]["name"].to_numpy(object)
+    forwards = int((names == "F").sum())
+    return bool((names[:forwards] == "F").all())

@@ -1,0 +1,10 @@
+"""The run itself, its ranks, and what interrupts its steps: run.*, rank.straggler, pause.*, checkpoint.stall,
+eval.uneven.
+
+rank_died          a rank that ended before its time
+hang_and_desync    ranks that wait for one that does not come, or disagree about a collective
+slow_rank          one rank is slower than its peers, step after step
+gc_and_stops       garbage collection, and stops that are none of the known kinds
+checkpoint_stall   saving checkpoints while training stands still
+uneven_evaluation  evaluation that some ranks do while the others wait
+"""

@@ -1,0 +1,201 @@
+"""One rank is slower than its peers, step after step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from ...arrays import Bool, Float
+from ...budget.label import innermost, spans_of
+from ...budget.parts import OWN_WORK, TRAINING_PHASES
+from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...price.confidence_interval import intervals
+from ...study import Study, once
+from ...text import count, ms
+from ...whatif.work import Change
+from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed, need_peers
+from ..data.unequal_input import explained_by_size
+
+OUTSIDE = "time outside the phases"
+LONGEST_LINE_NS = 1 << 62
+"""What whole numbers have room for."""
+LEAST_OF_LATE = 0.4
+"""A step in which a rank is less late than this share of what is typical where it is late is not one in which it was
+struck. Typical is what the steps that carry half of the lateness reach, so that one stall is not the measure."""
+LEAST_OF_WORST = 0.1
+"""A rank this much less late than the latest is not named beside it."""
+
+
+def slow_ranks(study: Study) -> Change | None:
+    """The slow ranks as fast as the typical one.
+
+    Slow is a rank whose work takes longer in the mean of the steps, and by more than chance explains: the low end of
+    the mean's 95 % interval is above nothing.
+    """
+    need_peers(study)
+    peer_groups = [peer_group for peer_group in study.peer_groups if peer_group.sum() > 1]
+    if not peer_groups:
+        raise NotJudged("each rank is another stage of a pipeline, so their work differs; see pipeline.imbalance")
+    if len(study.step_numbers) < 2:
+        return None
+    own, late = _own_work(study), _lateness_in_team(study)
+    mean = late.mean(axis=1)
+    if mean.max() < LEAST_SHARE * study.step_ms:
+        return None
+    surely = intervals(late)[0] > 0
+    slow = surely & (mean > LEAST_OF_WORST * mean.max())
+    for peer_group in peer_groups:
+        members = int(peer_group.sum())
+        # Of ranks that are late in turn each is late, but none more than the others.
+        others = (own[peer_group].sum(axis=0) - own[peer_group]) / (members - 1)
+        slow[peer_group] &= intervals(own[peer_group] - others)[0] > 0
+        if 2 * slow[peer_group].sum() > members:  # then that is how long it takes
+            slow &= ~peer_group
+    if not slow.any():
+        return None
+    # What makes it late in the mean, taken from the steps in which it was late: from all alike if it is always so.
+    removed = np.clip(late, 0, None) * slow[:, None]
+    removed *= (mean / np.maximum(removed.mean(axis=1), 1e-9))[:, None] * slow[:, None]
+    share = np.clip(removed / np.maximum(own, 1e-9), 0, 0.95)
+    return Change({part: study.work(part) * share for part in OWN_WORK}, where_beyond_peers=True)
+
+
+@once
+def _own_work(study: Study) -> Float:
+    """Work of a step less what the rank's share of the input explains, ms, [R, S]."""
+    own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0)
+    explained = explained_by_size(study)
+    return own if explained is None else own - explained
+
+
+def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
+    """Ranks that take longer for the same work, again and again, while the others wait."""
+    own = _own_work(study)
+    slow: Bool = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
+    late = _lateness_in_team(study)[slow].mean(axis=0)
+    ranks = study.ranks_where(slow)
+    phases = _phase_excess(study, slow)
+    where_slow = max(phases, key=lambda name: phases[name][0] - phases[name][1])
+    mine, others = float(own[slow].mean()), float(np.median(own[~slow].mean(axis=1)))
+    value, expected = phases[where_slow]
+    evidence = [
+        Evidence("own work a step", round(mine, 3), "ms", round(others, 3)),
+        Evidence("peers wait a step", round(float(study.work("peer_wait")[~slow].mean()), 3), "ms", 0.0),
+        Evidence(f"{where_slow} a step", round(value, 3), "ms", round(expected, 3)),
+    ]
+    cpu = study.gauges.spent("cpu_seconds").mean(axis=1)
+    if np.isfinite(cpu).any():
+        value, expected = _mine_and_others(cpu, slow)
+        evidence.append(Evidence("CPU time a step", round(value, 3), "ms", round(expected, 3)))
+    names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
+    verb = "arrives" if len(ranks) == 1 else "arrive"
+    title = f"rank {names} {verb} {_lateness(late)} and the others wait"
+    where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=study.step_range)
+    value, expected = _mine_and_others(study.gauges.spent("core_wait_seconds").mean(axis=1), slow)
+    waited = value - expected
+    crowded = waited > 0.5 * float(late.mean())
+    value, expected = _mine_and_others(study.work("offload").mean(axis=1), slow)
+    offloads = value - expected > 0.5 * float(late.mean())
+    if offloads:
+        evidence.append(Evidence("waiting for offloaded data a step", round(value, 3), "ms", round(expected, 3)))
+    if crowded:
+        evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
+    fixes = _fixes(study, ranks, where_slow, crowded, offloads)
+    return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes, share=share)
+
+
+@once
+def _lateness_in_team(study: Study) -> Float:
+    """By how much each rank's work of a step takes longer than what is typical of those that do the same, [R, S]."""
+    own = _own_work(study)
+    late = np.zeros_like(own)
+    for peer_group in study.peer_groups:
+        if peer_group.sum() > 1:
+            late[peer_group] = own[peer_group] - _typical(own[peer_group])
+    return late
+
+
+def _lateness(late: Float) -> str:
+    """`50.0 ms late in every step`, or in how many steps; `late` is by how much in each, ms, [S]."""
+    falling = -np.sort(-np.clip(late, 0, None))
+    carried = np.cumsum(falling)
+    struck = late > LEAST_OF_LATE * falling[np.searchsorted(carried, carried[-1] / 2)]
+    if struck.mean() > 0.75:
+        return f"{ms(late.mean())} late in every step"
+    return f"{ms(late[struck].mean())} late in {struck.sum()} of {count(len(late), 'step')}"
+
+
+def _typical(own: Float) -> Float:
+    """What the work of a step takes the typical rank, [S]: the median; of two ranks the faster in the mean, as one that
+    is slow now and then is no faster than usual in between."""
+    if own.shape[0] == 2:
+        typical: Float = own[int(own.mean(axis=1).argmin())]
+        return typical
+    middle: Float = np.median(own, axis=0)
+    return middle
+
+
+def _mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:
+    """Mean of the slow ranks, and median of the others, of what is known [R]: 0 where nothing is."""
+    mine, others = (of[np.isfinite(of)] for of in (by_rank[slow], by_rank[~slow]))
+    return float(mine.mean()) if len(mine) else 0.0, float(np.median(others)) if len(others) else 0.0
+
+
+def _phase_excess(study: Study, slow: Bool) -> dict[str, tuple[float, float]]:
+    """Phase -> mean ms of own work a step on the slow ranks and on the others, without pauses and waits for others."""
+    rows, waits, columns = study.rows, study.waits, ["rank", "start_ns", "dur_ns"]
+    pauses = rows[columns][(rows["kind"] == "pause") & (rows["lane"] == "main") & rows["dur_ns"].notna()]
+    waits = waits[waits["arrival_ns"].notna()]  # the others are for what the rank itself does in another lane
+    idle = pd.concat([waits.assign(dur_ns=waits["end_ns"] - waits["start_ns"])[columns], pauses.astype("int64")])
+    phases = study.training_phases[[*columns, "name"]][study.training_phases["step"].isin(study.step_numbers)]
+    within = (phases["start_ns"].min(), (phases["start_ns"] + phases["dur_ns"]).max())
+    idle = idle[idle["start_ns"].between(*within)]
+    idle, phases = (table[table["rank"].isin(study.ranks)] for table in (idle, phases))
+    spent = {name: np.zeros(len(study.ranks)) for name in TRAINING_PHASES}
+    # All ranks at once, one behind the other on one line of time.
+    first = min((int(table["start_ns"].min()) for table in (idle, phases) if len(table)), default=0)
+    last = max((int((table["start_ns"] + table["dur_ns"]).max()) for table in (idle, phases) if len(table)), default=0)
+    length = last - first + 1
+    at_once = max(LONGEST_LINE_NS // length, 1)
+
+    def in_line(table: pd.DataFrame, begin: int) -> pd.DataFrame:
+        place = np.searchsorted(study.ranks, table["rank"].to_numpy(np.int64)) - begin
+        here = (place >= 0) & (place < at_once)
+        start = table["start_ns"].to_numpy(np.int64)[here] - first + place[here] * length
+        return table[here].assign(start_ns=start)
+
+    for begin in range(0, len(study.ranks), at_once):
+        waited = spans_of(in_line(idle, begin))
+        for name, spans in innermost(in_line(phases, begin), {phase: phase for phase in TRAINING_PHASES}).items():
+            own = spans.end - spans.start - (waited.before(spans.end) - waited.before(spans.start))
+            spent[name] += np.bincount(begin + spans.start // length, own, len(study.ranks))
+    found = {name: _mine_and_others(ns / 1e6 / len(study.step_numbers), slow) for name, ns in spent.items()}
+    return {**found, OUTSIDE: _mine_and_others(study.work("other").mean(axis=1), slow)}
+
+
+def _fixes(study: Study, ranks: tuple[int, ...], phase: str, crowded: bool, offloads: bool) -> tuple[Fix, ...]:
+    host_of = {item.rank: item.host for item in study.run.ranks}
+    hosts = {host_of.get(rank) for rank in ranks}
+    everyone = {host_of.get(rank) for rank in study.ranks}
+    who = f"rank {listed(ranks)}"
+    fixes = []
+    if len(everyone) > 1 and hosts != everyone:
+        names = ", ".join(sorted(str(host) for host in hosts))
+        fixes.append(Fix("code", f"take {names} out of the job and run again: if the delay goes, the host is to blame"))
+    if crowded:
+        fixes.append(
+            Fix(
+                "code",
+                f"something else runs on the cores of {who} (workers, the job's own threads, another process): "
+                "give each rank cores of its own",
+            )
+        )
+        return tuple(fixes)
+    if offloads:
+        look = f"what {who} offloads comes and goes more slowly: look at the disk or the memory that it offloads to"
+        fixes.append(Fix("code", f"{look} (offload_optimizer, offload_param), and who else uses it"))
+        return tuple(fixes)
+    where = "between the phases of the loop" if phase == OUTSIDE else f"in {phase}"
+    look = f"look for what only {who} does {where}: a branch on the rank, a slower device, "
+    fixes.append(Fix("code", look + "another process on its cores"))
+    return tuple(fixes)

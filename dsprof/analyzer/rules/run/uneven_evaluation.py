@@ -1,0 +1,60 @@
+"""Evaluation that some ranks do while the others wait."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...finding import Evidence, Finding, Fix, Where
+from ...price.gains import cost_outside_steps
+from ...study import Study
+from ...text import ms, ranks
+from ..base import LEAST_SHARE, need_peers, need_steps, often
+
+KIND = "evaluation"
+MOST_OF_LONGEST = 0.9
+"""Of the longest evaluation: a rank that evaluates for less waits for those that do not."""
+LEAST_UNEVEN = 0.2
+"""Of the longest evaluation of an occasion: ranks that differ by less evaluate alike."""
+
+
+def uneven(study: Study) -> list[Finding]:
+    """Ranks evaluate unequally. What is lost is the longest share less the mean, which equal shares would take."""
+    need_steps(study)
+    need_peers(study)
+    irregular = study.irregular
+    own = irregular.own_ms.get(KIND)
+    if own is None or not own.any():
+        return []
+    longest, mean = own.max(axis=0), own.mean(axis=0)
+    unequal = longest - mean > LEAST_UNEVEN * np.maximum(longest, 1e-9)
+    if not unequal.any():
+        return []
+    lost = np.minimum(longest - mean, irregular.excess_ms[KIND])[unequal]
+    gain = cost_outside_steps(study, lost)
+    if gain.ms < LEAST_SHARE * irregular.mean_ms:
+        return []
+    of_rank = own[:, unequal].mean(axis=1)
+    who = study.ranks_where(of_rank > MOST_OF_LONGEST * of_rank.max())
+    numbers = irregular.steps[unequal]
+    times = often(unequal)
+    evidence = (
+        Evidence("one evaluation", round(float(longest[unequal].mean()), 3), "ms"),
+        Evidence("evaluated", times, ""),
+        Evidence("the same, shared among all ranks", round(float(mean[unequal].mean()), 3), "ms"),
+    )
+    fixes = (
+        Fix(
+            "code",
+            "evaluate on every rank a part of the data (DistributedSampler) and all_reduce the metric",
+            gain=gain,
+        ),
+        Fix("code", "or evaluate less often, or in another process on a saved checkpoint"),
+    )
+    if (of_rank > 0).sum() > len(who):
+        title = f"ranks evaluate unequally, {times}: {ranks(who)} for up to {ms(longest[unequal].mean())}, "
+        title += f"{ms(mean[unequal].mean())} on average, and the others wait"
+    else:
+        title = f"{ranks(who)} {'evaluates' if len(who) == 1 else 'evaluate'} for {ms(longest[unequal].mean())}, "
+        title += f"{times}, while the others wait"
+    where = Where(ranks=who, op="evaluation", steps=(int(numbers[0]), int(numbers[-1])))
+    return [Finding("eval.uneven", title, "info", where, evidence, gain, fixes)]

@@ -1,0 +1,294 @@
+"""The study of a run: everything measured, and nothing judged. Rules and the answer begin here, and never at rows.
+
+What several rules use is worked out once: of the run, it is a property of `Study`; of one family, a function that is
+marked `once`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.run import RunInfo
+from dsprof.trace import Trace
+
+from .align.aligned import Aligned, align
+from .align.match import Matches, match_collectives
+from .align.steps import StepTime, completed_steps, step_time
+from .align.topology import Topology
+from .arrays import Bool, Float
+from .budget.capture_overhead import estimate_overhead, measure_overhead
+from .budget.host_load import Gauges, HostLoad, measure_load
+from .budget.irregular import Irregular, find_irregular, mark_ordinary, profiled_steps
+from .budget.step_budget import step_budget
+from .budget.wait_table import waits_table
+from .device import Devices, compare_devices
+from .graph.build_graph import build_graph
+from .graph.step_graph import StepGraph
+from .graph.validate import ReplayCheck, check
+from .memory.use_by_step import MemoryUse, memory_uses, nothing
+from .rank_summary import RankSummary, summarize_ranks
+
+Found = TypeVar("Found")
+
+PHASE_COLUMNS: Final = ("rank", "step", "name", "lane", "start_ns", "dur_ns", "bytes", "value", "grad", "source")
+
+
+@dataclass(frozen=True)
+class Study:
+    """A run as it was measured.
+
+    aligned:      the ranks beside each other: one clock, one numbering of steps.
+    summaries:    each rank by itself.
+    steps, collectives, waits: as in `Analysis`.
+    step_time:    durations of the ordinary steps; None without one.
+    irregular:    the steps that are not ordinary, and what they cost.
+    graph:        the ordinary steps, for replay; None without one.
+    checked:      whether a replay of it agrees with what was measured; None without a graph.
+    facts:        `RunInfo.facts` by their kind.
+    gauges:       what threads and cores spent in each ordinary step.
+    load:         how busy the hosts' cores are; None: not measured.
+    memory:       what the ranks had after each step (`use_by_step.COLUMNS`).
+    memory_uses:  the most of it, by rank and place.
+    device:       what the devices' streams did; None: their kernels were not traced.
+    overhead_percent: what capturing cost, as a share of the step; None: not known.
+    overhead_measured: whether that was measured, or else estimated.
+    """
+
+    aligned: Aligned
+    summaries: Mapping[int, RankSummary]
+    steps: pd.DataFrame
+    step_time: StepTime | None
+    irregular: Irregular
+    collectives: pd.DataFrame
+    waits: pd.DataFrame
+    graph: StepGraph | None
+    checked: ReplayCheck | None
+    facts: Mapping[str, list[dict[str, Any]]]
+    gauges: Gauges
+    load: HostLoad | None
+    memory: pd.DataFrame
+    memory_uses: tuple[MemoryUse, ...]
+    device: Devices | None
+    overhead_percent: float | None
+    overhead_measured: bool
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What functions marked `once` found."""
+
+    @property
+    def run(self) -> RunInfo:
+        return self.trace.run
+
+    @property
+    def trace(self) -> Trace:
+        """All rows, aligned, to be read a rank at a time."""
+        return self.aligned.trace
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """Of all ranks, those that they are compared by."""
+        return self.aligned.compared
+
+    @property
+    def topology(self) -> Topology:
+        """Which ranks are stages of a pipeline."""
+        return self.aligned.topology
+
+    @property
+    def clock_error_ms(self) -> float:
+        """How far the clocks of ranks may be apart."""
+        return self.aligned.clock_error_us / 1e3
+
+    @property
+    def step_ms(self) -> float:
+        """Mean of the ordinary steps; 0 without one."""
+        return self.step_time.mean if self.step_time else 0.0
+
+    @cached_property
+    def ordinary(self) -> pd.DataFrame:
+        return self.steps[self.steps["ordinary"]]
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(int(rank) for rank in np.sort(self.steps["rank"].unique()))
+
+    @cached_property
+    def phases(self) -> pd.DataFrame:
+        """PHASE_COLUMNS of every phase, of any thread and also if it did not end, by rank and start."""
+        return self._of_kind("phase", PHASE_COLUMNS).sort_values(["rank", "start_ns"], kind="stable")
+
+    @cached_property
+    def training_phases(self) -> pd.DataFrame:
+        """Those of `phases` that ended, of the training threads; `dur_ns` is never missing."""
+        chosen = (self.phases["lane"] == "main") & self.phases["dur_ns"].notna()
+        return self.phases[chosen].astype({"dur_ns": "int64"})
+
+    @cached_property
+    def _issued(self) -> pd.DataFrame:
+        """Every communication of any rank: step, purpose, host_ns, dur_ns, ended."""
+        return self._of_kind("comm", ("step", "purpose", "host_ns", "dur_ns", "ended"))
+
+    def _of_kind(self, kind: str, columns: tuple[str, ...]) -> pd.DataFrame:
+        return self.rows[list(columns)][self.rows["kind"] == kind]
+
+    def host_ms(self, *purposes: str) -> float:
+        """What issuing a communication of these purposes takes the thread that does, median; 0: not known."""
+        host = self._issued["host_ns"][self._issued["purpose"].isin(purposes)].dropna().astype("int64")
+        return float(host.median()) / 1e6 if len(host) else 0.0
+
+    @cached_property
+    def on_gpu(self) -> bool:
+        """Whether the job computed or communicated on devices, for which steps are not replayed in this version."""
+        if self.device is not None:
+            return True
+        comm = self._issued[self._issued["step"] >= 0]
+        unknown = comm["dur_ns"].isna() & comm["ended"].fillna(False).astype(bool)
+        return bool(self.facts.get("device")) or (len(comm) > 0 and bool(unknown.mean() > 0.5))
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether ranks are stages of a pipeline, which do different work."""
+        return len(self.peer_groups) > 1
+
+    @cached_property
+    def peer_groups(self) -> list[Bool]:
+        """Which of `ranks` are to do the same work, [R] a peer_group: all, or those that hold the same stages."""
+        stages = [self.topology.stage_of.get(rank, ()) for rank in self.ranks]
+        team_of = {held: number for number, held in enumerate(sorted(set(stages)))}
+        number = np.array([team_of[held] for held in stages], np.int64)
+        return [number == peer_group for peer_group in range(len(team_of))]
+
+    @property
+    def ranks_missing(self) -> bool:
+        """Whether the job had ranks whose steps were not captured."""
+        return (self.run.world_size or 0) > len(self.ranks)
+
+    @cached_property
+    def step_numbers(self) -> npt.NDArray[np.int64]:
+        numbers: npt.NDArray[np.int64] = np.sort(self.ordinary["step"].unique()).astype(np.int64)
+        return numbers
+
+    @cached_property
+    def replayed_steps(self) -> npt.NDArray[np.int64]:
+        """Those of the ordinary steps that the graph holds."""
+        return self.need_graph().judged_steps
+
+    def need_graph(self) -> StepGraph:
+        """The graph, which a rule has by `need_steps`."""
+        assert self.graph is not None
+        return self.graph
+
+    @property
+    def step_range(self) -> tuple[int, int] | None:
+        numbers = self.step_numbers
+        return (int(numbers[0]), int(numbers[-1])) if len(numbers) else None
+
+    @cached_property
+    def _wide(self) -> dict[str, Float]:
+        """Each number that is known of a step, [R, S] over the ordinary steps in order: a part of one array."""
+        numbers = self.ordinary.select_dtypes("number")
+        place = (np.searchsorted(self.ranks, self.ordinary["rank"].to_numpy(np.int64)),
+                 np.searchsorted(self.step_numbers, self.ordinary["step"].to_numpy(np.int64)))  # fmt: skip
+        wide = np.full((numbers.shape[1], len(self.ranks), len(self.step_numbers)), np.nan)
+        wide[:, *place] = numbers.to_numpy(np.float64).T
+        wide.flags.writeable = False
+        return dict(zip(numbers.columns, wide, strict=True))
+
+    def work(self, part: str) -> Float:
+        """Time of a budget part in ms, [R, S] over the ordinary steps in order; or another number of `steps`."""
+        return self._wide[part]
+
+    @cached_property
+    def input_sizes(self) -> Float | None:
+        """Elements given to forward, [R, S] over the ordinary steps; None where the capture does not tell."""
+        forward = self.phases[(self.phases["name"] == "forward") & self.phases["value"].notna()]
+        if forward.empty:
+            return None
+        table = forward.groupby(["rank", "step"])["value"].sum().unstack()
+        wide: Float = table.reindex(index=self.ranks, columns=self.step_numbers).to_numpy(np.float64)
+        return None if np.isnan(wide).any() else wide
+
+    def ranks_where(self, chosen: Bool) -> tuple[int, ...]:
+        """The ranks at which `chosen`, [R], holds."""
+        return tuple(np.array(self.ranks)[chosen].tolist())
+
+
+def once(function: Callable[[Study], Found]) -> Callable[[Study], Found]:
+    """`function`, which is only called the first time that it is asked about a study."""
+
+    @wraps(function)
+    def kept(study: Study) -> Found:
+        if function not in study.kept:
+            study.kept[function] = function(study)
+        found: Found = study.kept[function]
+        return found
+
+    return kept
+
+
+def study(trace: Trace) -> Study:
+    """Measure a run. Never raises for a poor capture: what is not there is None or empty."""
+    run = trace.run
+
+    # One clock, one numbering of steps, one name for each communication on all ranks.
+    aligned = align(trace)
+    rows = aligned.compared
+    collectives = match_collectives(rows, run)
+    matches = Matches(collectives)
+
+    # Each rank by itself: what it did when it was not training, and where its training thread's time went.
+    ranks = summarize_ranks(aligned.trace, collectives, matches)
+    times = {rank: summary.time for rank, summary in ranks.items()}
+
+    # All ranks together: their steps, and which of them are ordinary.
+    steps = step_budget(times, completed_steps(rows[rows["rank"].isin(list(ranks))]))
+    irregular = find_irregular(steps, rows, profiled_steps(run))
+    steps = mark_ordinary(steps, irregular)
+    ordinary, length = steps[steps["ordinary"]], step_time(steps)
+    overhead = measure_overhead(rows, ordinary)
+    estimated = estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary)
+
+    # The step graph, and whether to believe it.
+    graph = build_graph(times, {rank: summary.program for rank, summary in ranks.items()}, collectives, steps, run)
+    checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
+
+    # Memory, devices, cores.
+    held = [summary.memory for summary in ranks.values() if len(summary.memory)]
+    memory = pd.concat(held, ignore_index=True) if held else nothing()
+    uses = memory_uses(memory, run)
+    traced = {rank: summary.device for rank, summary in ranks.items() if summary.device is not None}
+    devices = compare_devices(traced, collectives, run)
+    facts, gauges = _facts_by_kind(run), Gauges(rows, steps)
+    return Study(
+        aligned=aligned,
+        summaries=ranks,
+        steps=steps,
+        step_time=length,
+        irregular=irregular,
+        collectives=collectives,
+        waits=waits_table(times, collectives, steps),
+        graph=graph,
+        checked=checked,
+        facts=facts,
+        gauges=gauges,
+        load=measure_load(run, gauges, facts, length.mean if length else 0.0),
+        memory=memory,
+        memory_uses=uses,
+        device=devices,
+        overhead_percent=estimated if overhead is None else overhead,
+        overhead_measured=overhead is not None,
+    )
+
+
+def _facts_by_kind(run: RunInfo) -> Mapping[str, list[dict[str, Any]]]:
+    facts: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for fact in run.facts:
+        facts[str(fact.get("fact"))].append(fact)
+    return dict(facts)

@@ -1,0 +1,107 @@
+"""The answer: what was measured and what was judged, as everything that the reports draw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dsprof.schema import BUDGET_PARTS
+from dsprof.trace import concat_rows
+
+from ..align.numbering import mismatches
+from ..align.steps import captured_part, describe_steps, early_ends, lasting_change, without_training
+from ..analysis import Analysis, CaptureQuality, Verdict
+from ..budget.wall_time import divide_time, run_span
+from ..device import unknown_kernels
+from ..hang.transient_hang import transient_hangs
+from ..judge import Judgement
+from ..memory.allocator_state import summarize_memory
+from ..study import Study
+from ..text import ms
+from ..work.layer_costs import layer_costs
+from ..work.mfu import judge_efficiency
+from ..work.module_times import module_times
+from .headline import verdict_of
+
+__all__ = ["answer"]
+
+
+def answer(study: Study, judgement: Judgement) -> Analysis:
+    """The analysis of a run, with its verdict."""
+    run, steps, irregular, ranks = study.run, study.steps, study.irregular, study.summaries
+    budget_by_rank = study.ordinary.groupby("rank")[list(BUDGET_PARTS)].mean()
+    # A snapshot imported by itself tells when memory changed, and of no time what it went into.
+    timed = len(steps) or not study.trace.memory or any(item.capture for item in run.ranks)
+    span = run_span(run, (summary.seen_ns for summary in ranks.values())) if timed else None
+    outside = {rank: summary.time.outside_training for rank, summary in ranks.items()}
+    change = lasting_change(irregular.steps[irregular.ordinary], irregular.durations[irregular.ordinary])
+    note = _describe_change(*change) if change else ""
+    taken = max((summary.taken for summary in ranks.values() if summary.taken is not None), default=None)
+    part = "" if taken is None else captured_part(steps, taken)
+    analysis = Analysis(
+        run=run,
+        ranks_expected=run.world_size or len(ranks),
+        ranks_captured=tuple(ranks),
+        step_count=int(steps.groupby("rank").size().max()) if len(steps) else 0,
+        step_ms=study.step_time,
+        steps=steps,
+        irregular=irregular.table,
+        step_is=describe_steps(study.rows, run),
+        budget={part: float(study.ordinary[part].mean()) for part in BUDGET_PARTS} if len(study.ordinary) else {},
+        budget_by_rank=budget_by_rank,
+        time=divide_time(span, steps, outside, irregular) if span else {},
+        slowest_rank=int(budget_by_rank["peer_wait"].idxmin()) if len(budget_by_rank) > 1 else None,
+        collectives=study.collectives,
+        waits=study.waits,
+        trace=study.trace,
+        layer_costs=tuple(layer_costs(concat_rows([summary.staged for summary in ranks.values()]))),
+        modules=module_times({rank: summary.modules for rank, summary in ranks.items()}),
+        efficiency=judge_efficiency(
+            run,
+            {rank: summary.work for rank, summary in ranks.items() if summary.work is not None},
+            study.step_ms,
+            study.rows,
+            study.topology,
+        ),
+        memory=summarize_memory(study.trace.memory),
+        memory_steps=study.memory,
+        memory_uses=study.memory_uses,
+        device=study.device,
+        findings=judgement.findings,
+        passed=judgement.passed,
+        not_judged=dict(judgement.not_judged),
+        noise_ms=judgement.noise_ms,
+        notes=tuple(filter(None, (part, note, unknown_kernels(study.device, run)))),
+        verdict=Verdict("inconclusive", ""),
+        capture=_quality(study),
+    )
+    verdict = verdict_of(
+        analysis,
+        on_gpu=study.on_gpu,
+        slowdown=note if change and change[2] > change[1] else "",
+        missing=part or ("" if run.status else without_training(study.rows)),
+        stood=_longest_hang(study),
+    )
+    return replace(analysis, verdict=verdict)
+
+
+def _quality(study: Study) -> CaptureQuality:
+    run, aligned = study.run, study.aligned
+    return CaptureQuality(
+        overhead_percent=study.overhead_percent,
+        overhead_measured=study.overhead_measured,
+        dropped=sum(item.dropped for item in run.ranks),
+        clock_error_us=aligned.clock_error_us if aligned.clocks_told else None,
+        warnings=(*run.warnings, *aligned.warnings, *early_ends(study.steps), *mismatches(study.rows, run)),
+        replay=study.checked,
+    )
+
+
+def _longest_hang(study: Study) -> str:
+    """The longest of the hangs that resolved themselves, in words; empty without one."""
+    longest = max(transient_hangs(study), key=lambda hang: hang.seconds, default=None)
+    return "" if longest is None else longest.words
+
+
+def _describe_change(first: int, before: float, after: float) -> str:
+    how = "slower" if after > before else "faster"
+    return f"steps are {how} from step {first} on: {ms(after)}, {ms(before)} before (medians)"

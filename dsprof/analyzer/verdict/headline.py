@@ -1,0 +1,292 @@
+"""The answer to "what holds this job back?", in one sentence.
+
+"Healthy" is a promise: it is said only where the rules that matter were judged, and what is neither compute nor
+optimizer is small or explained. Explained is what every lever that there is was replayed for, and none gains anything.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.run import INTERRUPTED
+from dsprof.schema import BUDGET_PARTS
+from dsprof.trace import concat_rows
+
+from ..align.steps import early_ends
+from ..analysis import Analysis, Verdict
+from ..budget.irregular import FEWEST_JUDGED, warm_up
+from ..budget.label import PHASE_PART
+from ..budget.parts import TRAINING
+from ..finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Finding
+from ..memory.allocator_state import STATE_COLUMNS
+from ..text import clean, count, ms, percent, ranks, size
+
+LARGE: Final = 0.1
+"""Share of the step that may be lost unexplained in a healthy run."""
+MATTERS: Final = 0.075
+"""Share of the step from which on the rules that could explain a part must have been judged."""
+MUCH: Final = 0.25
+"""Share of training and evaluation together from which on the latter is named."""
+NOTHING_TO_GAIN: Final = 1.0
+"""A lever that gains less, in percent, explains why the time stays lost."""
+
+JUDGES: Final = {
+    "comm_exposed": ("comm.exposed", "comm.small-messages"),
+    "peer_wait": ("rank.straggler", "data.imbalance"),
+    "bubble": ("pipeline.bubble", "pipeline.imbalance"),
+    "data": ("data.stall",),
+    "pause": ("pause.gc",),
+}
+"""Part -> the rules that can say why it is as large as it is."""
+GAINS: Final = "pause.gc"
+"""It can be judged wherever gains can be told by replay at all."""
+FRAGMENTATION: Final = "memory.fragmentation"
+LEVERS: Final = ("comm_exposed", "bubble")
+"""Parts for which a rule replays every lever there is: where none gains anything, the part is explained."""
+LOST: Final = {
+    "comm_exposed": "waiting for collectives",
+    "peer_wait": "waiting for late ranks",
+    "bubble": "waiting for other stages of the pipeline",
+    "data": "waiting for input",
+    "offload": "waiting for offloaded data",
+    "pause": "garbage collection",
+    "other": "outside the phases of the loop",
+}
+COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
+"""Kinds of irregular steps that come again. Of a stop that came by chance its finding says what is sure."""
+
+
+def verdict_of(
+    analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", missing: str = "", stood: str = ""
+) -> Verdict:
+    """The verdict on `analysis`, whose own `verdict` is not looked at.
+
+    slowdown: what to say of a lasting one; missing: why there may well be no step: which part of the run was captured,
+    where somebody asked for one, or that nothing was trained; stood: what to say of a hang that resolved itself
+    """
+    verdict = _answer(analysis, on_gpu, slowdown, missing)
+    if not stood or verdict.status == "failed" or stood in verdict.headline:
+        return verdict
+    return Verdict(verdict.status, f"{verdict.headline}; {clean(stood)}")
+
+
+def _answer(analysis: Analysis, on_gpu: bool, slowdown: str, missing: str) -> Verdict:
+    run, step = analysis.run, analysis.step_ms
+    if run.hints and run.status:
+        return Verdict("failed", clean(run.hints[0], 500))
+    worst = next((finding for finding in analysis.findings if finding.is_problem), None)
+    if worst is not None:
+        return _of_finding(analysis, worst)
+    if analysis.memory and not len(analysis.steps):
+        return Verdict("inconclusive", _of_memory(analysis))
+    if step is None and len(analysis.steps):
+        return Verdict("inconclusive", "no step was completed on all captured ranks, so nothing can be compared")
+    if step is None and missing:
+        return Verdict("inconclusive", missing)
+    if step is None:
+        return Verdict("failed", "no complete step was captured, so nothing can be said about its speed")
+    if not analysis.passed and not analysis.findings:
+        return Verdict("inconclusive", f"no rule could be judged on this capture; a step takes {ms(step.mean)}")
+    if analysis.device is not None:
+        return Verdict("inconclusive", f"{_of_devices(analysis)}; nothing found that surely shortens the step")
+    if on_gpu:
+        replays = "the job ran on a GPU, on which this version replays no steps (--deep A:B traces its kernels)"
+        return Verdict("inconclusive", f"{replays}; a step takes {ms(step.mean)}")
+    if not math.isfinite(analysis.noise_ms) or analysis.steps_judged < FEWEST_JUDGED:
+        return Verdict("inconclusive", f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}")
+    if run.status in INTERRUPTED:
+        last = analysis.step_count - 1
+        doing = f"; {_unfinished(analysis)}" if analysis.ranks_expected > 1 else ""
+        return Verdict("inconclusive", f"the job was interrupted after step {last}{doing}")
+    found = f"nothing found that is sure to shorten the {ms(step.mean)} step" + _beside(analysis)
+    if len(analysis.budget_by_rank) < analysis.ranks_expected:
+        captured = f"steps of {len(analysis.budget_by_rank)} of {count(analysis.ranks_expected, 'rank')} were captured"
+        return Verdict("inconclusive", f"{found}, but only {captured}")
+    early = early_ends(analysis.steps)
+    if early:
+        return Verdict("inconclusive", f"{found}, but {clean(early[0])}")
+    if GAINS in analysis.not_judged:
+        return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[GAINS])}")
+    lost = _lost(analysis)
+    explained = {part for part in lost if _explained(analysis, part)}
+    unexplained = sum(share for part, share in lost.items() if part not in explained)
+    unjudged = [part for part, share in lost.items() if share > MATTERS and _unjudged(analysis, part)]
+    if slowdown and unexplained < LARGE:
+        return Verdict("inconclusive", f"{found}, but {slowdown}; what changed there no rule here judges")
+    if unexplained < LARGE and not unjudged:
+        spared = [f"{percent(100 * share)} is {_words(part)}" for part, share in lost.items() if share > LARGE]
+        return Verdict(
+            "healthy", found + (f"; {', '.join(spared)}, and no change that was tried shortens it" if spared else "")
+        )
+    large = [part for part in lost if part not in explained and lost[part] > LARGE / 2] or unjudged
+    named = large or [part for part in lost if part not in explained and lost[part] > LARGE / 10]
+    parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part)}" for part in named]
+    return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
+
+
+def _beside(analysis: Analysis) -> str:
+    """How much goes to evaluation, where that is so much that the training step is not what matters most."""
+    evaluating, training = analysis.time.get("evaluation", 0.0), analysis.time.get("training", 0.0)
+    share = evaluating / (evaluating + training) if evaluating > 0 else 0.0
+    if share < MUCH:
+        return ""
+    what = "evaluating, playing or sampling, all forwards without gradients,"
+    return f" ({what} takes {percent(100 * share)} of the time)"
+
+
+def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
+    title, gain, step = clean(finding.title), finding.gain, analysis.step_ms
+    if finding.code.startswith("run."):
+        return Verdict("failed", title)
+    if step is not None and finding.together is not None:
+        return Verdict("bottleneck", f"{title}; {_hidden(finding, step.mean)}")
+    if step is None or gain.ms <= 0:
+        return Verdict("bottleneck", title)
+    if gain.method == MEASURED_ON_DEVICE:
+        return Verdict("bottleneck", f"{title}; that is {ms(gain.ms)} of the {ms(step.mean)} step")
+    if gain.method == MEASURED_EXCESS:
+        share = f"{percent(gain.percent)} of the run's time per step"
+        saved = f"fixing it saves {ms(gain.ms)} a step on average ({share})"
+    else:
+        saved = f"fixing it saves {ms(gain.ms)} of each {ms(step.mean)} step ({percent(gain.percent)})"
+    return Verdict("bottleneck", f"{title}; {saved}")
+
+
+def _hidden(finding: Finding, step_ms: float) -> str:
+    """What fixing a finding gains that another one hides."""
+    assert finding.together is not None
+    alone, both = finding.gain, finding.together.gain
+    gained = f"only {ms(alone.ms)}" if alone.percent >= NOTHING_TO_GAIN else "next to nothing"
+    of = f"{ms(both.ms)} of each {ms(step_ms)} step ({percent(both.percent)})"
+    return f"fixing it alone saves {gained}, as {finding.together.code} holds the step up too; fixing both saves {of}"
+
+
+def _of_memory(analysis: Analysis) -> str:
+    """Of a run of which only its devices' memory is known."""
+    held = {name: sum(one.total(name) for one in analysis.memory) for name in ("reserved", *STATE_COLUMNS)}
+    parts = [
+        f"{size(held['allocated'])} in use",
+        *([f"{size(held['pending'])} freed that another stream may still use"] if held["pending"] else []),
+        f"{size(held['split'])} free between blocks in use",
+        f"{size(held['releasable'])} free in whole segments",
+    ]
+    text = f"{size(held['reserved'])} of device memory reserved when the snapshot was taken: "
+    text += f"{', '.join(parts[:-1])} and {parts[-1]}"
+    reason = analysis.not_judged.get(FRAGMENTATION)
+    judged = "fragmentation costs next to nothing in its history" if reason is None else f"not judged: {clean(reason)}"
+    return f"{text}; {judged}. How fast the job is, a snapshot does not tell"
+
+
+def _of_devices(analysis: Analysis) -> str:
+    """What the devices did in the traced time, mean over ranks."""
+    assert analysis.device is not None
+    ranks = list(analysis.device.ranks.values())
+    whole = sum(one.kernel_time_ns for one in ranks)
+    compute, idle = (
+        100 * sum(ns) / whole for ns in zip(*((one.compute_ns, one.idle_ns) for one in ranks), strict=True)
+    )
+    rest = max(100 - compute - idle, 0.0)
+    does = f"the device computes {percent(compute)} of the time, only communicates or copies {percent(rest)}"
+    return f"{does} and does nothing {percent(idle)}"
+
+
+def _lost(analysis: Analysis) -> dict[str, float]:
+    """Part, or kind of irregular step, -> its share of the step, largest first."""
+    step = analysis.step_ms
+    assert step is not None
+    lost = {part: analysis.budget.get(part, 0.0) / step.mean for part in BUDGET_PARTS if part not in TRAINING}
+    looked_at = max(analysis.step_count - warm_up(analysis.step_count), 1)
+    whole_ms = step.mean * looked_at + float(analysis.irregular["excess_ms"].sum())
+    for kind, excess_ms in analysis.irregular.groupby("kind")["excess_ms"].sum().items():
+        if kind in COSTS:
+            lost[f"irregular {kind}"] = float(excess_ms) / whole_ms
+    return dict(sorted(lost.items(), key=lambda item: -item[1]))
+
+
+def _explained(analysis: Analysis, part: str) -> bool:
+    """Whether every lever for this part was replayed, is listed among the findings, and gains next to nothing."""
+    if part not in LEVERS or _unjudged(analysis, part):
+        return False
+    about = [finding for finding in analysis.findings if finding.code in JUDGES[part]]
+    return bool(about) and all(finding.gain.percent < NOTHING_TO_GAIN for finding in about)
+
+
+def _unjudged(analysis: Analysis, part: str) -> str | None:
+    """Why a rule that could explain this part was not judged."""
+    return next((analysis.not_judged[code] for code in JUDGES.get(part, ()) if code in analysis.not_judged), None)
+
+
+def _words(part: str) -> str:
+    return LOST[part] if part in LOST else COSTS[part.removeprefix("irregular ")]
+
+
+def _more(analysis: Analysis, part: str) -> str:
+    """Where such time lies, or what would tell."""
+    if part == "other":
+        place = _where_other(analysis)
+        return f", mostly {place}: put dsprof.span around what runs there to see it named" if place else ""
+    reason = _unjudged(analysis, part)
+    if reason is not None:
+        return f" (not judged: {clean(reason)})"
+    about = [finding for finding in analysis.findings if finding.code in JUDGES.get(part, ())]
+    if part == "peer_wait" and not about:
+        return ", none of which is late on the whole"
+    if any(finding.weight.ms > 0 for finding in about):
+        return " (what could be gained is not sure: run more steps)"
+    return f" ({clean(about[0].title)})" if about else ""
+
+
+def _where_other(analysis: Analysis) -> str | None:
+    """Between which phases the rank with most of it spends what is outside of them."""
+    other = analysis.budget_by_rank["other"]
+    rank = int(other.idxmax())
+    rows = analysis.trace.read(rank, ("kind", "name", "lane", "step", "start_ns", "dur_ns"))
+    numbers = analysis.steps.loc[(analysis.steps["rank"] == rank) & analysis.steps["ordinary"], "step"]
+    known = [name for name, part in PHASE_PART.items() if part != "other"]
+    phases = rows[
+        (rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna() & rows["step"].isin(numbers)
+        & rows["name"].isin(known)
+    ].sort_values("start_ns")  # fmt: skip
+    if len(phases) < 2:
+        return None
+    start = phases["start_ns"].to_numpy(np.int64)
+    reached = np.maximum.accumulate(start + phases["dur_ns"].to_numpy(np.int64))
+    waits = analysis.waits[analysis.waits["rank"] == rank]
+    gap = start[1:] - reached[:-1]
+    step, names = phases["step"].to_numpy(np.int64), phases["name"].astype(str).to_numpy(object)
+    waited_until = np.cumsum((waits["end_ns"] - waits["start_ns"]).to_numpy(np.int64), dtype=np.int64)
+    order = np.concatenate([[0], waited_until])
+    ends = waits["end_ns"].to_numpy(np.int64)
+    gap = gap - (order[np.searchsorted(ends, start[1:], "right")] - order[np.searchsorted(ends, reached[:-1], "right")])
+    close = (np.diff(step) <= 1) & (gap > 0)
+    table = pd.DataFrame({"place": [f"between {a} and {b}" for a, b in pairwise(names)], "ms": gap / 1e6})
+    total = table[close].groupby("place")["ms"].sum()
+    return str(total.idxmax()) if len(total) else None
+
+
+def _unfinished(analysis: Analysis) -> str:
+    """What ranks had begun and not ended, for a job that somebody stopped: perhaps because it hung."""
+    last = concat_rows([_last_open(analysis.trace.read(rank, OPEN)) for rank in analysis.ranks_captured])
+    if last.empty:
+        return "no collective was under way"
+    last = last.sort_values("start_ns")
+    shown = zip(last["rank"].head(4), last["name"].head(4), last["seq"].head(4), strict=True)
+    doing = [f"rank {rank} was in {clean(str(name))} number {seq}" for rank, name, seq in shown]
+    idle = sorted(set(analysis.ranks_captured) - set(last["rank"]))
+    if idle:
+        doing.append(f"{ranks(tuple(idle))} was in no collective")
+    return "; ".join(doing)
+
+
+OPEN: Final = ("rank", "kind", "name", "start_ns", "ended", "seq")
+
+
+def _last_open(rows: pd.DataFrame) -> pd.DataFrame:
+    """The communication that a rank issued last of those that did not end; none where there is none."""
+    under_way = (rows["kind"] == "comm") & ~rows["ended"].fillna(True).astype(bool)
+    return rows[under_way].sort_values("start_ns").tail(1)

@@ -1,0 +1,250 @@
+"""What each module takes in forward, in backward and in what backward computes again, where every module was timed
+(level full). Forwards without gradients are not part of it.
+
+A module's calls are timed in forward. Backward is timed by what the autograd engine computes: each row says in which
+call of a module it was prepared (`corr`), so what a module has called is found by the calls, not by names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from dsprof.schema import COUNTED, FLOPS, SHARDING
+
+from ..arrays import Bool, Int
+from ..budget.intervals import nest
+
+COLUMNS: Final = (
+    "module", "calls", "ms", "own_ms", "backward_ms", "backward_own_ms", "recompute_ms", "gflop", "slowest_rank",
+    "slowest_own_ms",
+)  # fmt: skip
+SUMS: Final = ("calls", "ns", "own_ns", "backward_ns", "backward_own_ns", "recompute_ns", "flops")
+NOT_COUNTED: Final = "no whole step was counted: the sixth is, of a part of a run its second, or the last in it"
+BACKWARD: Final = "backward"
+RECOMPUTE: Final = "recompute"
+
+
+def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of one rank, by name, a step, mean over whole steps after the first: calls, time in forward and in backward (ns;
+    `own`: without the modules called inside), own time in recomputation, and own floating-point operations of forward
+    and backward. Empty where no module was timed.
+
+    backward_ns is NaN where the module made a part of the graph and was not seen to compute it. flops is NaN where no
+    step was counted.
+    """
+    empty = pd.DataFrame(columns=list(SUMS), index=pd.Index([], name="module", dtype=object), dtype=float)
+    chosen = (rows["kind"] == "module") & (rows["name"] != SHARDING)
+    again = (rows["kind"] == "phase") & (rows["name"] == RECOMPUTE)
+    table = rows.loc[
+        (chosen | again) & rows["dur_ns"].notna() & (rows["step"] >= 0),
+        ["step", "kind", "name", "thread", "start_ns", "dur_ns", "purpose", "corr", "value"],
+    ]
+    whole = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]  # none that a gap has cut
+    table = table[table["step"].isin(whole) & (table["step"] > table["step"].min())]
+    in_forward = _in_forward(table, rows)
+    steps = table["step"][in_forward].nunique()
+    if not steps:
+        return empty
+    table = table[table["step"].isin(table["step"][in_forward].unique())]
+    calls = _Calls(table, _in_forward(table, rows))
+    names = calls.names
+    found = pd.DataFrame(index=pd.Index(names, name="module", dtype=object))
+    found["calls"] = calls.by_name(calls.forward)
+    found["ns"] = calls.by_name(calls.forward & calls.topmost, calls.length)
+    found["own_ns"] = calls.by_name(calls.forward, calls.own)
+    found["backward_own_ns"] = calls.by_name(calls.backward, calls.own)
+    found["backward_ns"] = calls.with_what_it_called(calls.backward)
+    found["recompute_ns"] = calls.by_name(calls.again, calls.own)
+    found = found / steps
+    prepared = calls.by_name(calls.forward, calls.nodes)
+    found.loc[(found["backward_ns"] == 0) & (prepared != 0), ["backward_ns", "backward_own_ns"]] = np.nan
+    counted = _operations(rows)
+    found["flops"] = counted.reindex(found.index).fillna(0.0) if counted is not None else np.nan
+    return found.loc[found["calls"] > 0, list(SUMS)].astype(float)
+
+
+class _Calls:
+    """Calls of modules, and what was computed in backward for them, as arrays by row.
+
+    own: what of a row is in no other row; up: the call that it was made in, -1: none.
+    forward, backward, again: which rows are calls in a forward for training, gradients, calls in a recomputation.
+    topmost: calls that are not inside of a call of the same name.
+    """
+
+    def __init__(self, table: pd.DataFrame, in_forward: Bool) -> None:
+        order = np.lexsort((-table["dur_ns"].to_numpy(np.int64), table["start_ns"].to_numpy(np.int64)))
+        order = order[np.argsort(table["thread"].to_numpy(np.int64)[order], kind="stable")]
+        table, self.forward = table.iloc[order], in_forward[order]
+        is_call = (table["kind"] == "module").to_numpy(bool)
+        self.backward = is_call & (table["purpose"] == BACKWARD).fillna(False).to_numpy(bool)
+        is_call = is_call & ~self.backward
+        self.length, parent = _nest_by_thread(table)
+        held = parent >= 0
+        self.own = self.length - np.bincount(parent[held], self.length[held], len(parent)).astype(np.int64)
+        self.code, names = pd.factorize(table["name"].astype(str))
+        self.names = list(names)
+        self.nodes = table["value"].to_numpy(np.float64)
+        self._call = self._calls_by_number(table, is_call)
+        self.again = is_call & self._inside(parent, ~is_call)
+        self.forward = self.forward & is_call & ~self.again
+        # A recomputation belongs to the gradient that it is for, and that to the call that made it.
+        outer = np.where((parent >= 0) & ~is_call[parent] & ~self.backward[parent], parent[parent], parent)
+        self.up = np.where((outer >= 0) & self.backward[outer], self._call[outer], outer)
+        self.topmost = is_call & ~self._inside_its_like()
+
+    def by_name(self, chosen: Bool, values: npt.NDArray[np.generic] | None = None) -> npt.NDArray[np.float64]:
+        """The sum of `values` over the chosen rows, without any their number, for each of `names`."""
+        weights = None if values is None else values[chosen]
+        return np.bincount(self.code[chosen], weights, len(self.names)).astype(np.float64)
+
+    def with_what_it_called(self, chosen: Bool) -> npt.NDArray[np.float64]:
+        """The own time of the chosen rows for each of `names`, and for all that its calls called."""
+        total = np.zeros(len(self.names))
+        own = self.own[chosen]
+        call = self._call[chosen]
+        unknown = call < 0
+        np.add.at(total, self.code[chosen][unknown], own[unknown])
+        while (call >= 0).any():
+            here = (call >= 0) & self.topmost[call]
+            np.add.at(total, self.code[call[here]], own[here])
+            call = np.where(call >= 0, self.up[call], -1)
+        return total
+
+    def _calls_by_number(self, table: pd.DataFrame, is_call: Bool) -> Int:
+        """The row of the call that each row bears the number of; -1: none."""
+        number = table["corr"].fillna(-1).to_numpy(np.int64)
+        at = np.flatnonzero(is_call & (number >= 0))
+        at = at[np.argsort(number[at], kind="stable")]
+        if not len(at):
+            return np.full(len(number), -1)
+        place = np.minimum(np.searchsorted(number[at], number), len(at) - 1)
+        return np.where((number[at][place] == number) & (number >= 0), at[place], -1)
+
+    @staticmethod
+    def _inside(parent: Int, marked: Bool) -> Bool:
+        """Which rows are inside of a marked one."""
+        found, at = np.zeros(len(parent), bool), parent
+        while (at >= 0).any():
+            found |= (at >= 0) & marked[at]
+            at = np.where(at >= 0, parent[at], -1)
+        return found
+
+    def _inside_its_like(self) -> Bool:
+        found, at = np.zeros(len(self.up), bool), self.up
+        for _ in range(len(self.up)):  # damaged rows may form a circle
+            if not (at >= 0).any():
+                break
+            found |= (at >= 0) & (self.code[at] == self.code)
+            at = np.where(found | (at < 0), -1, self.up[at])
+        return found
+
+
+def _nest_by_thread(table: pd.DataFrame) -> tuple[Int, Int]:
+    """Length and parent of each row; the rows of a thread lie together, by start."""
+    start, thread = table["start_ns"].to_numpy(np.int64), table["thread"].to_numpy(np.int64)
+    end = start + table["dur_ns"].to_numpy(np.int64)
+    parent = np.full(len(start), -1)
+    edges = np.flatnonzero(np.diff(thread, prepend=np.nan, append=np.nan))
+    for first, behind in pairwise(edges.tolist()):
+        end[first:behind], inside = nest(start[first:behind], end[first:behind])
+        parent[first:behind] = np.where(inside >= 0, inside + first, -1)
+    return end - start, parent
+
+
+def _in_forward(table: pd.DataFrame, rows: pd.DataFrame) -> Bool:
+    """Which calls began in a forward of their thread that was for training."""
+    forward = (rows["kind"] == "phase") & (rows["name"] == "forward") & (rows["source"] == "measured")
+    trains = rows.loc[forward & rows["dur_ns"].notna() & rows["grad"].fillna(True), ["thread", "start_ns", "dur_ns"]]
+    found = np.zeros(len(table), bool)
+    thread, start = table["thread"].to_numpy(np.int64), table["start_ns"].to_numpy(np.int64)
+    for one, phases in trains.groupby("thread"):
+        mine = np.flatnonzero(thread == one)
+        begin = np.sort(phases["start_ns"].to_numpy(np.int64))
+        end = np.sort((phases["start_ns"] + phases["dur_ns"]).to_numpy(np.int64))
+        # Outermost calls of a thread do not overlap.
+        found[mine] = np.searchsorted(begin, start[mine], "right") > np.searchsorted(end, start[mine], "left")
+    return found
+
+
+def counted_step(rows: pd.DataFrame) -> tuple[int, int] | str:
+    """When the floating-point operations of one whole step of a rank were counted; or why none were.
+
+    They were counted from one optimizer's step to the next. A step may be several of these: from wherever it begins, a
+    turn of all of them is as good as any.
+    """
+    steps = rows.loc[rows["kind"] == "step", "value"].dropna()
+    each = int(steps.median()) if len(steps) else 0
+    spans, found = _counted_spans(rows), 0
+    for _, ended, stepped in spans:
+        found += stepped
+        if found and found == each:
+            return spans[0][0], ended
+    if not len(spans) or each <= 1:
+        return NOT_COUNTED
+    return f"a step is {each} steps of optimizers, of which {found} were counted"
+
+
+def _counted_spans(rows: pd.DataFrame) -> list[tuple[int, int, int]]:
+    """When operations were counted, in order: begin, end, and how many steps of optimizers there were in between."""
+    told = rows[(rows["kind"] == "gauge") & (rows["name"] == COUNTED)].sort_values("start_ns")
+    if len(told):
+        starts, counts = told["start_ns"].to_numpy(np.int64), told["value"].to_numpy(np.int64)
+        ends = starts + told["dur_ns"].to_numpy(np.int64)
+        return [*zip(starts.tolist(), ends.tolist(), counts.tolist(), strict=True)]
+    # Captures of older versions: operations are records themselves, and the optimizers' beside them are counted.
+    optimizers = (rows["kind"] == "phase") & (rows["name"] == "optimizer")
+    stepped = np.sort(rows.loc[optimizers, "start_ns"].to_numpy(np.int64))
+    spans = _counted(rows)[["start_ns", "dur_ns"]].drop_duplicates().sort_values("start_ns").astype("int64")
+    starts, ends = spans["start_ns"].to_numpy(), (spans["start_ns"] + spans["dur_ns"]).to_numpy()
+    counts = np.searchsorted(stepped, ends, "right") - np.searchsorted(stepped, starts)
+    return [*zip(starts.tolist(), ends.tolist(), counts.tolist(), strict=True)]
+
+
+def _counted(rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[(rows["kind"] == "gauge") & rows["name"].astype(str).str.startswith(FLOPS)]
+
+
+def _operations(rows: pd.DataFrame) -> pd.Series[float] | None:
+    """Floating-point operations of forward and backward by module, of the step that was counted; None without one."""
+    counted, span = _counted(rows), counted_step(rows)
+    if isinstance(span, str):
+        return None
+    counted = counted[counted["purpose"].isin(["forward", BACKWARD]) & counted["module"].notna()]
+    counted = counted[counted["start_ns"].between(*span)]
+    found: pd.Series[float] = counted.groupby(counted["module"].astype(str))["value"].sum()
+    return found
+
+
+def module_times(sums: Mapping[int, pd.DataFrame] | Iterable[pd.DataFrame]) -> pd.DataFrame:
+    """COLUMNS, most own time first: a step, mean over the ranks that have the module, and the rank on which its own
+    time, of forward and backward, is longest. `sums`: of each rank."""
+    by_rank = sums if isinstance(sums, Mapping) else dict(enumerate(sums))
+    tables = {rank: table for rank, table in by_rank.items() if len(table)}
+    if not tables:
+        return pd.DataFrame(columns=list(COLUMNS))
+    every = pd.concat(tables, names=["rank"])
+    every["both_ns"] = every["own_ns"] + every["backward_own_ns"].fillna(0)
+    mean = every.groupby("module").mean()
+    slowest = every.loc[every.groupby("module")["both_ns"].idxmax(), "both_ns"].reset_index("rank")
+    found = pd.DataFrame(
+        {
+            "calls": mean["calls"],
+            "ms": mean["ns"] / 1e6,
+            "own_ms": mean["own_ns"] / 1e6,
+            "backward_ms": mean["backward_ns"] / 1e6,
+            "backward_own_ms": mean["backward_own_ns"] / 1e6,
+            "recompute_ms": mean["recompute_ns"] / 1e6,
+            "gflop": mean["flops"] / 1e9,
+            "slowest_rank": slowest["rank"],
+            "slowest_own_ms": slowest["both_ns"] / 1e6,
+            "both": mean["both_ns"],
+        }
+    )
+    ordered = found.reset_index().sort_values(["both", "module"], ascending=[False, True], ignore_index=True)
+    return ordered[list(COLUMNS)]

@@ -1,0 +1,148 @@
+"""What the engine does on a GPU: its lanes, and what times phases. Tells the spans and lines of each part by name."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import sleeping_device as device
+import torch
+
+from dsprof.engine.comm.lane import CudaLane
+from dsprof.engine.hooks import FAILURES, Attributes, Hooks, Span
+from dsprof.engine.monitors.wall_clock import CudaTimer, WallClock, timer_for
+
+
+class Spans:
+    """Keeps the spans that have ended."""
+
+    def __init__(self) -> None:
+        self.ended: list[Span] = []
+
+    def begin(self, span: Span) -> None: ...
+
+    def end(self, span: Span) -> None:
+        self.ended.append(span)
+
+    def told(self, kind: str) -> list[tuple[str, int, int, int]]:
+        """Name, start, end, bytes."""
+        return [(s.name, s.start_ns, s.end_ns or 0, s.bytes or 0) for s in self.ended if s.kind == kind]
+
+
+def about(size: int = 8) -> Attributes:
+    return {"purpose": "gradient", "bytes": size, "group": "dp", "seq": 0}
+
+
+def lane() -> dict[str, Any]:
+    """Two communications beside a computation of 100 ms, of which the first is over when it is waited for."""
+    hooks, spans, stages = Hooks(), Spans(), []
+    hooks.subscribe(spans)
+    lane = CudaLane("gradients", hooks)
+    asked = device.counts().get("synchronize", 0)
+    device.kernel("computing", 100)
+    first = lane.submit(lambda: device.kernel("first", 50), "all_reduce", **about(8))
+    device.kernel("more", 20)
+    second = lane.submit(lambda: device.kernel("second", 200), "all_reduce", **about(16))
+    lane.poll()
+    stages.append((first.done, second.done, len(spans.told("comm"))))
+    first._end.synchronize()  # type: ignore[attr-defined]
+    lane.poll()
+    stages.append((first.done, second.done, len(spans.told("comm"))))
+    second.wait()
+    device.kernel("after", 1)
+    asked = device.counts()["synchronize"] - asked - 1  # but for the job's own
+    lane.close()
+    return {"stages": stages, "comm": spans.told("comm"), "launch": spans.told("launch"), "synchronized": asked}
+
+
+def late_listener() -> dict[str, Any]:
+    hooks, spans = Hooks(), Spans()
+    lane = CudaLane("gradients", hooks)
+    ticket = lane.submit(lambda: device.kernel("unheard", 5), "all_reduce", **about())
+    hooks.subscribe(spans)
+    device.kernel("head start", 50)
+    lane.submit(lambda: device.kernel("heard", 3), "all_reduce", **about(16))
+    lane.close()
+    return {"comm": spans.told("comm"), "done": ticket.done}
+
+
+def memory() -> dict[str, Any]:
+    lane = CudaLane("gradients", Hooks())
+
+    def send() -> tuple[Any, weakref.ref[torch.Tensor]]:
+        sent = torch.ones(2, device="cuda")
+        return lane.submit(lambda: sent.sum(), "all_reduce", **about()), weakref.ref(sent)
+
+    ticket, memory = send()
+    gc.collect()
+    kept = [memory() is not None]
+    ticket.wait()
+    gc.collect()
+    return {"kept": [*kept, memory() is not None]}
+
+
+def phases() -> dict[str, Any]:
+    hooks = Hooks()
+    lines: list[str] = []
+    curves: list[tuple[str, float]] = []
+    timer = timer_for(torch.device("cuda"))
+    assert isinstance(timer, CudaTimer)
+    hooks.subscribe(WallClock(2, lines.append, lambda name, ms: curves.append((name, ms)), timer))
+    went_on = []
+    for hooks.step in range(2):
+        device.kernel("head start", 60)
+        for hooks.microbatch in range(2):
+            with hooks.span("phase", "forward"):
+                device.kernel("work", 10)
+            with hooks.span("phase", "backward"):
+                with hooks.span("phase", "recompute", lane="autograd"):
+                    device.kernel("work", 4)
+                device.kernel("work", 16)
+        with hooks.span("phase", "step"):
+            device.kernel(f"step {hooks.step}", 5 * (1 + hooks.step))
+        went_on.append(device.now_ns())
+    return {"lines": lines, "curves": curves, "went_on": went_on}
+
+
+def between_lines() -> dict[str, Any]:
+    hooks = Hooks()
+    lines: list[str] = []
+    hooks.subscribe(WallClock(3, lines.append, None, CudaTimer()))
+    asked = []
+    for hooks.step in range(3):
+        asked.append(device.counts()["synchronize"])
+        device.kernel("head start", 20)
+        with hooks.span("phase", "step"):
+            device.kernel("work", 6 + hooks.step)
+    return {"lines": lines, "asked": asked}
+
+
+def day() -> dict[str, Any]:
+    """A communication of 0.125 ms every ten minutes; the host is ahead of the last one."""
+    hooks, spans = Hooks(), Spans()
+    hooks.subscribe(spans)
+    lane = CudaLane("gradients", hooks)
+    for number in range(24 * 6):
+        device.skip(600_000)
+        if number == 24 * 6 - 1:
+            device.kernel("head start", 50)
+        lane.submit(lambda: device.kernel("brief", 0.125), "all_reduce", **about()).wait()
+        lane._timed[-1].end.synchronize()
+        lane.poll()
+    return {"comm": spans.told("comm")}
+
+
+def after_all(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    told = part()
+    torch.cuda.synchronize()
+    return told
+
+
+PARTS = (lane, late_listener, memory, phases, between_lines, day)
+told = {part.__name__: after_all(part) for part in PARTS}
+Path(f"told.{common.RANK}").write_text(json.dumps({**told, "failures": len(FAILURES), "log": device.log()}))

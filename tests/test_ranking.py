@@ -1,0 +1,86 @@
+"""In which order findings stand: one number says how severe each is and where it stands."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dsprof.analyzer.finding import Finding, Gain, Severity, Where
+from dsprof.analyzer.graph.step_graph import StepGraph
+from dsprof.analyzer.judge import ranked
+from dsprof.analyzer.price.attribution import Attribution, attribute
+
+
+def finding(code: str, severity: Severity, ms: float, share: float | None = None) -> Finding:
+    return Finding(
+        code, code, severity, Where(), (), Gain(ms, ms, ms, ms),
+        share=None if share is None else Gain(share, share, share, share),
+    )  # fmt: skip
+
+
+def order(*findings: Finding) -> list[tuple[str, str]]:
+    return [(one.code, one.severity) for one in ranked(list(findings))]
+
+
+def test_a_high_stands_above_a_medium_and_the_larger_of_two_above_the_other() -> None:
+    given = finding("pause.gc", "medium", 9), finding("data.stall", "high", 20), finding("comm.exposed", "medium", 12)
+    assert order(*given) == [("data.stall", "high"), ("comm.exposed", "medium"), ("pause.gc", "medium")]
+
+
+def test_the_share_and_not_what_it_gains_alone_says_where_a_finding_stands() -> None:
+    hidden = finding("rank.straggler", "high", 0, share=20)
+    assert order(finding("pause.gc", "high", 16, share=16), hidden)[0] == ("rank.straggler", "high")
+
+
+def test_a_bubble_weighs_no_more_than_the_slow_stage_that_it_takes_to_be_fixed() -> None:
+    slow, bubble, other = (
+        finding("pipeline.imbalance", "medium", 13), finding("pipeline.bubble", "high", 25),
+        finding("pause.gc", "low", 3),
+    )  # fmt: skip
+    assert order(bubble, other, slow) == [
+        ("pipeline.imbalance", "medium"), ("pipeline.bubble", "medium"), ("pause.gc", "low")
+    ]  # fmt: skip
+    said = ranked([bubble, slow])[1].evidence[-1]
+    assert (said.metric, said.value) == ("counts only once this is fixed", "pipeline.imbalance")
+
+
+def test_a_bubble_beside_stages_that_are_nearly_equal_stands_by_itself() -> None:
+    given = finding("pipeline.imbalance", "info", 0.4), finding("pipeline.bubble", "high", 25)
+    assert order(*given) == [("pipeline.bubble", "high"), ("pipeline.imbalance", "info")]
+
+
+def test_what_ended_the_run_comes_first() -> None:
+    assert order(finding("data.stall", "high", 50), finding("run.hang", "high", 0))[0] == ("run.hang", "high")
+
+
+@pytest.mark.parametrize(
+    ("saved", "together"),
+    [
+        # Two ranks that are late by 10 ms each: either alone gains nothing.
+        ({"a": 0, "b": 0, "ab": 10}, {"a": ("b", 10.0), "b": ("a", 10.0)}),
+        # Each costs its own.
+        ({"a": 4, "b": 6, "ab": 10}, {}),
+        # The smaller one is hidden by the larger, which gains most of it alone.
+        ({"a": 8, "b": 0, "ab": 10}, {"b": ("a", 10.0)}),
+    ],
+)
+def test_which_fault_hides_which(
+    saved: dict[str, float], together: dict[str, tuple[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _attributed(saved, monkeypatch)
+    assert {name: (other, float(ms.mean())) for name, (other, ms) in found.together.items()} == together
+    assert sum(float(share.mean()) for share in found.shares.values()) == pytest.approx(10)
+
+
+def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Attribution:
+    """Faults of a graph that is the letters of the faults that are left, and whose replay looks up what that saves."""
+
+    class Replayed:
+        def __init__(self, fixed: str) -> None:
+            self.durations = np.full(3, 100.0 - saved.get(fixed, 0.0))
+
+    monkeypatch.setattr(
+        "dsprof.analyzer.price.attribution.replay_all", lambda graphs: [Replayed("".join(sorted(g))) for g in graphs]
+    )
+    start: StepGraph = ""  # type: ignore[assignment]
+    return attribute(start, {name: (lambda graph, name=name: graph + name) for name in "ab"})
