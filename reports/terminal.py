@@ -329,7 +329,8 @@ def _notes(console: Console, analysis: Analysis) -> None:
     minor = wording.remarks(analysis)
     for finding in minor[:SHOWN_INFO]:
         saved = wording.saving(finding)
-        remark = f"{finding.code}: {text.clean(finding.title)}" + (f"; {saved}, which is not sure" if saved else "")
+        uncertain = "not certain: the gain may be zero" if finding.gain.low <= 0 else "not certain"
+        remark = f"{finding.code}: {text.clean(finding.title)}" + (f"; {saved}, {uncertain}" if saved else "")
         grid.add_row(Text("info", style="dim"), _prose(remark, "dim"))
     if len(minor) > SHOWN_INFO:
         grid.add_row(Text("info", style="dim"), Text(f"and {len(minor) - SHOWN_INFO} more", style="dim"))

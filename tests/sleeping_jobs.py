@@ -19,11 +19,7 @@ from jobs import environment
 from sleeping_device.build import CannotBuild, build
 
 from dsprof.run import RunFolder
-from dsprof.schema import DEVICE_CLOCK
 from dsprof.trace import load
-from dsprof.trace.capture import read_capture
-from dsprof.trace.derive.records import measured_rows
-from dsprof.trace.derive.streams import clock_offsets
 from dsprof.trace.load import Trace
 
 HERE = Path(__file__).parent
@@ -75,13 +71,6 @@ class Ran:
 
     def rows(self, rank: int = 0) -> pd.DataFrame:
         return self.trace.read(rank)
-
-    def clock_doubt_ns(self, rank: int = 0) -> float:
-        """How far off the device's clock may be from the host's, by the samples of both, which are bad on a busy
-        machine."""
-        [capture] = (self.folder / "run" / "capture").glob(f"rank{rank:05d}*")
-        rows = measured_rows(read_capture(capture))
-        return clock_offsets(rows[(rows["kind"] == "gauge") & (rows["name"] == DEVICE_CLOCK)])[2]
 
     def communications(self, name: str, rank: int = 0, least_step: int = 2) -> pd.DataFrame:
         """dsprof's rows of communications of this name in steps that it has seen whole, in the order of their issue."""

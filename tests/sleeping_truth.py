@@ -13,6 +13,9 @@ MS = 1_000_000
 WITHIN_MS, WITHIN = 0.2, 0.01
 """Of a length: the larger one of the two."""
 ALL = slice(None)
+ALIGNED_MS = 30.0
+"""How far the device's clock may be off the host's: the sleeping device says that an event is over when its data are
+there, too, which on a busy machine is later than the computed time."""
 CLOCKS_MS = 2.0
 """How far a moment that the engine takes on a busy machine may lie apart."""
 
@@ -39,13 +42,13 @@ def assert_communications(
     length, arrival = told["dur_ns"].to_numpy(np.int64), told["arrival_ns"].to_numpy(np.int64)
     arrived, ended = did["arrival_ns"].to_numpy(), did["end_ns"].to_numpy()
     assert close(length, ended - arrived).all(), (name, length / MS, (ended - arrived) / MS)
-    assert_moments(arrival, arrived, ran.clock_doubt_ns(rank), name)
+    assert_moments(arrival, arrived, name)
 
 
-def assert_moments(found: Int, true: Int, doubt_ns: float, what: str) -> None:
-    """Moments on the device's clock: as far from each other as they were, and no further off than that clock may be."""
+def assert_moments(found: Int, true: Int, what: str) -> None:
+    """Moments on the device's clock: as far from each other as they were, and not far off together."""
     off = found - true
-    assert np.abs(off).max() <= doubt_ns + WITHIN_MS * MS, (what, off / MS, doubt_ns / MS)
+    assert np.abs(off).max() <= ALIGNED_MS * MS, (what, off / MS)
     assert np.ptp(off) <= WITHIN_MS * MS, (what, off / MS)
 
 
@@ -69,7 +72,7 @@ def assert_phases(ran: Ran, name: str, rank: int = 0, least: int = 1) -> None:
     begin, end = true["begin_ns"].to_numpy(np.int64), true["end_ns"].to_numpy(np.int64)
     length = told["dur_ns"].to_numpy(np.int64)
     assert close(length, end - begin).all(), (name, length / MS, (end - begin) / MS)
-    assert_moments(told["start_ns"].to_numpy(np.int64), begin, ran.clock_doubt_ns(rank), name)
+    assert_moments(told["start_ns"].to_numpy(np.int64), begin, name)
 
 
 def waits_by_step(ran: Ran, rank: int = 0) -> tuple[Int, Int]:

@@ -98,6 +98,21 @@ def test_ranks_of_this_host(environ: dict[str, str], ranks: int) -> None:
             },
             True,
         ),
+        ({"run/systemd/logind.conf.d/a.conf": "[Login]\nRemoveIPC=no\n"}, False),
+        (
+            {
+                "usr/lib/systemd/logind.conf.d/b.conf": "[Login]\nRemoveIPC=yes\n",
+                "etc/systemd/logind.conf.d/a.conf": "[Login]\nRemoveIPC=no\n",
+            },
+            True,
+        ),
+        (
+            {
+                "usr/lib/systemd/logind.conf.d/a.conf": "[Login]\nRemoveIPC=no\n",
+                "etc/systemd/logind.conf.d/a.conf": "[Login]\nRemoveIPC=yes\n",
+            },
+            True,
+        ),
     ],
 )
 def test_what_systemd_removes_at_logout(tmp_path: Path, files: dict[str, str], removed: bool) -> None:

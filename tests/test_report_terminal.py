@@ -47,7 +47,7 @@ def test_healthy() -> None:
         └─ other           2.0 ms   1.1 %  ▎
 
         info      comm.exposed: the last all-reduce is not overlapped; saves 1.10 ms a step (0.6 %) [0.20,
-                  2.00], which is not sure
+                  2.00], not certain
         passed    comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler, run.rank-died
         capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us, noise 0.60 ms
         """)

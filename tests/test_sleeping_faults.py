@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sleeping_jobs import Ran, SleepingRanks
-from sleeping_truth import MS, WITHIN_MS, Int, assert_communications, assert_phases, close
+from sleeping_truth import MS, Int, assert_communications, assert_moments, assert_phases, close
 
 from dsprof.analyzer import analyze
 
@@ -32,9 +32,8 @@ def assert_lateness(ran: Ran, rank: int, of: int) -> Int:
     did = [ran.did("nccl:all_reduce", number, last=len(told[0])) for number in (rank, of)]
     late: Int = (did[0]["arrival_ns"] - did[1]["arrival_ns"]).to_numpy()
     ahead = np.logical_and.reduce([each["ahead"].to_numpy(bool) for each in did])
-    doubt = ran.clock_doubt_ns(rank) + ran.clock_doubt_ns(of) + WITHIN_MS * MS
     assert ahead.sum() >= len(late) // 3
-    assert np.abs(told[0] - told[1] - late)[ahead].max() <= doubt
+    assert_moments((told[0] - told[1])[ahead], late[ahead], "lateness")
     return late
 
 
@@ -105,9 +104,11 @@ def test_a_loader_that_the_device_waits_for_costs_what_it_waits(exposed: Ran) ->
     ordinary = analysis.steps[analysis.steps["ordinary"].astype(bool)]
     true_ms = np.diff(updates)[ordinary["step"].to_numpy(np.int64) - 1] / MS
     assert close(ordinary["dur_ns"].to_numpy(np.int64), true_ms * MS).all()
-    assert (ordinary["compute"] - 18.04).abs().median() < 0.5
     # What is neither computing nor updating is standing still for data, but for what the host takes to launch.
-    assert ((true_ms - 20.05) - ordinary["data"]).median() < 1.0
+    still_ms = true_ms - 20.05
+    assert ordinary["compute"].min() > 17.9
+    assert (ordinary["data"] < still_ms + 0.2).all()
+    assert (ordinary["data"] / still_ms).median() > 0.85
 
 
 def test_a_device_that_fails_is_left_alone_and_told_once(sleeping_ranks: SleepingRanks, tmp_path: Path) -> None:

@@ -64,6 +64,17 @@ def test_one_sample_that_was_held_up_does_not_make_the_next_ones_rare() -> None:
     assert job.sampled[seen + 1] == held_up + 13
 
 
+@pytest.mark.parametrize("held_up", [2, 3])
+def test_one_of_the_first_samples_that_was_held_up_does_not_make_the_next_ones_rare(held_up: int) -> None:
+    job = Job(sample_ns=50 * US)
+    for step in range(1, FIRST + 1):
+        job.sample_ns = 30 * MS if step == held_up else 50 * US
+        job.take(1, 2 * MS)
+    job.sample_ns = 50 * US
+    job.take(60, 2 * MS)
+    assert len(job.sampled) >= FIRST + 2
+
+
 def test_who_wants_the_next_step_gets_it() -> None:
     job = Job(sample_ns=50 * US)
     job.take(100, 2 * MS)

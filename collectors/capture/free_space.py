@@ -80,8 +80,14 @@ def is_removed_at_logout(user: int, host: Path = Path("/")) -> bool:
     logind.conf), whatever still runs."""
     if user < FIRST_USER or not (host / "run/systemd/users").is_dir():
         return False
-    folders = (host / "usr/lib/systemd/logind.conf.d", host / "etc/systemd/logind.conf.d", host / "run/systemd")
-    files = [host / "etc/systemd/logind.conf", *(file for folder in folders for file in sorted(folder.glob("*.conf")))]
+    # Of files of one name that in the later folder counts; drop-ins come in the order of their names, whatever folder
+    # they are in (logind.conf(5)).
+    folders = ("usr/lib/systemd", "usr/local/lib/systemd", "run/systemd", "etc/systemd")
+    drop_ins = {
+        file.name: file for folder in folders for file in sorted((host / folder / "logind.conf.d").glob("*.conf"))
+    }
+    main = [file for folder in folders if (file := host / folder / "logind.conf").is_file()][-1:]
+    files = main + [drop_ins[name] for name in sorted(drop_ins)]
     said = re.findall(r"^\s*RemoveIPC\s*=\s*(\w+)", "\n".join(map(proc.read_whole, files)), re.MULTILINE)
     return not said or said[-1].lower() not in ("no", "false", "off", "0")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from statistics import median
+from statistics import median_low
 from typing import Final
 
 from ..system.clock import now_ns
@@ -22,7 +22,8 @@ FIRST: Final = 3
 """After so many steps samples are taken in any case: what a job sets up shows itself then, and nothing is known yet of
 what they cost. The first one imports, and is not counted."""
 COSTS: Final = 5
-"""So many samples tell what one costs, by their median: a thread that lost its core meanwhile counts for nothing."""
+"""So many samples tell what one costs, by their median: a thread that lost its core meanwhile counts for nothing. Of two
+the lower one counts, for the same reason: the next sample would be far away, and with it what could put it right."""
 
 
 class StepEnd:
@@ -65,7 +66,7 @@ class StepEnd:
             self.due = self.taken + 1
             return
         allowed_ns = SHARE * max(between / steps, 1.0)
-        self.due = self.taken + max(math.ceil(median(self._costs) / allowed_ns), 1)
+        self.due = self.taken + max(math.ceil(median_low(self._costs) / allowed_ns), 1)
 
     def no_later_than(self, step: int) -> None:
         """A sample is due after this step, or one before it."""

@@ -43,7 +43,7 @@ class Look:
 @dataclass(frozen=True)
 class Rule:
     """All that is known of a code, but for the collectors without which it cannot be told: those say so in their own
-    records (`collectors/catalogue.py`). A module of the folders of `rules/` that has RULES adds its records to the others.
+    records (`collectors/catalogue.py`). A module of the folders of `rules/` that has RULES adds its records to these.
 
     code:       never changes meaning
     says:       what a finding of it says, as docs/findings.md lists it

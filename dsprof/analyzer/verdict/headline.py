@@ -230,7 +230,7 @@ def _more(analysis: Analysis, part: str) -> str:
     if part == "peer_wait" and not about:
         return ", none of which is late on the whole"
     if any(finding.weight.ms > 0 for finding in about):
-        return " (what could be gained is not sure: run more steps)"
+        return " (how much of it could be gained is not certain: run more steps)"
     return f" ({clean(about[0].title)})" if about else ""
 
 
