@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from dsprof.analyzer.rules.registry import rule_of
+
 
 @dataclass(frozen=True)
 class Part:
@@ -101,30 +103,20 @@ PROFILED: Final = "#7A2CEB"
 HIGHLIGHT: Final = "#B5121B"
 NEUTRAL: Final = "#8A9099"
 
-_PART_OF_CODE: Final = {
-    "rank.straggler": "peer_wait",
-    "data.imbalance": "peer_wait",
-    "data.stall": "data",
-    "compute.optimizer": "optimizer",
-    "pause.gc": "pause",
-}
-_PART_OF_FAMILY: Final = {
-    "comm": "comm_exposed",
-    "pipeline": "bubble",
-    "offload": "offload",
-    "compute": "compute",
-}
-_KIND_OF_FAMILY: Final = {"eval": "evaluation", "checkpoint": "checkpointing"}
-
 
 def part_of(code: str) -> str | None:
     """The part of the ordinary step in which the time lost to a finding shows; None where it shows in none."""
-    return _PART_OF_CODE.get(code) or _PART_OF_FAMILY.get(code.partition(".")[0])
+    return next((part for part in _explained_by(code) if part in PARTS), None)
 
 
 def kind_of(code: str) -> str | None:
     """The kind of time beside the ordinary steps in which the time lost to a finding shows; None where in none."""
-    return _KIND_OF_FAMILY.get(code.partition(".")[0])
+    return next((kind for kind in _explained_by(code) if kind in TIMES), None)
+
+
+def _explained_by(code: str) -> tuple[str, ...]:
+    rule = rule_of(code)
+    return rule.explains if rule is not None else ()
 
 
 def mark(kind: str) -> Mark:

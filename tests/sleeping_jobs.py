@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from captures import build_helper
@@ -38,21 +39,30 @@ class Ran:
         return pd.DataFrame(self.told[rank]["log"])
 
     def did(self, name: str, rank: int = 0, last: int | None = None) -> pd.DataFrame:
-        """Of the log, the operations of this name in the order of their launch; the last ones only."""
-        log = self.log(rank)
-        found = log[log["name"] == name].sort_values("launch_ns", kind="stable")
+        """Of the log, the operations of this name in the order of their launch; the last ones only. `ahead`: the device
+        got to it after its launch, and the host had gone on when it was over: a host that a busy machine stops may put
+        an event before or behind it too late."""
+        log = self.log(rank).sort_values("launch_ns", kind="stable")
+        went_on = (log["launch_ns"].shift(-1) < log["end_ns"]) | log["name"].str.endswith(
+            "barrier"
+        )  # for which it waits
+        log = log.assign(ahead=(log["arrival_ns"] > log["launch_ns"]) & went_on)
+        found = log[log["name"] == name]
         return found.iloc[0 if last is None else -last :].reset_index(drop=True)
 
     def phases(self, rank: int = 0) -> pd.DataFrame:
-        """The phases of the job on its device's default stream: name, begin_ns, end_ns, and whether the host was ahead of
-        the device at both ends. A phase begins when the host says so and the stream is through with what it had."""
+        """The phases of the job on its device's default stream: name, begin_ns, end_ns, and `ahead`, whether the host
+        was ahead of the device at both ends. A phase begins when the host says so and the stream is through with what
+        it had."""
         log = self.log(rank)
         stream = log[log["stream"] == 0]
+        launched, ended = stream["launch_ns"].to_numpy(), stream["end_ns"].to_numpy()
         rows = []
         for name, begin, end in self.told[rank]["phases"]:
-            launched = stream["launch_ns"].to_numpy()
-            before, within = (stream["end_ns"].to_numpy()[launched < at].max(initial=0) for at in (begin, end))
-            rows.append((name, max(before, begin), max(within, end), before > begin and within > end))
+            before, within = (ended[launched < at].max(initial=0) for at in (begin, end))
+            # The second, as `loss.backward()` makes a gradient before the backward begins.
+            second = [*np.sort(launched[launched >= begin])[1:2], end][0]
+            rows.append((name, max(before, begin), max(within, end), before > second and within > end))
         return pd.DataFrame(rows, columns=["name", "begin_ns", "end_ns", "ahead"])
 
     @cached_property

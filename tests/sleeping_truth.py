@@ -13,8 +13,11 @@ MS = 1_000_000
 WITHIN_MS, WITHIN = 0.2, 0.01
 """Of a length: the larger one of the two."""
 ALL = slice(None)
+ALIGNED_MS = 30.0
+"""How far the device's clock may be off the host's: the sleeping device says that an event is over when its data are
+there, too, which on a busy machine is later than the computed time."""
 CLOCKS_MS = 2.0
-"""How far two clocks that are compared on a busy machine may lie apart."""
+"""How far a moment that the engine takes on a busy machine may lie apart."""
 
 
 def close(found: Int, true: Int) -> npt.NDArray[np.bool_]:
@@ -30,7 +33,7 @@ def assert_communications(
     told = ran.communications(name, rank)
     did = ran.did(ran_as, rank)
     told, did = told[told_at], did[did_at].iloc[-len(told[told_at]) :]
-    ahead = (did["arrival_ns"] > did["launch_ns"]).to_numpy()
+    ahead = did["ahead"].to_numpy(bool)
     assert len(told) == len(did)
     assert ahead.sum() >= least, (name, len(told), ahead)
     assert told["dur_ns"].notna().all(), name
@@ -43,9 +46,9 @@ def assert_communications(
 
 
 def assert_moments(found: Int, true: Int, what: str) -> None:
-    """Moments on the device's clock: as far from each other as they were, and no further off than clocks may be."""
+    """Moments on the device's clock: as far from each other as they were, and not far off together."""
     off = found - true
-    assert np.abs(off).max() < CLOCKS_MS * MS, (what, off / MS)
+    assert np.abs(off).max() <= ALIGNED_MS * MS, (what, off / MS)
     assert np.ptp(off) <= WITHIN_MS * MS, (what, off / MS)
 
 
@@ -73,15 +76,18 @@ def assert_phases(ran: Ran, name: str, rank: int = 0, least: int = 1) -> None:
 
 
 def waits_by_step(ran: Ran, rank: int = 0) -> tuple[Int, Int]:
-    """How long the default stream waited for others in each step that dsprof has seen whole, ns: as it tells, and as it
-    was."""
+    """How long the default stream waited for others in each step that dsprof has seen whole and that the host was ahead
+    in, ns: as it tells, and as it was."""
     rows = ran.rows(rank)
     waits = rows[(rows["kind"] == "wait") & (rows["lane"] == "cuda.0") & rows["dur_ns"].notna() & (rows["step"] >= 2)]
-    found = waits.groupby("step")["dur_ns"].sum()
+    told = waits.groupby("step")["dur_ns"].sum()
     log = ran.log(rank)
-    did = log[(log["name"] == "wait") & (log["stream"] == 0)]
-    launched, length = did["launch_ns"].to_numpy(), (did["end_ns"] - did["reached_ns"]).to_numpy()
-    steps = ran.told[rank]["host"]
-    true = [int(length[(launched >= begin) & (launched < end)].sum()) for begin, end in steps]
-    found = found[found.index < len(steps)]
-    return found.to_numpy(np.int64), np.array(true, np.int64)[found.index.to_numpy(np.int64)]
+    stream = log[log["stream"] == 0]
+    found, true = [], []
+    for number, (begin, end) in enumerate(ran.told[rank]["host"]):
+        did = stream[(stream["launch_ns"] >= begin) & (stream["launch_ns"] < end)]
+        waited = did[did["name"] == "wait"]
+        if number in told.index and (did["reached_ns"] > did["launch_ns"]).iloc[1:].all():
+            found.append(told[number])
+            true.append((waited["end_ns"] - waited["reached_ns"]).sum())
+    return np.array(found, np.int64), np.array(true, np.int64)

@@ -60,14 +60,38 @@ def test_a_streams_wait_bears_the_number_of_the_hosts_and_the_reducers_are_deriv
     )
     derived = derive(rows, {"ddp", "device"})
     waits = derived[(derived["kind"] == "wait") & (derived["lane"] == "cuda.0")]
-    told = waits[["name", "group", "seq", "start_ns", "dur_ns", "source"]].values.tolist()
+    told = waits[["name", "group", "seq", "start_ns", "dur_ns", "issue_ns", "source"]].values.tolist()
     assert told == [
-        ["all_gather", "1", 7, 150, 10, "measured"],
-        ["all_reduce", "0", 1, 500, 70, "derived"],
+        ["all_gather", "1", 7, 150, 10, 5, "measured"],
+        ["all_reduce", "0", 1, 500, 70, 10, "derived"],
     ]
+    assert waits["step"].tolist() == [0, 0]
     kernels = derived[derived["kind"] == "kernel"]
     assert kernels["name"].tolist() == ["forward", "backward", "optimizer"]
     assert kernels["step"].tolist() == [0, 0, 0]  # by when they were issued
     assert derived.loc[derived["kind"] == "comm", "purpose"].tolist() == ["gradient", "gradient"]
+    # It ends when the device has done it, and not when the host has launched it.
+    assert derived.loc[derived["kind"] == "step", ["start_ns", "dur_ns"]].values.tolist() == [[0, 650]]
     # The host did not wait for what its device communicates.
     assert not ((derived["kind"] == "wait") & (derived["lane"] == "main") & (derived["source"] == "derived")).any()
+
+
+def test_a_step_whose_phases_end_was_not_seen_is_none_and_one_without_any_is_the_hosts() -> None:
+    """Three steps that the host launches in 10 each; of the second the device's optimizer is not over; the third was
+    replayed from a graph."""
+    rows: list[dict[str, object]] = [
+        {"kind": "phase", "name": name, "start_ns": step + at, "dur_ns": 3}
+        for step in (0, 20, 500)
+        for at, name in ((0, "forward"), (4, "backward"), (8, "optimizer"))
+    ]
+    stream = {"kind": "kernel", "lane": "cuda.0", "device": True}
+    rows += [
+        {"name": "backward", "start_ns": 50, "dur_ns": 40, "issue_ns": 4, **stream},
+        {"name": "optimizer", "start_ns": 90, "dur_ns": 10, "issue_ns": 8, **stream},
+        {"name": "backward", "start_ns": 100, "dur_ns": 40, "issue_ns": 24, **stream},
+        {"name": "optimizer", "start_ns": 28, "dur_ns": pd.NA, "issue_ns": 28, "ended": False, **stream},
+    ]
+    derived = derive(rows_of(*rows), {"device"})
+    steps = derived[derived["kind"] == "step"]
+    ends = (steps["start_ns"] + steps["dur_ns"]).tolist()
+    assert list(zip(steps["step"].tolist(), ends, strict=True)) == [(0, 100), (2, 511)]

@@ -231,5 +231,8 @@ def test_both_kinds_of_reasons() -> None:
         " `dsprof build` makes"
     }
     off = "the collector collectives was switched off (--without)"
-    assert unproved(facts, ["run.hang", "run.desync"]) == {"run.hang": off, "run.desync": off}
+    assert unproved(facts, ["run.hang", "run.desync"]) == {
+        "run.hang": off,
+        "run.desync": off,
+    }
     assert unproved({}, ["run.hang"]) == {}

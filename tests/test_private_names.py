@@ -44,6 +44,7 @@ NOT_OF_TORCH: Final = {
     "_exit": "of os, of Python",
     "_is_gil_enabled": "of sys, of Python",
     "_replace": "of named tuples, of Python",
+    "_symmetric_memory": "a module by which frames are passed over, where they are there",
     "_fsdp_wrapped_module": "part of a module's name, which is left out of it where it is there",
     "_orig_mod": "part of a module's name, which is left out of it where it is there",
     "_checkpoint_wrapped_module": "part of a module's name, which is left out of it where it is there",

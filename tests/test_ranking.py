@@ -9,6 +9,9 @@ from dsprof.analyzer.finding import Finding, Gain, Severity, Where
 from dsprof.analyzer.graph.step_graph import StepGraph
 from dsprof.analyzer.judge import ranked
 from dsprof.analyzer.price.attribution import Attribution, attribute
+from dsprof.analyzer.rules.registry import all_rules
+
+RULES = {rule.code: rule for rule in all_rules()}
 
 
 def finding(code: str, severity: Severity, ms: float, share: float | None = None) -> Finding:
@@ -19,7 +22,7 @@ def finding(code: str, severity: Severity, ms: float, share: float | None = None
 
 
 def order(*findings: Finding) -> list[tuple[str, str]]:
-    return [(one.code, one.severity) for one in ranked(list(findings))]
+    return [(one.code, one.severity) for one in ranked(list(findings), RULES)]
 
 
 def test_a_high_stands_above_a_medium_and_the_larger_of_two_above_the_other() -> None:
@@ -40,7 +43,7 @@ def test_a_bubble_weighs_no_more_than_the_slow_stage_that_it_takes_to_be_fixed()
     assert order(bubble, other, slow) == [
         ("pipeline.imbalance", "medium"), ("pipeline.bubble", "medium"), ("pause.gc", "low")
     ]  # fmt: skip
-    said = ranked([bubble, slow])[1].evidence[-1]
+    said = ranked([bubble, slow], RULES)[1].evidence[-1]
     assert (said.metric, said.value) == ("counts only once this is fixed", "pipeline.imbalance")
 
 

@@ -15,8 +15,8 @@ from synthetic import Job, constant
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding, Gain
-from dsprof.analyzer.price.calibration import MODEL_ERROR
 from dsprof.analyzer.rules.base import at, ddp_argument_fix, settings_fix, widened
+from dsprof.analyzer.rules.registry import rule_of
 from dsprof.trace import Trace
 
 SITE = "/home/me/train.py:12"
@@ -73,7 +73,10 @@ def test_no_more_workers_than_cores(ranks: int, cpus: Any, workers: int | None) 
     # One worker loads a batch in 20 ms, and the rest of the step takes 33: what is left is handing it over, nominally.
     # From 18.0 to 19.5 ms, and the model's own error.
     assert stall.gain.ms == pytest.approx(18.75, abs=0.6)
-    error = MODEL_ERROR["data.stall"].half_ms(18.75, 52.0, load=0.5)
+    rule = rule_of("data.stall")
+    assert rule is not None
+    assert rule.error is not None
+    error = rule.error.half_ms(18.75, 52.0, load=0.5)
     assert stall.gain.high == pytest.approx(18.75 + math.hypot(0.75, error), abs=0.6)
     assert stall.gain.low == pytest.approx(18.75 - math.hypot(0.75, error), abs=0.6)
 

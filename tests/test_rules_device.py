@@ -11,8 +11,8 @@ from synthetic import Job, constant
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
-from dsprof.analyzer.rules.missing_collectors import NEEDED_FOR, reasons
-from dsprof.collectors.catalogue import COLLECTORS
+from dsprof.analyzer.rules.missing_collectors import EVERYTHING, NEEDED_FOR, NEEDED_TO_PASS, reasons
+from dsprof.analyzer.rules.registry import all_rules
 from dsprof.trace import Trace
 
 FAST = {
@@ -333,7 +333,8 @@ def test_what_every_gain_rests_on() -> None:
     assert off.verdict.status == "inconclusive"
 
 
-def test_the_collectors_that_are_needed_are_there() -> None:
-    assert set(NEEDED_FOR) <= set(COLLECTORS)
+def test_what_collectors_are_needed_for_are_codes_of_rules() -> None:
+    named = {code for codes in (*NEEDED_FOR.values(), *NEEDED_TO_PASS.values()) for code in codes}
+    assert named - {EVERYTHING} <= {rule.code for rule in all_rules()}
     assert reasons({}, ["pause.gc"]) == {}
     assert reasons({"without": [{"collectors": ["flops"]}]}, ["pause.gc"]) == {}

@@ -9,7 +9,7 @@ from sleeping_truth import assert_communications
 
 @pytest.fixture(scope="module")
 def watched(sleeping_ranks: SleepingRanks, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return sleeping_ranks.run(tmp_path_factory.mktemp("watched"), "communications.py", ranks=2)
+    return sleeping_ranks.run(tmp_path_factory.mktemp("watched"), "communications.py", ranks=2, without="nvml")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ KINDS = {
 def test_collectives_last_and_arrive_as_on_the_device(watched: Ran, kind: str) -> None:
     name, told_at, ran_as, did_at = KINDS[kind]
     for rank in range(2):
-        assert_communications(watched, name, ran_as, rank, least=6, told_at=told_at, did_at=did_at)
+        assert_communications(watched, name, ran_as, rank, least=3, told_at=told_at, did_at=did_at)
 
 
 def test_how_coalesced_works_end_that_are_asynchronous_is_not_told(watched: Ran) -> None:

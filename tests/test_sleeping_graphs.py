@@ -13,7 +13,7 @@ from dsprof.analyzer import analyze
 
 def run(ranks: SleepingRanks, where: Path, first: int, what: str, *, world: int = 1) -> Ran:
     """With dsprof; held against the same job without it."""
-    watched = ranks.run(where / "watched", "graph.py", str(first), what, ranks=world)
+    watched = ranks.run(where / "watched", "graph.py", str(first), what, ranks=world, without="nvml")
     bare = ranks.run(where / "bare", "graph.py", str(first), what, ranks=world, armed=False)
     for rank in range(world):
         assert watched.told[rank]["losses"] == bare.told[rank]["losses"]

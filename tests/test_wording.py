@@ -187,7 +187,8 @@ def test_a_command_reads_back() -> None:
 def test_findings_point_at_budget_parts() -> None:
     assert palette.part_of("rank.straggler") == "peer_wait"
     assert palette.part_of("data.stall") == "data"
-    assert palette.part_of("comm.slow-link") == "comm_exposed"
+    assert palette.part_of("comm.exposed") == "comm_exposed"
+    assert palette.part_of("comm.unheard-of") is None
     assert palette.part_of("pipeline.bubble") == "bubble"
     assert palette.part_of("pipeline.imbalance") == "bubble"
     assert palette.part_of("pause.gc") == "pause"

@@ -3,7 +3,8 @@
     analyze      the way from a trace to a verdict: study, judge, answer
     study        everything measured, and nothing judged
     rank_summary a rank by itself: all that is kept of its rows
-    judge        ask every rule, and rank what they say
+    signals      what a capture tells, or why it does not
+    judge        ask every rule, price what they find, and rank it
     finding      findings, their evidence, gains and fixes
     analysis     what comes out: everything the reports draw
     text         how numbers and names are said
@@ -17,7 +18,7 @@ The rooms; the docstring of each is its table of contents:
     graph/       the step graph, its replay, and whether to believe it
     whatif/      functions from graph to graph
     price/       from a what-if to a gain with an interval
-    rules/       one file a family of findings
+    rules/       what is known of each finding: one record a code
     device/      what devices' streams did, where their kernels were traced; NVML
     memory/      what is known of memory; allocator/: a simulator of torch's caching allocator
     work/        what training computes: modules, layers, MFU

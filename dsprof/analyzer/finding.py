@@ -118,7 +118,7 @@ class Finding:
     gain:       what fixing it alone saves
     share:      its part of what fixing all that was found by replay saves; None: it was priced by itself
     together:   of a fault that another one hides: which one, and what fixing both saves
-    confidence: the share of such predictions that came true (`calibration.confidence`); None: none was ever tried
+    confidence: the share of such predictions that came true (`Rule.confidence`); None: none was ever tried
     """
 
     code: str

@@ -45,10 +45,15 @@ class Lane(Protocol):
 
     name: str
 
-    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> Ticket:
+    def submit(
+        self, work: Work, name: str, at: Position | None = None, *, fresh: bool = False,
+        **attributes: Unpack[Attributes],
+    ) -> Ticket:  # fmt: skip
         """Run `work` after what was submitted before. It must not touch what the caller still writes.
 
-        It is reported under `name`, with these attributes, as of where training stands now, or of `at`.
+        It is reported under `name`, with these attributes, as of where training stands now, or of `at`. `fresh`: it
+        reads and writes only memory that it allocates itself, so on a device it need not wait for the computation. Who
+        uses that memory afterwards says so by `Tensor.record_stream`.
         """
 
     def poll(self) -> None:
@@ -142,7 +147,10 @@ class CpuLane:
         # The thread holds the queue, not the lane: an engine that is dropped takes its threads along.
         weakref.finalize(self, self._jobs.put, None)
 
-    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> LaneTicket:
+    def submit(
+        self, work: Work, name: str, at: Position | None = None, *, fresh: bool = False,
+        **attributes: Unpack[Attributes],
+    ) -> LaneTicket:  # fmt: skip
         if not self._thread.is_alive():
             raise RuntimeError(f"the lane {self.name!r} is closed: the engine was destroyed")
         ticket = LaneTicket(self._hooks, name, attributes, self.waiter)
@@ -232,12 +240,16 @@ class CudaLane:
         self._timed: list[_Timed] = []
         self._origin: tuple[torch.cuda.Event, int] | None = None
 
-    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> Ticket:
+    def submit(
+        self, work: Work, name: str, at: Position | None = None, *, fresh: bool = False,
+        **attributes: Unpack[Attributes],
+    ) -> Ticket:  # fmt: skip
         listening = self._hooks.listening
         if listening and self._origin is None:
             self._origin = self._set_origin()
         issue_ns = time.monotonic_ns()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        if not fresh:
+            self._stream.wait_stream(torch.cuda.current_stream())
         end = torch.cuda.Event(enable_timing=listening)
         with torch.cuda.stream(self._stream), torch.no_grad():
             begin = torch.cuda.Event(enable_timing=True) if listening else None
@@ -298,7 +310,10 @@ class Inline:
     def __init__(self, hooks: Hooks) -> None:
         self._hooks = hooks
 
-    def submit(self, work: Work, name: str, at: Position | None = None, **attributes: Unpack[Attributes]) -> Ticket:
+    def submit(
+        self, work: Work, name: str, at: Position | None = None, *, fresh: bool = False,
+        **attributes: Unpack[Attributes],
+    ) -> Ticket:  # fmt: skip
         attributes["seq"] = None  # its number is among all calls in the group, not all of which come through here
         with self._hooks.span("comm", name, at=at, **attributes):
             work()

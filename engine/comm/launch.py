@@ -36,7 +36,7 @@ def init_distributed(
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, **more)
         return
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        local_device()
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, **more)
 
 
@@ -62,7 +62,20 @@ def _learn_rank(port: int | None) -> None:
 def local_device() -> torch.device:
     """The GPU of this local rank, made the current one, or the CPU."""
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", _own_gpu(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()))
         torch.cuda.set_device(device)  # streams and events are made on the current one
         return device
     return torch.device("cpu")
+
+
+def _own_gpu(local_rank: int, visible: int) -> int:
+    """The number of this rank's GPU among those that its process sees. Where each rank is shown its own alone, as by
+    SLURM's --gpus-per-task=1, local ranks are counted all the same. Raises RuntimeError if that is ambiguous."""
+    if visible == 1:
+        return 0
+    if local_rank >= visible:
+        raise RuntimeError(
+            f"LOCAL_RANK is {local_rank}, and this process sees {visible} GPUs, numbered from 0: start as many ranks "
+            "on a machine as it has GPUs, or let each rank see one, its own (CUDA_VISIBLE_DEVICES, --gpus-per-task=1)"
+        )
+    return local_rank

@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..comm.comm import Comm, break_connections
+from ..comm.comm import Comm, break_connections, open_host_group
+from ..comm.lane import Inline
+from ..hooks import Hooks
 from .p2p import PeerError, PipelineError
 
 GRACE_S: Final = 5.0
@@ -27,10 +29,13 @@ GRACE_S: Final = 5.0
 class FailureConsensus:
     """Of one engine's runs, one after the other."""
 
-    def __init__(self, everyone: Comm, groups: Sequence[dist.ProcessGroup | None], *, apart: bool) -> None:
+    def __init__(
+        self, everyone: Comm, groups: Sequence[dist.ProcessGroup | None], hooks: Hooks, *, apart: bool
+    ) -> None:
         """On all ranks. `groups` are those that ranks of the job may be waiting for this one in. `apart`: whether they
         may do so elsewhere than at the ends of their pipeline's links."""
-        self._everyone = everyone
+        self._everyone = _hosts_of(everyone, hooks)
+        self._shared = self._everyone is everyone
         self._groups = groups
         self._grace = GRACE_S / 2 if apart else None
         self._runs = 0
@@ -38,10 +43,15 @@ class FailureConsensus:
         self.over = False
         """Whether ranks have lost each other, and nothing can be run any more."""
         if everyone.group is not None:
-            number = torch.tensor(secrets.randbits(48) if everyone.rank == 0 else 0, device=everyone.device)
-            everyone.all_reduce(number, "pipeline").wait()  # nobody has looked for these keys before
+            number = torch.tensor(secrets.randbits(48) if everyone.rank == 0 else 0)
+            self._everyone.all_reduce(number, "pipeline").wait()  # nobody has looked for these keys before
             store = distributed_c10d._get_default_store()
             self._store = distributed_c10d.PrefixStore(f"dsprof/pipeline/{number.item()}", store)
+
+    def close(self) -> None:
+        """Destroy the hosts' group, if they have one of their own. On all ranks."""
+        if not self._shared:
+            self._everyone.close()
 
     def begin(self) -> None:
         """Another run. Raises PipelineError if there cannot be one."""
@@ -66,7 +76,7 @@ class FailureConsensus:
     def agree(self, failed: BaseException | None, *, begun: bool) -> tuple[BaseException | None, bool]:
         """On all ranks, at the end of a run: what is to be raised if it failed on any of them, and whether any has
         `begun` to make gradients."""
-        counts = torch.tensor([failed is not None, begun], dtype=torch.float32, device=self._everyone.device)
+        counts = torch.tensor([failed is not None, begun], dtype=torch.float32)  # on the host, which runs ahead
         try:
             if failed is None or self._grace is None:
                 self._everyone.all_reduce(counts, "pipeline").wait()
@@ -111,6 +121,13 @@ class FailureConsensus:
         error = PipelineError(cause)
         error.__cause__ = failed
         return error
+
+
+def _hosts_of(everyone: Comm, hooks: Hooks) -> Comm:
+    """The same ranks, for what is in host memory: no rank waits for its device then. On all ranks."""
+    if everyone.group is None or everyone.device is None:
+        return everyone
+    return Comm(open_host_group([range(everyone.size)], everyone.group), Inline(hooks))
 
 
 def said(error: BaseException, where: str) -> str:

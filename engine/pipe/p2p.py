@@ -92,7 +92,11 @@ class Arrival:
     def take(self) -> Message:
         """The message, once it is here. Raises PipelineError if its sender failed instead."""
         self.ticket.wait()
-        return self.box.pop()
+        message = self.box.pop()
+        for tensor in message.tensors:
+            if tensor.is_cuda:  # its memory is the lane's, which would give it to the next receive too early
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return message
 
 
 class Link:
@@ -133,7 +137,7 @@ class Link:
         return self._out.submit(work, "send", at, **self._attributes("send", self._to, message))
 
     def receive(self, at: Position) -> Arrival:
-        """Have the next message received as soon as it is there."""
+        """Have the next message received as soon as it is there: what is computed before need not be over."""
         box: list[Message] = []
 
         def work() -> None:
@@ -157,7 +161,7 @@ class Link:
                 )
             box.append(message)
 
-        return Arrival(self._in.submit(work, "recv", at, **self._attributes("recv", self._from)), box)
+        return Arrival(self._in.submit(work, "recv", at, fresh=True, **self._attributes("recv", self._from)), box)
 
     def fail(self, reason: str, at: Position) -> Ticket:
         """In the place of the next message: say that no more will come in this step."""

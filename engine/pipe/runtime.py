@@ -296,7 +296,7 @@ class PipelineRun:
         for direction in AHEAD:
             with suppress(Exception):  # the sender failed, too, and sends no more
                 while (arrival := self._next_arrival(direction)) and _ends(arrival.ticket, deadline):
-                    arrival.take()
+                    arrival.ticket.wait()
         for ticket in self._sent:
             if _ends(ticket, deadline):
                 with suppress(Exception):

@@ -50,12 +50,15 @@ class Inputs:
 
 
 def given_inputs(example: Any) -> Inputs:
-    """What the user passed as `example`: a tuple of arguments, a dict of them by name, or the only one."""
+    """What the user passed as `example`: a tuple of arguments, a dict of them by name, or the only one; on any device,
+    and on the CPU here, as all that a model is tried with."""
     if isinstance(example, Inputs):
         return example
     if isinstance(example, Mapping):
-        return Inputs(kwargs=dict(example))
-    return Inputs(args=tuple(example) if isinstance(example, tuple | list) else (example,))
+        found = Inputs(kwargs=dict(example))
+    else:
+        found = Inputs(args=tuple(example) if isinstance(example, tuple | list) else (example,))
+    return found.replaced(lambda x: x.cpu())
 
 
 _NAMED: Final = {"input_ids": "ids", "pixel_values": "image", "input_features": "signal", "input_values": "signal"}

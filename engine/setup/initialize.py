@@ -7,7 +7,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,9 @@ from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
 from . import arguments
 from .parallelize import arrange, shard_layers, share_parameters, stages_of
 from .sync import broadcast_model, check_same_config, check_same_model
+
+_SAID: Final[list[str]] = []
+"""What is warned of once."""
 
 
 def initialize(
@@ -120,6 +123,8 @@ def initialize(
 
     hooks = Hooks()
     device = local_device()
+    if rank == 0:
+        warn_untried(device, world_size)
     mesh = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size)
     arrange(model, settings, mesh)
     refuse_lazy(model)  # a pipeline's layers may be new
@@ -200,6 +205,18 @@ def initialize(
         if adopted is not None:
             adopted.settle()
     return engine, made, loader, scheduler
+
+
+def warn_untried(device: torch.device, world_size: int) -> None:
+    """Once a process, until it is no longer true."""
+    if device.type == "cuda" and world_size > 1 and not _SAID:
+        _SAID.append("untried")
+        warnings.warn(
+            "initialize: this engine has not yet been run on several GPUs; its tests run on CPUs, on one GPU, and on "
+            "one that is made up. Compare the first losses with those of torch's DistributedDataParallel before you "
+            "trust a long run to it, and please tell what you find",
+            stacklevel=3,
+        )
 
 
 @contextlib.contextmanager

@@ -39,6 +39,6 @@ def watch(owner: nn.Module | torch.optim.Optimizer, cleared: Callable[[], object
         if vars(owner).get("zero_grad") is ours:
             del owner.zero_grad
             if patched is not None:
-                owner.zero_grad = patched
+                owner.zero_grad = patched  # type: ignore[method-assign]
 
     return undo

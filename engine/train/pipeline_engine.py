@@ -36,7 +36,8 @@ class PipelineEngine(BaseEngine):
         # What all ranks do together comes first: what may fail on one of them comes behind it.
         parallel, mesh = training.parallel, training.parallel.mesh
         groups = [*(comm.group for comm in training.comms()), *(each.group for each in links.values())]
-        failures = FailureConsensus(parallel.everyone, groups, apart=mesh.dp * mesh.tp > 1)
+        failures = FailureConsensus(parallel.everyone, groups, training.hooks, apart=mesh.dp * mesh.tp > 1)
+        opened.callback(failures.close)
         double = torch.tensor(float(any(param.dtype is torch.float64 for param in training.module.parameters())))
         double = double.to(training.device)
         parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank without parameters is to know

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -56,6 +57,8 @@ class Bucket:
     holds: bool = False
     """Whether `reduced` has the sum of earlier micro-batches, to be added to."""
     ticket: Ticket | None = None
+    copied: torch.cuda.Event | None = None
+    """After it `reduced` is in host memory, where a GPU's gradients go there."""
 
     def seal(self) -> None:
         for param in self.params:
@@ -159,9 +162,12 @@ def divide(
 
 
 def await_host_copies(buckets: Iterable[Bucket]) -> None:
-    """Copies of reduced gradients to host memory are over when this returns."""
-    if any(bucket.apart and bucket.params[0].device.type == "cuda" for bucket in buckets):
-        torch.cuda.current_stream().synchronize()
+    """Copies of reduced gradients to host memory are over when this returns, on whatever stream they are: that of a
+    backward need not be the present one."""
+    for bucket in buckets:
+        if bucket.copied is not None:
+            bucket.copied.synchronize()
+            bucket.copied = None
 
 
 class BucketExchange:
@@ -174,6 +180,8 @@ class BucketExchange:
         self._scatters = settings.stage >= 1 and settings.reduce_scatter
         self.buffers = BufferPool()
         self._inflight: list[Bucket] = []
+        self._copies: torch.cuda.Stream | None = None
+        """On a GPU whose gradients go to host memory."""
 
     def rows(self, bucket: Bucket) -> Tensor:
         """Where gradients are copied before they are reduced [shards, columns]."""
@@ -202,22 +210,8 @@ class BucketExchange:
         """Wait for the oldest buckets until `leave` are under way: each holds a buffer."""
         while len(self._inflight) > leave:
             bucket = self._inflight.pop(0)
-            assert bucket.ticket is not None
-            assert bucket.rows is not None
-            bucket.ticket.wait()
-            arrived = self._arrived(bucket)
-            if self._settings.stage == 0 and bucket.master.dtype == bucket.dtype and not bucket.holds:
-                if bucket.own is None:
-                    bucket.own = bucket.rows
-                    bucket.reduce_into(arrived)
-            else:
-                if arrived is not bucket.reduced:
-                    self._add(bucket, arrived)
-                self.buffers.give(bucket.rows)
-            bucket.rows = bucket.landing = None
-            bucket.holds = True
-            bucket.absent.clear()
-            bucket.ticket = None
+            with self._beside(bucket):
+                self._take(bucket)
 
     def abandon(self, bucket: Bucket) -> None:
         """What was copied into a bucket that has not been launched is not wanted."""
@@ -226,6 +220,35 @@ class BucketExchange:
         bucket.rows = None
 
     # --- inside
+
+    def _take(self, bucket: Bucket) -> None:
+        """Have what a bucket brings where the reduced gradients are, and give its buffer back."""
+        assert bucket.ticket is not None
+        assert bucket.rows is not None
+        bucket.ticket.wait()
+        arrived = self._arrived(bucket)
+        if self._settings.stage == 0 and bucket.master.dtype == bucket.dtype and not bucket.holds:
+            if bucket.own is None:
+                bucket.own = bucket.rows
+                bucket.reduce_into(arrived)
+        else:
+            if arrived is not bucket.reduced:
+                self._add(bucket, arrived)
+            self.buffers.give(bucket.rows)
+        bucket.rows = bucket.landing = None
+        bucket.holds = True
+        bucket.absent.clear()
+        bucket.ticket = None
+
+    def _beside(self, bucket: Bucket) -> contextlib.AbstractContextManager[object]:
+        """Where gradients of a GPU go to host memory: a stream that waits for the bucket's lane alone, so that the
+        computation waits for no copy. What is given back there waits for the copies (`BufferPool`)."""
+        if not bucket.apart or bucket.params[0].device.type != "cuda":
+            return contextlib.nullcontext()
+        self._copies = self._copies or torch.cuda.Stream()
+        if bucket.landing is not None:
+            bucket.landing.record_stream(self._copies)
+        return torch.cuda.stream(self._copies)
 
     def _reduced(self, bucket: Bucket) -> Tensor:
         """Where the bucket's reduced gradients are, from the first micro-batch of a step to the step's end: with their
@@ -251,9 +274,14 @@ class BucketExchange:
         """Write what arrived to where the reduced gradients are, or add it. The device does the adding."""
         reduced = self._reduced(bucket)
         if bucket.apart:
+            if bucket.copied is not None:
+                torch.cuda.current_stream().wait_event(bucket.copied)
             if bucket.holds:
                 arrived = reduced.to(arrived.device, non_blocking=True) + arrived
             reduced.copy_(arrived.to(reduced.dtype), non_blocking=True)
+            if arrived.is_cuda:
+                bucket.copied = torch.cuda.Event()
+                bucket.copied.record()
         elif bucket.holds:
             reduced.add_(arrived)
         else:

@@ -288,9 +288,9 @@ class Fetcher:
         Raises RuntimeError if it has changed since, as torch does of what was changed in place."""
         if weights != self._weights and param.trainable:
             raise RuntimeError(
-                "engine.backward: the loss is of a forward that ran before the weights changed, by a step, a load or the "
-                f"script, and needs {param.name} as it was: take each loss backward before that, or run its forward "
-                "again"
+                "engine.backward: the loss is of a forward that ran before the weights changed, by a step, a load or "
+                f"the script, and needs {param.name} as it was: take each loss backward before that, or run its "
+                "forward again"
             )
         if not param.users:
             param.users = 1

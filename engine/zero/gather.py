@@ -216,16 +216,20 @@ def _is_direct(param: ShardedParam) -> bool:
 
 def update_shards(params: Iterable[ShardedParam]) -> None:
     """Masters were stepped, or loaded: bring them to this rank's shards of the weights, in the model's precision."""
-    changed = []
+    changed, written = [], []
     for param in params:
-        if param.master is not None and not param.master_is_shard:
-            param.write_shard(param.master.data.view(-1))
         param.secondary = None
-        if param.persistent and param.master is not None:
-            changed.append(param)
+        if param.master is None:
+            continue
+        if param.persistent:
+            changed.append(param.param)
+        if not param.master_is_shard:
+            param.write_shard(param.master.data.view(-1))
+            if param.persistent:
+                written.append(param)
     # As changed in place, which fused optimizers do not say: a backward of a forward from before is autograd's error.
-    torch.autograd.graph.increment_version([param.param for param in changed])
-    for param in changed:
+    torch.autograd.graph.increment_version(changed)
+    for param in written:
         param.published()
 
 

@@ -229,14 +229,22 @@ class Reducer:
         """This rank's shard [n] of a gradient that has been reduced, in its own memory, before `postscale`; None where
         there is none. With one rank, or where the optimizer communicates, it is what this rank has [numel]."""
         if self.local:
-            kept, grad = self._accumulated.get(param), param.param.grad
-            grad = grad if kept is None else kept if grad is None else kept + grad
+            if param in self._accumulated:
+                self._accumulate([param])  # to one, which can be written to
+            grad = self._accumulated.get(param, param.param.grad)
+            if grad is not None and not grad.is_contiguous():
+                grad = grad.contiguous()
+                if param in self._accumulated:
+                    self._accumulated[param] = grad
+                else:
+                    param.param.grad = grad
             return None if grad is None else grad.view(-1)
         if param not in self._places:
             return None
         bucket, place = self._places[param]
         if not bucket.holds or bucket.reduced is None or not bucket.reduced[bucket.width + place]:
             return None
+        await_host_copies([bucket])
         return bucket.grads[place].view(-1)
 
     def memory(self) -> list[Tensor]:
@@ -255,8 +263,7 @@ class Reducer:
                 self._collect_local(param)
             return
         await_host_copies(self._buckets)
-        # Flags are read here, once: each reading waits for the device.
-        flags = [[] if b.reduced is None or not b.holds else b.reduced[b.width :].tolist() for b in self._buckets]
+        flags = _flags(self._buckets)
         if any(flag[-1] for flag in flags if flag):
             self._reduce_late()
         for bucket, used in zip(self._buckets, flags, strict=True):
@@ -362,7 +369,7 @@ class Reducer:
         self._places = {p: (bucket, place) for bucket in self._buckets for place, p in enumerate(bucket.params)}
         self._next = 0
         self._accumulated.clear()
-        self._exchange.buffers.free.clear()  # the next have other sizes
+        self._exchange.buffers.clear()  # the next have other sizes
         self._hook_runs()
 
     def _hook_runs(self) -> None:
@@ -449,7 +456,7 @@ class Reducer:
                 self._copy_in(bucket, bucket.present)
             self._launch(bucket)
             self._exchange.drain(0)
-            await_host_copies(self._buckets)
+            await_host_copies([*self._buckets, bucket])
             for param, part in zip(bucket.params, bucket.grads, strict=True):
                 whole, place = self._places[param]
                 whole.grads[place].add_(part)
@@ -467,7 +474,28 @@ class Reducer:
                 master.grad = torch.zeros_like(master)
             return
         param.param.grad = None
-        master.grad = grad.to(master.device).to(master.dtype).view(master.shape)
+        grad = grad.to(master.device).to(master.dtype).reshape(master.shape)
+        if grad.stride() != master.stride():  # of another memory format, which a fused optimizer takes for the master's
+            grad = torch.empty_like(master).copy_(grad)
+        master.grad = grad
+
+
+def _flags(buckets: Sequence[Bucket]) -> list[list[float]]:
+    """Those of each bucket, none where it holds nothing. Each reading waits for the device, so of those on one device
+    there is one."""
+    found: list[list[float]] = [[] for _ in buckets]
+    places: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for at, bucket in enumerate(buckets):
+        if bucket.reduced is not None and bucket.holds:
+            places.setdefault(bucket.reduced.device, []).append((at, bucket.reduced[bucket.width :]))
+    for here in places.values():
+        rows = [row for _, row in here]
+        read = torch.cat([row.float() for row in rows]).tolist() if len(rows) > 1 else rows[0].tolist()
+        start = 0
+        for at, row in here:
+            found[at] = read[start : start + len(row)]
+            start += len(row)
+    return found
 
 
 def _hook_gradient(param: ShardedParam, call: Callable[[Tensor], None]) -> RemovableHandle:
@@ -476,6 +504,7 @@ def _hook_gradient(param: ShardedParam, call: Callable[[Tensor], None]) -> Remov
     trains = tensor.requires_grad
     try:
         tensor.requires_grad_(True)  # else torch refuses the hook
-        return tensor.register_post_accumulate_grad_hook(call)
+        handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(call)
+        return handle
     finally:
         tensor.requires_grad_(trains)

@@ -284,8 +284,7 @@ class ShardedParam:
 
     def published(self) -> None:
         """The master has come to the parameter: they agree."""
-        if not self.master_is_shard:
-            self._version = self.param._version
+        self._version = self.param._version
 
     @property
     def moved(self) -> bool:

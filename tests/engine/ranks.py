@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from patches import bindings, changes
+from patches import Bindings, bindings, changes
 
 PRELOADED: Final = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.testing",
@@ -106,6 +106,8 @@ def _serve(pipe: Connection, folder: str, port: int) -> None:
     gc.freeze()  # what is imported stays: no collection need look at it
     sys.path.insert(0, folder)
     store = dist.TCPStore("127.0.0.1", port)
+    before: Bindings = []
+    known = 0
     while True:
         try:
             module, name, rank, world_size, job, args = pipe.recv()
@@ -118,7 +120,8 @@ def _serve(pipe: Connection, folder: str, port: int) -> None:
                 timeout=timedelta(seconds=60),
             )  # fmt: skip
             try:
-                before = bindings()
+                if len(sys.modules) != known:  # else it is as the last job left it, which takes a third of a small job
+                    before, known = bindings(), len(sys.modules)
                 result = function(rank, *args)
                 if dist.is_initialized():
                     dist.barrier()  # a rank that leaves early would cut off one that is still connecting
@@ -129,5 +132,6 @@ def _serve(pipe: Connection, folder: str, port: int) -> None:
                 if dist.is_initialized():
                     dist.destroy_process_group()
         except BaseException:
+            known = 0  # what it has left replaced is not the next one's
             with contextlib.suppress(OSError):
                 pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))

@@ -15,6 +15,8 @@ from sleeping_truth import CLOCKS_MS, MS, close
 
 from dsprof.engine.hooks import Span
 from dsprof.engine.monitors.comms_logger import CommsLogger, LoggedMessage
+from dsprof.engine.pipe.p2p import Arrival, Message
+from dsprof.engine.planner.example_inputs import given_inputs
 from dsprof.engine.zero.shard import ShardedParam
 
 
@@ -111,11 +113,41 @@ def test_weights_that_come_to_the_host_are_there(on_gpu: bool) -> None:
     shard.copy_.assert_called_once_with(piece, non_blocking=on_gpu)
 
 
-def test_the_engines_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_received_is_not_given_to_the_next_receive_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, tensor = mock.Mock(), mock.Mock(is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    arrival = Arrival(mock.Mock(), [Message([tensor], [True])])
+    assert arrival.take().tensors == [tensor]
+    tensor.record_stream.assert_called_once_with(stream)
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "number"), [("3", 8, 3), ("3", 1, 0), ("0", 1, 0)])
+def test_the_engines_gpu_becomes_the_current_one(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str, visible: int, number: int
+) -> None:
+    """A rank that sees its own GPU alone has number 0, whatever its local rank."""
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
     launch = importlib.import_module("dsprof.engine.comm.launch")
-    assert launch.local_device() == torch.device("cuda", 3)
-    assert chosen == [torch.device("cuda", 3)]
+    assert launch.local_device() == torch.device("cuda", number)
+    assert chosen == [torch.device("cuda", number)]
+
+
+def test_a_local_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    launch = importlib.import_module("dsprof.engine.comm.launch")
+    with pytest.raises(RuntimeError, match="LOCAL_RANK is 5, and this process sees 4 GPUs"):
+        launch.local_device()
+
+
+def test_an_example_may_be_on_a_device() -> None:
+    """Models are tried on the CPU."""
+    tensor = mock.Mock(spec=torch.Tensor)
+    inputs = given_inputs({"ids": tensor})
+    tensor.cpu.assert_called_once_with()
+    assert inputs.kwargs["ids"] is tensor.cpu.return_value

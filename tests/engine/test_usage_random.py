@@ -137,6 +137,7 @@ def test_programs_are_read_as_they_are_printed_and_become_as_short_as_they_can()
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(30 * 60)
 @pytest.mark.parametrize("fault", PLACES)
 def test_drawn_programs_find_faults_that_the_engine_has_had(ranks: Ranks, tmp_path: Path, fault: str) -> None:
     usage_machines.RUN = lambda program: tried(program, ranks, tmp_path, fault).fault

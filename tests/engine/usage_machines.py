@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -18,6 +19,13 @@ def nothing(program: Program) -> str | None:
 
 RUN: Callable[[Program], str | None] = nothing
 """Runs a program: what is wrong with it. Set by who runs a machine."""
+
+
+def configurations(axes: Mapping[str, Sequence[Any]]) -> st.SearchStrategy[Configuration]:
+    """Any, half of the time one of those that have every two values together."""
+    every = st.tuples(*(st.sampled_from(values) for values in axes.values()))
+    return st.sampled_from(covering(axes)) | every.map(lambda values: Configuration(*values))
+
 
 LAYERS = st.sampled_from(PATH)
 FLAG = st.sampled_from(["no", "yes"])
@@ -40,9 +48,14 @@ class Usage(RuleBasedStateMachine):
         """Run the program, and raise AssertionError with what is wrong with it."""
         if sys.exc_info()[0] is not None or self.configuration is None:
             return  # hypothesis draws no further
+        self.finish()
         program = Program(self.configuration, tuple(self.actions))
         fault = RUN(program)
         assert fault is None, f"{fault}\n\nThe program:\n{program}"
+
+    def finish(self) -> None:
+        """Train, so that all that was done shows."""
+        raise NotImplementedError
 
     @rule(by=st.sampled_from(["no_grad", "inference_mode"]))
     def evaluate(self, by: str) -> None:
@@ -57,6 +70,9 @@ class Usage(RuleBasedStateMachine):
         self.do("mode", to=to)
 
     @rule(tag=TAGS)
+    def save_checkpoint(self, tag: str) -> None:
+        self.save(tag)
+
     def save(self, tag: str) -> None:
         self.do("save", **{"as": tag})
         self.saved.add(tag)
@@ -77,9 +93,9 @@ class Usage(RuleBasedStateMachine):
         self.do("add_group")
 
     def can_add_group(self) -> bool:
-        """Of a pipeline once: a second time is an error on those ranks alone that have the layer."""
+        """Once, and a second time, which is an error; of a pipeline that is one on some ranks alone."""
         assert self.configuration is not None
-        return not self.configuration.pipeline or action("add_group") not in self.actions
+        return self.actions.count(action("add_group")) < (1 if self.configuration.pipeline else 2)
 
     @rule(to=st.sampled_from([2.0**-2, 2.0**-4]))
     def rate(self, to: float) -> None:
@@ -113,16 +129,25 @@ class WholeUsage(Usage):
         super().__init__()
         self.losses = 0
 
-    @initialize(configuration=st.sampled_from(covering(WHOLE)))
+    @initialize(configuration=configurations(WHOLE))
     def make(self, configuration: Configuration) -> None:
         self.configuration = configuration
 
-    @rule(times=st.integers(1, 3), side=FLAG)
-    def train(self, times: int, side: str) -> None:
+    def finish(self) -> None:
+        self.train_plainly(3)
+        self.do("evaluate")
+
+    @rule(times=st.integers(1, 3), side=FLAG, before_step=st.sampled_from(["", "forward", "evaluate", "read", "save"]))
+    def train(self, times: int, side: str, before_step: str) -> None:
         for _ in range(times):
             self.do("forward", side=side)
             self.do("backward")
+            if before_step == "save":
+                self.save("a")
+            elif before_step:
+                self.do(before_step)
             self.do("step")
+        self.losses += times * (before_step == "forward")
 
     @rule(side=FLAG)
     def forward(self, side: str) -> None:
@@ -153,18 +178,29 @@ class WholeUsage(Usage):
     def train_batch_without_enough_data(self) -> None:
         self.do("train_batch", data="short")
 
-    @rule(layer=LAYERS, clears=FLAG)
-    def forward_fails(self, layer: str, clears: str) -> None:
+    @rule(layer=LAYERS, clears=FLAG, then=st.integers(0, 3))
+    def forward_fails(self, layer: str, clears: str, then: int) -> None:
         self.do("forward", fails=layer)
-        if clears == "yes":
-            self.do("zero_grad")
+        self.go_on(clears, then)
 
-    @rule(layer=LAYERS, clears=FLAG)
-    def backward_fails(self, layer: str, clears: str) -> None:
+    @rule(layer=LAYERS, clears=FLAG, then=st.integers(0, 3))
+    def backward_fails(self, layer: str, clears: str, then: int) -> None:
         self.do("forward")
         self.do("backward", fails=layer)
+        self.go_on(clears, then)
+
+    def go_on(self, clears: str, then: int) -> None:
+        """After an error that the script has caught: clear the gradients perhaps, and train."""
         if clears == "yes":
             self.do("zero_grad")
+        if then:
+            self.train_plainly(then)
+
+    def train_plainly(self, times: int) -> None:
+        for _ in range(times):
+            self.do("forward")
+            self.do("backward")
+            self.do("step")
 
     @rule(at=st.integers(1, 4))
     def step_fails(self, at: int) -> None:
@@ -180,9 +216,13 @@ class WholeUsage(Usage):
 class PipelineUsage(Usage):
     """With a pipeline of two stages."""
 
-    @initialize(configuration=st.sampled_from(covering(PIPELINE)))
+    @initialize(configuration=configurations(PIPELINE))
     def make(self, configuration: Configuration) -> None:
         self.configuration = configuration
+
+    def finish(self) -> None:
+        self.do("train_batch")
+        self.do("evaluate")
 
     @rule(times=st.integers(1, 3))
     def train_batch(self, times: int) -> None:

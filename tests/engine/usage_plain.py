@@ -159,6 +159,7 @@ class Plain:
             "masters": self.masters,
             "optimizer": self.optimizer.state_dict(),
             "steps": self.steps,
+            "uncounted": self.uncounted,
         })  # fmt: skip
 
     def load(self, number: int, action: Action) -> None:
@@ -171,7 +172,7 @@ class Plain:
             for name, master in self.masters.items():
                 master.copy_(saved["masters"][name])
         self.zero_grad(number, Action("zero_grad"))
-        self.uncounted = False
+        self.uncounted = saved["uncounted"]
         if action.get("what") != "module":
             self.steps = saved["steps"]
         if action.get("what") == "all":

@@ -157,7 +157,7 @@ class Drawing:
         wanted = {f"{one}&{other}" for axes in (WHOLE, PIPELINE) for one, other in every_pair(list(axes.values()))}
         digests = [digest for batch in self.batches for digest in batch["digests"]]
         result = {
-            "what": "what scripts do between two steps, drawn at random: against plain torch in one process, bit for bit",
+            "what": "what scripts do between two steps, at random, against plain torch in one process, bit for bit",
             "of": self._of | {"cores": os.cpu_count()},
             "programs": self.programs,
             "distinct": len(set(digests)),

@@ -62,7 +62,11 @@ if _LIBRARIES is not None:
     """All that the device did so far, when it has done it: dicts of name, stream, launch_ns, reached_ns (its stream got
     to it), arrival_ns (it could begin but for other ranks), begin_ns and end_ns, of CLOCK_MONOTONIC. Waits of a stream
     for another one's event are `wait`, from reached_ns to end_ns."""
-    counts = _device.counts
+
+    def counts() -> dict[str, int]:
+        """How often the device was asked, and told, what."""
+        return {**_device.counts(), **torch_cuda.told}
+
     memory = _device.memory
     """allocated and peak bytes, allocations."""
     slow_down = _device.slow_down

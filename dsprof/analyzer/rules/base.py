@@ -53,28 +53,6 @@ class NotConcerned(Exception):
     """The job has nothing that the rule is about: it neither passed nor was left unjudged."""
 
 
-def need_steps(study: Study) -> None:
-    """Raises NotJudged without a completed step to judge."""
-    if study.graph is None:
-        raise NotJudged("no step was completed on all captured ranks")
-
-
-def need_peers(study: Study) -> None:
-    """Raises NotConcerned for a job of one rank, and NotJudged if that is all that was captured."""
-    if len(study.ranks) < 2:
-        if study.ranks_missing:
-            raise NotJudged("steps of only one of the job's ranks were captured")
-        raise NotConcerned
-
-
-def need_host(study: Study) -> None:
-    """Raises NotJudged where the job ran on devices."""
-    if study.device is not None:
-        raise NotJudged("the device's kernels were traced, but this version replays no steps on a device")
-    if study.on_gpu:
-        raise NotJudged("the job ran on a device, on which this version replays no steps")
-
-
 def replay_rebucketed(study: Study, change: Callable[[Steps], Edited], untried: str) -> Float:
     """Step durations [S] with all steps changed, or unchanged where that raises NotRebucketed. Where this is so for
     most steps it raises NotJudged: `untried`, and why."""

@@ -13,7 +13,7 @@ from ..analysis import Analysis, CaptureQuality, Verdict
 from ..budget.wall_time import divide_time, run_span
 from ..device import unknown_kernels
 from ..hang.transient_hang import transient_hangs
-from ..judge import Judgement
+from ..judge import Judged
 from ..memory.allocator_state import summarize_memory
 from ..study import Study
 from ..text import ms
@@ -25,7 +25,7 @@ from .headline import verdict_of
 __all__ = ["answer"]
 
 
-def answer(study: Study, judgement: Judgement) -> Analysis:
+def answer(study: Study, judgement: Judged) -> Analysis:
     """The analysis of a run, with its verdict."""
     run, steps, irregular, ranks = study.run, study.steps, study.irregular, study.summaries
     budget_by_rank = study.ordinary.groupby("rank")[list(BUDGET_PARTS)].mean()

@@ -24,6 +24,7 @@ from ..budget.label import PHASE_PART
 from ..budget.parts import TRAINING
 from ..finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Finding
 from ..memory.allocator_state import STATE_COLUMNS
+from ..rules.registry import explaining
 from ..text import clean, count, ms, percent, ranks, size
 
 LARGE: Final = 0.1
@@ -35,14 +36,6 @@ MUCH: Final = 0.25
 NOTHING_TO_GAIN: Final = 1.0
 """A lever that gains less, in percent, explains why the time stays lost."""
 
-JUDGES: Final = {
-    "comm_exposed": ("comm.exposed", "comm.small-messages"),
-    "peer_wait": ("rank.straggler", "data.imbalance"),
-    "bubble": ("pipeline.bubble", "pipeline.imbalance"),
-    "data": ("data.stall",),
-    "pause": ("pause.gc",),
-}
-"""Part -> the rules that can say why it is as large as it is."""
 GAINS: Final = "pause.gc"
 """It can be judged wherever gains can be told by replay at all."""
 FRAGMENTATION: Final = "memory.fragmentation"
@@ -212,13 +205,13 @@ def _explained(analysis: Analysis, part: str) -> bool:
     """Whether every lever for this part was replayed, is listed among the findings, and gains next to nothing."""
     if part not in LEVERS or _unjudged(analysis, part):
         return False
-    about = [finding for finding in analysis.findings if finding.code in JUDGES[part]]
+    about = [finding for finding in analysis.findings if finding.code in explaining(part)]
     return bool(about) and all(finding.gain.percent < NOTHING_TO_GAIN for finding in about)
 
 
 def _unjudged(analysis: Analysis, part: str) -> str | None:
     """Why a rule that could explain this part was not judged."""
-    return next((analysis.not_judged[code] for code in JUDGES.get(part, ()) if code in analysis.not_judged), None)
+    return next((analysis.not_judged[code] for code in explaining(part) if code in analysis.not_judged), None)
 
 
 def _words(part: str) -> str:
@@ -233,7 +226,7 @@ def _more(analysis: Analysis, part: str) -> str:
     reason = _unjudged(analysis, part)
     if reason is not None:
         return f" (not judged: {clean(reason)})"
-    about = [finding for finding in analysis.findings if finding.code in JUDGES.get(part, ())]
+    about = [finding for finding in analysis.findings if finding.code in explaining(part)]
     if part == "peer_wait" and not about:
         return ", none of which is late on the whole"
     if any(finding.weight.ms > 0 for finding in about):

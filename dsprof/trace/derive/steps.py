@@ -217,9 +217,10 @@ def step_of(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
 def end_with_the_device(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows, with steps that end when the device is through with the phases that were issued in them.
 
-    A host that waits for its device every tenth step is nine steps ahead by then: between its own steps' ends lies how
-    long it takes to launch one, and once the rest of all ten. A step whose phases' ends were not seen is left out. Steps
-    without a phase on a device (before it is timed; replayed from a CUDA graph) end on the host.
+    A host that waits for its device every tenth step is nine steps ahead by then: between the ends of its own steps
+    lies the time it takes to launch one, and once in ten steps the rest of all of them. A step whose phases were not
+    seen to end is left out. Steps without a phase on a device (before it is timed; replayed from a CUDA graph) end on
+    the host.
 
     rows: with lanes and steps, of one process.
     """

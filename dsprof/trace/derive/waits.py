@@ -81,7 +81,7 @@ def backward_waits(rows: pd.DataFrame) -> pd.DataFrame:
     # One without length is kept where there is no other: it says where the rank would have waited.
     only = (by["length"].transform("max") == 0) & ~comm["backward"].duplicated(keep="last")
     found = comm[(marked.notna() | guessed) & ((comm["length"] > 0) | only)]
-    where = backward.loc[found["backward"], ["thread", "lane"]].reset_index(drop=True)
+    where = backward.loc[found["backward"], ["thread", "lane", "issue_ns"]].reset_index(drop=True)
     return derived_rows(
         "wait",
         found["name"].to_numpy(object),
@@ -89,6 +89,7 @@ def backward_waits(rows: pd.DataFrame) -> pd.DataFrame:
         found["end"].to_numpy(np.int64),
         where["thread"],
         lane=where["lane"],
+        issue_ns=where["issue_ns"].astype("Int64").array,  # of a stream's backward, which tells the step
         group=found["group"].to_numpy(object),
         seq=found["seq"].array,
     )

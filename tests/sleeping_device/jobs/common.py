@@ -91,9 +91,9 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, data: torch.T
 
 
 def train(step: Callable[[int], torch.Tensor], steps: int, *, sync_every: int = 4, head_start_ms: float = 0) -> None:
-    """Take steps, and write what happened to `told.RANK`: when each step was begun and ended on the host, its phases, the
-    losses, what the device did, how often it was asked what. Every so many steps the host waits for the device; it is
-    ahead of it again by `head_start_ms` of a kernel that begins the next step."""
+    """Take steps, and write what happened to `told.RANK`: when each step was begun and ended on the host, its phases,
+    the losses, what the device did, how often it was asked what. Every `sync_every` steps the host waits for the
+    device; it is ahead of it again by `head_start_ms` of a kernel that begins the next step."""
     losses, host = [], []
     for number in range(steps):
         begin = time.monotonic_ns()

@@ -7,17 +7,20 @@ from typing import Any, Final
 
 import numpy as np
 
+from ... import signals
 from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import Steps
+from ...price.calibration import ModelError
 from ...price.contention import freed_ms, kept_of_overlap
 from ...price.gains import beside_other_work, mean_gain
 from ...study import Study
 from ...text import count, ms, size
 from ...whatif.edit import Edited
 from ...whatif.rebucket import rebucket
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, ddp_argument_fix, need_steps, replay_rebucketed
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, ddp_argument_fix, replay_rebucketed
+from ..rule import Look, Rule
 from .deepspeed_config import stage_of
 from .shards import UNJUDGED, sharded, small_shards
 from .zero_buckets import blocking_buckets
@@ -41,7 +44,7 @@ def bucket_size(study: Study) -> list[Finding]:
 
     Every size is replayed, and the best one says which of the two it is: comm.small-messages or comm.exposed.
     """
-    need_steps(study)
+    signals.steps(study)
     if study.on_gpu:
         raise NotJudged("collectives ran on a device, on which this version replays no steps")
     if study.ranks_missing:
@@ -230,3 +233,26 @@ def _bucket_fix(cut: _Cut, best: Rebucketed) -> Fix:
         )
     note = f": {count(best.buckets, 'collective')} a step"
     return ddp_argument_fix(cut.ddp, "bucket_cap_mb", best.cap_mb, best.gain, note)
+
+
+_LOOK = Look(bucket_size, needs=(signals.replay,))
+RULES = (
+    Rule(
+        "comm.small-messages",
+        "many small collectives are bound by latency",
+        explains=("comm_exposed",),
+        looks=(_LOOK,),
+        error=ModelError(of_gain=0.25, of_step=0.02, busy=0.02, busy_above=0.05),
+        came_true=(48, 50),
+        place=90,
+    ),
+    Rule(
+        "comm.exposed",
+        "collectives block the computation although they could overlap it",
+        explains=("comm_exposed",),
+        looks=(_LOOK,),
+        error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
+        came_true=(25, 25),
+        place=100,
+    ),
+)

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ... import signals
 from ...arrays import Float
 from ...budget.irregular import FEWEST_JUDGED
 from ...device import Devices
@@ -18,7 +19,8 @@ from ...finding import MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
 from ...price.confidence_interval import interval
 from ...study import Study
 from ...text import count, ms, percent
-from ..base import LEAST_SHARE, NotConcerned, NotJudged
+from ..base import LEAST_SHARE, NotJudged
+from ..rule import Look, Rule
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
@@ -28,7 +30,7 @@ LEAST_LATE: Final = 0.5
 
 def launch_bound(study: Study) -> list[Finding]:
     """The device does nothing, and what it does next has not been launched, while its host is busy launching."""
-    devices = need_devices(study)
+    devices = signals.kernels(study)
     if all(one.delay_us is None for one in devices.ranks.values()):
         raise NotJudged("the trace does not tell when kernels were launched")
     steps = judged_steps(study, devices)
@@ -153,12 +155,6 @@ def _exposed(study: Study, devices: Devices) -> list[Finding]:
     return [Finding("comm.exposed", title, "info", where, evidence, gain)]
 
 
-def need_devices(study: Study) -> Devices:
-    if study.device is None:
-        raise NotConcerned
-    return study.device
-
-
 def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:
     """Those that are judged: the ordinary ones among the traced, or, where --deep traced a few, those."""
     ordinary = devices.steps[np.isin(devices.steps, study.step_numbers)]
@@ -193,3 +189,16 @@ def cost(study: Study, devices: Devices, steps: npt.NDArray[np.int64], spent: Fl
 def in_steps(steps: int) -> str:
     which = "one step" if steps == 1 else count(steps, "step")
     return f", in the {which} traced" if steps < FEWEST_JUDGED else ""
+
+
+COLLECTIVES = Look(collectives, settles=("rank.straggler",))
+"""Of the rule for slow ranks."""
+RULES = (
+    Rule(
+        "compute.launch-bound",
+        "the device waits for its host between kernels",
+        explains=("compute",),
+        looks=(Look(launch_bound),),
+        place=210,
+    ),
+)

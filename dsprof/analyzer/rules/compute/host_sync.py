@@ -15,13 +15,15 @@ import pandas as pd
 
 from dsprof.schema import HOST_SYNC
 
+from ... import signals
 from ...arrays import Float, Int
 from ...budget.intervals import Intervals
 from ...budget.lanes import MAIN, STREAM
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study, once
 from ...text import ms, number
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, at, code_fix, need_steps
+from ..base import LEAST_SHARE, NotJudged, PartlyJudged, at, code_fix
+from ..rule import Look, Rule
 
 CODE: Final = "compute.host-sync"
 SHOWN: Final = 5
@@ -46,9 +48,8 @@ REMEDIES: Final = {
 
 def stops(study: Study) -> list[Finding]:
     """Where the training thread waits for the device, and what the device stood idle after it, at most."""
-    if not study.on_gpu:
-        raise NotConcerned
-    need_steps(study)
+    signals.device_used(study)
+    signals.steps(study)
     watched, found = study.facts.get("host_sync", []), _stops(study)
     if not watched and not len(found):
         raise NotJudged("what the host waits for the device in was not captured")
@@ -176,3 +177,15 @@ def _fix(site: str, call: str) -> Fix:
 def _short(site: str) -> str:
     """`train.py:12`."""
     return UNKNOWN if site == UNKNOWN else at(site).strip(" ()")
+
+
+RULES = (
+    Rule(
+        CODE,
+        "the host waits for the device, at which line of the script",
+        explains=("compute",),
+        looks=(Look(stops),),
+        needs=(signals.gpus,),
+        place=190,
+    ),
+)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ... import signals
 from ...arrays import Float
 from ...budget.lanes import OWN_LANES
 from ...device import Devices
@@ -18,7 +19,8 @@ from ...study import Study
 from ...text import ms, percent
 from ..base import LEAST_SHARE, NotJudged
 from ..data.loader import loader_fix
-from .device_kernels import cost, in_steps, judged_steps, need_devices
+from ..rule import Look, Rule
+from .device_kernels import cost, in_steps, judged_steps
 
 MOST_NAMED: Final = 3
 """Operators that are named, of those that the host computes."""
@@ -35,7 +37,7 @@ def loads_or_saves(study: Study) -> list[Finding]:
 
 
 def elsewhere(study: Study) -> list[Finding]:
-    return _found(study, need_devices(study), ("cpu_ms", "away_ms"), _elsewhere)
+    return _found(study, signals.kernels(study), ("cpu_ms", "away_ms"), _elsewhere)
 
 
 def _found(study: Study, devices: Devices, columns: tuple[str, ...], describe: Describe) -> list[Finding]:
@@ -128,3 +130,16 @@ def _operators(study: Study, devices: Devices, steps: npt.NDArray[np.int64]) -> 
     total = pd.concat(tables).groupby("name")["ns"].sum().astype("int64").sort_values(ascending=False)
     each = len(devices.ranks) * len(steps) * 1e6
     return [(str(name), float(ns) / each) for name, ns in total.head(MOST_NAMED).items()]
+
+
+LOADS_OR_SAVES = Look(loads_or_saves, settles=("data.stall",))
+"""Of the rules for loading and for checkpoints."""
+RULES = (
+    Rule(
+        "compute.host-work",
+        "the device waits while its host computes on the CPU, or does something else than to launch",
+        explains=("compute",),
+        looks=(Look(elsewhere),),
+        place=220,
+    ),
+)

@@ -10,11 +10,13 @@ import numpy as np
 
 from dsprof import gauges
 
+from ... import signals
 from ...device.device_gauges import WatchedDevice, devices_of
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study, once
 from ...text import number, percent
-from ..base import NotConcerned, NotJudged, listed
+from ..base import NotJudged, listed
+from ..rule import Look, Rule
 
 CODE: Final = "compute.throttle"
 STRAGGLER: Final = "rank.straggler"
@@ -88,8 +90,6 @@ def _clocks(study: Study) -> list[Clock]:
 
 def throttle(study: Study) -> list[Finding]:
     """Clocks that are held down, PCIe and NVLink connections that are worse than they were made, memory errors."""
-    if not (study.on_gpu or study.facts.get("gpu")):
-        raise NotConcerned
     if not len(study.ordinary):
         raise NotJudged("no step was completed on all captured ranks")
     devices = _devices(study)
@@ -245,3 +245,15 @@ def with_cause(found: dict[str, list[Finding]]) -> None:
                 cause = Fix("code", f"see {CODE}: {slowed.title}")
                 found[STRAGGLER] = [replace(each, fixes=(cause, *each.fixes)) for each in found[STRAGGLER]]
                 return
+
+
+RULES = (
+    Rule(
+        CODE,
+        "a device's clock is held down, or its links or memory are failing",
+        explains=("compute",),
+        looks=(Look(throttle),),
+        needs=(signals.gpus,),
+        place=200,
+    ),
+)

@@ -11,16 +11,20 @@ import pandas as pd
 
 from dsprof import gauges
 
+from ... import signals
 from ...arrays import Float
 from ...budget.host_load import SharedCores
 from ...budget.parts import WAITING
 from ...finding import LOW_PERCENT, Evidence, Finding, Gain, Where
+from ...price.calibration import ModelError
 from ...price.confidence_interval import interval
 from ...price.gains import cost_outside_steps
 from ...study import Study, once
 from ...text import count, ms
 from ...whatif.work import Change
-from ..base import LEAST_SHARE, NotConcerned, at, need_host, need_steps, widened
+from ..base import LEAST_SHARE, NotConcerned, at, widened
+from ..compute.host_work import LOADS_OR_SAVES
+from ..rule import Fault, Look, Rule
 from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
 
 MOST_WORKERS: Final = 32
@@ -292,8 +296,8 @@ def _workers_were(study: Study) -> list[Evidence]:
 
 def loaders(study: Study) -> list[Finding]:
     """Workers that are started anew again and again; and a wait for input that workers would not shorten."""
-    need_steps(study)
-    need_host(study)
+    signals.steps(study)
+    signals.host_steps(study)
     found = _restarted(study)
     wait = supply(study)
     if wait is not None and not _worth(study, wait) and wait.worst_ms >= LOW_PERCENT / 100 * study.step_ms:
@@ -352,3 +356,17 @@ def _less_first_batch(study: Study, gain: Gain, fact: Fact, anew: pd.DataFrame) 
     first_batch = min(outside, study.step_ms * int(fact.get("num_workers") or 0))
     occasions = anew["step"].nunique() / max(len(study.irregular.steps), 1)
     return widened(gain, gain.low - occasions * first_batch, gain.high)
+
+
+RULES = (
+    Rule(
+        "data.stall",
+        "the loop waits for its DataLoader",
+        explains=("data",),
+        fault=Fault(waiting, stall, counts_cores=True),
+        looks=(Look(loaders), LOADS_OR_SAVES),
+        error=ModelError(of_gain=0.056, of_step=0.014, busy=0.021),
+        came_true=(99, 100),
+        place=20,
+    ),
+)

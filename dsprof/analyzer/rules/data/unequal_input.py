@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from ... import signals
 from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent
 from ...whatif.work import Change
-from ..base import NotJudged, at, code_fix, need_peers
+from ..base import NotJudged, at, code_fix
+from ..rule import Fault, Rule
 from .loader import loader_site, training_loader
 
 
@@ -48,9 +51,8 @@ def _less_mean_of_team(study: Study, values: Float) -> Float:
 
 def unequal(study: Study) -> Change | None:
     """Every rank given an equal share of the step's input."""
-    need_peers(study)
-    if study.input_sizes is None:
-        raise NotJudged("the sizes of the inputs to forward were not captured")
+    signals.peers(study)
+    signals.input_sizes(study)
     if all(peer_group.sum() < 2 for peer_group in study.peer_groups):
         raise NotJudged("each rank is another stage of a pipeline, so their inputs differ")
     explained = explained_by_size(study)
@@ -60,8 +62,7 @@ def unequal(study: Study) -> Change | None:
 def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """Ranks are given unequal amounts of work in the same step, so each step takes as long as its largest share."""
     excess, compute = change.removed["compute"], study.work("compute")
-    sizes = study.input_sizes
-    assert sizes is not None
+    sizes = signals.input_sizes(study)
     spreads = [
         np.ptp(sizes[peer_group], axis=0) / np.maximum(sizes[peer_group].mean(axis=0), 1)
         for peer_group in study.peer_groups
@@ -100,3 +101,16 @@ def _fixes(study: Study, alone: Gain) -> tuple[Fix, ...]:
         code_fix(title, "sampler", "length-bucketed", site, alone),
         code_fix(other, "batch_sampler", "token budget", site),
     )
+
+
+RULES = (
+    Rule(
+        "data.imbalance",
+        "the ranks of a step get unequal amounts of input",
+        explains=("peer_wait",),
+        fault=Fault(unequal, imbalance),
+        error=ModelError(of_gain=0.035, of_step=0.01, busy=0.01),
+        came_true=(25, 25),
+        place=30,
+    ),
+)

@@ -13,6 +13,7 @@ from typing import Any, Final
 from dsprof.live.frames import short
 from dsprof.trace import Memory
 
+from ... import signals
 from ...allocator import (
     AllocatorSettings,
     Limits,
@@ -33,7 +34,8 @@ from ...finding import ALLOCATOR_TWIN, HIGH_PERCENT, SEVERITIES, Evidence, Findi
 from ...memory.allocator_state import UNKNOWN, Holder, holders_of, sites_of
 from ...study import Study, once
 from ...text import count, percent, size
-from ..base import NotConcerned, PartlyJudged
+from ..base import PartlyJudged
+from ..rule import Look, Rule
 
 LEAST_STRANDED: Final = 5.0
 """Percent of the peak that is free between blocks in use: what matters."""
@@ -99,8 +101,7 @@ def _chosen(study: Study) -> list[tuple[int, Memory]]:
 
 def fragmentation(study: Study) -> list[Finding]:
     """Memory that is reserved and of no use, where it is, and the setting under which there is least of it."""
-    if not study.trace.memory:
-        raise NotConcerned
+    signals.allocators(study)
     found, reasons = played(study)
     findings = []
     for one in found:
@@ -321,3 +322,8 @@ def _proved(proof: Proof) -> str:
 
 def _site(one: Played, stack: int) -> str:
     return one.places.get(stack, (UNKNOWN, ""))[0]
+
+
+RULES = (
+    Rule("memory.fragmentation", "device memory is reserved and of no use", looks=(Look(fragmentation),), place=150),
+)

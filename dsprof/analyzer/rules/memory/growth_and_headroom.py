@@ -10,6 +10,7 @@ import pandas as pd
 from dsprof.schema import MEMORY_PARTS
 from dsprof.trace import Memory
 
+from ... import signals
 from ...arrays import Float
 from ...budget.irregular import warm_up
 from ...finding import MEASURED_MEMORY, Evidence, Finding, Fix, Gain, Severity, Where
@@ -22,7 +23,8 @@ from ...price.gains import mean_gain
 from ...study import Study
 from ...text import count, percent, size
 from ...whatif.work import Change, less
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, need_host, need_steps
+from ..base import LEAST_SHARE, NotConcerned, NotJudged
+from ..rule import Look, Rule
 
 MiB: Final = 1 << 20
 LEAST_RISE: Final = {False: (8 * MiB, 0.01), True: (48 * MiB, 0.05)}
@@ -44,8 +46,7 @@ MUCH_UNUSED: Final = 0.4
 
 def growth(study: Study) -> list[Finding]:
     """Memory that climbs from step to step, on the rank where it does so fastest."""
-    if study.memory.empty:
-        raise NotConcerned
+    signals.memory_by_step(study)
     climbing: list[tuple[MemoryUse, Slope]] = []
     longest = 0
     for rank in study.ranks:
@@ -187,7 +188,7 @@ def headroom(study: Study) -> list[Finding]:
     uses = [use for rank in study.ranks if (use := main_place(study.memory_uses, rank)) is not None]
     if not uses:
         raise NotConcerned
-    need_steps(study)
+    signals.steps(study)
     paid = _paid(study)
     unpriced = _unpriced(study)
     if not paid and not unpriced:
@@ -199,7 +200,7 @@ def headroom(study: Study) -> list[Finding]:
         return []
     worst = max(uses, key=lambda use: use.share or 0.0)
     unused = size((worst.capacity or 0) * (1 - used))
-    need_host(study)
+    signals.host_steps(study)
     if not paid:
         raise NotJudged(
             f"{unused} of {size(worst.capacity or 0)} are unused while {unpriced}; what doing without would gain this "
@@ -276,3 +277,9 @@ def _unpriced(study: Study) -> str:
     if max(stages, default=0) >= 3 or study.facts.get("fsdp"):
         return "parameters are gathered for every use (ZeRO stage 3, FSDP)"
     return ""
+
+
+RULES = (
+    Rule("memory.growth", "memory climbs step after step", looks=(Look(growth),), place=170),
+    Rule("memory.headroom", "much memory is unused while time is paid to save it", looks=(Look(headroom),), place=180),
+)

@@ -16,6 +16,7 @@ from ...study import Study
 from ...text import count, percent, size
 from ...text import ranks as ranks_in_words
 from ..base import NotConcerned, NotJudged, PartlyJudged
+from ..rule import Look, Rule
 from . import fragmentation
 
 CODE: Final = "memory.oom-risk"
@@ -250,3 +251,6 @@ def _levers(study: Study, place: str, parts: Mapping[str, int], rest: int) -> It
         yield f"ZeRO stage 3 (fully_shard) over {ranks} ranks", int(left * frees)
     if place != HOST and states:
         yield "the optimizer offloaded to the host (offload_optimizer)", states
+
+
+RULES = (Rule(CODE, "a rank ran out of memory, or nearly, and what held it", looks=(Look(oom_risk),), place=160),)

@@ -10,14 +10,17 @@ import pandas as pd
 
 from dsprof.engine import schedule as schedules
 
+from ... import signals
 from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...price.calibration import ModelError
 from ...price.confidence_interval import interval
 from ...study import Study
 from ...text import count, number, percent
 from ...whatif.schedule import makespan, schedule_graph
 from ...whatif.work import Change
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, need_host, need_steps
+from ..base import LEAST_SHARE, NotJudged, at, code_fix
+from ..rule import Fault, Look, Rule
 
 MULTIPLES: Final = (2, 4)
 """Of the micro-batches there are, that are tried."""
@@ -31,8 +34,7 @@ VIRTUAL: Final = 2
 
 def unbalanced(study: Study) -> Change | None:
     """Every stage computes as long as the mean of them: what an ideal division of the layers would give."""
-    if not study.in_stages:
-        raise NotConcerned
+    signals.stages(study)
     if study.ranks_missing:
         raise NotJudged("not every stage of the pipeline was captured")
     compute, of_team = _compute_of_stages(study)
@@ -120,10 +122,9 @@ class _Shape:
 
 def bubble(study: Study) -> list[Finding]:
     """Warm-up and drain of the pipeline cost more than they need: with more micro-batches, or parts of stages."""
-    need_steps(study)
-    if not study.in_stages:
-        raise NotConcerned
-    need_host(study)
+    signals.steps(study)
+    signals.stages(study)
+    signals.host_steps(study)
     shape = _shape(study)
     waited = float(study.work("bubble").mean())
     if waited < LEAST_SHARE * study.step_ms:
@@ -277,3 +278,26 @@ def _waits_for_all(actions: pd.DataFrame) -> bool:
     names = step[step["rank"] == step["rank"].iloc[0]]["name"].to_numpy(object)
     forwards = int((names == "F").sum())
     return bool((names[:forwards] == "F").all())
+
+
+RULES = (
+    Rule(
+        "pipeline.imbalance",
+        "one stage of a pipeline is slower than the others",
+        explains=("bubble",),
+        fault=Fault(unbalanced, imbalance),
+        error=ModelError(of_gain=0.08, of_step=0.015, busy=0.06),
+        came_true=(73, 75),
+        place=50,
+    ),
+    Rule(
+        "pipeline.bubble",
+        "filling and draining a pipeline costs more than it needs",
+        explains=("bubble",),
+        looks=(Look(bubble, needs=(signals.replay,)),),
+        outranked_by=("pipeline.imbalance",),
+        error=ModelError(of_gain=0.072, of_step=0.0225, busy=0.036),
+        came_true=(22, 25),
+        place=110,
+    ),
+)

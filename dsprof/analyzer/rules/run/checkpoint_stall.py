@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from ... import signals
 from ...finding import Evidence, Finding, Fix, Where
 from ...price.gains import cost_outside_steps, mean_gain
 from ...study import Study
 from ...text import ms
-from ..base import LEAST_SHARE, at, code_fix, need_steps, often
+from ..base import LEAST_SHARE, at, code_fix, often
+from ..compute.host_work import LOADS_OR_SAVES
+from ..rule import Look, Rule
 
 KIND = "checkpointing"
 TRAINER = "transformers.Trainer"
@@ -15,7 +18,7 @@ TRAINER = "transformers.Trainer"
 
 def stall(study: Study) -> list[Finding]:
     """Saving blocks the training loop."""
-    need_steps(study)
+    signals.steps(study)
     irregular = study.irregular
     own = irregular.own_ms.get(KIND)
     if own is None:
@@ -66,3 +69,15 @@ def stall(study: Study) -> list[Finding]:
     title = f"saving a checkpoint ({function}) stops training for {ms(longest.mean())}, {times}"
     where = Where(ranks=ranks, op="checkpoint", steps=steps)
     return [Finding("checkpoint.stall", title, "info", where, evidence, gain, fixes)]
+
+
+RULES = (
+    Rule(
+        "checkpoint.stall",
+        "saving a checkpoint stops training",
+        explains=("checkpointing",),
+        looks=(Look(stall), LOADS_OR_SAVES),
+        came_true=(24, 25),
+        place=130,
+    ),
+)

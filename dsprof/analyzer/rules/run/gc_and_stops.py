@@ -7,15 +7,19 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from ... import signals
 from ...budget.host_load import Gauges
 from ...budget.parts import WAITING
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...hang.transient_hang import TransientHang, transient_hangs
+from ...price.calibration import ModelError
 from ...price.gains import cost_outside_steps
+from ...signals import Absent
 from ...study import Study
 from ...text import count, ms
 from ...whatif.work import Change
-from ..base import LEAST_SHARE, NotJudged, at, code_fix, listed, need_steps, often, script_of
+from ..base import LEAST_SHARE, at, code_fix, listed, often, script_of
+from ..rule import Fault, Look, Rule
 
 MOSTLY: Final = 0.5
 """Of a stop: a rank that was ready to run for so much of it, and had no core, did nothing else."""
@@ -61,12 +65,9 @@ def stops(study: Study) -> list[Finding]:
     """The job stood still: hangs that resolved themselves, and stops for none of the known reasons."""
     hangs = transient_hangs(study)
     found = [_passed(study, hangs)] if hangs else []
-    try:
-        need_steps(study)
-    except NotJudged:
-        if not found:
-            raise
+    if found and isinstance(signals.steps.look(study), Absent):
         return found
+    signals.steps(study)
     return found + _stops(study, [hang.step for hang in hangs if hang.step is not None])
 
 
@@ -170,3 +171,22 @@ def _place_of(study: Study, rank: int, step: int) -> str:
     other = float(mine["other"].iloc[0] - np.median(usual["other"]))
     found["outside the phases of the loop"] = other
     return max(found, key=lambda name: found[name])
+
+
+RULES = (
+    Rule(
+        "pause.gc",
+        "Python's garbage collector stops a rank, and so all",
+        explains=("pause",),
+        fault=Fault(collections, garbage_collection),
+        error=ModelError(of_gain=0.05, of_step=0.014, busy=0.014),
+        came_true=(25, 25),
+        place=40,
+    ),
+    Rule(
+        "pause.stop",
+        "the job stands still now and then, for none of the known reasons",
+        looks=(Look(stops),),
+        place=140,
+    ),
+)

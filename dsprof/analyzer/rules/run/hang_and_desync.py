@@ -22,6 +22,7 @@ from ...hang.open_operations import first_disagreement, stall_at_end
 from ...hang.transient_hang import AT_WORK, has_passed, step_of
 from ...study import Study, once
 from ..base import NotConcerned, NotJudged
+from ..rule import Look, Rule
 
 STOOD_S: Final = 5.0
 """For how long a rank whose job failed must have stood still for a collective to have waited in it."""
@@ -275,3 +276,20 @@ def _fix(code: str, stall: Stall, sites: Mapping[int, str]) -> Fix:
     if stall.kind == "cycle":
         return Fix("code", f"have one side send while the other receives, or use batch_isend_irecv{at}", patch)
     return Fix("code", f"let {ranks_in_words(culprits)} reach {what}, or no rank wait for it{at}", patch)
+
+
+_LOOK = Look(hang_or_desync)
+RULES = (
+    Rule(
+        "run.hang",
+        "ranks waited for one that did not come",
+        looks=(_LOOK,),
+        place=60,
+    ),
+    Rule(
+        "run.desync",
+        "ranks disagreed about a collective: its name, order, size or type",
+        looks=(_LOOK,),
+        place=70,
+    ),
+)

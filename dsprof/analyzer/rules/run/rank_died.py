@@ -17,6 +17,7 @@ from ...study import Study
 from ...text import ms
 from ..base import NotJudged, listed
 from ..memory.oom_risk import killed_for_memory, why_out_of_memory
+from ..rule import Look, Rule
 
 COLUMNS: Final = ("kind", "name", "step", "start_ns", "dur_ns", "ended", "group", "seq")
 
@@ -159,3 +160,6 @@ def _advice(item: RankExit) -> str:
     if item.signal is not None:
         return "somebody sent the signal: see the scheduler's log for a time limit or a preemption"
     return "see the rank's own output above for the exception or the call that ended it"
+
+
+RULES = (Rule("run.rank-died", "a rank ended by a signal or with an error", looks=(Look(rank_died),), place=80),)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from ... import signals
 from ...arrays import Bool, Float
 from ...budget.label import innermost, spans_of
 from ...budget.parts import OWN_WORK, TRAINING_PHASES
 from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...price.calibration import ModelError
 from ...price.confidence_interval import intervals
 from ...study import Study, once
 from ...text import count, ms
 from ...whatif.work import Change
-from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed, need_peers
+from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
+from ..compute.device_kernels import COLLECTIVES
 from ..data.unequal_input import explained_by_size
+from ..rule import Fault, Rule
 
 OUTSIDE = "time outside the phases"
 LONGEST_LINE_NS = 1 << 62
@@ -32,7 +36,7 @@ def slow_ranks(study: Study) -> Change | None:
     Slow is a rank whose work takes longer in the mean of the steps, and by more than chance explains: the low end of
     the mean's 95 % interval is above nothing.
     """
-    need_peers(study)
+    signals.peers(study)
     peer_groups = [peer_group for peer_group in study.peer_groups if peer_group.sum() > 1]
     if not peer_groups:
         raise NotJudged("each rank is another stage of a pipeline, so their work differs; see pipeline.imbalance")
@@ -199,3 +203,17 @@ def _fixes(study: Study, ranks: tuple[int, ...], phase: str, crowded: bool, offl
     look = f"look for what only {who} does {where}: a branch on the rank, a slower device, "
     fixes.append(Fix("code", look + "another process on its cores"))
     return tuple(fixes)
+
+
+RULES = (
+    Rule(
+        "rank.straggler",
+        "one rank is late in every step and the others wait",
+        explains=("peer_wait",),
+        fault=Fault(slow_ranks, straggler),
+        looks=(COLLECTIVES,),
+        error=ModelError(of_gain=0.084, of_step=0.024, busy=0.024),
+        came_true=(119, 125),
+        place=10,
+    ),
+)

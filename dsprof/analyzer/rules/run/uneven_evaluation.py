@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from ... import signals
 from ...finding import Evidence, Finding, Fix, Where
 from ...price.gains import cost_outside_steps
 from ...study import Study
 from ...text import ms, ranks
-from ..base import LEAST_SHARE, need_peers, need_steps, often
+from ..base import LEAST_SHARE, often
+from ..rule import Look, Rule
 
 KIND = "evaluation"
 MOST_OF_LONGEST = 0.9
@@ -19,8 +21,8 @@ LEAST_UNEVEN = 0.2
 
 def uneven(study: Study) -> list[Finding]:
     """Ranks evaluate unequally. What is lost is the longest share less the mean, which equal shares would take."""
-    need_steps(study)
-    need_peers(study)
+    signals.steps(study)
+    signals.peers(study)
     irregular = study.irregular
     own = irregular.own_ms.get(KIND)
     if own is None or not own.any():
@@ -58,3 +60,15 @@ def uneven(study: Study) -> list[Finding]:
         title += f"{times}, while the others wait"
     where = Where(ranks=who, op="evaluation", steps=(int(numbers[0]), int(numbers[-1])))
     return [Finding("eval.uneven", title, "info", where, evidence, gain, fixes)]
+
+
+RULES = (
+    Rule(
+        "eval.uneven",
+        "some ranks evaluate while the others wait",
+        explains=("evaluation",),
+        looks=(Look(uneven),),
+        came_true=(17, 25),
+        place=120,
+    ),
+)
