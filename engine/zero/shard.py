@@ -313,7 +313,11 @@ class ShardedParam:
         """Have `data`, of the parameter's shape, in the parameter's own storage."""
         self._whole.copy_(data)
         self.param.data = self._whole
-        self._version = -1  # none that a parameter has: it was edited
+        self.written()
+
+    def written(self) -> None:
+        """The script has written to it, in a way that torch does not count."""
+        self._version = -1  # none that a parameter has
 
     @property
     def edited(self) -> bool:

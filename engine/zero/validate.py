@@ -91,6 +91,41 @@ class StorageCheck:
         return [param for param, now, place in zip(self._params, present, self._places, strict=True) if now != place]
 
 
+class WriteCheck:
+    """Looks whether the script has written to parameters where torch does not count it: to their `.data`, as
+    `param.data.clamp_(...)` does, or through numpy. Only those whose masters are apart: others are written with their
+    parameters. A sum over the bits of this rank's shard of each, so what only changes places is not seen."""
+
+    def __init__(self, params: Iterable[ShardedParam]) -> None:
+        self._params = [p for p in params if p.persistent and p.trainable and not p.master_is_shard and p.shard.numel()]
+        self._sums = self._present()
+
+    def mark(self) -> None:
+        """Before masters are stepped or saved: have `take_edits` look at what was written to."""
+        for (params, before), (_, now) in zip(self._sums, self._present(), strict=True):
+            for param, written in zip(params, (now != before).tolist(), strict=True):
+                if written:
+                    param.written()
+
+    def note(self) -> None:
+        """After masters have come to their parameters: these are as they should be."""
+        self._sums = self._present()
+
+    def _present(self) -> list[tuple[list[ShardedParam], torch.Tensor]]:
+        """The parameters on each device, and the sums of their bits."""
+        places: dict[torch.device, list[ShardedParam]] = {}
+        for param in self._params:
+            places.setdefault(param.shard.device, []).append(param)
+        return [(here, torch.stack([_bits(param.shard) for param in here])) for here in places.values()]
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Their bits as integers, summed up: 8 bytes at once where they are aligned, which is forty times as fast."""
+    size = values.element_size()
+    aligned = all(number * size % 8 == 0 for number in (values.numel(), values.storage_offset()))
+    return values.view(torch.int64 if aligned else {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).sum()
+
+
 def abandoned(model: nn.Module) -> str | None:
     """The name of a parameter that is sharded (ZeRO stage 3), of an engine that is gone; None if there is none."""
     named = model.named_parameters()
@@ -106,12 +141,19 @@ def refuse_lazy(model: nn.Module) -> None:
             )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is by `torch.compile(module)`, `module.compile()` or `module.forward = torch.compile(...)`."""
+    return (
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
 def compiled_module(model: nn.Module) -> str | None:
-    """The first module with parameters that is compiled, in words, by `torch.compile(module)` or `module.compile()`;
-    None if there is none."""
+    """The first module with parameters that is compiled, in words; None if there is none."""
     for name, module in model.named_modules():
-        compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled and next(module.parameters(), None) is not None:
+        if is_compiled(module) and next(module.parameters(), None) is not None:
             return name.replace("._orig_mod", "") or "the model"
     return None
 

@@ -161,6 +161,30 @@ def test_weights_written_in_half_precision_reach_the_masters(ranks: Ranks, stage
     assert ranks.run(2, edits, stage, {}, str(tmp_path)) == [(True, True, True, 0.0)] * 2
 
 
+def writes_data(rank: int, stage: int, dtype: str) -> list[float]:
+    """Clamp and mask weights as torch does not count it, between steps that change nothing themselves."""
+    model = build()
+    engine = start(
+        model, stage, torch.optim.SGD(model.parameters(), lr=0.0), **{dtype: {"enabled": True}}, gradient_clipping=0.0
+    )
+    kept = []
+    for step in range(3):
+        engine.backward(engine(sample(step, rank).to(model[0].weight.dtype)).float().pow(2).mean())
+        if step == 0:
+            model[0].weight.data.clamp_(-0.0625, 0.0625)
+        engine.step()
+        if step == 1:
+            model[2].weight.data[3] = 0.0
+        kept += [model[0].weight.abs().max().item(), model[2].weight[3].abs().max().item()]
+    return kept
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp16"), (2, "bf16")])
+def test_weights_written_through_data_reach_the_masters(ranks: Ranks, stage: int, dtype: str) -> None:
+    for first, _, second, _, third, masked in ranks.run(2, writes_data, stage, dtype):
+        assert (first, second, third, masked) == (0.0625, 0.0625, 0.0625, 0.0)
+
+
 # --- parameters that the script puts elsewhere
 
 
