@@ -54,13 +54,14 @@ class NewParameterCheck:
 
 
 class StorageCheck:
-    """Looks whether parameters that stay whole are still where ZeRO has them: what a module's `.to()`, `.half()` or a
-    new `.data` puts elsewhere, no step would reach. A read of a pointer each, of no attribute."""
+    """Looks whether parameters that stay whole are still where ZeRO has them, and in that order: what a module's
+    `.to()`, `.half()` or a new `.data` puts elsewhere, no step would reach. A read of a pointer and of strides each, of
+    no attribute."""
 
     def __init__(self, params: Iterable[ShardedParam]) -> None:
         self._params = [param for param in params if param.persistent]
         self._tensors = [param.param for param in self._params]
-        self._places = self._present()
+        self._places, self._strides = self._present()
 
     def check(self, doing: str) -> None:
         """Before a step: have them there again, with the values that they have now.
@@ -80,15 +81,18 @@ class StorageCheck:
         for param in self._moved():
             param.take_back(param.param.data)
 
-    def _present(self) -> list[int]:
+    def _present(self) -> tuple[list[int], list[tuple[int, ...]]]:
         with no_torch_function():
-            return list(map(torch.Tensor.data_ptr, self._tensors))
+            return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(torch.Tensor.stride, self._tensors))
 
     def _moved(self) -> list[ShardedParam]:
-        present = self._present()
-        if present == self._places:
+        places, strides = self._present()
+        if places == self._places and strides == self._strides:
             return []
-        return [param for param, now, place in zip(self._params, present, self._places, strict=True) if now != place]
+        return [
+            param for at, param in enumerate(self._params)
+            if places[at] != self._places[at] or strides[at] != self._strides[at]
+        ]  # fmt: skip
 
 
 class WriteCheck:

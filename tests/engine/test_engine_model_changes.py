@@ -250,6 +250,30 @@ def channels_last(rank: int, stage: int) -> float:
     return difference(engine, expected)
 
 
+def transposes(rank: int, stage: int) -> float:
+    """Between two steps; the same memory in another order."""
+
+    def square() -> nn.Sequential:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    model, alone = square(), square()
+    engine = start(model, stage, gradient_clipping=0.0)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(3):
+        train(engine, step, rank)
+        train_alone(alone, optimizer, step, 2, 1e9)
+        if step == 0:
+            for each in (model, alone):
+                each[0].weight.data = each[0].weight.data.t()
+    return difference(engine, alone)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_weight_that_is_transposed_in_place_is_trained_on(ranks: Ranks, stage: int) -> None:
+    assert max(ranks.run(2, transposes, stage)) < 1e-6
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_another_memory_format_is_trained_on(ranks: Ranks, stage: int) -> None:
     assert max(ranks.run(2, channels_last, stage)) < 1e-6
