@@ -92,7 +92,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
         needs=("deepspeed",), judges=(EVERYTHING,),
     ),
     "engine": Collector(
-        "frameworks.dsprof_engine", FRAMEWORKS, "dsprof's own engine, by what it tells itself",
+        "frameworks.dsprof_engine", FRAMEWORKS, "dsprof's own engine: its steps, communications, waits and copies",
         judges=(EVERYTHING,),
     ),
     "host": Collector(

@@ -110,7 +110,7 @@ class Settings:
     exit_wait: str = EXIT_WAIT
     """Seconds for which a rank waits at its end until its capture is copied; then a process beside it goes on."""
     native: str = "auto"
-    """The native helper: auto (Python twin where it cannot be built), on (an error instead), off."""
+    """The native helper: auto (the recorder in Python where it cannot be built), on (an error instead), off."""
     report: bool = True
     """Write the HTML report and the TensorBoard files at the end."""
     engine: str = "script"

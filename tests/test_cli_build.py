@@ -56,8 +56,9 @@ def test_into_a_folder(
     assert built_for(path.parent).compiler_version == "fake 1.0"
     monkeypatch.setenv(GIVEN, str(folder))
     assert build.find() == path
-    assert cli.main(["build", "-o", str(folder)]) == 0
-    assert capsys.readouterr().out == f"{path}\n"
+    for again in (str(folder), "image/../image/native"):
+        assert cli.main(["build", "-o", again]) == 0
+        assert capsys.readouterr().out == f"{path}\n"
     assert runs(compiler) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Final
@@ -58,7 +59,7 @@ def command(
             USAGE,
         )
     try:
-        place = places.for_image(talk.warn) if output is None else output.absolute()
+        place = places.for_image(talk.warn) if output is None else Path(os.path.abspath(output))
         path = build.build_into(place, target, python, talk.warn, again=True)
     except (build.NoHelper, OSError) as error:
         fail(f"no native helper for torch {there}: {error}", FAILED)
