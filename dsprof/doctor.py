@@ -121,8 +121,8 @@ def advice(machine: Machine) -> Iterator[str]:
         yield f"torch: {machine.versions.get('torch')} has no {name}, which dsprof uses, so {lost}"
     if machine.compiler is None and machine.helper is None:
         yield (
-            "no C++ compiler: dsprof's native helper cannot be built, and the recorder in Python costs more, and records only"
-            " phases and steps on GPUs; install g++, or run `dsprof build` where there is one"
+            "no C++ compiler: dsprof's native helper cannot be built, and the recorder in Python costs more, and"
+            " records only phases and steps on GPUs; install g++, or run `dsprof build` where there is one"
         )
 
 

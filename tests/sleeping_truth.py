@@ -17,7 +17,7 @@ ALIGNED_MS = 30.0
 """How far the device's clock may be off the host's: the sleeping device says that an event is over when its data are
 there, too, which on a busy machine is later than the computed time."""
 CLOCKS_MS = 2.0
-"""How far a moment that the engine takes on a busy machine may lie apart."""
+"""How far the times that the engine adds up over a day may be off."""
 
 
 def close(found: Int, true: Int) -> npt.NDArray[np.bool_]:

@@ -342,7 +342,7 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     assert list(found["run"]) == ["id", "command", "ranks", "steps", "steps_judged", "step_is", "step_ms"]
     assert list(found["run"]["step_ms"]) == ["mean", "median", "p10", "p90"]
     assert list(found["findings"][0]) == [
-        "code", "title", "severity", "confidence", "where", "evidence", "gain", "fixes",
+        "code", "title", "severity", "confidence", "where", "evidence", "gain", "share", "together", "fixes",
     ]  # fmt: skip
     assert list(found["capture"]) == [
         "overhead_percent",

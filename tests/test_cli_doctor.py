@@ -231,8 +231,8 @@ def test_a_healthy_machine_is_passed_over_in_silence() -> None:
         ({"allocator": {"LD_PRELOAD": "libjemalloc.so:/gone/libtcmalloc.so"}},
          "LD_PRELOAD: /gone/libtcmalloc.so does not exist, so every program complains and runs without it; unset it"),
         ({"compiler": None},
-         "no C++ compiler: dsprof's native helper cannot be built, and the recorder in Python costs more, and records only"
-         " phases and steps on GPUs; install g++, or run `dsprof build` where there is one"),
+         "no C++ compiler: dsprof's native helper cannot be built, and the recorder in Python costs more, and"
+         " records only phases and steps on GPUs; install g++, or run `dsprof build` where there is one"),
         ({"torch_error": "ImportError: libcudart.so.12"},
          "torch: cannot be imported (ImportError: libcudart.so.12); install it again"),
         ({"versions": {"torch": "2.13.0+cpu", "cuda": None}},

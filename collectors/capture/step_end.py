@@ -22,8 +22,9 @@ FIRST: Final = 3
 """After so many steps samples are taken in any case: what a job sets up shows itself then, and nothing is known yet of
 what they cost. The first one imports, and is not counted."""
 COSTS: Final = 5
-"""So many samples tell what one costs, by their median: a thread that lost its core meanwhile counts for nothing. Of two
-the lower one counts, for the same reason: the next sample would be far away, and with it what could put it right."""
+"""So many samples tell what one costs, by their median: a thread that lost its core meanwhile counts for nothing.
+Of two the lower one counts, for the same reason: the next sample would be far away, and with it what could put it
+right."""
 
 
 class StepEnd:

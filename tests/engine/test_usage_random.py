@@ -95,12 +95,12 @@ def drawn(examples: int, *phases: Phase) -> settings:
 
 @pytest.mark.usefixtures("usage_ranks")
 def test_what_scripts_do_with_a_model_that_runs_as_one() -> None:
-    run_state_machine_as_test(WholeUsage, settings=drawn(16))
+    run_state_machine_as_test(WholeUsage, settings=drawn(10))
 
 
 @pytest.mark.usefixtures("usage_ranks")
 def test_what_scripts_do_with_a_pipeline() -> None:
-    run_state_machine_as_test(PipelineUsage, settings=drawn(6))
+    run_state_machine_as_test(PipelineUsage, settings=drawn(4))
 
 
 @pytest.mark.parametrize(("fault", "text"), SHOWN)
