@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -58,8 +59,9 @@ class Ranks:
         for rank, (_, pipe) in enumerate(self._started[:world_size]):
             pipe.send((module, function.__qualname__, rank, world_size, self._jobs, args))
         results, failures, lost = [], [], False
+        until = time.monotonic() + self.patience
         for rank, (process, pipe) in enumerate(self._started[:world_size]):
-            if not pipe.poll(self.patience):
+            if not pipe.poll(max(0.0, until - time.monotonic())):
                 good, value, lost = False, f"rank {rank}: nothing for {self.patience:.0f} seconds", True
             else:
                 try:

@@ -140,7 +140,8 @@ class Drawing:
         batch["refused"] = dict(Counter(batch["refused"]) + Counter(came.refused))
         batch["digests"].append(hashlib.sha256(str(program).encode()).hexdigest()[:8])
         if came.fault is not None:
-            small = smaller(program, came.fault, self._ranks, self._within)
+            hangs = ": nothing for " in came.fault  # each try of a shorter one would take as long
+            small = program if hangs else smaller(program, came.fault, self._ranks, self._within)
             self._say(f"seed {batch['seed']}: {came.fault}\n{small}\n")
             batch["faults"].append({
                 "seed": batch["seed"], "fault": came.fault, "program": str(small), "drawn": str(program)
