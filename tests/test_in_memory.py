@@ -101,7 +101,9 @@ def test_a_run_folder_that_vanishes_is_made_again(tmp_path: Path, disk: Path, na
 
 @both
 def test_a_local_folder_that_vanishes_costs_the_capture_not_the_job(tmp_path: Path, disk: Path, native: str) -> None:
-    done = train(tmp_path, JOB.replace("{}", REMOVE_LOCAL), native=native, DSPROF_SCRATCH=str(disk))
+    done = train(
+        tmp_path, JOB.replace("{}", REMOVE_LOCAL), native=native, DSPROF_SCRATCH=str(disk), DSPROF_EXIT_WAIT="60"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
     capture = only_capture(tmp_path / "run")
     (told,) = [problem for problem in capture.problems if "removed" in problem]
