@@ -256,13 +256,15 @@ def close_group(group: dist.ProcessGroup | None) -> None:
 
 
 def break_connections(group: dist.ProcessGroup) -> None:
-    """Have what waits in a gloo group fail. It ends no communication by itself, but closes a group's connections as
-    soon as one of its messages is late: so receive one that nobody sends."""
-    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-    with contextlib.suppress(RuntimeError):  # that it is late, or that another rank was first
-        work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=2**31 - 1)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
+    """Have what waits in a gloo group fail. It ends no communication by itself, but closes all connections of this rank
+    as soon as one of its messages is late: so receive one that nobody sends, from each other rank, as those whose
+    connection is closed already are not late."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for distance in range(1, size):
+        with contextlib.suppress(RuntimeError):  # that it is late, or that the other rank was first
+            work = dist.irecv(torch.empty(1), group=group, group_src=(rank + distance) % size, tag=2**31 - 1)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
 
 
 def open_host_group(sets: Iterable[Sequence[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:
