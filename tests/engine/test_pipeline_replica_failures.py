@@ -114,11 +114,11 @@ def test_every_rank_is_told_of_one_replica_that_fails(ranks: Ranks, schedule: st
 
 
 def waiting_job(rank: int) -> str:
-    """Each rank waits for the one before it, and gives up when that has."""
+    """The last rank waits for the first, each other one for the next; it gives up when that has."""
     group = dist.new_group(range(dist.get_world_size()))
     if rank > 0:
         with pytest.raises(RuntimeError) as caught:
-            dist.recv(torch.empty(1), group=group, group_src=rank - 1)
+            dist.recv(torch.empty(1), group=group, group_src=(rank + 1) % dist.get_world_size())
         said = str(caught.value)
     else:
         said = "gave up"
