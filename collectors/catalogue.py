@@ -110,7 +110,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "device-times": Collector(
         "devices.device_times", DEVICES, "when phases and communications ran on the GPU's streams",
-        needs=(GPU, NATIVE),
+        needs=(GPU, NATIVE), judges=(EVERYTHING, "pause.stop", "compute.host-sync"),
     ),
     "process-groups": Collector(
         "communication.process_groups", COMMUNICATION, "which process groups there are, and their ranks",

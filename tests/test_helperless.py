@@ -12,7 +12,7 @@ from armed import Captured, captured, train
 from dsprof.analyzer import analyze
 from dsprof.analyzer.rules.missing_collectors import EVERYTHING, reasons, unproved
 from dsprof.collectors.capture import recorder_setup, without_helper
-from dsprof.collectors.capture.without_helper import PER_CALL, SWITCHED_OFF, device_job, left_out
+from dsprof.collectors.capture.without_helper import NEED_HELPER, SWITCHED_OFF, device_job, left_out
 from dsprof.collectors.catalogue import COLLECTORS
 from dsprof.collectors.recorder.record import LIMIT_BYTES
 from dsprof.run import RunFolder
@@ -80,7 +80,7 @@ def test_its_phases_and_steps_are_recorded(on_device: tuple[Path, str, Captured]
     for phase in ("data", "backward", "optimizer"):
         assert len(found.phases(phase)) >= 20
     assert found.phases("forward") == []
-    assert found.of("left_out") == [{"collectors": sorted(PER_CALL)}]
+    assert found.of("left_out") == [{"collectors": sorted(NEED_HELPER)}]
     (note,) = found.of("note")
     why = "a process group communicates by sleepy on cuda"
     assert note == {
@@ -97,7 +97,8 @@ def test_the_verdict_says_so(on_device: tuple[Path, str, Captured]) -> None:
         "of a job on a device only phases and steps are recorded without the native helper, which `dsprof build` makes"
     )
     assert said in analysis.verdict.headline
-    assert analysis.not_judged["comm.exposed"] == analysis.not_judged["data.stall"] == said
+    for code in ("comm.exposed", "data.stall", "pause.stop"):
+        assert analysis.not_judged[code] == said, code
     assert {"comm.exposed", "run.hang", "run.desync", "eval.uneven"}.isdisjoint(analysis.passed)
     assert f"rank 0: {found.of('note')[0]['text']}" in analysis.capture.warnings
     assert all(len(warning) < 300 for warning in analysis.capture.warnings)  # and none is cut short
@@ -128,7 +129,7 @@ def test_where_it_cannot_be_told_nothing_is_slowed_down(tmp_path: Path, monkeypa
     recorder.close()
     assert not native
     assert found == left_out(SWITCHED_OFF, "or perhaps not: it could not be told")
-    assert found.collectors == PER_CALL
+    assert found.collectors == NEED_HELPER
     assert counted == ["what the job trains on: no pg_backend_config"]
 
 
@@ -136,10 +137,10 @@ def test_where_it_cannot_be_told_nothing_is_slowed_down(tmp_path: Path, monkeypa
 
 
 def test_what_is_left_out() -> None:
-    assert set(COLLECTORS) >= PER_CALL
+    assert set(COLLECTORS) >= NEED_HELPER
     assert left_out(SWITCHED_OFF, None) == (frozenset(), "")  # somebody knows
     assert left_out(SWITCHED_OFF, "torch.cuda is in use") == (
-        PER_CALL,
+        NEED_HELPER,
         "only phases and steps were recorded of a job on a device (torch.cuda is in use): no native helper (switched"
         " off by --native off or DSPROF_NATIVE); run it without that",
     )

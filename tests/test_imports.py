@@ -399,6 +399,14 @@ def test_a_folder_says_what_is_in_it(package: str, fewest: int) -> None:
     assert not missing
 
 
+def test_the_table_of_headers_names_each() -> None:
+    """That of the native helper, with which `hooks.cpp` begins."""
+    native = ROOT / "collectors" / "native"
+    table = (native / "hooks.cpp").read_text().partition("#include")[0]
+    headers = {path.name for path in native.glob("*.hpp") if not path.name.startswith("python_")}
+    assert headers == set(re.findall(r"\w+\.hpp", table)) - {"layout.hpp"}
+
+
 def test_the_tables_of_the_collectors_rooms_are_whole() -> None:
     """A line each file and folder, in the first column, and nothing else."""
     for face in sorted(path for module, path in FILES.items() if within(module, "dsprof.collectors")):

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from sleeping_jobs import Ran, SleepingRanks
@@ -66,6 +68,19 @@ def test_a_step_lasts_as_long_as_on_the_device(ddp: Ran) -> None:
         assert_moments((own["start_ns"] + own["dur_ns"]).to_numpy(np.int64), ended[1:], "steps")
     host = np.diff([end for _, end in ddp.told[0]["host"]][3:8])
     assert host.max() > 3 * host.min()
+
+
+def test_without_the_devices_times_the_hosts_are_not_taken_for_them(
+    sleeping_ranks: SleepingRanks, tmp_path: Path
+) -> None:
+    """The host runs ahead and then waits for some steps at once: no pause of the job, and its communication hidden."""
+    ran = sleeping_ranks.run(tmp_path, "ddp.py", ranks=2, without="device-times")
+    analysis = analyze(ran.trace)
+    assert [finding.code for finding in analysis.findings if finding.severity != "info"] == []
+    assert analysis.verdict.status == "inconclusive"
+    for code in ("comm.exposed", "pause.stop", "compute.host-sync"):
+        assert "device-times" in analysis.not_judged[code], code
+    assert any("the collector device-times was switched off" in warning for warning in ran.trace.run.warnings)
 
 
 def test_the_job_is_not_touched(ddp: Ran, plain: Ran) -> None:

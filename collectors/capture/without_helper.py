@@ -16,11 +16,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, NamedTuple
 
-from ..catalogue import COLLECTORS
+from ..catalogue import COLLECTORS, NATIVE
 from ..hooking import private
 
-PER_CALL: Final = frozenset(name for name, collector in COLLECTORS.items() if collector.each_call)
-"""Collectors whose hooks run for every communication, module, unit, action or call that waits for the device."""
+NEED_HELPER: Final = frozenset(name for name, one in COLLECTORS.items() if one.each_call or NATIVE in one.needs)
+"""Collectors whose hooks run for every communication, module, unit, action or call that waits for the device, and those
+that record nothing without the helper: the device's times."""
 
 SWITCHED_OFF: Final = "switched off by --native off or DSPROF_NATIVE"
 
@@ -53,7 +54,7 @@ def left_out(reason: str, device: str | None) -> LeftOut:
         return LeftOut(frozenset(), "" if reason == SWITCHED_OFF else slower)
     mend = "run it without that" if reason == SWITCHED_OFF else "`dsprof build` makes it, then run the job again"
     note = f"only phases and steps were recorded of a job on a device ({device}): no native helper ({reason}); {mend}"
-    return LeftOut(PER_CALL, note)
+    return LeftOut(NEED_HELPER, note)
 
 
 def device_job(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> str | None:

@@ -197,11 +197,16 @@ class DeviceTimes {
       free_.push_back(found);
       return nullptr;
     }
+    Moment* base = base_ ? base_ : take();
+    if (!base) {  // all are under way still, since an earlier capture
+      free_.push_back(found);
+      return nullptr;
+    }
     found->host_ns = now_ns();
     found->stream = stream.id();
     found->event.record(stream);
     if (!base_) {
-      base_ = take();
+      base_ = base;
       base_->host_ns = found->host_ns;
       base_->event.record(stream);
       base_ns_ = static_cast<double>(found->host_ns);

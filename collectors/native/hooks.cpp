@@ -1,13 +1,16 @@
 // The native helper: a CPython module, built by build.py for one torch and one Python.
 //
 //     layout.hpp       the record, made by layout.py from dsprof/ondisk.py
-//     recorder.hpp     writing records:  chunks.hpp  names.hpp  counters.hpp
+//     recorder.hpp     writing records:  chunks.hpp  names.hpp  counters.hpp; permissions.hpp: the modes of their files
+//     hook_time.hpp    what hooks take of the job
 //     forks.hpp        what a forked child finds anew; observers.hpp: what it has of its parent's
-//     collectives.hpp  the hooks on c10d; gloo_ends.hpp: when gloo begins and ends
+//     collectives.hpp  the hooks on c10d; gloo_ends.hpp: when gloo begins and ends; groups.hpp: process groups
 //     waits.hpp        what a wait waits for
+//     backward.hpp     when a backward pass is over
 //     modules.hpp      the hook on torch.nn.Module; calls.hpp: which call made a node of the autograd graph
 //     flops.hpp        the operations of a step
-//     device_times.hpp what a device's streams did when, by events
+//     device_times.hpp what a device's streams did when, by events; device_issue.hpp: when it did a communication;
+//                      graph_capture.hpp: whether a stream is captured into a CUDA graph
 //     syncs.hpp        where the host waits for a device; call_sites.hpp: what issues collectives; sites.hpp: lines
 //     lock_watch.hpp   stacks where no Python can run
 //     python_*.hpp     what Python may call: the table below

@@ -183,6 +183,8 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
 
 
 def _in_no_dialect(events: Events) -> str:
+    if not events.count:
+        return "breaks off before its first event ends" if events.cut else "holds no events"
     named = ", ".join(map(repr, events.unknown))
     what = f": their categories ({named}) are none of torch.profiler's" if named else ""
     return f"none of its {events.count:,} events is an operator, a kernel or an annotation{what}"

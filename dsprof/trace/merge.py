@@ -294,8 +294,11 @@ def _written_first(summary: dict[str, Any]) -> str:
 
 def _of_device(summary: dict[str, Any]) -> str:
     """What is known of what its device did."""
-    if not any(fact["fact"] == "device_times" for fact in summary["facts"]):
-        return "ran on a GPU, of which only the host's side was timed, as it was recorded without the native helper"
+    facts = summary["facts"]
+    if not any(fact["fact"] == "device_times" for fact in facts):
+        off = any(fact["fact"] == "without" and "device-times" in fact.get("collectors", ()) for fact in facts)
+        why = "the collector device-times was switched off" if off else "it was recorded without the native helper"
+        return f"ran on a GPU, of which only the host's side was timed, as {why}"
     return "ran on a GPU, whose streams were timed by events: of phases and communications, not of each kernel"
 
 

@@ -208,15 +208,17 @@ class BaseEngine(nn.Module):
     def _take_step(self, lr_kwargs: Mapping[str, Any]) -> None:
         """Take a step of the gradients that there are, report it, and count it."""
         try:
-            result = self.optimizer_step.take(lr_kwargs)
+            result = self.optimizer_step.take()
         except BaseException:
             if self.state.failure is None:  # nothing has been changed: the step is to be forgotten
                 self._begin_step_anew()
             raise
         self._norm, self._stepped = result.norm, not result.overflow
         try:
+            if self.state.lr_scheduler is not None and not result.overflow:
+                self.state.lr_scheduler.step(**lr_kwargs)
             self.metrics.report()
-        finally:  # it is taken, whether or not that can be reported
+        finally:  # it is taken, whether or not the schedule goes on, or that can be reported
             self.global_steps += 1
             self.hooks.step = self.global_steps
             self.state.begin_step()

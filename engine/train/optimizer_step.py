@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +16,7 @@ from ..optim.loss_scaler import overflowed
 from ..optim.onebit import OneBitAdam
 from ..training_state import Training
 from ..zero.shard import ShardedParam
-from ..zero.validate import NewParameterCheck, StorageCheck
+from ..zero.validate import NewParameterCheck, StorageCheck, WriteCheck
 from ..zero.zero import tiles_of
 
 
@@ -47,6 +46,7 @@ class OptimizerStep:
             self._guard = StepGuard(optimizer)
         self._new_parameters = NewParameterCheck(training.module, zero.by_param)
         self._storages = StorageCheck(zero.params)
+        self._writes = WriteCheck(zero.params)
         may = (master for group in training.param_groups for master in group["params"])
         settled = optimizer is not None and settles_groups(optimizer)
         self._may_step = frozenset(map(id, may if settled else zero.masters.values()))
@@ -54,8 +54,8 @@ class OptimizerStep:
         self._counted = {id(p.master) for p in zero.trainable if training.shared.counts(p.param)}
         """What another rank of the same replica counts does not count into the norm here."""
 
-    def take(self, lr_kwargs: Mapping[str, Any]) -> StepResult:
-        """One step, of the gradients that there are. On all ranks. `lr_kwargs` go to the learning rate schedule.
+    def take(self) -> StepResult:
+        """One step, of the gradients that there are. On all ranks.
 
         What fails after gradients or weights have begun to change is the training's failure (`Training.fail`).
         """
@@ -64,12 +64,12 @@ class OptimizerStep:
         stepped = self.stepped_masters()
         self._training.zero.check_order(self._training.parallel.everyone)
         try:
-            return self._take(stepped, lr_kwargs)
+            return self._take(stepped)
         except BaseException as error:
             self._training.fail("an earlier step of this engine", error)
             raise
 
-    def _take(self, stepped: set[int], lr_kwargs: Mapping[str, Any]) -> StepResult:
+    def _take(self, stepped: set[int]) -> StepResult:
         training, zero = self._training, self._training.zero
         reducer = zero.reducer
         reducer.collect()
@@ -87,9 +87,9 @@ class OptimizerStep:
         else:
             unscale_and_clip_(grads, value, loss_scale=scale, max_norm=training.config.gradient_clipping)
             zero.begin_update()
+            self._writes.mark()
             self._update()
-            if training.lr_scheduler is not None:
-                training.lr_scheduler.step(**lr_kwargs)
+            self._writes.note()
         reducer.rebuild_buckets()
         reducer.clear()
         if isinstance(training.optimizer, OneBitAdam):
@@ -116,6 +116,7 @@ class OptimizerStep:
         training.refuse_failed("save_checkpoint", CheckpointError)
         self.stepped_masters()
         self.take_moved()
+        self._writes.mark()
         if any(param.edited for param in training.zero.trainable):
             with training.states.at_once():
                 for param in training.zero.trainable:

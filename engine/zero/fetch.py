@@ -32,6 +32,7 @@ from .param_hooks import SavedParamHooks, WatchedParameters
 from .settings import ZeroSettings
 from .shard import LiveParams, ShardedParam
 from .torch_code import Functions, is_torchs
+from .validate import UNCOMPILED, is_compiled
 
 
 @dataclass(eq=False, slots=True)
@@ -79,6 +80,7 @@ class Fetcher:
         self._owners: dict[ShardedParam, list[ModuleParams]] = {}
         """Those that each is fetched for."""
         self._all_owners: list[ModuleParams] = []
+        self._hooked: list[tuple[str, nn.Module]] = []
         self._functions = Functions()
         self._install(root)
         if not self._functions.are_torchs:
@@ -162,6 +164,7 @@ class Fetcher:
             owner = ModuleParams(name, own, backward=ModuleParams(name, []) if is_torchs(module) else None)
             owner.choose_for_backward()
             self._all_owners.append(owner)
+            self._hooked.append((name, module))
             for param in own:
                 self._owners.setdefault(param, []).append(owner)
             self._handles += [
@@ -176,8 +179,8 @@ class Fetcher:
         forward = kind.forward
 
         def hook(module: nn.Module, args: Any) -> None:
-            if not self._calls and self._functions.were_replaced():
-                self._distrust(self._all_owners)
+            if not self._calls:
+                self._look_at_code()
             if owner.backward is not None and (
                 type(module) is not kind or kind.forward is not forward or "forward" in module.__dict__
             ):
@@ -193,6 +196,14 @@ class Fetcher:
             call.using = self._need(owner)
 
         return hook
+
+    def _look_at_code(self) -> None:
+        """Before a forward: what the script has replaced since. Raises RuntimeError for what it has compiled."""
+        if self._functions.were_replaced():
+            self._distrust(self._all_owners)
+        for name, module in self._hooked:
+            if is_compiled(module):
+                raise RuntimeError(f"forward: {name or 'the model'} is compiled, and {UNCOMPILED}")
 
     def _distrust(self, owners: Iterable[ModuleParams]) -> None:
         """They run code of the script's own since the engine was made (a parametrization, another `F.linear`), which

@@ -288,8 +288,10 @@ class ShardedParam:
 
     @property
     def moved(self) -> bool:
-        """Whether the script has put the values elsewhere than ZeRO has them, while they are whole."""
-        return self.resident and self.param.data.data_ptr() != self._whole.data_ptr()
+        """Whether the script has put the values elsewhere than ZeRO has them, or in another order, while they are
+        whole."""
+        here, whole = self.param.data, self._whole
+        return self.resident and (here.data_ptr() != whole.data_ptr() or here.stride() != whole.stride())
 
     def moved_back(self, doing: str) -> None:
         """The script has put the values elsewhere, as `module.to` there and back or a new `.data` does: have them in
@@ -311,9 +313,14 @@ class ShardedParam:
 
     def take_back(self, data: Tensor) -> None:
         """Have `data`, of the parameter's shape, in the parameter's own storage."""
-        self._whole.copy_(data)
+        in_place = data.data_ptr() == self._whole.data_ptr()  # and in another order, as `.data.t()` is
+        self._whole.copy_(data.clone() if in_place else data)
         self.param.data = self._whole
-        self._version = -1  # none that a parameter has: it was edited
+        self.written()
+
+    def written(self) -> None:
+        """The script has written to it, in a way that torch does not count."""
+        self._version = -1  # none that a parameter has
 
     @property
     def edited(self) -> bool:

@@ -54,13 +54,14 @@ class NewParameterCheck:
 
 
 class StorageCheck:
-    """Looks whether parameters that stay whole are still where ZeRO has them: what a module's `.to()`, `.half()` or a
-    new `.data` puts elsewhere, no step would reach. A read of a pointer each, of no attribute."""
+    """Looks whether parameters that stay whole are still where ZeRO has them, and in that order: what a module's
+    `.to()`, `.half()` or a new `.data` puts elsewhere, no step would reach. A read of a pointer and of strides each, of
+    no attribute."""
 
     def __init__(self, params: Iterable[ShardedParam]) -> None:
         self._params = [param for param in params if param.persistent]
         self._tensors = [param.param for param in self._params]
-        self._places = self._present()
+        self._places, self._strides = self._present()
 
     def check(self, doing: str) -> None:
         """Before a step: have them there again, with the values that they have now.
@@ -80,15 +81,53 @@ class StorageCheck:
         for param in self._moved():
             param.take_back(param.param.data)
 
-    def _present(self) -> list[int]:
+    def _present(self) -> tuple[list[int], list[tuple[int, ...]]]:
         with no_torch_function():
-            return list(map(torch.Tensor.data_ptr, self._tensors))
+            return list(map(torch.Tensor.data_ptr, self._tensors)), list(map(torch.Tensor.stride, self._tensors))
 
     def _moved(self) -> list[ShardedParam]:
-        present = self._present()
-        if present == self._places:
+        places, strides = self._present()
+        if places == self._places and strides == self._strides:
             return []
-        return [param for param, now, place in zip(self._params, present, self._places, strict=True) if now != place]
+        return [
+            param for at, param in enumerate(self._params)
+            if places[at] != self._places[at] or strides[at] != self._strides[at]
+        ]  # fmt: skip
+
+
+class WriteCheck:
+    """Looks whether the script has written to parameters where torch does not count it: to their `.data`, as
+    `param.data.clamp_(...)` does, or through numpy. Only those whose masters are apart: others are written with their
+    parameters. A sum over the bits of this rank's shard of each, so what only changes places is not seen."""
+
+    def __init__(self, params: Iterable[ShardedParam]) -> None:
+        self._params = [p for p in params if p.persistent and p.trainable and not p.master_is_shard and p.shard.numel()]
+        self._sums = self._present()
+
+    def mark(self) -> None:
+        """Before masters are stepped or saved: have `take_edits` look at what was written to."""
+        for (params, before), (_, now) in zip(self._sums, self._present(), strict=True):
+            for param, written in zip(params, (now != before).tolist(), strict=True):
+                if written:
+                    param.written()
+
+    def note(self) -> None:
+        """After masters have come to their parameters: these are as they should be."""
+        self._sums = self._present()
+
+    def _present(self) -> list[tuple[list[ShardedParam], torch.Tensor]]:
+        """The parameters on each device, and the sums of their bits."""
+        places: dict[torch.device, list[ShardedParam]] = {}
+        for param in self._params:
+            places.setdefault(param.shard.device, []).append(param)
+        return [(here, torch.stack([_bits(param.shard) for param in here])) for here in places.values()]
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """Their bits as integers, summed up: 8 bytes at once where they are aligned, which is forty times as fast."""
+    size = values.element_size()
+    aligned = all(number * size % 8 == 0 for number in (values.numel(), values.storage_offset()))
+    return values.view(torch.int64 if aligned else {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).sum()
 
 
 def abandoned(model: nn.Module) -> str | None:
@@ -106,12 +145,19 @@ def refuse_lazy(model: nn.Module) -> None:
             )
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether it is by `torch.compile(module)`, `module.compile()` or `module.forward = torch.compile(...)`."""
+    return (
+        "_orig_mod" in module._modules
+        or module._compiled_call_impl is not None
+        or hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    )
+
+
 def compiled_module(model: nn.Module) -> str | None:
-    """The first module with parameters that is compiled, in words, by `torch.compile(module)` or `module.compile()`;
-    None if there is none."""
+    """The first module with parameters that is compiled, in words; None if there is none."""
     for name, module in model.named_modules():
-        compiled = "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
-        if compiled and next(module.parameters(), None) is not None:
+        if is_compiled(module) and next(module.parameters(), None) is not None:
             return name.replace("._orig_mod", "") or "the model"
     return None
 

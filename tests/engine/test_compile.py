@@ -135,6 +135,24 @@ def test_stage_3_answers_with_a_sentence(ranks: Ranks, prepare: Any, what: str) 
         )
 
 
+def compiled_later(rank: int, how: str) -> str:
+    with engine_for(Model(), configuration(3)) as engine:
+        block = engine.module.blocks[1]
+        if how == "method":
+            block.compile(backend=BACKEND)
+        else:
+            block.forward = torch.compile(block.forward, backend=BACKEND)
+        with pytest.raises(RuntimeError) as caught:
+            engine(sample(0, rank))
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["method", "forward"])
+def test_stage_3_refuses_what_is_compiled_after_initialize(ranks: Ranks, how: str) -> None:
+    for said in ranks.run(2, compiled_later, how):
+        assert said.startswith("forward: blocks.1 is compiled, and ZeRO stage 3 fetches parameters")
+
+
 # --- gradients of a compiled model are reduced while it computes
 
 

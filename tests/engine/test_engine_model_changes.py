@@ -161,6 +161,30 @@ def test_weights_written_in_half_precision_reach_the_masters(ranks: Ranks, stage
     assert ranks.run(2, edits, stage, {}, str(tmp_path)) == [(True, True, True, 0.0)] * 2
 
 
+def writes_data(rank: int, stage: int, dtype: str) -> list[float]:
+    """Clamp and mask weights as torch does not count it, between steps that change nothing themselves."""
+    model = build()
+    engine = start(
+        model, stage, torch.optim.SGD(model.parameters(), lr=0.0), **{dtype: {"enabled": True}}, gradient_clipping=0.0
+    )
+    kept = []
+    for step in range(3):
+        engine.backward(engine(sample(step, rank).to(model[0].weight.dtype)).float().pow(2).mean())
+        if step == 0:
+            model[0].weight.data.clamp_(-0.0625, 0.0625)
+        engine.step()
+        if step == 1:
+            model[2].weight.data[3] = 0.0
+        kept += [model[0].weight.abs().max().item(), model[2].weight[3].abs().max().item()]
+    return kept
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp16"), (2, "bf16")])
+def test_weights_written_through_data_reach_the_masters(ranks: Ranks, stage: int, dtype: str) -> None:
+    for first, _, second, _, third, masked in ranks.run(2, writes_data, stage, dtype):
+        assert (first, second, third, masked) == (0.0625, 0.0625, 0.0625, 0.0)
+
+
 # --- parameters that the script puts elsewhere
 
 
@@ -224,6 +248,30 @@ def channels_last(rank: int, stage: int) -> float:
         torch.stack([expected(each).pow(2).mean() for each in others]).mean().backward()
         optimizer.step()
     return difference(engine, expected)
+
+
+def transposes(rank: int, stage: int) -> float:
+    """Between two steps; the same memory in another order."""
+
+    def square() -> nn.Sequential:
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    model, alone = square(), square()
+    engine = start(model, stage, gradient_clipping=0.0)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for step in range(3):
+        train(engine, step, rank)
+        train_alone(alone, optimizer, step, 2, 1e9)
+        if step == 0:
+            for each in (model, alone):
+                each[0].weight.data = each[0].weight.data.t()
+    return difference(engine, alone)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_weight_that_is_transposed_in_place_is_trained_on(ranks: Ranks, stage: int) -> None:
+    assert max(ranks.run(2, transposes, stage)) < 1e-6
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

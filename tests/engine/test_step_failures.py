@@ -79,6 +79,36 @@ def refused_saves(engine: Any, folder: str) -> list[str]:
     return [said(CheckpointError, partial(save, folder)) for save in saves]
 
 
+# --- a schedule that ends
+
+
+def ended_schedule(rank: int, stage: int, folder: str) -> tuple[str, int, float]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1, cycle_momentum=False)
+    engine = ds.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=schedule,
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}, "gradient_clipping": 0.0},
+    )[0]  # fmt: skip
+    train(engine, 0, rank)
+    weights = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
+    engine.backward(engine(sample(1, rank)).pow(2).mean())
+    text = said(ValueError, engine.step)
+    changed = max(
+        (now - then).abs().max().item() for now, then in zip(optimizer.param_groups[0]["params"], weights, strict=True)
+    )
+    engine.save_checkpoint(folder, "last")
+    return text, engine.global_steps, changed
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_whose_schedule_has_ended_is_taken_and_can_be_saved(ranks: Ranks, stage: int, tmp_path: Path) -> None:
+    for text, steps, changed in ranks.run(2, ended_schedule, stage, str(tmp_path)):
+        assert text.startswith("Tried to step")
+        assert steps == 2
+        assert changed > 0
+
+
 # --- an optimizer that raises
 
 
