@@ -54,8 +54,17 @@ class Training:
         if self.failure is None:
             self.failure = f"{what} failed half-way: {type(error).__name__}: {error}"
 
+    def refuse_lost(self, doing: str, error: type[RuntimeError] = RuntimeError) -> None:
+        """Raise `error` if the connections between the ranks are closed: nothing can be done together any more."""
+        if self.zero.lost:
+            raise error(
+                f"{doing}: this engine's ranks have lost each other: {self.failure}. No checkpoint can be loaded any "
+                "more: end the job, and start it again from a checkpoint"
+            )
+
     def refuse_failed(self, doing: str, error: type[RuntimeError] = RuntimeError) -> None:
         """Raise `error` if something has failed half-way."""
+        self.refuse_lost(doing, error)
         if self.failure is not None:
             raise error(
                 f"{doing}: {self.failure}. Weights, gradients or the optimizer's state may be neither the old ones nor "

@@ -160,8 +160,7 @@ class Comm:
         """Have everything that is under way on this lane, or comes later, fail. On all ranks."""
         if isinstance(self._lane, CpuLane):
             self._lane.abort(error)
-        if self.group is not None:
-            break_connections(self.group)
+        break_connections(self.group)
 
     def close(self) -> None:
         """Finish what is under way, end the lane, and destroy the group. On all ranks; again is of no effect."""
@@ -255,14 +254,20 @@ def close_group(group: dist.ProcessGroup | None) -> None:
             dist.destroy_process_group(group)
 
 
-def break_connections(group: dist.ProcessGroup) -> None:
-    """Have what waits in a gloo group fail. It ends no communication by itself, but closes a group's connections as
-    soon as one of its messages is late: so receive one that nobody sends."""
-    peer = (dist.get_rank(group) + 1) % dist.get_world_size(group)
-    with contextlib.suppress(RuntimeError):  # that it is late, or that another rank was first
-        work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=2**31 - 1)
-        assert work is not None
-        work.wait(timedelta(milliseconds=1))
+def break_connections(group: dist.ProcessGroup | None) -> None:
+    """Have what waits for this rank in a gloo group fail; of no effect on other groups.
+
+    gloo ends no communication by itself, but closes all connections of a rank as soon as one of its messages is late.
+    So receive one that nobody sends, from each other rank, since nothing is late where a connection is closed already.
+    """
+    if group is None or dist.get_backend(group) != "gloo":
+        return
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for distance in range(1, size):
+        with contextlib.suppress(RuntimeError):  # that it is late, or that the other rank was first
+            work = dist.irecv(torch.empty(1), group=group, group_src=(rank + distance) % size, tag=2**31 - 1)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
 
 
 def open_host_group(sets: Iterable[Sequence[int]], like: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -17,26 +17,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..comm.comm import Comm, break_connections, open_host_group
+from ..comm.comm import Comm, open_host_group
 from ..comm.lane import Inline
 from ..hooks import Hooks
-from .p2p import PeerError, PipelineError
+from .p2p import Link, PeerError, PipelineError
 
 GRACE_S: Final = 5.0
 """How long a rank that failed leaves to those that may be waiting for it: half of it before they agree."""
+LOST: Final = (
+    "this engine's ranks have lost each other in an earlier step that failed; end the job, and start it again from a "
+    "checkpoint"
+)
 
 
 class FailureConsensus:
     """Of one engine's runs, one after the other."""
 
     def __init__(
-        self, everyone: Comm, groups: Sequence[dist.ProcessGroup | None], hooks: Hooks, *, apart: bool
+        self, everyone: Comm, comms: Sequence[Comm], links: Sequence[Link], hooks: Hooks, *, apart: bool
     ) -> None:
-        """On all ranks. `groups` are those that ranks of the job may be waiting for this one in. `apart`: whether they
-        may do so elsewhere than at the ends of their pipeline's links."""
+        """On all ranks. Of `comms` and `links` are the groups that ranks of the job may be waiting for this one in.
+        `apart`: whether they may do so elsewhere than at the ends of their pipeline's links."""
         self._everyone = _hosts_of(everyone, hooks)
         self._shared = self._everyone is everyone
-        self._groups = groups
+        self._comms, self._links = comms, links
         self._grace = GRACE_S / 2 if apart else None
         self._runs = 0
         self._store: Any = None
@@ -56,10 +60,7 @@ class FailureConsensus:
     def begin(self) -> None:
         """Another run. Raises PipelineError if there cannot be one."""
         if self.over:
-            raise PipelineError(
-                "this engine's ranks have lost each other in an earlier step that failed; end the job, and go on from "
-                "a checkpoint"
-            )
+            raise PipelineError(LOST)
         self._runs += 1
 
     def deadline(self) -> float | None:
@@ -93,9 +94,11 @@ class FailureConsensus:
     def give_up(self) -> None:
         """Have all who wait for this rank fail, now or later."""
         self.over = True
-        for group in self._groups:
-            if group is not None and dist.get_backend(group) == "gloo":
-                break_connections(group)
+        lost = PipelineError(LOST)
+        for comm in (*self._comms, self._everyone):
+            comm.abort(lost)
+        for link in self._links:
+            link.abort()
 
     def _sum_in_time(self, counts: torch.Tensor) -> None:
         """Raises RuntimeError if the others do not come."""

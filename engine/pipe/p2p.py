@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.comm import close_group, open_group, open_host_group
+from ..comm.comm import break_connections, close_group, open_group, open_host_group
 from ..comm.lane import Ticket, open_lane
 from ..comm.mesh import Mesh
 from ..hooks import Attributes, Hooks, Position
@@ -187,6 +187,12 @@ class Link:
         """Report what has ended on a device since."""
         self._out.poll()
         self._in.poll()
+
+    def abort(self) -> None:
+        """Have the ranks at the other ends fail where they wait for this one."""
+        break_connections(self.group)
+        if self._host_group is not self.group:
+            break_connections(self._host_group)
 
     def close(self) -> None:
         """End the lanes, and destroy the groups."""

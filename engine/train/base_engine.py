@@ -59,6 +59,7 @@ def _of_checkpoint(
 
     def method(engine: BaseEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         engine._refuse_destroyed()
+        engine.state.refuse_lost(name, checkpoint.CheckpointError)
         prepare(engine.optimizer_step)
         result = function(engine.state, *args, **kwargs)
         if loads and result != (None, None):
@@ -166,7 +167,7 @@ class BaseEngine(nn.Module):
         What ZeRO has sharded is whole again; a pipeline's rank keeps its layers, and a tensor-parallel one its shard of
         each: `save_16bit_model` writes the whole model. An optimizer of the script's has the model's parameters again,
         and what it keeps of those that this rank stepped whole, in their precision; what was sharded or offloaded
-        begins anew. To train on is an error."""
+        begins anew. To train on is an error. If ranks have lost each other, what is sharded is lost (a warning)."""
         if self._destroyed:
             return
         self._destroyed = True

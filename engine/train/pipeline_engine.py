@@ -35,8 +35,9 @@ class PipelineEngine(BaseEngine):
     def __init__(self, training: Training, opened: ExitStack, *, links: Links) -> None:
         # What all ranks do together comes first: what may fail on one of them comes behind it.
         parallel, mesh = training.parallel, training.parallel.mesh
-        groups = [*(comm.group for comm in training.comms()), *(each.group for each in links.values())]
-        failures = FailureConsensus(parallel.everyone, groups, training.hooks, apart=mesh.dp * mesh.tp > 1)
+        failures = FailureConsensus(
+            parallel.everyone, training.comms(), list(links.values()), training.hooks, apart=mesh.dp * mesh.tp > 1
+        )
         opened.callback(failures.close)
         double = torch.tensor(float(any(param.dtype is torch.float64 for param in training.module.parameters())))
         double = double.to(training.device)
@@ -235,10 +236,13 @@ class PipelineEngine(BaseEngine):
             losses = run.run(open_data, self._failures)
         except Exception as error:
             failed = error
-        except BaseException:
+        except BaseException as error:
             self._failures.give_up()  # this rank will not come back
+            self.zero.lost = True
+            self.state.fail("an earlier step of this engine", error)
             raise
         raised, halfway = self._failures.agree(failed, begun=run.begun)
+        self.zero.lost = self._failures.over
         if raised is not None:
             if halfway:
                 self.state.fail("an earlier step of this engine", raised)

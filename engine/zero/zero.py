@@ -7,6 +7,7 @@ shard; the stages differ in when gradients are reduced and in how long parameter
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ class Zero:
         self._early: dict[ShardedParam, Gatherer] = {}
         """What `zero.Init` had sharded, and what gathers it there; empty once there is an engine."""
         self._closed = False
+        self.lost = False
+        """Whether the connections between the ranks are closed, and what is sharded can be gathered no more."""
         sharded_size = 0
         rewritten = _rewritten_in_forward(model)
         compiled = compiled_module(model) if settings.stage == 3 else None
@@ -176,14 +179,18 @@ class Zero:
         """Leave the model whole and without hooks; end the lanes, and destroy their groups. On all ranks; again is of
         no effect. Not `whole`: this rank may be alone in it, so what is sharded is lost.
 
-        What `zero.Init` had sharded is so again if there never was an engine: it need not fit whole."""
+        What `zero.Init` had sharded is so again if there never was an engine: it need not fit whole. Where ranks
+        have lost each other a warning says which parameters are lost with them."""
         if self._closed:
             return
         self._closed = True
         again, self._early = self._early, {}
         try:
+            absent = [p for p in self.params if not p.resident and p not in again]
+            if self.lost:
+                whole = False
+                _warn_of_lost(absent)
             if whole:
-                absent = [p for p in self.params if not p.resident and p not in again]
                 self.gatherer.gather(absent, self.settings.allgather_bucket_size)
         finally:
             for handle in self._handles:
@@ -210,6 +217,15 @@ def _rewritten_in_forward(model: nn.Module) -> set[torch.Tensor]:
     """Weights that a forward writes to, which would be lost where the weight is freed behind it."""
     tables = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
     return {table.weight for table in tables if table.max_norm is not None}
+
+
+def _warn_of_lost(params: Sequence[ShardedParam]) -> None:
+    if params:
+        warnings.warn(
+            f"{len(params)} parameters that ZeRO stage 3 has sharded, the first: {params[0].name}, are lost, since the "
+            "ranks have lost each other: build the model anew, and load a checkpoint",
+            stacklevel=7,  # the line that has called `destroy`
+        )
 
 
 def _watch(comms: Comms, hooks: Hooks) -> DeadlockWatch | None:

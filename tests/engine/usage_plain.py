@@ -314,14 +314,14 @@ def judge(program: Program, ranks: Sequence[Sequence[Outcome]]) -> str | None:
 
 def _wrong(plain: Plain, number: int, action: Action, here: list[Outcome]) -> str | None:
     kinds = sorted({outcome.kind for outcome in here})
+    if plain.lost and any(outcome.kind in ("refused", "error") for outcome in here):
+        return None  # what a rank has by itself it may still do
     if action.name == "move" and kinds == ["done", "refused"]:  # some ranks of a pipeline have nothing to move
         kinds, here = ["refused"], [outcome for outcome in here if outcome.kind == "refused"]
     if len(kinds) > 1:
         return "ranks differ: " + "; ".join(f"{outcome.kind} {outcome.text}" for outcome in here)
     (kind,) = kinds
     said = here[0].text
-    if plain.lost and kind in ("refused", "error"):
-        return None
     if kind == "nothing":
         return None
     if kind == "refused" and plain.may_refuse(action, said):
