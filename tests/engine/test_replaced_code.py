@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import Ranks
+from squared import Squared
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -32,24 +33,6 @@ class Keeps(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch._C.DisableTorchFunctionSubclass():
             return grad @ ctx.weight, grad.t() @ ctx.x, grad.sum(0)
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return weight * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return 2 * grad * ctx.weight
-
-
-class Squared(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        y: Tensor = Square.apply(weight)
-        return y
 
 
 def of_layer(layer: nn.Linear, x: Tensor) -> Tensor:

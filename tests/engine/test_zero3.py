@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from engines import ALONE, stored_bytes, watch_peak
 from ranks import Ranks
 from spans import comms, recorded
+from squared import Squared
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -595,26 +596,6 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = KeepsWeight.apply(x, self.weight)
-        return y
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.weight = weight
-        return weight * weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return 2 * grad * ctx.weight
-
-
-class Squared(nn.Module):
-    """A parametrization."""
-
-    def forward(self, weight: Tensor) -> Tensor:
-        y: Tensor = Square.apply(weight)
         return y
 
 
