@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -74,11 +74,17 @@ def remove(one: LeftBehind) -> None:
     copier.remove_empty(one.local)
 
 
-def move_all(
-    given: str = "", start: Callable[[Path, Path, str, float, int], None] = scratch.start_copier
-) -> Iterator[str]:
+Start = Callable[[Path, Path, str, float, int], None]
+"""`scratch.start_copier`."""
+
+
+def move_all(given: str = "", start: Start = scratch.start_copier) -> Iterator[str]:
     """Start to move each into its run folder, which is made again where it was removed; what to say of it."""
-    for local, run in find(given):
+    return _move(find(given), start)
+
+
+def _move(found: Iterable[LeftBehind], start: Start) -> Iterator[str]:
+    for local, run in found:
         try:
             start(local, run, host_name(), 0.0, 0)
         except (OSError, subprocess.SubprocessError) as error:
@@ -92,7 +98,10 @@ def tidy(run: Path, given: str = "") -> Iterator[str]:
     moved. Where captures are written into the run folder only (`off`), nothing is looked for."""
     if given.lower() in scratch.OFF:
         return
+    others: list[LeftBehind] = []
     for one in find(given):
         if one.run == Path(os.path.abspath(run)):
             remove(one)
-    yield from move_all(given)
+        else:
+            others.append(one)
+    yield from _move(others, scratch.start_copier)
