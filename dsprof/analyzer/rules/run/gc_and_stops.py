@@ -23,6 +23,8 @@ from ..rule import Fault, Look, Rule
 
 MOSTLY: Final = 0.5
 """Of a stop: a rank that was ready to run for so much of it, and had no core, did nothing else."""
+SMALL_PART: Final = 0.1
+"""Of what the worst rank lost: a rank that lost less is not named, as a busy machine stops each of them now and then."""
 MOST_NAMED: Final = 4
 """Ranks of which it is said where they were."""
 
@@ -36,7 +38,7 @@ def collections(study: Study) -> Change | None:
 def garbage_collection(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """Python's garbage collector stops a rank, and so everyone who waits for it."""
     mean = change.removed["pause"].mean(axis=1)
-    ranks = study.ranks_where(mean > 0.1 * mean.max())
+    ranks = study.ranks_where(mean > SMALL_PART * mean.max())
     numbers = study.step_numbers
     rows = study.rows
     chosen = rows[["rank", "step", "dur_ns", "value"]][rows["kind"] == "pause"]
@@ -113,7 +115,8 @@ def _stops(study: Study, told: list[int]) -> list[Finding]:
         return []
     longest = int(own.max(axis=0).argmax())
     step = int(irregular.steps[longest])
-    who = study.ranks_where(own.max(axis=1) > 0)
+    stood = own.sum(axis=1)
+    who = study.ranks_where(stood > SMALL_PART * stood.max())
     culprit = irregular.ranks[int(own[:, longest].argmax())]
     length = float(own[:, longest].max())
     evidence = [
