@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from records import Record, capture_of, derive, of, phase
 from synthetic import MS
 
+from dsprof.analyzer.align.match import match_collectives
 from dsprof.ondisk import FAMILIES, Family, Flag, State
 from dsprof.schema import BACKWARD_DONE, COLUMNS, DTYPES, Kind
 from dsprof.trace.derive import step_pattern, trace_rows
@@ -325,3 +326,33 @@ def test_whatever_was_recorded_becomes_a_table(seed: int, count: int, apart: int
     assert steps["step"].tolist() == list(range(len(steps)))
     assert ((steps["start_ns"] + steps["dur_ns"]).to_numpy()[:-1] == steps["start_ns"].to_numpy()[1:]).all()
     step_pattern(rows)
+
+
+# --- when the chain that runs a communication was ready for it ------------------------------------
+
+
+def test_on_gloo_a_rank_arrives_when_a_worker_takes_the_work() -> None:
+    """Rank 0 issues all four at once; its two workers take the last two only when rank 1 has let them end the first."""
+    taken, issued = Flag.ASYNC | Flag.START_MEASURED, {"issue_ns": 10 * MS}
+    ranks = [
+        [(0, 10, 30), (1, 10, 31), (2, 30, 40), (3, 31, 41)],
+        [(0, 29, 30), (1, 29, 31), (2, 30, 40), (3, 31, 41)],
+    ]
+    rows = pd.concat(
+        [
+            trace_rows(
+                capture_of(
+                    *[comm("all_reduce", start, end, seq, flags=taken, **issued) for seq, start, end in of_rank],
+                    comm("all_reduce", 50, 60, 4, flags=Flag.ASYNC), comm("all_reduce", 61, None, 5, flags=taken),
+                ), rank, 0,
+            )
+            for rank, of_rank in enumerate(ranks)
+        ],
+        ignore_index=True,
+    )  # fmt: skip
+    told = [None if pd.isna(when) else when / MS for when in rows["arrival_ns"][rows["rank"] == 0]]
+    assert told == [10, 10, 30, 31, None, 61]
+    matched = match_collectives(rows)
+    assert [(seq, first / MS, last / MS) for seq, first, last in of(matched, "seq", "first_ns", "last_ns")] == [
+        (0, 10, 29), (1, 10, 29), (2, 30, 30), (3, 31, 31), (4, 50, 50),
+    ]  # fmt: skip

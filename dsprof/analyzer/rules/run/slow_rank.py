@@ -93,7 +93,7 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         evidence.append(Evidence("CPU time a step", round(value, 3), "ms", round(expected, 3)))
     names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
     verb = "arrives" if len(ranks) == 1 else "arrive"
-    title = f"rank {names} {verb} {_lateness(late)} and the others wait"
+    title = f"rank {names}{study.mesh.words(ranks)} {verb} {_lateness(late)} and the others wait"
     where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=study.step_range)
     value, expected = _mine_and_others(study.gauges.spent("core_wait_seconds").mean(axis=1), slow)
     waited = value - expected
