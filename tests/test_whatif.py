@@ -140,8 +140,8 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: Typical((1, 2)),
     lambda: ScaleWork({"compute": 0.5}),
     lambda: ScaleWork({"compute": 2.0, "data": 0.1}, ranks=(1, 3)),
-    lambda: ScaleLink(latency=0.25),
-    lambda: ScaleLink(bandwidth=10.0),
+    lambda: ScaleLink(latency=0.25, of=Communications(groups=("0",))),
+    lambda: ScaleLink(bandwidth=10.0, of=Communications(groups=("0",))),
     lambda: ScaleLink(0.5, 2.0, GRADIENTS),
     lambda: WithoutCommunications(Communications(purposes=("norm",))),
     lambda: WithoutCommunications(GRADIENTS),
@@ -158,13 +158,15 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
 """All what-ifs that there are."""
 
 
-def outcome(graph: StepGraph, whatifs: Sequence[WhatIf]) -> list[object] | str:
-    """Everything that a graph consists of after these were applied one by one; or why one of them was refused."""
+def outcome(graph: StepGraph, *calls: Sequence[WhatIf]) -> list[object] | str:
+    """Everything that a graph consists of after these were applied, those of each call at once; or that one of them was
+    refused."""
     try:
-        for whatif in whatifs:
-            graph = apply(graph, [whatif])
+        for whatifs in calls:
+            graph = apply(graph, whatifs)
     except Refused as refused:
-        return refused.why if "go together" not in refused.why else "they do not go together"
+        names = {one.name for whatifs in calls for one in whatifs}
+        return "refused" if refused.name in names and refused.why else f"refused without a name: {refused}"
     found: list[object] = [[one.name for one in graph.applied]]
     for steps in graph.templates:
         structure = steps.structure
@@ -180,6 +182,8 @@ def test_every_what_if_there_is_is_drawn() -> None:
         return {kind, *(one for sub in kind.__subclasses__() for one in below(sub))}
 
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
+    done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline())]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [21, 20]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline])
@@ -190,7 +194,10 @@ def test_any_two_what_ifs_give_the_same_in_either_order_or_are_refused(
 ) -> None:
     graph = make_graph()
     one, other = (data.draw(st.sampled_from(WHAT_IFS))() for _ in range(2))
-    assert outcome(graph, [one, other]) == outcome(graph, [other, one])
+    together = outcome(graph, [one, other])
+    assert together == outcome(graph, [other, one])
+    if "refused" not in (outcome(graph, [one]), outcome(graph, [other])):  # either is possible by itself
+        assert together == outcome(graph, [one], [other]) == outcome(graph, [other], [one])
 
 
 @settings(max_examples=60, deadline=None)

@@ -15,7 +15,7 @@ from ..arrays import Bool, Float, Int
 from ..graph.link import Link, fit_link
 from ..graph.step_graph import Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf, measured
-from .edit import GONE, Edit, Recut
+from .edit import GONE, Recut, Restructure
 from .select import Communications
 
 SHORTEST_MS: Final = 1e-9
@@ -99,8 +99,8 @@ class WithoutCommunications(WhatIf):
         return self._edit(graph)
 
     @cached_property
-    def _edit(self) -> Edit:
-        return Edit(lambda steps: _without(steps, self.of.of(steps.structure)))
+    def _edit(self) -> Restructure:
+        return Restructure(lambda steps: _without(steps, self.of.of(steps.structure)))
 
 
 def _without(steps: Steps, gone: Int) -> Recut | None:
@@ -153,8 +153,8 @@ class MoreCommunication(WhatIf):
         return self._edit(graph)
 
     @cached_property
-    def _edit(self) -> Edit:
-        return Edit(self._added)
+    def _edit(self) -> Restructure:
+        return Restructure(self._added)
 
     def _added(self, steps: Steps) -> Recut | None:
         structure = steps.structure
@@ -209,8 +209,8 @@ class IssuedEarlier(WhatIf):
         return self._edit(graph)
 
     @cached_property
-    def _edit(self) -> Edit:
-        return Edit(self._earlier)
+    def _edit(self) -> Restructure:
+        return Restructure(self._earlier)
 
     def _earlier(self, steps: Steps) -> Recut | None:
         structure = steps.structure

@@ -28,7 +28,7 @@ class Recut:
     costs: Callable[[Steps], Costs]
 
 
-class Edit:
+class Restructure:
     """A change of the structure of each template, made once for each structure: graphs that differ in their costs only
     have the same structure afterwards, too, and are replayed together."""
 

@@ -14,7 +14,7 @@ from ..arrays import Bool, Float, Int
 from ..graph.link import Link
 from ..graph.step_graph import PARTS, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf
-from .edit import GONE, Edit, Recut
+from .edit import GONE, Recut, Restructure
 
 LEAST_COVERED: Final = 0.5
 """Share of the steps that a division must apply to for what it gains to stand for the run."""
@@ -65,7 +65,7 @@ class Division:
         """change: may raise NotRebucketed for a template, which is left as it is then."""
         self._name, self._change = name, change
         self._refused: Counter[str] = Counter()
-        self._edit = Edit(self._divided)
+        self._edit = Restructure(self._divided)
 
     def _divided(self, steps: Steps) -> Recut | None:
         try:

@@ -14,7 +14,7 @@ from ..arrays import Float, Int
 from ..graph.replay import replay
 from ..graph.step_graph import PARTS, Costs, Edges, Measured, StepGraph, Steps, Structure, Task
 from .apply import Refused, Turn, WhatIf, measured
-from .edit import Edit, Recut
+from .edit import Recut, Restructure
 
 WORK: Final = PARTS.index("compute")
 PLAN: Final = "plan"
@@ -109,7 +109,7 @@ class Reschedule(WhatIf):
             new = replace(structure, ids=np.concatenate([ids[segment], ids[count + task]]), ids_used=len(ids))
             return Recut(new, np.concatenate([np.argsort(segment), count + np.argsort(task)]), costs)
 
-        return Edit(ordered)(graph)
+        return Restructure(ordered)(graph)
 
 
 def _places(was: dict[Action, int], new: dict[Action, int]) -> Int:
