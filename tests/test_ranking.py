@@ -75,7 +75,13 @@ def test_which_fault_hides_which(
     assert sum(float(share.mean()) for share in found.shares.values()) == pytest.approx(10)
 
 
-def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Attribution:
+def test_a_lone_fault_whose_fix_costs_time_hides_behind_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _attributed({"a": -5.0}, monkeypatch, faults="a")
+    assert found.shares["a"].mean() == found.alone["a"].mean() == -5
+    assert found.together == {}
+
+
+def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch, faults: str = "ab") -> Attribution:
     """Faults of a graph that is the letters of the faults that are left, and whose replay looks up what that saves."""
 
     class Replayed:
@@ -86,4 +92,4 @@ def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Att
         "dsprof.analyzer.price.attribution.replay_all", lambda graphs: [Replayed("".join(sorted(g))) for g in graphs]
     )
     start: StepGraph = ""  # type: ignore[assignment]
-    return attribute(start, {name: (lambda graph, name=name: graph + name) for name in "ab"})
+    return attribute(start, {name: (lambda graph, name=name: graph + name) for name in faults})
