@@ -10,6 +10,7 @@ from dsprof.analyzer.graph.step_graph import StepGraph
 from dsprof.analyzer.judge import ranked
 from dsprof.analyzer.price.attribution import Attribution, attribute
 from dsprof.analyzer.rules.registry import all_rules
+from dsprof.analyzer.whatif import WhatIf
 
 RULES = {rule.code: rule for rule in all_rules()}
 
@@ -91,5 +92,7 @@ def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch, faults
     monkeypatch.setattr(
         "dsprof.analyzer.price.attribution.replay_all", lambda graphs: [Replayed("".join(sorted(g))) for g in graphs]
     )
+    monkeypatch.setattr("dsprof.analyzer.price.attribution.apply", lambda graph, faults: graph + "".join(faults))
     start: StepGraph = ""  # type: ignore[assignment]
-    return attribute(start, {name: (lambda graph, name=name: graph + name) for name in faults})
+    named: dict[str, WhatIf] = {name: name for name in faults}  # type: ignore[misc]
+    return attribute(start, named)
