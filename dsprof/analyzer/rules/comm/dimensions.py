@@ -71,11 +71,11 @@ def domains(study: Study) -> list[Domain]:
     of_group = {group: study.mesh.of_group(str(group)) for group in table["group"].unique()}
     number = {group: id(one) if one is not None else group for group, one in of_group.items()}
     parts = [part for _, part in table.groupby(table["group"].map(number), sort=False)]
-    named = len(study.mesh.dimensions) > 1
+    divided = len(study.mesh.dimensions) > 1 or any(len(one.teams) > 1 for one in study.mesh.dimensions)
     found = []
     for part in parts:
         dimension = of_group[part["group"].iloc[0]]
-        name = dimension.name if dimension is not None and named else ""
+        name = dimension.name if dimension is not None and divided else ""
         found.append(Domain(dimension, name, part, len(parts) == 1))
     return sorted(found, key=lambda one: -float(one.table["bytes"].sum()))
 
