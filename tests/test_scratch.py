@@ -580,11 +580,11 @@ def test_a_capture_in_memory_is_moved_while_it_is_written_and_no_kill_loses_any(
         pytest.skip("captures do not go into memory here")
     (tmp_path / "train.py").write_text(LONG)
     more = {"DSPROF_SCRATCH": "", "DSPROF_EXIT_WAIT": "60", "DSPROF_LIMIT": "64MiB"}
-    job = subprocess.Popen(
+    job = forked_python.start(
         [sys.executable, str(tmp_path / "train.py"), *filter(None, [ending])],
         cwd=tmp_path,
         env=environment(DSPROF="1", DSPROF_RUN=str(run), DSPROF_NATIVE="on" if native == "1" else "off", **more),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     place = scratch.stand_in(run, scratch.SHARED_MEMORY)
     assert job.stdout is not None
