@@ -527,8 +527,8 @@ def test_a_job_without_launcher_is_copied_after_its_kill_by_who_outlives_it(tmp_
     run, disk = tmp_path / "run", tmp_path / "disk"
     env = environment(DSPROF="1", DSPROF_RUN=str(run), DSPROF_NATIVE="off", DSPROF_SCRATCH=str(disk))
     script.write_text(SCRIPT + "import time\ntime.sleep(600)\n")
-    job = subprocess.Popen(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, process_group=0
+    job = forked_python.start(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, start_new_session=True
     )
     assert job.stdout is not None
     assert job.stdout.readline() == "trained\n"
