@@ -10,6 +10,7 @@ from dsprof.analyzer.graph.step_graph import StepGraph
 from dsprof.analyzer.judge import ranked
 from dsprof.analyzer.price.attribution import Attribution, attribute
 from dsprof.analyzer.rules.registry import all_rules
+from dsprof.analyzer.whatif import WhatIf
 
 RULES = {rule.code: rule for rule in all_rules()}
 
@@ -85,5 +86,7 @@ def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Att
     monkeypatch.setattr(
         "dsprof.analyzer.price.attribution.replay_all", lambda graphs: [Replayed("".join(sorted(g))) for g in graphs]
     )
+    monkeypatch.setattr("dsprof.analyzer.price.attribution.apply", lambda graph, faults: graph + "".join(faults))
     start: StepGraph = ""  # type: ignore[assignment]
-    return attribute(start, {name: (lambda graph, name=name: graph + name) for name in "ab"})
+    faults: dict[str, WhatIf] = {"a": "a", "b": "b"}  # type: ignore[dict-item]
+    return attribute(start, faults)
