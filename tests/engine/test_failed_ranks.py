@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Ranks
 from torch import nn
 
 from dsprof import engine as ds
-from dsprof.engine.comm import deadlock
+from dsprof.engine.comm import deadlock, peers
 from dsprof.engine.comm.consensus import SharedError
 
 WIDTH = 8
@@ -188,3 +190,55 @@ def everywhere(rank: int, stage: int, where: str) -> int:
 @pytest.mark.parametrize(("stage", "where"), [(1, "forward"), (0, "backward"), (2, "backward"), (3, "backward")])
 def test_an_error_that_all_ranks_catch_ends_nothing(ranks: Ranks, stage: int, where: str) -> None:
     assert ranks.run(3, everywhere, stage, where) == [3, 3, 3]
+
+
+# --- where waits do not end by themselves, as on NCCL
+
+
+def looks(rank: int) -> tuple[str, list[str]]:
+    """The groups pass for NCCL's, which a rank has to abort when another has ended."""
+    aborted: list[str] = []
+    with (
+        mock.patch.object(peers, "POLL_S", 0.05),
+        mock.patch.object(peers.Comm, "device", torch.device("cpu")),
+        mock.patch.object(dist.ProcessGroup, "abort", lambda group: aborted.append(group.group_name), create=True),
+    ):
+        engine = start(0)
+        train(engine)
+        with mock.patch.object(dist, "get_backend", return_value="nccl"):
+            if rank == FAILING:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    sys.excepthook(ArithmeticError, ArithmeticError("this rank cannot go on"), None)
+            else:
+                watcher = next(thread for thread in threading.enumerate() if thread.name == "dsprof-peers")
+                watcher.join(30)
+        wanted = sorted({comm.group.group_name for comm in engine.state.comms() if comm.group is not None})
+        if rank == FAILING:
+            return "", []
+        with pytest.raises(SharedError) as caught:
+            engine(torch.ones(2, WIDTH))
+    assert sorted(aborted) == wanted
+    return str(caught.value), aborted
+
+
+def test_device_waits_are_aborted_when_another_rank_has_ended(ranks: Ranks) -> None:
+    said, aborted = ranks.run(2, looks)[0]
+    assert f"rank {FAILING} has failed in the script: {ERROR}" in said
+    assert len(aborted) == 3  # of the job, the gradients and the parameters
+
+
+def counted(rank: int, stage: int) -> int:
+    """What a step puts on the wire, and asks of the store, where nothing fails."""
+    engine = start(stage)
+    train(engine, 2)
+    store = mock.Mock(wraps=engine.state.peers._store)
+    engine.state.peers._store = engine.zero.deadlocks._store = store
+    before = engine.zero.comms[0].begun
+    train(engine, 2)
+    assert engine.zero.comms[0].begun == before + 2 * 4  # a bucket a layer
+    return len(store.method_calls)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_nothing_is_exchanged_while_nothing_fails(ranks: Ranks, stage: int) -> None:
+    assert ranks.run(2, counted, stage) == [0, 0]
