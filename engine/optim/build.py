@@ -7,11 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..hooks import Hooks
+from ..comm.comm import Comm
 from .muon import ADAM_DEFAULTS, MUON_DEFAULTS, Muon
 from .onebit import OneBitAdam
 from .shard import Shards
@@ -35,25 +34,24 @@ def build(
     groups: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     *,
     shards: Shards | None = None,
-    group: dist.ProcessGroup | None = None,
-    hooks: Hooks | None = None,
+    comm: Comm | None = None,
 ) -> Optimizer:
     """The optimizer `type` with the options `params` of a config, which has checked them, over masters or parameter
     groups of masters.
 
-    Options of a group win over `params`. `shards` describes masters that are shards to LAMB and Muon; `group` is the
-    data-parallel one, for OneBitAdam. Raises ValueError for values that the optimizer cannot take.
+    Options of a group win over `params`. `shards` describes masters that are shards to LAMB and Muon; `comm` is of
+    the data-parallel ranks, for OneBitAdam. Raises ValueError for values that the optimizer cannot take.
     """
     options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     own = _as_groups(groups)
     if type in ("Adam", "AdamW"):
         return _adam(options, own)
     if type == "Muon":
-        return _muon(options, own, shards, hooks)
+        return _muon(options, own, shards)
     if type == "OneBitAdam":
-        return OneBitAdam(own, **options, group=group, hooks=hooks)
+        return OneBitAdam(own, **options, comm=comm)
     if type == "Lamb":
-        return Lamb(own, **options, shards=shards, hooks=hooks)
+        return Lamb(own, **options, shards=shards)
     if type == "Lion":
         return Lion(own, **options)
     if type == "SGD":
@@ -113,7 +111,7 @@ def _start_at_infinity(optimizer: Optimizer, *_: Any) -> None:
                 }
 
 
-def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None, hooks: Hooks | None) -> Optimizer:
+def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None) -> Optimizer:
     """Every group falls into the matrices that Muon steps and the rest; `muon_lr` and `adam_lr` go before `lr`."""
     adam = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
     rates = {key: options.pop(key, None) for key in ("lr", "muon_lr", "adam_lr")}
@@ -128,7 +126,7 @@ def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None, hooks:
             rate = next((rates[key] for key in (own_rate, "lr") if rates[key] is not None), defaults["lr"])
             shared = {key: value for key, value in options.items() if key in defaults}
             halves.append({**shared, "lr": rate, **group, "params": params, "use_muon": use_muon})
-    return Muon(halves, adam, fused=_can_fuse(groups), shards=shards, hooks=hooks)
+    return Muon(halves, adam, fused=_can_fuse(groups), shards=shards)
 
 
 def _fuse(options: dict[str, Any], groups: Groups) -> None:

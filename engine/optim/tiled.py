@@ -5,26 +5,14 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ..hooks import Hooks, Purpose
-from .shard import Shards
-
-
-def collective(
-    hooks: Hooks, name: str, purpose: Purpose, payload: Tensor, group: dist.ProcessGroup
-) -> AbstractContextManager[None]:
-    """The span around a collective that runs here and now, on no lane. `payload` is the larger of what goes and
-    comes."""
-    dtype = str(payload.dtype).removeprefix("torch.")
-    return hooks.span("comm", name, purpose=purpose, bytes=payload.nbytes, dtype=dtype, group=group.group_name)
+from .shard import Shards, comm_of
 
 
 class Tile(NamedTuple):
@@ -124,7 +112,6 @@ class Lamb(TiledOptimizer):
         min_coeff: float = 0.01,
         *,
         shards: Shards | None = None,
-        hooks: Hooks | None = None,
     ) -> None:
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
@@ -132,8 +119,7 @@ class Lamb(TiledOptimizer):
             "min_coeff": min_coeff,
         }  # fmt: skip
         super().__init__(params, defaults)
-        self._shards = shards or {}
-        self._hooks = hooks or Hooks()
+        self._comm = comm_of(shards or {})
 
     def _step(self, tiles: list[Tile]) -> None:
         updates = [self._updates(tile) for tile in tiles]
@@ -178,14 +164,5 @@ class Lamb(TiledOptimizer):
         """Norms [2, n] of whole parameters and whole updates, in float64."""
         own = torch._foreach_norm([*params, *updates], 2.0)
         squares = torch.stack([norm.double() for norm in own]).square_().view(2, -1)
-        by_group: dict[dist.ProcessGroup, list[int]] = {}
-        for at, param in enumerate(params):
-            shard = self._shards.get(param)
-            if shard is not None and shard.group is not None:
-                by_group.setdefault(shard.group, []).append(at)
-        for group, columns in by_group.items():
-            sums = squares[:, columns]
-            with collective(self._hooks, "all_reduce", "optimizer", sums, group):
-                dist.all_reduce(sums, group=group)
-            squares[:, columns] = sums
+        self._comm.all_reduce(squares, "optimizer").wait()
         return squares.sqrt_()

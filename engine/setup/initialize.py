@@ -174,7 +174,7 @@ def initialize(
             opened.callback(zero.close, whole=False)  # others may have none
         opened.callback(zero.close)
         with failing_together("initialize", parallel.everyone):
-            made, adopted = _optimizer(optimizer, listed, settings, zero, parallel.data, hooks)
+            made, adopted = _optimizer(optimizer, listed, settings, zero, parallel.data)
             if adopted is not None:
                 opened.callback(adopted.give_back, in_memory=isinstance(offload.states, InMemory))
             scheduler = _scheduler(lr_scheduler, settings, made)
@@ -268,7 +268,7 @@ def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks, 
 
 
 def _optimizer(
-    given: Any, parameters: list[Any] | None, config: Config, zero: Zero, main: Comm, hooks: Hooks
+    given: Any, parameters: list[Any] | None, config: Config, zero: Zero, main: Comm
 ) -> tuple[torch.optim.Optimizer | None, optim.Adopted | None]:
     """The script's optimizer, and what gives it back, or the configuration's, over the masters."""
     masters = zero.masters
@@ -288,18 +288,15 @@ def _optimizer(
         {**group, "params": [masters[p] for p in group["params"] if p in masters]}
         for group in arguments.parameter_groups(listed)
     ]
-    built = optim.build(
-        config.optimizer.type, config.optimizer.params.arguments(), groups, shards=shards, group=main.group, hooks=hooks
-    )
-    return built, None
+    params = config.optimizer.params.arguments()
+    return optim.build(config.optimizer.type, params, groups, shards=shards, comm=main), None
 
 
 def _shard(param: ShardedParam, main: Comm) -> optim.Shard:
     """What the optimizer is to know of a master."""
     ranks = param.partition.num_shards
     bounds = tuple(param.partition.bounds(rank) for rank in range(ranks))
-    group = main.group if ranks > 1 else None
-    return optim.Shard(param.shape, bounds, group, optim.wants_muon(param.name, param.param))
+    return optim.Shard(param.shape, bounds, main if ranks > 1 else None, optim.wants_muon(param.name, param.param))
 
 
 def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint import CheckpointError
+from ..comm.comm import Comm
 from ..optim import StepGuard, renew, settles_groups
 from ..optim.grad_norm import global_norm, unscale_and_clip_
 from ..optim.loss_scaler import overflowed
@@ -78,7 +78,7 @@ class OptimizerStep:
         counted = grads if stepped <= self._counted else reducer.gradients(stepped & self._counted)
         scale = training.scaler.scale / reducer.postscale
         wait = None if zero.deadlocks is None else zero.deadlocks.wait
-        value = global_norm(counted, self._norm_groups(), training.hooks, device=training.device, wait=wait).item()
+        value = global_norm(counted, self._norm_comms(), device=training.device, wait=wait).item()
         overflow = self._skips and overflowed(value)
         training.optimizer.overflow = overflow  # type: ignore[union-attr]  # where scripts look for it
         if overflow:
@@ -147,12 +147,11 @@ class OptimizerStep:
         optimizer, scale = self._training.optimizer, self._training.scaler.scale
         optimizer.cur_scale = optimizer.loss_scale = scale  # type: ignore[union-attr]
 
-    def _norm_groups(self) -> list[dist.ProcessGroup]:
-        """Groups over which the squares of the counted gradients are to be summed, one after the other."""
+    def _norm_comms(self) -> list[Comm]:
+        """The ranks over which the squares of the counted gradients are to be summed, one after the other."""
         parallel, zero = self._training.parallel, self._training.zero
         sharded = zero.settings.stage > 0 or zero.reducer.local
-        groups = (parallel.data.group if sharded else None, parallel.model.group)
-        return [group for group in groups if group is not None]
+        return [parallel.data, parallel.model] if sharded else [parallel.model]
 
     def _update(self) -> None:
         """Tile by tile: the weights of one travel while the next is computed."""

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, world
+from ranks import Ranks, everyone
 from spans import recorded
 from torch import Tensor, nn
 
-from dsprof.engine.hooks import Hooks
 from dsprof.engine.optim.onebit import OneBitAdam, compressed_mean_, decode, encode, pack_signs, unpack_signs
 
 # --- the codec
@@ -54,7 +53,7 @@ def means_and_errors(rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor
     for _ in range(50):
         values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         torch._foreach_add_(entered, values)
-        compressed_mean_(values, worker, server, live, world(), Hooks())
+        compressed_mean_(values, worker, server, live, everyone())
         torch._foreach_add_(left, values)
     return entered, left, worker, server
 
@@ -134,7 +133,7 @@ def least_squares(rank: int, kind: str, steps: int) -> tuple[float, Tensor]:
     if kind == "adam":
         optimizer = torch.optim.Adam([weight, bias], lr=0.05)
     else:
-        optimizer = OneBitAdam([weight, bias], lr=0.05, freeze_step=100, group=world())
+        optimizer = OneBitAdam([weight, bias], lr=0.05, freeze_step=100, comm=everyone())
     order = torch.Generator().manual_seed(rank)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -162,7 +161,7 @@ def test_it_learns_as_well_as_adam(ranks: Ranks) -> None:
 
 def bytes_of_a_step(rank: int) -> list[tuple[Any, ...]]:
     params = [nn.Parameter(torch.randn(256, 255)), nn.Parameter(torch.randn(64))]
-    optimizer = OneBitAdam(params, freeze_step=1, group=world(), hooks=Hooks())
+    optimizer = OneBitAdam(params, freeze_step=1, comm=everyone())
     for _ in range(2):
         for param in params:
             param.grad = torch.randn(param.shape)
@@ -200,7 +199,7 @@ def resumed(rank: int) -> tuple[Tensor, Tensor, list[str]]:
 
     def fresh() -> tuple[OneBitAdam, list[nn.Parameter]]:
         params = [nn.Parameter(torch.ones(9, 5)), nn.Parameter(torch.ones(7))]
-        return OneBitAdam(params, lr=0.01, freeze_step=3, group=world()), params
+        return OneBitAdam(params, lr=0.01, freeze_step=3, comm=everyone()), params
 
     whole, expected = fresh()
     run(whole, expected, range(10))
