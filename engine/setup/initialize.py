@@ -33,7 +33,7 @@ from ..pipe.p2p import Links, open_links
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training_state import Training
-from ..zero import Comms, Zero, ZeroSettings
+from ..zero import Comms, Zero
 from ..zero.init import EarlyParam
 from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
@@ -166,7 +166,7 @@ def initialize(
             opened.callback(offload.close)
         with failing_together("initialize", parallel.everyone):
             zero = Zero(
-                model, ZeroSettings.of(settings), comms, hooks,
+                model, settings, comms, hooks,
                 make_master=offload.states.make_master, offload_shard=offload.offload_shard,
                 names=model.names() if isinstance(model, PipelineModule) else None,
                 stages=model.stages_of_parameters() if isinstance(model, PipelineModule) else None,

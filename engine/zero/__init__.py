@@ -1,7 +1,6 @@
 """ZeRO: how parameters, gradients and optimizer state are sharded over the data-parallel ranks.
 
 zero           the stages, put together
-settings       what they are to do
 shard          how one parameter is sharded
 reduce         gradients, in buckets, from backward to the masters
 bucket         gradients that are reduced together, and their collectives
@@ -22,7 +21,6 @@ validate       parameters that are refused: without a shape, in shared memory, o
 
 from .init import GatheredParameters, Init
 from .reduce import BackwardPart
-from .settings import ZeroSettings
 from .zero import Comms, Zero
 
-__all__ = ["BackwardPart", "Comms", "GatheredParameters", "Init", "Zero", "ZeroSettings"]
+__all__ = ["BackwardPart", "Comms", "GatheredParameters", "Init", "Zero"]

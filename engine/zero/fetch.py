@@ -25,11 +25,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from ..config import ZeroConfig
 from ..hooks import Hooks
 from .fetch_order import CurrentPass, ModuleParams, Pass
 from .gather import Gatherer
 from .param_hooks import SavedParamHooks, WatchedParameters
-from .settings import ZeroSettings
 from .shard import LiveParams, ShardedParam
 from .torch_code import Functions, is_torchs
 from .validate import UNCOMPILED, is_compiled
@@ -58,7 +58,7 @@ class Fetcher:
         root: nn.Module,
         sharded: Mapping[nn.Parameter, ShardedParam],
         gatherer: Gatherer,
-        settings: ZeroSettings,
+        settings: ZeroConfig,
         hooks: Hooks,
     ) -> None:
         self.settings = settings

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..comm.comm import Comm, Content
 from ..comm.lane import Ticket
+from ..config import ZeroConfig
 from ..tree import batches
 from .buffer_pool import BufferPool
 from .order_check import OrderCheck
-from .settings import ZeroSettings
 from .shard import Partition, ShardedParam
 
 DIRECT: Final = 1 << 22
@@ -84,7 +84,7 @@ class Gatherer:
     has been gathered since the last step (ZeRO++, Wang et al. 2023, arXiv 2306.10209: hpZ).
     """
 
-    def __init__(self, comm: Comm, settings: ZeroSettings, near: Comm | None = None) -> None:
+    def __init__(self, comm: Comm, settings: ZeroConfig, near: Comm | None = None) -> None:
         self.comm = comm
         self._settings = settings
         self._near = near

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
-from .settings import ZeroSettings
+from ..config import Config
+from .bucket import GradientSums, travels_in
 from .shard import ShardedParam
 
 
@@ -35,12 +36,11 @@ class SparseReducer:
     """The counterpart of `Reducer` for gradients of few rows (stages 0 and 1). Micro-batches add up on this rank, and
     the rows of all ranks are gathered when the last one's backward is over."""
 
-    def __init__(self, params: Sequence[ShardedParam], comm: Comm, settings: ZeroSettings) -> None:
+    def __init__(self, params: Sequence[ShardedParam], comm: Comm, config: Config) -> None:
         self._params = list(params)
         self._comm = comm
-        self._settings = settings
-        self._accumulated: dict[ShardedParam, Tensor] = {}
-        """Sums of micro-batches, where autograd would add them up in another precision; dense, or of rows."""
+        self._config = config
+        self._accumulated = GradientSums(self._params, config)
         self._gathered: dict[ShardedParam, list[tuple[Tensor, Tensor]]] = {}
         """Indices and rows of all ranks, of each backward."""
 
@@ -49,11 +49,9 @@ class SparseReducer:
         if not self._params:
             return
         if not last:
-            for param in self._params:
-                self._accumulate(param)
+            self._accumulated.add(self._params)
             return
-        for param in self._accumulated:
-            self._accumulate(param)
+        self._accumulated.add(list(self._accumulated))
         rows = [_rows(self._accumulated.get(param, param.param.grad)) for param in self._params]
         self._accumulated.clear()
         for param in self._params:
@@ -90,25 +88,16 @@ class SparseReducer:
         for param in self._params:
             param.param.grad = None
 
-    def _accumulate(self, param: ShardedParam) -> None:
-        """As `Reducer` does."""
-        dtype, grad = self._settings.accumulate_dtype or param.master_dtype, param.param.grad
-        if grad is None or grad.dtype == dtype:
-            return
-        kept = self._accumulated.get(param)
-        self._accumulated[param] = grad.to(dtype) if kept is None else kept + grad.to(dtype)
-        param.param.grad = None
-
     def _gather(
         self, param: ShardedParam, mine: tuple[Tensor, Tensor] | None, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
         """Indices [n] and rows [n, width] of all ranks, the latter divided by the number of ranks for the mean."""
-        width, wire = param.shape[1:].numel(), self._settings.communication_dtype or param.dtype
+        width = param.shape[1:].numel()
         if mine is None:
             empty = param.param.new_empty((0, width))
             mine = torch.empty(0, dtype=torch.int64, device=empty.device), empty
         if self._comm.size > 1:
-            mine = mine[0], mine[1].to(wire)
+            mine = mine[0], mine[1].to(travels_in(param, self._config))
         most = max(counts)
         if most == 0:
             return mine

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dsprof.engine import Engine, PipelineEngine, initialize
 from dsprof.engine.checkpoint import CheckpointError
 from dsprof.engine.comm.comm import Comm
-from dsprof.engine.zero import ZeroSettings
+from dsprof.engine.config import ZeroConfig
 from dsprof.engine.zero.fetch import Fetcher
 from dsprof.engine.zero.gather import Gatherer
 from dsprof.engine.zero.shard import LiveParams, ShardedParam
@@ -83,7 +83,7 @@ def save_on_small_disk(engine: Engine | PipelineEngine, small: bool, folder: Pat
 
 # --- what ZeRO has of parameters
 
-ALONE = Gatherer(Comm(None, None), ZeroSettings())
+ALONE = Gatherer(Comm(None, None), ZeroConfig())
 """Gathers nothing: for parameters of a test that has no engine."""
 
 
