@@ -143,7 +143,8 @@ ROOMS: Final = (
 
 ENGINE_FLOORS: Final = (
     {"config", "data", "forward", "hooks", "partition", "schedule", "tree", "unsupported"},
-    {"comm", "monitors", "optim"},
+    {"comm", "monitors"},
+    {"optim"},
     {"activation_checkpoint", "tensor", "zero"},
     {"offload", "pipe"},
     {"training_state"},
