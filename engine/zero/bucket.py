@@ -33,7 +33,7 @@ def adds_up_in(param: ShardedParam, config: Config) -> torch.dtype:
     return DTYPES.get(config.data_types.grad_accum_dtype or "", param.master_dtype)
 
 
-class GradientSums(dict[ShardedParam, Tensor]):
+class MicrobatchSums(dict[ShardedParam, Tensor]):
     """Sums of the micro-batches of a step, where autograd would add them up in another dtype; dense, or of rows."""
 
     def __init__(self, params: Iterable[ShardedParam], config: Config) -> None:

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.comm import Comm
 from ..config import Config
-from .bucket import Bucket, BucketExchange, GradientSums, adds_up_in, await_host_copies, divide, travels_in
+from .bucket import Bucket, BucketExchange, MicrobatchSums, adds_up_in, await_host_copies, divide, travels_in
 from .placeholder import no_torch_function
 from .shard import ShardedParam
 from .sparse import SparseReducer
@@ -89,7 +89,7 @@ class Reducer:
         """Parameters and masters; in stage 0 they may be the same."""
         self._buckets: list[Bucket] = []
         self._places: dict[ShardedParam, tuple[Bucket, int]] = {}
-        self._accumulated = GradientSums(self._params, config)
+        self._accumulated = MicrobatchSums(self._params, config)
         self._ready_hooks: list[RemovableHandle] = []
         self._run_hooks: dict[ShardedParam, RemovableHandle] = {}
         self._left_whole = False

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..config import Config
-from .bucket import GradientSums, travels_in
+from .bucket import MicrobatchSums, travels_in
 from .shard import ShardedParam
 
 
@@ -40,7 +40,7 @@ class SparseReducer:
         self._params = list(params)
         self._comm = comm
         self._config = config
-        self._accumulated = GradientSums(self._params, config)
+        self._accumulated = MicrobatchSums(self._params, config)
         self._gathered: dict[ShardedParam, list[tuple[Tensor, Tensor]]] = {}
         """Indices and rows of all ranks, of each backward."""
 
