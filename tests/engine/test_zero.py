@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -194,7 +193,8 @@ def lives(rank: int, limit: int) -> tuple[int, int, int, int]:
     hooks = Hooks()
     model = build(odd=False)
     fetch = fetch_settings(10_000, limit, 10_000)
-    chosen = replace(settings(3, True, "some"), stage3_param_persistence_threshold=0, **fetch)
+    reduce, gather, _, _ = SIZES["some"]
+    chosen = zero_config(3, reduce, gather, True, 0, fetch)
     zero = Zero(model, chosen, open_comms(hooks), hooks)
     live = watch_peak(zero.fetcher)
     optimizer = torch.optim.SGD(masters(zero), lr=0.1)
