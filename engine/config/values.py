@@ -45,6 +45,14 @@ def complaints(error: ValidationError, model: type[Section], raw: Mapping[str, A
         yield Wrong(keys, _says(detail, field, value), missing=detail["type"] == "missing")
 
 
+def checked(model: type[Section], values: Mapping[str, Any], where: str) -> Section:
+    """The section with these values, which `where` leads to. Raises ValueError for those that it cannot have."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("\n".join(join(where, wrong) for wrong in complaints(error, model, values))) from None
+
+
 def _locate(
     loc: tuple[int | str, ...], model: type[Section], raw: Any
 ) -> tuple[tuple[str, ...], FieldInfo | None, Any]:

@@ -15,12 +15,11 @@ from inspect import Parameter, Signature
 from typing import Any, ClassVar, Final
 
 import torch
-from pydantic import ValidationError
 from torch.optim import Optimizer, lr_scheduler
 
 from ..config import scheduler
 from ..config.model import Params
-from ..config.values import complaints
+from ..config.values import checked
 
 
 class Schedule(abc.ABC):
@@ -47,11 +46,7 @@ class Schedule(abc.ABC):
         given = self.__signature__.bind(*values, **named).arguments
         self.optimizer: Optimizer = given.pop("optimizer")
         self.last_batch_iteration: int = given.pop("last_batch_iteration", -1)
-        try:
-            self.params: Any = self.section.model_validate(given)
-        except ValidationError as error:
-            wrong = [f"scheduler.params.{each}" for each in complaints(error, self.section, given)]
-            raise ValueError("\n".join(wrong)) from None
+        self.params: Any = checked(self.section, given, "scheduler.params")
         groups = self.optimizer.param_groups
         self._own = [float(group["lr"]) for group in groups]
         """The optimizer's rates, one a parameter group."""
