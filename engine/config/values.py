@@ -51,7 +51,7 @@ def checked(model: type[Section], values: Mapping[str, Any], where: str) -> Sect
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ValueError("\n".join(join(where, wrong) for wrong in complaints(error, model, values))) from None
+        raise ValueError("\n".join(f"{where}.{wrong}" for wrong in complaints(error, model, values))) from None
 
 
 def _locate(

@@ -51,7 +51,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """The optimizer's state of that key, as `exp_avg`. Raises ValueError on all ranks if there is none (yet)."""
     key = optim_state_key
     return _seen(
-        param, lambda engine, held: _whole(held, _state(engine, held, key), missing=_no_state(engine, held, key))
+        param, lambda engine, held: _whole(held, _states(engine, held).get(key), missing=_no_state(engine, held, key))
     )
 
 
@@ -157,7 +157,7 @@ def _known(param: nn.Parameter) -> tuple[BaseEngine, ShardedParam]:
 
 def _weight(held: ShardedParam) -> Tensor:
     """This rank's shard [n] of what the optimizer steps; of a frozen parameter, of itself."""
-    if held.master is not None:
+    if held.trainable:
         return held.master.data.view(-1)
     shard = torch.empty(held.stop - held.start, dtype=held.param.dtype, device=held.param.device)
     held.read_shard(shard)
@@ -166,29 +166,26 @@ def _weight(held: ShardedParam) -> Tensor:
 
 def _write_weight(held: ShardedParam, shard: Tensor) -> None:
     held.write_shard(shard.to(held.param.device))
-    if held.master is not None and not held.master_is_shard:
+    if held.trainable and not held.master_is_shard:
         held.master.data.view(-1).copy_(shard)
 
 
-def _state(engine: BaseEngine, held: ShardedParam, key: str) -> Tensor | None:
-    """This rank's shard [n] of an optimizer's state, in its own memory."""
-    states = {} if engine.optimizer is None or held.master is None else engine.optimizer.state.get(held.master, {})
-    state = states.get(key)
-    if not isinstance(state, Tensor) or held.master is None or state.shape != held.master.shape:
-        return None
-    return state.view(-1)
+def _states(engine: BaseEngine, held: ShardedParam) -> dict[str, Tensor]:
+    """This rank's shards [n] of the optimizer's states by their keys, in their own memory."""
+    states = {} if engine.optimizer is None or not held.trainable else engine.optimizer.state.get(held.master, {})
+    tensors = {key: state for key, state in states.items() if isinstance(state, Tensor)}
+    return {key: state.view(-1) for key, state in tensors.items() if state.shape == held.master.shape}
 
 
 def _there(engine: BaseEngine, held: ShardedParam, key: str) -> Tensor:
-    state = _state(engine, held, key)
+    state = _states(engine, held).get(key)
     if state is None:
         raise ValueError(_no_state(engine, held, key))
     return state
 
 
 def _no_state(engine: BaseEngine, held: ShardedParam, key: str) -> str:
-    states = {} if engine.optimizer is None or held.master is None else engine.optimizer.state.get(held.master, {})
-    have = ", ".join(sorted(k for k in states if _state(engine, held, k) is not None)) or "none before its first step"
+    have = ", ".join(sorted(_states(engine, held))) or "none before its first step"
     return f"{held.name} has no optimizer state {key!r}; it has {have}"
 
 

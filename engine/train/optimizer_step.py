@@ -158,7 +158,7 @@ class OptimizerStep:
         training, zero = self._training, self._training.zero
         several = len(self.tiles) > 1
         stepping = self._guard or contextlib.nullcontext()
-        grads = {p: p.master.grad for p in zero.trainable if p.master is not None} if several else {}
+        grads = {param: param.master.grad for param in zero.trainable} if several else {}
         _set_gradients(dict.fromkeys(grads))
         for number, tile in enumerate(training.states.through()):
             if several:
@@ -179,5 +179,4 @@ class OptimizerStep:
 
 def _set_gradients(grads: Mapping[ShardedParam, Tensor | None]) -> None:
     for param, grad in grads.items():
-        if param.master is not None:
-            param.master.grad = grad
+        param.master.grad = grad

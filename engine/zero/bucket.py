@@ -117,9 +117,7 @@ class Bucket:
     @property
     def master(self) -> nn.Parameter:
         """That of the first parameter; all are on its device."""
-        master = self.params[0].master
-        assert master is not None
-        return master
+        return self.params[0].master
 
     @property
     def apart(self) -> bool:
@@ -181,9 +179,8 @@ def divide(
     open_buckets: dict[tuple[Any, ...], Bucket] = {}
     buckets: list[Bucket] = []
     for param in order:
-        owner = None if param.master is None else param.master.device
         dtype = travels_in(param, config)
-        key = (dtype, param.device, owner, None if stages is None else stages[param])
+        key = (dtype, param.device, param.master.device, None if stages is None else stages[param])
         bucket = open_buckets.setdefault(key, Bucket([], dtype))
         bucket.params.append(param)
         bucket.numel += param.numel

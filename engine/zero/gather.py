@@ -219,7 +219,7 @@ def update_shards(params: Iterable[ShardedParam]) -> None:
     changed, written = [], []
     for param in params:
         param.secondary = None
-        if param.master is None:
+        if not param.trainable:
             continue
         if param.persistent:
             changed.append(param.param)

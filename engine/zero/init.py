@@ -51,6 +51,7 @@ class EarlyParam(ShardedParam):
         comm = gatherer.comm
         partition = Partition(param.numel(), comm.size)
         super().__init__(name, param, partition, comm.rank, gatherer, persistent=False, index=0)
+        self.trainable = False  # not as long as there is no engine
         self.over = gatherer
         """What gathers it."""
         REGISTRY[param] = lambda: self

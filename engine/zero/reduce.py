@@ -85,7 +85,7 @@ class Reducer:
         self._ready: list[Tensor] = []
         """Parameters whose gradients have come in this backward and have not been processed."""
         self._by_id = {id(param.param): param for param in self._params}
-        self._with_grads = [tensor for p in self._params for tensor in {p.param: 0, p.master: 0} if tensor is not None]
+        self._with_grads = [tensor for p in self._params for tensor in {p.param: 0, p.master: 0}]
         """Parameters and masters; in stage 0 they may be the same."""
         self._buckets: list[Bucket] = []
         self._places: dict[ShardedParam, tuple[Bucket, int]] = {}
@@ -271,7 +271,7 @@ class Reducer:
             bucket.collected = [grad if flag else None for grad, flag in zip(bucket.grads, used[:-1], strict=True)]
             for param, grad in zip(bucket.params, bucket.collected, strict=True):
                 master = param.master
-                if grad is not None and master is not None:
+                if grad is not None:
                     master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
             self._ever_used.update(compress(bucket.params, used))
 
@@ -280,7 +280,7 @@ class Reducer:
         found = self._sparse.gradients(masters)
         for bucket in self._buckets:
             owners = [param.master for param in bucket.params]
-            grads = [None if owner is None else owner.grad for owner in owners]
+            grads = [owner.grad for owner in owners]
             as_collected = len(bucket.collected) == len(grads) and all(map(operator.is_, grads, bucket.collected))
             if as_collected and bucket.reduced is not None and masters >= set(map(id, owners)):
                 found.append(bucket.reduced[: bucket.width])
@@ -448,8 +448,6 @@ class Reducer:
         kept = self._accumulated.pop(param, None)
         if kept is not None:
             grad = kept if grad is None else kept.add_(grad)
-        if master is None:
-            return
         if grad is None:
             # Ranks that compress momenta together must all bring one, if any has ever had a gradient.
             if self._comm.size > 1 and param in self._ever_used:

@@ -203,7 +203,9 @@ class ShardedParam:
         if not persistent:
             self.shard = self.shard.clone()
         self.store: ShardStore | None = None
-        self.master: nn.Parameter | None = None
+        self.trainable = param.requires_grad
+        """Whether it was to be trained when it came here, and so has a master from `make_master` on."""
+        self.master: nn.Parameter
         self.master_is_shard = False
         """Whether a step of the optimizer changes the shard."""
         self.reload_master: Callable[[ShardedParam], None] | None = None
@@ -213,10 +215,6 @@ class ShardedParam:
     def flat(self) -> Tensor:
         """The whole parameter [numel], in its own storage."""
         return self.param.data.view(-1)
-
-    @property
-    def trainable(self) -> bool:
-        return self.master is not None
 
     @property
     def master_shape(self) -> torch.Size:
@@ -268,7 +266,7 @@ class ShardedParam:
             self.write_shard(shard)
         if self.reload_master is not None:
             self.reload_master(self)
-        elif self.master is not None and not self.master_is_shard:
+        elif self.trainable and not self.master_is_shard:
             self.master.data.view(-1).copy_(shard)
         self.secondary = None
 
@@ -276,7 +274,7 @@ class ShardedParam:
         """Before the master is stepped or saved: what the script has written to the parameter in place goes there, as
         `load_state_dict` does between steps. What is as it was published keeps the master's precision.
         """
-        if not self.edited or self.master is None:
+        if not self.edited:
             return
         self._version = self.param._version
         mine, shard = self.master.data.view(-1), self.shard.to(self.master.device)

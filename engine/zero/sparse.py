@@ -69,8 +69,6 @@ class SparseReducer:
         """Put the means, dense and times `scale`, on the masters' `grad`: optimizers with momentum step every row."""
         for param, parts in self._gathered.items():
             master = param.master
-            if master is None:
-                continue
             whole = torch.zeros(param.shape, dtype=master.dtype, device=param.device)
             for indices, values in parts:
                 whole.index_add_(0, indices, values.to(master.dtype), alpha=scale)
@@ -78,8 +76,8 @@ class SparseReducer:
 
     def gradients(self, masters: Set[int]) -> list[Tensor]:
         """The gradients of those `masters`, by id."""
-        found = [param.master for param in self._params if id(param.master) in masters]
-        return [master.grad for master in found if master is not None and master.grad is not None]
+        grads = [param.master.grad for param in self._params if id(param.master) in masters]
+        return [grad for grad in grads if grad is not None]
 
     def clear(self) -> None:
         """After the step: forget the gradients."""

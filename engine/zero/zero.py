@@ -105,7 +105,7 @@ class Zero:
             if sharded and offload_shard is not None:
                 offload_shard(self.params[-1])
         self.by_param = {p.param: p for p in self.params}
-        self.trainable = [p for p in self.params if p.param.requires_grad]
+        self.trainable = [p for p in self.params if p.trainable]
         rows = sparse_params(model, dense_too=config.sparse_gradients) if settings.stage <= 1 else set()
         sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients, config)
         self.masters = {param.param: make_master(param) for param in self.trainable}
@@ -131,7 +131,7 @@ class Zero:
             yield "parameters", param.shard
             if param.secondary is not None:
                 yield "parameters", param.secondary
-            if param.master is not None and not param.master_is_shard:
+            if param.trainable and not param.master_is_shard:
                 yield "optimizer_states", param.master
         for tensor in self.gatherer.buffers.free:
             yield "parameters", tensor
