@@ -90,7 +90,7 @@ class Fetcher:
             param.live_params = self.live_params
             param.fetcher = self
             param.release()
-            self.by_storage[param.storage_key] = param
+            self.by_storage[param.storage.key] = param
 
     def remove(self) -> None:
         """Take every hook out of the model."""
@@ -310,7 +310,7 @@ class Fetcher:
     def replace_storage(self, key: int, param: ShardedParam) -> None:
         """`param` has a storage of its own instead of the one whose identity was `key`."""
         if self.by_storage.pop(key, None) is not None:
-            self.by_storage[param.storage_key] = param
+            self.by_storage[param.storage.key] = param
 
     # --- fetching
 

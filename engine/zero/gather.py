@@ -190,7 +190,7 @@ class Gatherer:
         for param in batch.params:
             del self._inflight[param]
         if batch.direct:
-            batch.params[0].filled()
+            batch.params[0].fill(None)
             self._keep_near(batch.params[0])
             return
         if batch.persistent is not None:

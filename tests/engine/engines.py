@@ -89,7 +89,7 @@ ALONE = Gatherer(Comm(None, None), ZeroConfig())
 
 def stored_bytes(param: ShardedParam) -> int:
     """Bytes of the storage that a parameter has when it is whole, at this moment."""
-    return param._whole.untyped_storage().size()
+    return param.storage.whole.untyped_storage().size()
 
 
 class PeakLive(LiveParams):
