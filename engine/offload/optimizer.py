@@ -206,9 +206,8 @@ class OnDisk:
         """Have the tile in a buffer."""
         if not tile.room:
             return
-        if not self._start_reading(tile, wait=True):
-            raise AssertionError("one tile at a time is in use, so a buffer is free, or is going to be")
-        assert tile.buffer is not None
+        self._start_reading(tile, wait=True)
+        assert tile.buffer is not None  # one tile at a time is in use, so a buffer is free, or is going to be
         if tile.reading is not None:
             tile.reading.wait()
             tile.reading = None

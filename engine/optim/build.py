@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -43,21 +44,16 @@ def build(
     the data-parallel ranks, for OneBitAdam. Raises ValueError for values that the optimizer cannot take.
     """
     options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-    own = _as_groups(groups)
-    if type in ("Adam", "AdamW"):
-        return _adam(options, own)
-    if type == "Muon":
-        return _muon(options, own, shards)
-    if type == "OneBitAdam":
-        return OneBitAdam(own, **options, comm=comm)
-    if type == "Lamb":
-        return Lamb(own, **options, shards=shards)
-    if type == "Lion":
-        return Lion(own, **options)
-    if type == "SGD":
-        return _sgd(options, own)
-    optimizer: Optimizer = getattr(torch.optim, type)(own, **options)
-    return optimizer
+    make: dict[str, Callable[[Groups], Optimizer]] = {
+        "Adam": partial(_adam, options),
+        "AdamW": partial(_adam, options),
+        "Lamb": partial(Lamb, **options, shards=shards),
+        "Lion": partial(Lion, **options),
+        "Muon": partial(_muon, options, shards),
+        "OneBitAdam": partial(OneBitAdam, **options, comm=comm),
+        "SGD": partial(_sgd, options),
+    }
+    return (make.get(type) or partial(getattr(torch.optim, type), **options))(_as_groups(groups))
 
 
 def _sgd(options: dict[str, Any], groups: Groups) -> Optimizer:
@@ -111,7 +107,7 @@ def _start_at_infinity(optimizer: Optimizer, *_: Any) -> None:
                 }
 
 
-def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None) -> Optimizer:
+def _muon(options: dict[str, Any], shards: Shards | None, groups: Groups) -> Optimizer:
     """Every group falls into the matrices that Muon steps and the rest; `muon_lr` and `adam_lr` go before `lr`."""
     adam = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
     rates = {key: options.pop(key, None) for key in ("lr", "muon_lr", "adam_lr")}

@@ -72,17 +72,17 @@ class OneBitAdam(TiledOptimizer):
         return loss
 
     def _step(self, tiles: list[Tile]) -> None:
-        if self.wants_local_gradients:
+        warming_up = not self.wants_local_gradients
+        if not warming_up:
             self._exchange_momenta(tiles)
-        for group, params, grads in tiles:
+        for tile in tiles:
+            group, params, _ = tile
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-            first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
-            steps = self._count(params)
-            warming_up = not self.wants_local_gradients
             if warming_up:
-                torch._foreach_lerp_(first, grads, 1 - beta1)
-                torch._foreach_mul_(second, beta2)
-                torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+                first, second = self._adam_moments(tile)
+            else:
+                first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
+            steps = self._count(params)
             lengths = torch._foreach_sqrt(second)
             if warming_up and group["bias_correction"]:
                 torch._foreach_div_(lengths, [math.sqrt(1 - beta2**step) for step in steps])

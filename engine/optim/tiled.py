@@ -55,6 +55,16 @@ class TiledOptimizer(Optimizer, abc.ABC):
                 self.state[param][name] = torch.zeros_like(param)
         return [self.state[param][name] for param in params]
 
+    def _adam_moments(self, tile: Tile) -> tuple[list[Tensor], list[Tensor]]:
+        """The averages of the gradients and of their squares, with those of this step."""
+        group, params, grads = tile
+        beta1, beta2 = group["betas"]
+        first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        return first, second
+
     def _count(self, params: list[Tensor]) -> list[float]:
         """How many steps each parameter has taken, with this one. Kept as torch does: a scalar on the CPU."""
         for param in params:
@@ -136,12 +146,8 @@ class Lamb(TiledOptimizer):
             torch._foreach_add_(tile.params, update, alpha=-1)
 
     def _updates(self, tile: Tile) -> list[Tensor]:
-        group, params, grads = tile
-        beta1, beta2 = group["betas"]
-        first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        group, params, _ = tile
+        first, second = self._adam_moments(tile)
         if group["eps_inside_sqrt"]:
             lengths = torch._foreach_add(second, group["eps"])
             torch._foreach_sqrt_(lengths)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..comm.comm import Comm
 from ..comm.lane import Ticket
@@ -94,11 +94,12 @@ class Bucket:
     copied: torch.cuda.Event | None = None
     """After it `reduced` is in host memory, where a GPU's gradients go there."""
 
-    def seal(self) -> None:
-        for param in self.params:
-            self.offsets.append(self.width)
-            self.width += param.partition.shard_size
-        self.waiting = set(self.params)
+    def add(self, param: ShardedParam) -> None:
+        self.params.append(param)
+        self.numel += param.numel
+        self.offsets.append(self.width)
+        self.width += param.partition.shard_size
+        self.waiting.add(param)
 
     @property
     def columns(self) -> int:
@@ -115,14 +116,9 @@ class Bucket:
         return [tensor for tensor in (self.rows, self.own, self.reduced, self.landing) if tensor is not None]
 
     @property
-    def master(self) -> nn.Parameter:
-        """That of the first parameter; all are on its device."""
-        return self.params[0].master
-
-    @property
     def apart(self) -> bool:
         """Whether the masters, and with them the reduced gradients, are on another device than the parameters."""
-        return self.master.device != self.params[0].device
+        return self.params[0].master.device != self.params[0].device
 
     def reduce_into(self, reduced: Tensor) -> None:
         """From now on have the reduced gradients in `reduced` [columns]."""
@@ -182,14 +178,10 @@ def divide(
         dtype = travels_in(param, config)
         key = (dtype, param.device, param.master.device, None if stages is None else stages[param])
         bucket = open_buckets.setdefault(key, Bucket([], dtype))
-        bucket.params.append(param)
-        bucket.numel += param.numel
+        bucket.add(param)
         if bucket.numel >= config.zero_optimization.reduce_bucket_size:
             buckets.append(open_buckets.pop(key))
-    buckets += open_buckets.values()
-    for bucket in buckets:
-        bucket.seal()
-    return buckets
+    return [*buckets, *open_buckets.values()]
 
 
 def await_host_copies(buckets: Iterable[Bucket]) -> None:
@@ -259,7 +251,7 @@ class BucketExchange:
         assert bucket.rows is not None
         bucket.ticket.wait()
         arrived = self._arrived(bucket)
-        if self._settings.stage == 0 and bucket.master.dtype == bucket.dtype and not bucket.holds:
+        if self._settings.stage == 0 and bucket.params[0].master.dtype == bucket.dtype and not bucket.holds:
             if bucket.own is None:
                 bucket.own = bucket.rows
                 bucket.reduce_into(arrived)
@@ -287,9 +279,10 @@ class BucketExchange:
         masters, which may be in host memory.
         """
         if bucket.reduced is None:
-            master = bucket.master
-            dtype = master.dtype if self._settings.stage == 0 else adds_up_in(bucket.params[0], self._config)
-            pin = bucket.params[0].device.type == "cuda" and master.device.type == "cpu"
+            first = bucket.params[0]
+            master = first.master
+            dtype = master.dtype if self._settings.stage == 0 else adds_up_in(first, self._config)
+            pin = first.device.type == "cuda" and master.device.type == "cpu"
             bucket.reduce_into(torch.empty(bucket.columns, dtype=dtype, device=master.device, pin_memory=pin))
         assert bucket.reduced is not None
         return bucket.reduced
