@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from .. import activation_checkpoint
+from ..forward import watch_zero_grad
 from ..optim.loss_scaler import cast_floating
 from ..training_state import Training
 from ..tree import loss_of, to_device
 from ..zero.placeholder import no_torch_function
-from . import clearing
 from .base_engine import BaseEngine
 
 
@@ -36,9 +36,9 @@ class Engine(BaseEngine):
         self._backward_done = False
         self._synchronized = False
         """Whether a backward outside `no_sync` has come since the last step."""
-        for owner in (training.module, training.optimizer):
+        for owner in (training.module, training.optimizer):  # between backward and step gradients are in buckets, too
             if owner is not None:
-                opened.callback(clearing.watch(owner, self._cleared))
+                opened.callback(watch_zero_grad(owner, self._cleared))
 
     # --- training
 

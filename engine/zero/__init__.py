@@ -6,7 +6,6 @@ reduce         gradients, in buckets, from backward to the masters
 bucket         gradients that are reduced together, and their collectives
 buffer_pool    memory of communications that is used again
 gather         masters to the weights, and parameters, in batches, back to full size
-order_check    whether the ranks gathered the same ones, in one order
 fetch          stage 3: when a module's parameters come and go
 fetch_order    one way through a model, as data
 param_hooks    uses of parameters that no module's call announces

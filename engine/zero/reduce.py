@@ -14,7 +14,7 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 
 import torch
 from torch import Tensor
@@ -417,12 +417,13 @@ class Reducer:
     def _launch_complete(self, stop: int) -> None:
         """Start every bucket before `stop` that is complete, in order: a complete one waits for those before it."""
         while self._next < stop and not self._expected[self._next].waiting:
-            self._launch(self._expected[self._next])
+            bucket = self._expected[self._next]
+            if not self._settings.contiguous_gradients:
+                self._copy_in(bucket, bucket.present)
+            self._launch(bucket)
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        if not self._settings.contiguous_gradients:
-            self._copy_in(bucket, bucket.present)
         bucket.flag(self._exchange.rows(bucket), bool(self._late))
         self._exchange.launch(bucket)
 
@@ -434,8 +435,7 @@ class Reducer:
         late = list(compress(self._params, flags.tolist()))
         for bucket in divide(late, self._config):
             bucket.absent = [at for at, param in enumerate(bucket.params) if param not in mine]
-            if self._settings.contiguous_gradients:
-                self._copy_in(bucket, bucket.present)
+            self._copy_in(bucket, bucket.present)
             self._launch(bucket)
             self._exchange.drain(0)
             await_host_copies([*self._buckets, bucket])
@@ -470,11 +470,9 @@ def _flags(buckets: Sequence[Bucket]) -> list[list[float]]:
             places.setdefault(bucket.reduced.device, []).append((at, bucket.reduced[bucket.width :]))
     for here in places.values():
         rows = [row for _, row in here]
-        read = torch.cat([row.float() for row in rows]).tolist() if len(rows) > 1 else rows[0].tolist()
-        start = 0
+        read = iter(torch.cat([row.float() for row in rows]).tolist() if len(rows) > 1 else rows[0].tolist())
         for at, row in here:
-            found[at] = read[start : start + len(row)]
-            start += len(row)
+            found[at] = list(islice(read, len(row)))
     return found
 
 
