@@ -10,6 +10,7 @@ from torch import nn
 
 from .comm.comm import Comm
 from .comm.mesh import Parallel
+from .comm.peers import Peers
 from .config import Config
 from .hooks import Hooks
 from .offload import States
@@ -33,6 +34,7 @@ class Training:
     states: States
     """Masters and the optimizer's states, wherever they are between steps."""
     hooks: Hooks
+    peers: Peers
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: Any = None
     training_dataloader: Any = None

@@ -21,6 +21,7 @@ from ..comm.consensus import failing_together
 from ..comm.lane import open_lane
 from ..comm.launch import init_distributed, local_device
 from ..comm.mesh import Mesh, Parallel, mesh_of, open_parallel
+from ..comm.peers import Peers
 from ..config import Config, load
 from ..data import ShardedLoader
 from ..hooks import Hooks
@@ -143,6 +144,10 @@ def _divide(
     comms = _open_comms(config, parallel.mesh, device, hooks, link)
     for comm in comms.all():
         opened.callback(comm.close)
+    joined = (parallel.data, parallel.model, parallel.tensor, parallel.everyone, *comms.all())
+    between = [group for each in links.values() for group in each.groups]
+    peers = Peers(parallel.everyone, [*(comm.group for comm in joined), *between])
+    opened.callback(peers.close)
     with failing_together("initialize", parallel.everyone):
         activation_checkpoint.attach(hooks, config.activation_checkpointing)
         opened.callback(policies.from_config(config.activation_checkpointing).apply(model, hooks))
@@ -157,7 +162,8 @@ def _divide(
         for note in offload.notes if parallel.mesh.rank == 0 else ():
             warnings.warn(note, stacklevel=3)
     opened.callback(zero.close)
-    return Training(model, config, zero, parallel, shared, loss_scaler(config.fp16), offload.states, hooks), links
+    scaler = loss_scaler(config.fp16)
+    return Training(model, config, zero, parallel, shared, scaler, offload.states, hooks, peers), links
 
 
 def _assemble(

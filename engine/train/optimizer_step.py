@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..checkpoint import CheckpointError
-from ..comm.comm import Comm
 from ..optim import StepGuard, renew, settles_groups
 from ..optim.grad_norm import global_norm, unscale_and_clip_
 from ..optim.loss_scaler import overflowed
@@ -77,8 +76,11 @@ class OptimizerStep:
         grads = reducer.gradients(stepped)
         counted = grads if stepped <= self._counted else reducer.gradients(stepped & self._counted)
         scale = training.scaler.scale / reducer.postscale
-        wait = None if zero.deadlocks is None else zero.deadlocks.wait
-        value = global_norm(counted, self._norm_comms(), device=training.device, wait=wait).item()
+        sharded = zero.settings.stage > 0 or reducer.local  # each data-parallel rank has a part of what is counted
+        comms = [training.parallel.data, training.parallel.model] if sharded else [training.parallel.model]
+        wait = zero.deadlocks.wait if sharded and zero.deadlocks is not None else None
+        value = global_norm(counted, comms, device=training.device, wait=wait).item()
+        training.peers.check("engine.step")  # the host has waited: what is aborted brings no numbers
         overflow = self._skips and overflowed(value)
         training.optimizer.overflow = overflow  # type: ignore[union-attr]  # where scripts look for it
         if overflow:
@@ -146,12 +148,6 @@ class OptimizerStep:
         """Put the loss scale where scripts look for it in DeepSpeed's optimizers."""
         optimizer, scale = self._training.optimizer, self._training.scaler.scale
         optimizer.cur_scale = optimizer.loss_scale = scale  # type: ignore[union-attr]
-
-    def _norm_comms(self) -> list[Comm]:
-        """The ranks over which the squares of the counted gradients are to be summed, one after the other."""
-        parallel, zero = self._training.parallel, self._training.zero
-        sharded = zero.settings.stage > 0 or zero.reducer.local
-        return [parallel.data, parallel.model] if sharded else [parallel.model]
 
     def _update(self) -> None:
         """Tile by tile: the weights of one travel while the next is computed."""
