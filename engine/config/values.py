@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ..words import either, joined
 from .model import Complaint, Section, as_section, shown
+
+T = TypeVar("T", bound=Section)
 
 KINDS: Final[dict[Any, str]] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path",
@@ -46,7 +48,7 @@ def complaints(error: ValidationError, model: type[Section], raw: Mapping[str, A
         yield Wrong(keys, _says(detail, field, value), missing=detail["type"] == "missing")
 
 
-def checked(model: type[Section], values: Mapping[str, Any], where: str) -> Section:
+def checked(model: type[T], values: Mapping[str, Any], where: str) -> T:
     """The section with these values, which `where` leads to. Raises ValueError for those that it cannot have."""
     try:
         return model.model_validate(values)

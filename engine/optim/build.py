@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.comm import Comm
-from .muon import ADAM_DEFAULTS, MUON_DEFAULTS, Muon
+from ..config.optimizer import OPTIMIZERS
+from ..config.values import checked
+from .muon import Muon
 from .onebit import OneBitAdam
-from .shard import Shards
+from .shard import Shards, comm_of
 from .tiled import Lamb, Lion
 
 Groups = list[dict[str, Any]]
@@ -27,6 +29,16 @@ ELEMENTWISE: Final = tuple(
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 )  # fmt: skip
 """torch's optimizers that treat each element by itself, so that they can step shards of parameters."""
+
+
+OURS: Final = ("Lamb", "Lion", "Muon", "OneBitAdam")
+"""Optimizers whose options have no defaults but those of the configuration."""
+
+HALVES: Final = (
+    (True, "muon_lr", 0.02, ("momentum", "weight_decay")),
+    (False, "adam_lr", 3e-4, ("betas", "eps", "weight_decay")),
+)
+"""Of Muon's two: whether it steps hidden matrices, the name of its own learning rate, DeepSpeed's, and its options."""
 
 
 def build(
@@ -43,14 +55,16 @@ def build(
     Options of a group win over `params`. `shards` describes masters that are shards to LAMB and Muon; `comm` is of
     the data-parallel ranks, for OneBitAdam. Raises ValueError for values that the optimizer cannot take.
     """
+    if type in OURS:
+        params = checked(OPTIMIZERS[type], params, "optimizer.params").arguments()
     options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     make: dict[str, Callable[[Groups], Optimizer]] = {
         "Adam": partial(_adam, options),
         "AdamW": partial(_adam, options),
-        "Lamb": partial(Lamb, **options, shards=shards),
-        "Lion": partial(Lion, **options),
-        "Muon": partial(_muon, options, shards),
-        "OneBitAdam": partial(OneBitAdam, **options, comm=comm),
+        "Lamb": partial(Lamb, options=options, comm=comm_of(shards or {})),
+        "Lion": partial(Lion, options=options),
+        "Muon": partial(_muon, options, shards or {}),
+        "OneBitAdam": partial(OneBitAdam, options=options, comm=comm),
         "SGD": partial(_sgd, options),
     }
     return (make.get(type) or partial(getattr(torch.optim, type), **options))(_as_groups(groups))
@@ -107,20 +121,19 @@ def _start_at_infinity(optimizer: Optimizer, *_: Any) -> None:
                 }
 
 
-def _muon(options: dict[str, Any], shards: Shards | None, groups: Groups) -> Optimizer:
+def _muon(options: dict[str, Any], shards: Shards, groups: Groups) -> Optimizer:
     """Every group falls into the matrices that Muon steps and the rest; `muon_lr` and `adam_lr` go before `lr`."""
     adam = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
     rates = {key: options.pop(key, None) for key in ("lr", "muon_lr", "adam_lr")}
-    described = shards or {}
-    if any(param not in described for group in groups for param in group["params"]):
+    if any(param not in shards for group in groups for param in group["params"]):
         raise ValueError("Muon must know of every master whether it is a hidden matrix: give `shards` for all of them")
     halves: Groups = []
     for group in groups:
-        for use_muon, defaults, own_rate in ((True, MUON_DEFAULTS, "muon_lr"), (False, ADAM_DEFAULTS, "adam_lr")):
+        for use_muon, own_rate, default, keys in HALVES:
             # Both halves even if one is empty, so that all stages of a pipeline have the same groups.
-            params = [param for param in group["params"] if described[param].muon is use_muon]
-            rate = next((rates[key] for key in (own_rate, "lr") if rates[key] is not None), defaults["lr"])
-            shared = {key: value for key, value in options.items() if key in defaults}
+            params = [param for param in group["params"] if shards[param].muon is use_muon]
+            rate = next((rates[key] for key in (own_rate, "lr") if rates[key] is not None), default)
+            shared = {key: options[key] for key in keys}
             halves.append({**shared, "lr": rate, **group, "params": params, "use_muon": use_muon})
     return Muon(halves, adam, fused=_can_fuse(groups), shards=shards)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,6 @@ from torch.optim import Optimizer
 
 from .shard import Shard, Shards, comm_of, whole
 from .tiled import Tile, TiledOptimizer
-
-MUON_DEFAULTS: Final = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
-ADAM_DEFAULTS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
-"""DeepSpeed's."""
 
 
 class Muon(TiledOptimizer):
@@ -41,14 +37,10 @@ class Muon(TiledOptimizer):
         adam: type[torch.optim.Adam] = torch.optim.AdamW,
         *,
         fused: bool = False,
-        shards: Shards | None = None,
+        shards: Shards,
     ) -> None:
-        for group in params:
-            for key, value in (MUON_DEFAULTS if group["use_muon"] else ADAM_DEFAULTS).items():
-                group.setdefault(key, value)
-        super().__init__(params, {})
-        self._shards = shards or {}
-        self._comm = comm_of(self._shards)
+        super().__init__(params, {}, comm_of(shards))
+        self._shards = shards
         others = [group for group in self.param_groups if not group["use_muon"]]
         self._adam: Optimizer | None = adam(others, fused=fused) if others else None
         self._iterations = iterations()

@@ -38,24 +38,8 @@ class OneBitAdam(TiledOptimizer):
     An element that had no gradient in the whole warm-up has no variance to be scaled by, and is not stepped afterwards.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        freeze_step: int = 100_000,
-        bias_correction: bool = True,
-        *,
-        comm: Comm | None = None,
-    ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "freeze_step": freeze_step,
-            "bias_correction": bias_correction, "training_steps": 0,
-        }  # fmt: skip
-        super().__init__(params, defaults)
-        self._comm = comm or Comm(None, None)
+    def __init__(self, params: ParamsT, options: dict[str, Any], comm: Comm | None = None) -> None:
+        super().__init__(params, {**options, "training_steps": 0}, comm)
 
     @property
     def wants_local_gradients(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from .shard import Shards, comm_of
+from ..comm.comm import Comm
 
 
 class Tile(NamedTuple):
@@ -25,6 +25,12 @@ class Tile(NamedTuple):
 
 class TiledOptimizer(Optimizer, abc.ABC):
     """Finds the masters that have gradients; a subclass steps them."""
+
+    def __init__(self, params: ParamsT, options: dict[str, Any], comm: Comm | None = None) -> None:
+        """`options` are those of a section of the configuration (`build`). The ranks of `comm` have the other shards of
+        each master, or, of whole masters, the same."""
+        super().__init__(params, options)
+        self._comm = comm or Comm(None, None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -80,15 +86,6 @@ class Lion(TiledOptimizer):
     Source: Chen et al. 2023, arXiv 2302.06675; the default betas are DeepSpeed's (the paper has b2 = 0.99).
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
     def _step(self, tiles: list[Tile]) -> None:
         for group, params, grads in tiles:
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
@@ -108,28 +105,6 @@ class Lamb(TiledOptimizer):
     With `eps_inside_sqrt` the denominator is sqrt(v + eps); without `bias_correction` the factor after lr is left out.
     Source: You et al. 2019, arXiv 1904.00962, as in DeepSpeed (`csrc/lamb/fused_lamb_cuda_kernel.cu`).
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        *,
-        shards: Shards | None = None,
-    ) -> None:
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay, "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }  # fmt: skip
-        super().__init__(params, defaults)
-        self._comm = comm_of(shards or {})
 
     def _step(self, tiles: list[Tile]) -> None:
         updates = [self._updates(tile) for tile in tiles]
