@@ -139,7 +139,8 @@ class LiveParams:
 
     def arrive(self, param: ShardedParam) -> None:
         """`param` has its storage."""
-        self.expect(param)
+        if param not in self._whole:
+            self.expect(param)
         if not self._whole[param]:
             self._whole[param] = True
             self.coming -= param.numel
