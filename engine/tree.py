@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,22 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
         return make(each_tensor(item, change) for item in value)
     return value
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What lies in nested mappings, sequences and dataclasses, each with the keys, numbers and names that lead to it.
+    Of an empty one, itself."""
+    inner: Any = ()
+    if isinstance(value, Mapping):
+        inner = value.items()
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        inner = list(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = getattr(value, "__dict__", {}).items()
+    if not inner:
+        yield path, value
+    for key, item in inner:
+        yield from leaves(item, (*path, key))
 
 
 def batches(

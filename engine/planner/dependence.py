@@ -7,15 +7,17 @@ exactly zero there is no dependence, and where there is one, random numbers do n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..tensor.sharding import TensorShard
 from .tracer import Call, Trial
+
+K = TypeVar("K", bound=Hashable)
 
 
 class Source(NamedTuple):
@@ -95,17 +97,21 @@ class Flow:
         return found
 
     def _gradients(self, x: Tensor, sources: Sequence[Source]) -> dict[Source, Tensor]:
-        if not sources or not x.requires_grad or not x.numel():
-            return {}
-        weights = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).add_(0.5).to(x.dtype)
-        gradients = torch.autograd.grad(
-            (x * weights).sum(), [self._tensors[source] for source in sources], retain_graph=True, allow_unused=True
-        )
-        return {
-            source: gradient
-            for source, gradient in zip(sources, gradients, strict=True)
-            if gradient is not None and _nonzero(gradient).any()
-        }
+        found = gradients(x, weights_like(x), {source: self._tensors[source] for source in sources})
+        return {source: gradient for source, gradient in found.items() if _nonzero(gradient).any()}
+
+
+def weights_like(x: Tensor) -> Tensor:
+    """Random weights of the elements of `x`, the same each time, and none of them near 0."""
+    return torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).add_(0.5).to(x.dtype)
+
+
+def gradients(x: Tensor, weights: Tensor, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+    """The gradients of the weighted sum of `x`'s elements, for those of `tensors` that it depends on."""
+    if not tensors or not x.requires_grad or not x.numel():
+        return {}
+    found = torch.autograd.grad((x * weights).sum(), list(tensors.values()), retain_graph=True, allow_unused=True)
+    return {key: gradient for key, gradient in zip(tensors, found, strict=True) if gradient is not None}
 
 
 def _nonzero(gradient: Tensor) -> Tensor:

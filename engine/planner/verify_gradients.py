@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .dependence import gradients, weights_like
 from .tracer import Call, Trial
 
 RTOL = 1e-3
@@ -53,7 +54,8 @@ class GradientSums:
         if key not in self._points:
             self._points[key] = self._point(call, region)
         point = self._points[key]
-        for name, gradient in self._gradients(x, part(point.weights), list(point.expected)).items():
+        sources = {name: self._sources[name] for name in point.expected}
+        for name, gradient in gradients(x, part(point.weights), sources).items():
             point.sums[name] = point.sums[name] + gradient if name in point.sums else gradient
 
     def check(self, error: NotEqual) -> None:
@@ -69,20 +71,11 @@ class GradientSums:
                     )
 
     def _point(self, call: Call, region: int | None) -> _Point:
-        read = call.read
-        weights = torch.rand(read.shape, generator=torch.Generator().manual_seed(1)).add_(0.5).to(read.dtype)
-        asked = [name for name in self._sources if region is not None or name not in self._seen]
-        found = self._gradients(read, weights, asked)
+        weights = weights_like(call.read)
+        asked = {name: x for name, x in self._sources.items() if region is not None or name not in self._seen}
+        found = gradients(call.read, weights, asked)
         self._seen.update(found)
         return _Point(region, weights, found)
-
-    def _gradients(self, x: Tensor, weights: Tensor, names: list[str]) -> dict[str, Tensor]:
-        if not names or not x.requires_grad or not x.numel():
-            return {}
-        gradients = torch.autograd.grad(
-            (x * weights).sum(), [self._sources[name] for name in names], retain_graph=True, allow_unused=True
-        )
-        return {name: grad.detach() for name, grad in zip(names, gradients, strict=True) if grad is not None}
 
 
 def _sources(trial: Trial) -> Iterator[tuple[str, Tensor]]:
