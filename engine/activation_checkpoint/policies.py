@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -39,27 +39,13 @@ Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 # --- policies
 
 
-class Policy(Protocol):
-    """Which activations of a model are recomputed."""
-
-    def apply(self, model: nn.Module, hooks: Hooks) -> Undo:
-        """Have `model` recompute them from now on; call the result to stop that."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nothing:
-    """Recompute nothing."""
-
-    def apply(self, model: nn.Module, hooks: Hooks) -> Undo:
-        return lambda: None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Full:
     """Keep the inputs of every block, and recompute what is inside."""
 
     blocks: Sequence[str] | None = None
-    """Names of the blocks; `*` stands for any one part of a name, as in `encoder.layers.*`. None: find them."""
+    """Names of the blocks; `*` stands for any one part of a name, as in `encoder.layers.*`. None: find them.
+    Without any, nothing is recomputed."""
 
     on_host: bool = False
     """Keep the blocks' inputs in host memory until they are needed."""
@@ -107,10 +93,10 @@ class Selective(Full):
         return fresh
 
 
-def from_config(section: ActivationCheckpointingConfig) -> Policy:
+def from_config(section: ActivationCheckpointingConfig) -> Full:
     """The policy that `activation_checkpointing` names."""
     if section.policy == "none":
-        return Nothing()
+        return Full(blocks=())
     kind = Selective if section.policy == "selective" else Full
     every = section.every if section.policy == "every_k" else 1
     return kind(blocks=section.blocks, on_host=section.cpu_checkpointing, every=every)

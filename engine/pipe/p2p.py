@@ -6,6 +6,7 @@ notify its neighbours, who would wait for it otherwise.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -123,7 +124,7 @@ class Link:
         self._to, self._from = (rank + AHEAD[direction]) % size, (rank - AHEAD[direction]) % size
         self._out = open_lane(f"pipe.send_{name}", device, hooks)
         self._in = open_lane(f"pipe.recv_{name}", device, hooks)
-        self._sent = self._received = 0
+        self._counts: Counter[str] = Counter()
 
     def send(self, message: Message, at: Position) -> Ticket:
         """Start sending. The tensors must not be written to before the ticket is done."""
@@ -220,10 +221,8 @@ class Link:
         return []
 
     def _attributes(self, name: str, peer: int, message: Message | None = None) -> Attributes:
-        if name == "send":
-            seq, self._sent = self._sent, self._sent + 1
-        else:
-            seq, self._received = self._received, self._received + 1
+        seq = self._counts[name]
+        self._counts[name] += 1
         tensors = [] if message is None else message.tensors
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else None
         return {
