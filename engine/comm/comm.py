@@ -197,9 +197,7 @@ class Comm:
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             works.append(dist.irecv(receive[source], group=self.group, group_src=source, tag=tag))
             works.append(dist.isend(send[to], group=self.group, group_dst=to, tag=tag))
-        for work in works:
-            assert work is not None
-            work.wait()
+        wait_all(works)
 
     def _scratch_like(self, rows: Tensor) -> Tensor:
         """A buffer that is kept: fresh pages cost as much as the exchange. For the lane alone, one job at a time."""
@@ -207,6 +205,13 @@ class Comm:
         if self._scratch is None or self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8, device=rows.device)
         return self._scratch[:size].view(rows.dtype).view(rows.shape)
+
+
+def wait_all(works: Iterable[dist.Work | None]) -> None:
+    """Wait for sends and receives, to and from other ranks; only of this one's own there is no Work."""
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def _sum(values: list[Tensor], into: Tensor, accumulate: bool) -> None:

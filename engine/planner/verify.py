@@ -2,7 +2,7 @@
 
 Column layers answer with this rank's part of what they answered then; the input of every layer must be this rank's part
 of its input then. So whatever lies between the layers has been shown to work on parts: nothing is taken on trust.
-Gradients are held against those of the whole model, too (`verify_gradients`).
+Gradients are held against those of the whole model, too (`dependence.GradientSums`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from ..tensor.shape_override import ShapeOverride, override_shapes, plain
 from ..tree import leaves
 from ..words import joined
 from .blocks import Edges, Stack, on_first_activation, with_edges
-from .dependence import Share
+from .dependence import GradientSums, Share
 from .styles import Role
 from .tracer import Trial, brief, run, tensors_of
-from .verify_gradients import GradientSums
 
 RTOL: Final = 1e-3
 ATOL: Final = 1e-4
