@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from ..words import joined
 from . import batch
 from .config import Config
 from .keys import Notes, known_keys
@@ -73,11 +74,11 @@ def _validated(values: dict[str, Any], notes: Notes) -> Config:
         try:
             return Config.model_validate(values)
         except ValidationError as error:
-            for wrong in list(complaints(error, Config, values)):  # before any is left out
-                if wrong.keys not in left_out:  # else it is missing because it was wrong
-                    notes.problems.append(str(wrong))
-                left_out.add(wrong.keys)
-                _leave_out(values, wrong.keys[:1] if wrong.missing else wrong.keys)
+            for keys, says, missing in list(complaints(error, Config, values)):  # before any is left out
+                if keys not in left_out:  # else it is missing because it was wrong
+                    notes.problems.append(f"{joined(*keys)}: {says}")
+                left_out.add(keys)
+                _leave_out(values, keys[:1] if missing else keys)
 
 
 def _leave_out(values: dict[str, Any], keys: Sequence[str]) -> None:
