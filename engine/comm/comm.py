@@ -116,6 +116,19 @@ class Comm:
         origin = dist.get_global_rank(self.group, source)
         return self._submit(lambda: dist.broadcast(tensor, origin, group=self.group), "broadcast", tensor, purpose)
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send the rank `to` of the group a tensor, as bytes, for not every backend takes every dtype; wait for that."""
+        if tensor.numel():
+            flat = tensor.detach().reshape(-1).to(self.device or "cpu")
+            dist.send(flat.view(torch.uint8), group=self.group, group_dst=to)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """A tensor of this shape whose elements the rank `source` sends."""
+        tensor = torch.empty(shape, dtype=dtype, device=self.device or "cpu")
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
+        return tensor
+
     @property
     def device(self) -> torch.device | None:
         """Where buffers have to be; None if that is all the same."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ..words import joined, similarity, nearest
+from ..words import joined, nearest, similarity
 from .deepspeed_keys import FOREIGN, RENAMED, REPLACED, Foreign
 from .model import Section, sections, shown
 
