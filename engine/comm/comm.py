@@ -117,7 +117,7 @@ class Comm:
         return self._submit(lambda: dist.broadcast(tensor, origin, group=self.group), "broadcast", tensor, purpose)
 
     def send(self, tensor: Tensor, to: int) -> None:
-        """Send the rank `to` of the group a tensor, as bytes, for not every backend takes every dtype; wait for that."""
+        """Send the rank `to` of the group a tensor, as bytes, which every backend takes, and wait for that."""
         if tensor.numel():
             flat = tensor.detach().reshape(-1).to(self.device or "cpu")
             dist.send(flat.view(torch.uint8), group=self.group, group_dst=to)
