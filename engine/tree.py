@@ -30,13 +30,20 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+_ENDS: Final = (Tensor, str, bytes, int, float, type(None))
+"""What holds nothing, as most values."""
+
+
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """What lies in nested mappings, sequences and dataclasses, each with the keys, numbers and names that lead to it.
     Of an empty one, itself."""
     inner: Any = ()
+    if isinstance(value, _ENDS):
+        yield path, value
+        return
     if isinstance(value, Mapping):
         inner = value.items()
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    elif isinstance(value, Sequence):
         inner = list(enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         inner = getattr(value, "__dict__", {}).items()
