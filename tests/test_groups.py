@@ -175,3 +175,12 @@ def test_a_flattened_dimension_adds_nothing_to_where_a_rank_is() -> None:
 def test_without_communications_there_is_no_mesh() -> None:
     rows = pd.DataFrame({name: [] for name in ("rank", "step", "kind", "name", "purpose", "group", "peer")})
     assert find_mesh(rows.assign(issue_ns=[], arrival_ns=[]), RunInfo("job", "job", []), Topology()) == Mesh()
+
+
+def test_states_are_divided_over_the_data_parallel_ranks() -> None:
+    mesh = Job().uses(ROWS, LAYERS).uses(COLUMNS, GRADIENTS).mesh()
+    assert mesh.data_parallel_size(3, 4) == 2
+    assert Job().uses([range(4)], GRADIENTS).mesh().data_parallel_size(3, 4) == 4
+    before_any_reduction = Job().uses(ROWS, LAYERS).mesh()
+    assert before_any_reduction.data_parallel_size(3, 4) == 2
+    assert Mesh().data_parallel_size(0, 8) == 8

@@ -128,6 +128,18 @@ class Mesh:
             found |= new
         return tuple(sorted(found))
 
+    def data_parallel_size(self, rank: int, world_size: int) -> int:
+        """Over how many ranks the states of an optimizer, gradients and parameters can be divided, or a batch is. Where
+        no gradients were seen to be averaged, the job's ranks by those that share what a rank computes."""
+        replicas = len(self.replicas_of(rank))
+        if replicas > 1:
+            return replicas
+        shared = 1
+        for one in self.dimensions:
+            if one.role in (TP, PP, CP) and one.whole:
+                shared *= one.size
+        return max(world_size // shared, 1)
+
 
 def find_mesh(rows: pd.DataFrame, run: RunInfo, topology: Topology) -> Mesh:
     """The dimensions of a job. rows: of all ranks; of these their communications."""

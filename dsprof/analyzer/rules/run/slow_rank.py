@@ -17,6 +17,7 @@ from ...text import count, ms
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
+from ..data.routed_tokens import explained_by_tokens
 from ..data.unequal_input import explained_by_size
 from ..rule import Fault, Rule
 
@@ -66,9 +67,12 @@ def slow_ranks(study: Study) -> Change | None:
 
 @once
 def _own_work(study: Study) -> Float:
-    """Work of a step less what the rank's share of the input explains, ms, [R, S]."""
+    """Work of a step less what the rank's share of the input explains, or of the tokens that are routed to it, ms,
+    [R, S]."""
     own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0)
-    explained = explained_by_size(study)
+    explained = explained_by_tokens(study)
+    if explained is None:
+        explained = explained_by_size(study)
     return own if explained is None else own - explained
 
 
