@@ -18,13 +18,13 @@ from torch import Tensor
 from ..comm.lane import Ticket
 from ..hooks import Hooks
 from ..schedule import Action, Plan
+from ..tree import filled
 from ..zero import BackwardPart, Zero
 from .failure import FailureConsensus, said
 from .module import PipelineModule
 from .p2p import AHEAD, Arrival, Direction, Link, Links, Message, PipelineError, message_of
 from .split_backward import Work, deferring
 from .step_data import StepData
-from .treespec import filled
 
 EARLY: Final = 2
 """Receives in one direction that are started before they are needed, where that costs the computation nothing."""
