@@ -17,7 +17,7 @@ from ...text import count, ms
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
-from ..data.unequal_input import explained_by_size
+from ..data.unequal_input import explained_by_input
 from ..rule import Fault, Rule
 
 OUTSIDE = "time outside the phases"
@@ -68,7 +68,7 @@ def slow_ranks(study: Study) -> Change | None:
 def _own_work(study: Study) -> Float:
     """Work of a step less what the rank's share of the input explains, ms, [R, S]."""
     own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0)
-    explained = explained_by_size(study)
+    explained = explained_by_input(study)
     return own if explained is None else own - explained
 
 
