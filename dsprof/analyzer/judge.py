@@ -23,7 +23,6 @@ from .finding import (
     Together,
     severity_of,
 )
-from .graph.stalled import find_stalls
 from .price.attribution import attribute
 from .price.calibration import with_model_error
 from .price.contention import busy, lost_by_waiting_less
@@ -35,7 +34,7 @@ from .rules.registry import all_rules
 from .rules.rule import Look, Rule
 from .signals import Absent, Missing
 from .study import Study
-from .whatif.work import Change, less
+from .whatif.work import Change, LessWork
 
 Answer = TypeVar("Answer")
 
@@ -138,8 +137,7 @@ class _Judging:
             if change is not None:
                 changes[code] = change
         graph = signals.replay(study)
-        stalls = find_stalls(graph)  # once: they are the same for all faults
-        whatifs = {code: less(graph, change, study.peer_groups, stalls) for code, change in changes.items()}
+        whatifs = {code: LessWork(code, change, study.peer_groups) for code, change in changes.items()}
         shares = attribute(graph, whatifs)
         self.noise_ms = noise_floor_ms(study, shares.left)
         whole = shares.before - shares.left

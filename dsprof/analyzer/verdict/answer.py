@@ -12,6 +12,7 @@ from ..align.steps import captured_part, describe_steps, early_ends, lasting_cha
 from ..analysis import Analysis, CaptureQuality, Verdict
 from ..budget.wall_time import divide_time, run_span
 from ..device import unknown_kernels
+from ..finding import Finding
 from ..hang.transient_hang import transient_hangs
 from ..judge import Judged
 from ..memory.allocator_state import summarize_memory
@@ -21,6 +22,7 @@ from ..work.layer_costs import layer_costs
 from ..work.mfu import judge_efficiency
 from ..work.module_times import module_times
 from .headline import verdict_of
+from .overrides import applied_knobs, lost_knobs
 
 __all__ = ["answer"]
 
@@ -66,11 +68,11 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         memory_steps=study.memory,
         memory_uses=study.memory_uses,
         device=study.device,
-        findings=judgement.findings,
+        findings=tuple(_placed(finding, study) for finding in judgement.findings),
         passed=judgement.passed,
         not_judged=dict(judgement.not_judged),
         noise_ms=judgement.noise_ms,
-        notes=tuple(filter(None, (part, note, unknown_kernels(study.device, run)))),
+        notes=(*filter(None, (part, note, unknown_kernels(study.device, run))), *applied_knobs(run)),
         verdict=Verdict("inconclusive", ""),
         capture=_quality(study),
     )
@@ -84,6 +86,12 @@ def answer(study: Study, judgement: Judged) -> Analysis:
     return replace(analysis, verdict=verdict)
 
 
+def _placed(finding: Finding, study: Study) -> Finding:
+    """With the coordinate of its ranks in the job's mesh, if it has one."""
+    coordinate = study.mesh.in_common(finding.where.ranks or ())
+    return replace(finding, where=replace(finding.where, coordinate=coordinate)) if coordinate else finding
+
+
 def _quality(study: Study) -> CaptureQuality:
     run, aligned = study.run, study.aligned
     return CaptureQuality(
@@ -91,7 +99,13 @@ def _quality(study: Study) -> CaptureQuality:
         overhead_measured=study.overhead_measured,
         dropped=sum(item.dropped for item in run.ranks),
         clock_error_us=aligned.clock_error_us if aligned.clocks_told else None,
-        warnings=(*run.warnings, *aligned.warnings, *early_ends(study.steps), *mismatches(study.rows, run)),
+        warnings=(
+            *run.warnings,
+            *aligned.warnings,
+            *early_ends(study.steps),
+            *mismatches(study.rows, run),
+            *lost_knobs(run),
+        ),
         replay=study.checked,
     )
 

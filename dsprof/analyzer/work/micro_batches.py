@@ -33,7 +33,7 @@ MOST_IN_TURN: Final = 0.5
 """Correlation of micro-batches that follow one another on a rank."""
 MOST_OF_ONE: Final = 0.25
 """Of the squares of what differs, no replica has this share more than its part of the replicas."""
-BY_CHANCE: Final = 3.0
+BY_CHANCE: Final = 4.0
 """Standard errors of the mean length of a replica's micro-batches that are no sign of a slow rank."""
 FEWEST_STEPS: Final = 5
 FEWEST: Final = 24

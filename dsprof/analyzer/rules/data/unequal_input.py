@@ -17,6 +17,7 @@ from ...work.micro_batches import UnequalMicroBatches, can_tell, unequal_micro_b
 from ..base import NotJudged, at, code_fix
 from ..rule import Fault, Rule
 from .loader import loader_site, training_loader
+from .routed_tokens import routed_tokens
 
 
 @once
@@ -66,6 +67,9 @@ def _less_mean_of_team(study: Study, values: Float) -> Float:
 def unequal(study: Study) -> Change | None:
     """Every rank given an equal share of the step's input."""
     signals.peers(study)
+    routed = routed_tokens(study)
+    if routed is not None:
+        raise NotJudged(routed.reason)
     if study.input_sizes is None and can_tell(study):
         found = unequal_micro_batches(study)
         return None if found is None else Change({"compute": found.excess}, spans=found.spans)

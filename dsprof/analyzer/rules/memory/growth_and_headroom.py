@@ -22,8 +22,9 @@ from ...memory.use_by_step import HELD, MemoryUse, main_place
 from ...price.gains import mean_gain
 from ...study import Study
 from ...text import count, percent, size
-from ...whatif.work import Change, less
-from ..base import LEAST_SHARE, NotConcerned, NotJudged
+from ...whatif import apply
+from ...whatif.work import Change, LessWork
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, sharded_stage
 from ..rule import Look, Rule
 
 MiB: Final = 1 << 20
@@ -214,7 +215,7 @@ def headroom(study: Study) -> list[Finding]:
 
 def _unused(study: Study, use: MemoryUse, unused: str, what: str, change: Change) -> Finding:
     graph = study.need_graph()
-    (before, after) = replay_all([graph, less(graph, change, study.peer_groups)(graph)])
+    (before, after) = replay_all([graph, apply(graph, [LessWork(what, change, study.peer_groups)])])
     gain = mean_gain(study, before.durations - after.durations)
     spent = float(sum(of.mean() for of in change.removed.values()))
     words, advice = PAID[what]
@@ -273,8 +274,7 @@ def _unpriced(study: Study) -> str:
     each = len(backward) / max(len(study.ranks) * len(study.step_numbers), 1)
     if each >= 2 and not study.in_stages:
         return f"gradients are accumulated over {count(round(each), 'micro-batch', 'es')}"
-    stages = [int(fact.get("zero_stage") or 0) for fact in study.facts.get("deepspeed", [])]
-    if max(stages, default=0) >= 3 or study.facts.get("fsdp"):
+    if sharded_stage(study) >= 3:
         return "parameters are gathered for every use (ZeRO stage 3, FSDP)"
     return ""
 

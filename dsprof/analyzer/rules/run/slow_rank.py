@@ -17,6 +17,7 @@ from ...text import count, ms
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
+from ..data.routed_tokens import explained_by_tokens
 from ..data.unequal_input import explained_by_input
 from ..rule import Fault, Rule
 
@@ -66,9 +67,12 @@ def slow_ranks(study: Study) -> Change | None:
 
 @once
 def _own_work(study: Study) -> Float:
-    """Work of a step less what the rank's share of the input explains, ms, [R, S]."""
+    """Work of a step less what the rank's share of the input explains, or of the tokens that are routed to it, ms,
+    [R, S]."""
     own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0)
-    explained = explained_by_input(study)
+    explained = explained_by_tokens(study)
+    if explained is None:
+        explained = explained_by_input(study)
     return own if explained is None else own - explained
 
 
@@ -93,7 +97,7 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         evidence.append(Evidence("CPU time a step", round(value, 3), "ms", round(expected, 3)))
     names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
     verb = "arrives" if len(ranks) == 1 else "arrive"
-    title = f"rank {names} {verb} {_lateness(late)} and the others wait"
+    title = f"rank {names}{study.mesh.words(ranks)} {verb} {_lateness(late)} and the others wait"
     where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=study.step_range)
     value, expected = _mine_and_others(study.gauges.spent("core_wait_seconds").mean(axis=1), slow)
     waited = value - expected
