@@ -199,7 +199,8 @@ def _by_chance(table: pd.DataFrame, spread: float) -> dict[int, float]:
     found = {}
     for replica, of_replica in times.groupby(level="replica"):
         # A rank may be slow by itself: the others of its replica tell how long its micro-batches were.
-        least = float(of_replica.iloc[int(np.abs(of_replica.to_numpy(np.float64) - 1).argmin())])
+        off = of_replica.to_numpy(np.float64)
+        least = float(off[np.argsort(np.abs(off - 1), kind="stable")[(len(off) - 1) // 2]])
         count = table["batch"][table["replica"] == replica].nunique()
         found[int(replica)] = least if abs(least - 1) <= BY_CHANCE * spread / np.sqrt(count) else 1.0
     return found
