@@ -153,7 +153,8 @@ ROOMS: Final = (
 ENGINE_FLOORS: Final = (
     {"words"},
     {"config", "data", "forward", "hooks", "partition", "schedule", "tree", "unsupported"},
-    {"comm", "monitors", "optim"},
+    {"comm", "monitors"},
+    {"optim"},
     {"activation_checkpoint", "tensor", "zero"},
     {"offload", "pipe"},
     {"training_state"},
