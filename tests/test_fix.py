@@ -268,7 +268,7 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
         ("x = DataLoader(data)\n", "x = DataLoader(data, num_workers=2)\n"),
         ("x = DataLoader()\n", "x = DataLoader(num_workers=2)\n"),
         ("x = DataLoader(data, num_workers=0, shuffle=1)\n", "x = DataLoader(data, num_workers=2, shuffle=1)\n"),
-        ("ö = é(DataLoader(\n    data,\n    shuffle=1,  # ü\n))", "ö = é(DataLoader(\n    data,\n    shuffle=1, num_workers=2,  # ü\n))"),
+        ("ö = é(DataLoader(\n    data,  # ü\n))", "ö = é(DataLoader(\n    data, num_workers=2,  # ü\n))"),
         ("for x in Loads(f(data)):\n    pass\n", None),
         ("x = make(data)\n", "x = make(data, num_workers=2)\n"),
         ("x = DataLoader(a), DataLoader(b)\n", None),
