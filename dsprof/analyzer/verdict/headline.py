@@ -25,7 +25,7 @@ from ..budget.label import PHASE_PART
 from ..budget.parts import TRAINING
 from ..finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Finding
 from ..memory.allocator_state import STATE_COLUMNS
-from ..rules.registry import all_rules, explaining, with_
+from ..rules.registry import all_rules, ends_run, explaining, with_
 from ..rules.rule import Rule
 from ..text import clean, count, ms, percent, ranks, size
 
@@ -69,7 +69,7 @@ def _answer(analysis: Analysis, on_gpu: bool, slowdown: str, missing: str) -> Ve
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
-    worst = next((finding for finding in analysis.findings if finding.is_problem), None)
+    worst = next((one for one in analysis.findings if one.is_problem or ends_run(one.code)), None)
     if worst is not None:
         return _of_finding(analysis, worst)
     if analysis.memory and not len(analysis.steps):
@@ -132,7 +132,7 @@ def _beside(analysis: Analysis) -> str:
 
 def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
     title, gain, step = clean(finding.title), finding.gain, analysis.step_ms
-    if finding.code in {rule.code for rule in with_("ends_run")}:
+    if ends_run(finding.code):
         return Verdict("failed", title)
     if step is not None and finding.together is not None:
         return Verdict("bottleneck", f"{title}; {_hidden(finding, step.mean)}")
