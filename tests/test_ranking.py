@@ -78,7 +78,13 @@ def test_which_fault_hides_which(
     assert sum(float(share.mean()) for share in found.shares.values()) == pytest.approx(10)
 
 
-def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Attribution:
+def test_a_lone_fault_whose_fix_costs_time_hides_behind_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _attributed({"a": -5.0}, monkeypatch, faults="a")
+    assert found.shares["a"].mean() == found.alone["a"].mean() == -5
+    assert found.together == {}
+
+
+def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch, faults: str = "ab") -> Attribution:
     """Faults of a graph that is the letters of the faults that are left, and whose replay looks up what that saves."""
 
     class Replayed:
@@ -90,8 +96,8 @@ def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Att
     )
     monkeypatch.setattr("dsprof.analyzer.price.attribution.apply", lambda graph, faults: graph + "".join(faults))
     start: StepGraph = ""  # type: ignore[assignment]
-    faults: dict[str, WhatIf] = {"a": "a", "b": "b"}  # type: ignore[dict-item]
-    return attribute(start, faults)
+    named: dict[str, WhatIf] = {name: name for name in faults}  # type: ignore[misc]
+    return attribute(start, named)
 
 
 # --- what the headline promises -----------------------------------------------------------------

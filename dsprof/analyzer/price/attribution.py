@@ -75,7 +75,7 @@ def attribute(graph: StepGraph, faults: Mapping[str, WhatIf], sampled: int = SAM
         draws = (added[::2] + added[1::2]).mean(axis=1) / 2 if not exact else np.zeros(1)
         error[name] = float(draws.std(ddof=1) / np.sqrt(len(draws))) if len(draws) > 1 else 0.0
     alone = {name: before - duration[frozenset((name,))] for name in names}
-    hidden = [name for name in names if alone[name].mean() < HIDDEN * shares[name].mean()]
+    hidden = [name for name in names if len(names) > 1 and alone[name].mean() < HIDDEN * max(0.0, shares[name].mean())]
     pairs = {name: [frozenset((name, other)) for other in names if other != name] for name in hidden}
     replay_these(pair for of_name in pairs.values() for pair in of_name)
     together = {}
