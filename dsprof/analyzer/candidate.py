@@ -31,7 +31,7 @@ class Excess:
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class OneOf:
     """Several changes, any one of which would do. The one is taken that surely gains most; `also`: what could be done
     instead, which is priced and not taken, as less is known of it."""
 
@@ -56,7 +56,7 @@ class Price:
 
     gain:   if it alone is mended
     share:  its part of what mending all that were replayed together gains; None: it was priced by itself
-    tried:  of a `Choice`, what each gains, and then what is `also` possible; `chosen`: which of them `gain` is of
+    tried:  of a `OneOf`, what each gains, and then what is `also` possible; `chosen`: which of them `gain` is of
     """
 
     gain: Gain
@@ -80,7 +80,7 @@ class Candidate:
     """
 
     code: str
-    change: WhatIf | Excess | Choice
+    change: WhatIf | Excess | OneOf
     say: Callable[[Price], Finding]
     counts_cores: bool = False
     between: Between | None = None

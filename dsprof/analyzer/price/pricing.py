@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..arrays import Float
-from ..candidate import Between, Candidate, Choice, Price
+from ..candidate import Between, Candidate, OneOf, Price
 from ..finding import Gain, Together
 from ..graph.replay import replay_all
 from ..graph.step_graph import StepGraph
@@ -57,7 +57,7 @@ def price_by_itself(study: Study, candidate: Candidate) -> Priced | None:
     change = candidate.change
     if isinstance(change, WhatIf):
         raise TypeError(f"{candidate.code} is priced by replay")
-    choice = change if isinstance(change, Choice) else Choice((change,))
+    choice = change if isinstance(change, OneOf) else OneOf((change,))
     gains = tuple(excess_gain(study, cost) for cost in choice.of)
     chosen = surely_most(gains)
     if gains[chosen].ms < LEAST_SHARE * whole_ms(study, choice.of[chosen]):

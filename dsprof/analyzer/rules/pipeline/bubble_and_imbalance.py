@@ -12,7 +12,7 @@ from dsprof.engine import schedule as schedules
 
 from ... import signals
 from ...arrays import Float
-from ...candidate import Candidate, Choice, Excess, Price
+from ...candidate import Candidate, Excess, OneOf, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
 from ...study import Study
@@ -172,7 +172,7 @@ def bubble(study: Study) -> Found:
     title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
     title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {count(shape.ranks, 'rank')}"
     where = Where(ranks=study.ranks, steps=study.step_range)
-    choice = Choice(larger, () if interleaved is None else (interleaved,))
+    choice = OneOf(larger, () if interleaved is None else (interleaved,))
     return [Candidate("pipeline.bubble", choice, say)]
 
 
