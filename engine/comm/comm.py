@@ -116,6 +116,19 @@ class Comm:
         origin = dist.get_global_rank(self.group, source)
         return self._submit(lambda: dist.broadcast(tensor, origin, group=self.group), "broadcast", tensor, purpose)
 
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send the rank `to` of the group a tensor, as bytes, which every backend takes, and wait for that."""
+        if tensor.numel():
+            flat = tensor.detach().reshape(-1).to(self.device or "cpu")
+            dist.send(flat.view(torch.uint8), group=self.group, group_dst=to)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """A tensor of this shape whose elements the rank `source` sends."""
+        tensor = torch.empty(shape, dtype=dtype, device=self.device or "cpu")
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
+        return tensor
+
     @property
     def device(self) -> torch.device | None:
         """Where buffers have to be; None if that is all the same."""
@@ -197,9 +210,7 @@ class Comm:
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             works.append(dist.irecv(receive[source], group=self.group, group_src=source, tag=tag))
             works.append(dist.isend(send[to], group=self.group, group_dst=to, tag=tag))
-        for work in works:
-            assert work is not None
-            work.wait()
+        wait_all(works)
 
     def _scratch_like(self, rows: Tensor) -> Tensor:
         """A buffer that is kept: fresh pages cost as much as the exchange. For the lane alone, one job at a time."""
@@ -207,6 +218,13 @@ class Comm:
         if self._scratch is None or self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8, device=rows.device)
         return self._scratch[:size].view(rows.dtype).view(rows.shape)
+
+
+def wait_all(works: Iterable[dist.Work | None]) -> None:
+    """Wait for sends and receives, to and from other ranks; only of this one's own there is no Work."""
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def _sum(values: list[Tensor], into: Tensor, accumulate: bool) -> None:

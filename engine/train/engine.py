@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import activation_checkpoint
 from ..comm.deadlock import NORM
@@ -20,7 +20,7 @@ from ..optim.loss_scaler import cast_floating
 from ..training_state import Training
 from ..tree import loss_of, to_device
 from ..zero.placeholder import no_torch_function
-from . import clearing
+from . import clearing, clipping
 from .base_engine import BaseEngine
 
 
@@ -37,6 +37,7 @@ class Engine(BaseEngine):
         self._backward_done = False
         self._synchronized = False
         """Whether a backward outside `no_sync` has come since the last step."""
+        clipping.refuse_for(self)
         for owner in (training.module, training.optimizer):
             if owner is not None:
                 opened.callback(clearing.watch(owner, self._cleared))
@@ -233,6 +234,11 @@ class Engine(BaseEngine):
                 f"engine.{what}: the optimizer has no parameters: those of the model were frozen when the engine was "
                 "made; unfreeze what is to be trained before initialize"
             )
+
+    def held(self, param: Tensor) -> str | None:
+        """The name of a parameter whose gradient, or a part of it, is the engine's now; None for others."""
+        known = self.zero.by_param.get(param) if isinstance(param, nn.Parameter) else None
+        return known.name if known is not None and self.zero.reducer.holds(known) else None
 
     def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
         return loss_of(self, to_device(next(self._batches(data_iter)), self.state.device))

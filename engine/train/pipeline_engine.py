@@ -244,10 +244,21 @@ class PipelineEngine(BaseEngine):
         raised, halfway = self._failures.agree(failed, begun=run.begun)
         self.zero.lost = self._failures.over
         if raised is not None:
-            if halfway:
+            if halfway and self._ends_alike(run):
+                self._begin_step_anew()
+            elif halfway:
                 self.state.fail("an earlier step of this engine", raised)
             raise raised
         return losses
+
+    def _ends_alike(self, run: PipelineRun) -> bool:
+        """Whether a step that failed before any weight was changed can begin anew. On all ranks."""
+        if self._failures.over:
+            return False
+        mesh, sent = self.parallel.mesh, [comm.begun for comm in self.zero.comms]
+        alike = self._failures.ends_alike((mesh.pp_rank, mesh.tp_rank), sent, drained=run.drained)
+        self.zero.lost = self._failures.over
+        return alike
 
     def _line(self, speed: float) -> str:
         """As DeepSpeed's pipelines report a step: its loss, and what a step takes at this many samples a second."""

@@ -120,6 +120,10 @@ class Reducer:
         """A backward begins: the `last` of the step; and one whose gradients are then `complete`, so that they can be
         reduced. `part`: it is a part of its micro-batch's."""
         self._last, self._complete, self.open = last, complete, True
+        for param, handle in self._run_hooks.items():
+            hooks = param.param._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != handle.id:  # the script's own come before the gradient is taken
+                hooks[handle.id] = hooks.pop(handle.id)
         self._part = part if self._settings.stage >= 2 and not self.local else None
         self._expected = self._buckets_of(self._part)
         self._ready.clear()
@@ -229,6 +233,11 @@ class Reducer:
                 "parameter must contribute to the loss, or be frozen; or set "
                 "zero_optimization.ignore_unused_parameters to true"
             )
+
+    def holds(self, param: ShardedParam) -> bool:
+        """Whether a gradient of it, or a part of one, is here and not in the parameter's `grad`."""
+        reduced = param in self._places and self._places[param][0].holds and not self.local
+        return reduced or param in self._accumulated
 
     def reduced_gradient(self, param: ShardedParam) -> Tensor | None:
         """This rank's shard [n] of a gradient that has been reduced, in its own memory, before `postscale`; None where

@@ -47,11 +47,11 @@ class NotConcerned(Exception):
     """The job has nothing that the rule is about: it neither passed nor was left unjudged."""
 
 
-def replay_divided(study: Study, division: WhatIf, untried: str) -> Float:
+def replay_divided(study: Study, divisions: Sequence[WhatIf], untried: str) -> Float:
     """Step durations [S] with communications divided otherwise. Where most steps do not allow that it raises NotJudged:
     `untried`, and why."""
     try:
-        return replay(apply(study.need_graph(), [division])).durations
+        return replay(apply(study.need_graph(), divisions)).durations
     except Refused as refused:
         raise NotJudged(f"{untried}: {refused.why}") from None
 
