@@ -124,8 +124,8 @@ def communications(study: Study) -> bool | Absent:
     """That what ranks communicate is seen."""
     if any(fact.get("communications") != 0 for fact in study.facts.get(CUDA_GRAPH_FACT, [])):
         return Absent(
-            "communications are in a CUDA graph that is replayed, where dsprof does not see them; profile a run without "
-            "graphs"
+            "communications are in a CUDA graph that is replayed, where dsprof does not see them; profile a run "
+            "without graphs"
         )
     if study.facts.get(SYMMETRIC_MEMORY_FACT):
         return Absent(

@@ -8,11 +8,12 @@ from typing import Final
 
 from ... import signals
 from ...align.groups import REPLICATE
+from ...candidate import Candidate
 from ...finding import Finding
 from ...price.calibration import ModelError
 from ...study import Study
 from ..base import NotConcerned, NotJudged, PartlyJudged, zero_stage
-from ..rule import Look, Rule
+from ..rule import Found, Look, Rule
 from .by_hand import reduced_together
 from .ddp_buckets import bucket_size
 from .dimensions import GRADIENT, Domain, domains, waits_mostly_for_layers
@@ -23,7 +24,7 @@ from .zero_buckets import blocking_buckets
 CODES: Final = ("comm.small-messages", "comm.exposed")
 
 
-def collectives(study: Study) -> list[Finding]:
+def collectives(study: Study) -> Found:
     """What is communicated too often, or in the way although it could overlap the computation."""
     signals.steps(study)
     if study.on_gpu:
@@ -39,7 +40,7 @@ def collectives(study: Study) -> list[Finding]:
         if not domains(study) or waits_mostly_for_layers(study):
             raise NotConcerned
         raise NotJudged("no collective was seen to carry gradients: none reduces inside backward")
-    found: list[Finding] = []
+    found: list[Candidate | Finding] = []
     unjudged: dict[str, list[str]] = {}
     for domain, judge in judges:
         try:
