@@ -59,7 +59,7 @@ class PipelineEngine(BaseEngine):
         training.hooks.stage = mesh.pp_rank
         self._batch_fn: Callable[[Any], Any] = _same
         self._last_loss: Tensor | None = None
-        self._frozen = [param for param in training.zero.params if param.master is None]
+        self._frozen = [param for param in training.zero.params if not param.trainable]
 
     # --- training
 
