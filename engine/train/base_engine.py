@@ -112,6 +112,7 @@ class BaseEngine(nn.Module):
         opened.callback(self.metrics.monitors.stop)
         self.tput_timer = Throughput()
         self._own_data: Iterator[Any] | None = None
+        self._frozen = [param for param in training.zero.params if not param.trainable]
         self._norm: float | None = None
         self._stepped = False
         self._destroyed = False

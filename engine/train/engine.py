@@ -30,7 +30,6 @@ class Engine(BaseEngine):
 
     def __init__(self, training: Training, opened: contextlib.ExitStack) -> None:
         super().__init__(training, opened)
-        self._frozen = [param for param in training.zero.params if not param.trainable]
         self._in_no_sync = False
         self._boundary_override: bool | None = None
         self._counted = False

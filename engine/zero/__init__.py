@@ -10,7 +10,7 @@ fetch          stage 3: when a module's parameters come and go
 fetch_order    one way through a model, as data
 param_hooks    uses of parameters that no module's call announces
 torch_code     whether modules are torch's own code, whose backward needs what autograd has saved and no more
-storage        the memory of a parameter, which comes and goes
+storage        the memory of a parameter, which comes and goes, and which are there
 placeholder    what a parameter is between its uses, and which are sharded
 sparse         gradients of embeddings, as rows
 init           zero.Init and zero.GatheredParameters

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..comm.lane import Ticket
@@ -169,14 +169,14 @@ class Bucket:
 
 
 def divide(
-    order: Iterable[ShardedParam], config: Config, stages: Mapping[ShardedParam, frozenset[int]] | None = None
+    order: Iterable[ShardedParam], config: Config, stages: Mapping[nn.Parameter, frozenset[int]] | None = None
 ) -> list[Bucket]:
     """Buckets of parameters whose gradients come in this `order`; of the same `stages`, where these are given."""
     open_buckets: dict[tuple[Any, ...], Bucket] = {}
     buckets: list[Bucket] = []
     for param in order:
         dtype = travels_in(param, config)
-        key = (dtype, param.device, param.master.device, None if stages is None else stages[param])
+        key = (dtype, param.device, param.master.device, None if stages is None else stages[param.param])
         bucket = open_buckets.setdefault(key, Bucket([], dtype))
         bucket.add(param)
         if bucket.numel >= config.zero_optimization.reduce_bucket_size:

@@ -30,7 +30,8 @@ from ..hooks import Hooks
 from .fetch_order import CurrentPass, ModuleParams, Pass
 from .gather import Gatherer
 from .param_hooks import SavedParamHooks, WatchedParameters
-from .shard import LiveParams, ShardedParam
+from .shard import ShardedParam
+from .storage import LiveParams
 from .torch_code import Functions, is_torchs
 from .validate import UNCOMPILED, is_compiled
 
@@ -76,7 +77,7 @@ class Fetcher:
         self._pass: CurrentPass | None = None
         self._weights = 0
         """How often the weights have changed, by a step or a load."""
-        self.live_params = LiveParams()
+        self.live_params: LiveParams[ShardedParam] = LiveParams()
         self.by_storage: dict[int, ShardedParam] = {}
         self._owners: dict[ShardedParam, list[ModuleParams]] = {}
         """Those that each is fetched for."""

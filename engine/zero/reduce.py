@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.comm import Comm
@@ -52,7 +52,7 @@ class Reducer:
         sparse: SparseReducer,
         comm: Comm,
         config: Config,
-        stages: Mapping[ShardedParam, frozenset[int]] | None = None,
+        stages: Mapping[nn.Parameter, frozenset[int]] | None = None,
     ) -> None:
         """`sparse` takes the gradients of few rows, of other parameters. `stages` are those of a pipeline that each
         parameter belongs to, where a rank has several; each has buckets of its own then."""
@@ -137,7 +137,7 @@ class Reducer:
         stages = self._stages
         if part is None or stages is None:
             return self._buckets
-        found = [bucket for bucket in self._buckets if part.stage in stages[bucket.params[0]]]
+        found = [bucket for bucket in self._buckets if part.stage in stages[bucket.params[0].param]]
         # The last of a step sends one bucket at least, which shows whether anything was late.
         return found or (self._buckets[-1:] if self._last else [])
 

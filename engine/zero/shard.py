@@ -7,7 +7,7 @@ is communicated together, so they can change at any time and no checkpoint depen
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from .placeholder import REGISTRY
-from .storage import Storage
+from .storage import LiveParams, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,46 +113,6 @@ class ParamFetcher(Protocol):
         """Within this, what autograd saves of parameters is brought when backward needs it; None if it is already."""
 
 
-class LiveParams:
-    """Which parameters are whole at this moment, or on their way to be. Sizes in elements."""
-
-    def __init__(self) -> None:
-        self._whole: dict[ShardedParam, bool] = {}
-        """Those that count, the one that came first before the others, and whether they have come."""
-        self.coming = 0
-        self.live = 0
-        """Whole and coming."""
-
-    def __contains__(self, param: ShardedParam) -> bool:
-        return param in self._whole
-
-    def __iter__(self) -> Iterator[ShardedParam]:
-        """Those that are whole, first come first."""
-        return (param for param, whole in self._whole.items() if whole)
-
-    def expect(self, param: ShardedParam) -> None:
-        """`param` is on its way."""
-        if param not in self._whole:
-            self._whole[param] = False
-            self.coming += param.numel
-            self.live += param.numel
-
-    def arrive(self, param: ShardedParam) -> None:
-        """`param` has its storage."""
-        if param not in self._whole:
-            self.expect(param)
-        if not self._whole[param]:
-            self._whole[param] = True
-            self.coming -= param.numel
-
-    def leave(self, param: ShardedParam) -> None:
-        """The storage of `param` is free."""
-        whole = self._whole.pop(param, None)
-        if whole is not None:
-            self.live -= param.numel
-            self.coming -= 0 if whole else param.numel
-
-
 class ShardedParam:
     """One parameter of the model, this rank's shard of it, and the master that the optimizer steps.
 
@@ -190,7 +150,7 @@ class ShardedParam:
         hook on its gradient may read it, and would not fetch it (`release`)."""
         self.secondary: Tensor | None = None
         """This rank's shard in the hierarchical partition, as long as it is of the present weights."""
-        self.live_params = LiveParams()
+        self.live_params: LiveParams[ShardedParam] = LiveParams()
         """Where this is counted while it is whole; shared by those of a model that are fetched."""
         self.fetcher: ParamFetcher | None = None
         """What brings it when a module needs it."""

@@ -1,4 +1,4 @@
-"""The memory of a parameter that comes and goes.
+"""The memory of a parameter that comes and goes, and which are there.
 
 In host memory, malloc maps 32 MiB or more anew each time, and to have that page by page costs several times what is
 written to it. Where the kernel gives huge pages to who asks (`/sys/kernel/mm/transparent_hugepage/enabled` says
@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from typing import Final
+from collections.abc import Iterator
+from typing import Final, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -85,3 +86,52 @@ class Storage:
             storage = self.whole.untyped_storage()
         storage.resize_(0)
         return left
+
+
+class HasElements(Protocol):
+    """Something with elements."""
+
+    numel: int
+
+
+T = TypeVar("T", bound=HasElements)
+
+
+class LiveParams(Generic[T]):
+    """Which parameters are whole at this moment, or on their way to be. Sizes in elements."""
+
+    def __init__(self) -> None:
+        self._whole: dict[T, bool] = {}
+        """Those that count, the one that came first before the others, and whether they have come."""
+        self.coming = 0
+        self.live = 0
+        """Whole and coming."""
+
+    def __contains__(self, param: T) -> bool:
+        return param in self._whole
+
+    def __iter__(self) -> Iterator[T]:
+        """Those that are whole, first come first."""
+        return (param for param, whole in self._whole.items() if whole)
+
+    def expect(self, param: T) -> None:
+        """`param` is on its way."""
+        if param not in self._whole:
+            self._whole[param] = False
+            self.coming += param.numel
+            self.live += param.numel
+
+    def arrive(self, param: T) -> None:
+        """`param` has its storage."""
+        if param not in self._whole:
+            self.expect(param)
+        if not self._whole[param]:
+            self._whole[param] = True
+            self.coming -= param.numel
+
+    def leave(self, param: T) -> None:
+        """The storage of `param` is free."""
+        whole = self._whole.pop(param, None)
+        if whole is not None:
+            self.live -= param.numel
+            self.coming -= 0 if whole else param.numel

@@ -17,7 +17,8 @@ from dsprof.engine.comm.comm import Comm
 from dsprof.engine.config import ZeroConfig
 from dsprof.engine.zero.fetch import Fetcher
 from dsprof.engine.zero.gather import Gatherer
-from dsprof.engine.zero.shard import LiveParams, ShardedParam
+from dsprof.engine.zero.shard import ShardedParam
+from dsprof.engine.zero.storage import LiveParams
 
 WIDTH = 8
 LAYER = WIDTH * WIDTH
@@ -92,7 +93,7 @@ def stored_bytes(param: ShardedParam) -> int:
     return param.storage.whole.untyped_storage().size()
 
 
-class PeakLive(LiveParams):
+class PeakLive(LiveParams[ShardedParam]):
     """Remembers the most elements that were live."""
 
     peak: int

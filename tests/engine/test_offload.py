@@ -580,7 +580,7 @@ def test_what_was_read_ahead_is_not_read_again_unless_it_was_written(tmp_path: P
         params = [sharded(10), sharded(20), sharded(30)]
         for param in params:
             file.take(param)
-        for ticket in [ticket for record in file._records.values() for ticket in record.writing]:
+        for ticket in [ticket for record in file.records.values() for ticket in record.writing]:
             ticket.wait()
         assert [file.expect(param) for param in params] == [True, True, False]
         assert shard_of(params[1]) == [float(n) for n in range(10, 20)]
