@@ -5,7 +5,7 @@
     python benchmarks/test_all.py --failed      # those again that failed
     python benchmarks/test_all.py --slow        # of each file the slow tests alone, which `make test` leaves out
 
-A file counts as done for the commit that is checked out, with nothing uncommitted outside benchmarks/results. The result
+A file counts as done for the commit that is checked out; nothing may be uncommitted but results. What is written
 says of each file which commit it is of, what passed, failed and was skipped, and the seconds of CPU and of the clock.
 """
 
