@@ -210,7 +210,7 @@ class Fetcher(SavedParams):
         """Fetch for the module's backward when the first gradient of an output arrives."""
         needed = owner.backward or owner
         if needed.params:
-            once_a_backward([tensor for tensor in tensors_in(output) if tensor.requires_grad], self._need, needed)
+            once_a_backward(tensors_in(output), self._need, needed)
 
     def _watch_inputs(self, owner: ModuleParams, inputs: Any) -> None:
         """Release frozen parameters when a gradient of the module's inputs is there: nothing else marks their end."""
@@ -226,8 +226,7 @@ class Fetcher(SavedParams):
             for param in () if differentiable else frozen:
                 self.gradient_taken(param)
 
-        tensors = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad and not tensor.is_leaf]
-        once_a_backward(tensors, after_backward, frozen)
+        once_a_backward([tensor for tensor in tensors_in(inputs) if not tensor.is_leaf], after_backward, frozen)
 
     def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
         """`param` as it is divided; None if it is always whole."""
@@ -338,7 +337,8 @@ class Fetcher(SavedParams):
         self._pass = None
         self._gatherer.drain()
         for param in self._sharded:
-            self.gradient_taken(param)
+            param.users = 0
+            self._release(param)
 
     def _release(self, param: ShardedParam) -> None:
         if param.persistent or not param.resident:

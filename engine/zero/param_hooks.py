@@ -162,7 +162,8 @@ def once_a_backward(tensors: Iterable[Tensor], act: Callable[[T], object], argum
             act(argument)
 
     for tensor in tensors:
-        tensor.register_hook(hook)
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
