@@ -81,9 +81,9 @@ class Fetcher:
         """Those that each is fetched for."""
         self._all_owners: list[ModuleParams] = []
         self._hooked: list[tuple[str, nn.Module]] = []
-        self._functions = Functions()
+        self.functions = Functions()
         self._install(root)
-        if not self._functions.are_torchs:
+        if not self.functions.are_torchs:
             self._distrust(self._all_owners)
         self._sharded = [param for param in sharded.values() if not param.persistent]
         for param in self._sharded:
@@ -199,7 +199,7 @@ class Fetcher:
 
     def _look_at_code(self) -> None:
         """Before a forward: what the script has replaced since. Raises RuntimeError for what it has compiled."""
-        if self._functions.were_replaced():
+        if self.functions.were_replaced():
             self._distrust(self._all_owners)
         for name, module in self._hooked:
             if is_compiled(module):
