@@ -378,6 +378,8 @@ class ShardedParam:
             self.param.data = self._stand_in.expand(self.shape)
         if type(self.param) is nn.Parameter:
             self.param.__class__ = Absent  # as torch does with lazy ones, the other way round
+        if self._whole.is_cuda:  # it may have been used on another stream than the one its memory is of
+            self._whole.record_stream(torch.cuda.current_stream())
         storage = self._whole.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
