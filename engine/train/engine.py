@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from .. import activation_checkpoint
 from ..comm.deadlock import NORM
+from ..forward import watch_zero_grad
 from ..optim.loss_scaler import cast_floating
 from ..training_state import Training
 from ..tree import loss_of, to_device
 from ..zero.placeholder import no_torch_function
-from . import clearing, clipping
+from . import clipping
 from .base_engine import BaseEngine
 
 
@@ -29,7 +30,6 @@ class Engine(BaseEngine):
 
     def __init__(self, training: Training, opened: contextlib.ExitStack) -> None:
         super().__init__(training, opened)
-        self._frozen = [param for param in training.zero.params if param.master is None]
         self._in_no_sync = False
         self._boundary_override: bool | None = None
         self._counted = False
@@ -38,9 +38,9 @@ class Engine(BaseEngine):
         self._synchronized = False
         """Whether a backward outside `no_sync` has come since the last step."""
         clipping.refuse_for(self)
-        for owner in (training.module, training.optimizer):
+        for owner in (training.module, training.optimizer):  # between backward and step gradients are in buckets, too
             if owner is not None:
-                opened.callback(clearing.watch(owner, self._cleared))
+                opened.callback(watch_zero_grad(owner, self._cleared))
 
     # --- training
 

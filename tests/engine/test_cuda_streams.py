@@ -19,6 +19,7 @@ from dsprof.engine.monitors.comms_logger import CommsLogger, LoggedMessage
 from dsprof.engine.pipe.p2p import Arrival, Message
 from dsprof.engine.planner.example_inputs import given_inputs
 from dsprof.engine.zero.shard import ShardedParam
+from dsprof.engine.zero.storage import Storage
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +108,9 @@ def test_a_storage_that_is_freed_waits_for_the_stream_that_used_it(
 ) -> None:
     stream, whole = mock.Mock(), mock.Mock(is_cuda=on_gpu)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    param: Any = mock.Mock(persistent=False, _whole=whole, param=nn.Parameter(torch.ones(2)), shape=(2,))
-    param._stand_in = torch.ones(())
-    ShardedParam.release(param)
+    storage: Any = mock.Mock(whole=whole, _stand_in=torch.ones(()))
+    whole.shape = (2,)
+    Storage.empty(storage, nn.Parameter(torch.ones(2)))
     calls = [call[0] for call in whole.mock_calls if "__" not in call[0]]
     freed = ["untyped_storage", "untyped_storage().resizable", "untyped_storage().resize_"]
     assert calls == (["record_stream"] if on_gpu else []) + freed

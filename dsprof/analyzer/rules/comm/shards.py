@@ -191,7 +191,8 @@ def _fixes(study: Study, domain: Domain, best: _Merged) -> tuple[Fix, ...]:
         site = fact.get("site")
         title = f"wrap {best.together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
-        return (code_fix(title, grouped, "", site, best.gain),)
+        knobs = {"fsdp2.modules_per_unit": best.together} if fact.get("version") == 2 else {}
+        return (code_fix(title, grouped, "", site, best.gain, knobs),)
     if zero_stage(study) is not None:
         return (_bucket_fix(study, domain, best),)
     return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)

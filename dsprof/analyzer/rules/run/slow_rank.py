@@ -18,7 +18,7 @@ from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
 from ..data.routed_tokens import explained_by_tokens
-from ..data.unequal_input import explained_by_size
+from ..data.unequal_input import explained_by_input
 from ..rule import Fault, Rule
 
 OUTSIDE = "time outside the phases"
@@ -72,7 +72,7 @@ def _own_work(study: Study) -> Float:
     own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0)
     explained = explained_by_tokens(study)
     if explained is None:
-        explained = explained_by_size(study)
+        explained = explained_by_input(study)
     return own if explained is None else own - explained
 
 
