@@ -243,11 +243,9 @@ class PipelineModule(nn.Module):
         if not every or not torch.is_grad_enabled():
             return self._in_turn(start, stop, passage)(inputs)
         for at in range(start, stop, every):
-            run = self._in_turn(at, min(at + every, stop), passage)
-            if self._is_worth_it(at, min(at + every, stop)):
-                inputs = self._checkpointed(run, inputs)
-            else:
-                inputs = run(inputs)
+            end = min(at + every, stop)
+            run = self._in_turn(at, end, passage)
+            inputs = self._checkpointed(run, inputs) if self._is_worth_it(at, end) else run(inputs)
         return inputs
 
     def _in_turn(self, start: int, stop: int, passage: Passage | None) -> Callable[[Any], Any]:
