@@ -338,6 +338,7 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     assert list(found["run"]["step_ms"]) == ["mean", "median", "p10", "p90"]
     assert list(found["findings"][0]) == [
         "code", "title", "severity", "confidence", "where", "evidence", "gain", "share", "together", "fixes",
+        "verified",
     ]  # fmt: skip
     assert list(found["capture"]) == [
         "overhead_percent",

@@ -96,16 +96,21 @@ class Fix:
     `patch` is, for kind `config`, a JSON Patch (RFC 6902) on the user's configuration; for `env`, entries
     {"name", "value"}; for `code`, entries {"file", "line", "argument", "value"} whose file and line are
     None where the call was not found.
+
+    `knobs` is the same change as `dsprof run --set` takes it, by key, where it takes it.
     """
 
     kind: Literal["config", "env", "code"]
     title: str
     patch: tuple[dict[str, Any], ...] = ()
     gain: Gain | None = None
+    knobs: tuple[tuple[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         gain = None if self.gain is None else self.gain.to_dict()
-        return {"kind": self.kind, "title": self.title, "patch": list(self.patch), "gain": gain}
+        return {
+            "kind": self.kind, "title": self.title, "patch": list(self.patch), "gain": gain, "set": dict(self.knobs),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,7 @@ class Finding:
     gain:       what fixing it alone saves
     share:      its part of what fixing all that was found by replay saves; None: it was priced by itself
     together:   of a fault that another one hides: which one, and what fixing both saves
+    by_rank:    of one on several ranks: what fixing it on one of them alone saves
     confidence: the share of such predictions that came true (`Rule.confidence`); None: none was ever tried
     """
 
@@ -139,6 +145,7 @@ class Finding:
     confidence: float | None = None
     share: Gain | None = None
     together: Together | None = None
+    by_rank: Mapping[int, Gain] = field(default_factory=dict)
 
     @property
     def weight(self) -> Gain:
@@ -149,7 +156,7 @@ class Finding:
     @property
     def is_problem(self) -> bool:
         """Whether it is more than a remark."""
-        return self.severity != "info" or self.code.startswith("run.")
+        return self.severity != "info"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -162,6 +169,7 @@ class Finding:
             "gain": self.gain.to_dict(),
             "share": None if self.share is None else self.share.to_dict(),
             "together": None if self.together is None else self.together.to_dict(),
+            **({"by_rank": {str(rank): gain.to_dict() for rank, gain in self.by_rank.items()}} if self.by_rank else {}),
             "fixes": [fix.to_dict() for fix in self.fixes],
         }
 

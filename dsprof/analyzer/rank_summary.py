@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import pandas as pd
 
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
+from dsprof.trace.merge import warn
 
 from .align.match import Matches
 from .align.steps import steps_taken
@@ -16,10 +18,12 @@ from .budget.step_budget import RankTime, label_time
 from .budget.wall_time import spans_outside_training
 from .device import DeviceTime, device_time
 from .graph.events import Program, find_program
+from .map_ranks import Observer, map_ranks
 from .memory.use_by_step import sum_memory
 from .work.layer_costs import staged_rows
 from .work.mfu import RankWork, sum_work
 from .work.module_times import sum_modules
+from .work.passes import find_passes
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,7 @@ class RankSummary:
     seen_ns:  when its first row begins, and its last one ends
     recorded: how much was recorded in each step (`capture_overhead.count_records`)
     staged:   of a pipeline, its layers and actions (`layer_costs.staged_rows`)
+    passes:   its forwards and backwards (`passes.find_passes`)
     modules:  what each module takes a step (`module_times.sum_modules`)
     work:     floating-point operations and the batch of a step (`mfu.sum_work`); None below level full
     memory:   what it had after each step (`use_by_step.sum_memory`)
@@ -41,6 +46,7 @@ class RankSummary:
     seen_ns: tuple[int, int]
     recorded: pd.DataFrame
     staged: pd.DataFrame
+    passes: pd.DataFrame
     modules: pd.DataFrame
     work: RankWork | None
     memory: pd.DataFrame
@@ -48,14 +54,39 @@ class RankSummary:
     device: DeviceTime | None
 
 
-def summarize_ranks(trace: Trace, collectives: pd.DataFrame, matches: Matches) -> dict[int, RankSummary]:
-    """The summary of each rank that has rows, read one at a time. `collectives`, `matches`: of all ranks."""
-    found = {}
-    for rank in trace.ranks:
-        rows = trace.read(rank)
-        if len(rows):
-            found[rank] = _summarize(rows, collectives, matches, rank, trace.run)
-    return found
+@dataclass(frozen=True)
+class SummarizeRank:
+    """The summary of a rank, and the warnings that reading it gave; without rows there is no summary. `collectives`,
+    `matches`: of all ranks."""
+
+    trace: Trace
+    collectives: pd.DataFrame
+    matches: Matches
+
+    def __call__(self, rank: int) -> tuple[RankSummary | None, tuple[str, ...]]:
+        run = self.trace.run
+        known = len(run.warnings)
+        rows = self.trace.read(rank)
+        summary = _summarize(rows, self.collectives, self.matches, rank, run) if len(rows) else None
+        return summary, tuple(run.warnings[known:])
+
+
+def summarize_ranks(
+    trace: Trace,
+    collectives: pd.DataFrame,
+    matches: Matches,
+    executor: Executor | None = None,
+    observer: Observer | None = None,
+) -> dict[int, RankSummary]:
+    """The summary of each rank that has rows. One that cannot be summarized is left out; `trace.run` warns of it."""
+    told = Trace(trace.run, trace.source)  # what allocators held is not asked here, and need not travel
+    every = map_ranks(SummarizeRank(told, collectives, matches), trace.ranks, executor, observer, "summarize")
+    for _, warnings in every.found.values():
+        for text in warnings:
+            warn(trace.run, text)
+    for rank, why in every.failed.items():
+        warn(trace.run, f"rank {rank}: it could not be analyzed and is left out ({why})")
+    return {rank: summary for rank, (summary, _) in every.found.items() if summary is not None}
 
 
 def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo) -> RankSummary:
@@ -66,6 +97,7 @@ def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, 
         seen_ns=(int(rows["start_ns"].min()), int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())),
         recorded=count_records(rows),
         staged=staged_rows(rows),
+        passes=find_passes(rows, time),
         modules=sum_modules(rows),
         work=sum_work(rows, all(item.native for item in run.ranks if item.rank == rank)),
         memory=sum_memory(rows, rank),

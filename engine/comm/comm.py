@@ -65,11 +65,17 @@ class Comm:
         purpose: Purpose,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         module: str | None = None,
+        wait: Callable[[dist.Work, dist.ProcessGroup], None] | None = None,
     ) -> Ticket:
-        """Sum `tensor` over the ranks, in place."""
-        return self._submit(
-            lambda: dist.all_reduce(tensor, op, group=self.group), "all_reduce", tensor, purpose, module
-        )
+        """Sum `tensor` over the ranks, in place. `wait` is how to wait for that, where it is not to be simply waited
+        for."""
+
+        def reduce() -> None:
+            work = dist.all_reduce(tensor, op, group=self.group, async_op=wait is not None)
+            if wait is not None and work is not None and self.group is not None:
+                wait(work, self.group)
+
+        return self._submit(reduce, "all_reduce", tensor, purpose, module)
 
     def reduce_scatter(
         self, rows: Tensor, mine: Tensor, purpose: Purpose, accumulate: bool, module: str | None = None
@@ -108,6 +114,20 @@ class Comm:
             _all_gather(rows.view(-1), rows[self.rank], group=self.group)
 
         return self._submit(exchange if self._direct else gather, "all_gather", rows, purpose, module, content)
+
+    def all_to_all(
+        self, sent: Tensor, received: Tensor, purpose: Purpose,
+        sizes: Sequence[int] | None = None, expected: Sequence[int] | None = None,
+    ) -> Ticket:  # fmt: skip
+        """Send each rank its part of `sent` [n], and have theirs in `received` [m]: equal parts, or of so many elements
+        as `sizes` and `expected` have for each rank."""
+
+        def exchange() -> None:
+            # As bytes: not every backend takes bf16.
+            into, of = ([each * sent.itemsize for each in cut or ()] for cut in (expected, sizes))
+            dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), into, of, group=self.group)
+
+        return self._submit(exchange, "all_to_all", max(sent, received, key=Tensor.numel), purpose)
 
     def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> Ticket:
         """Bring rank `source`'s (of this group) `tensor` to all, in place."""

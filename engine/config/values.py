@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from ..words import either
 from .model import Complaint, Section, as_section, shown
+
+T = TypeVar("T", bound=Section)
 
 KINDS: Final[dict[Any, str]] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path",
@@ -32,6 +34,14 @@ def complaints(
     for detail in error.errors(include_url=False):
         keys, field, value = _locate(detail["loc"], model, raw)
         yield keys, _says(detail, field, value), detail["type"] == "missing"
+
+
+def checked(model: type[T], values: Mapping[str, Any], where: str) -> T:
+    """The section with these values, which `where` leads to. Raises ValueError for those that it cannot have."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("\n".join(f"{where}.{wrong}" for wrong in complaints(error, model, values))) from None
 
 
 def _locate(

@@ -157,7 +157,7 @@ def _known(param: nn.Parameter) -> tuple[BaseEngine, ShardedParam]:
 
 def _weight(held: ShardedParam) -> Tensor:
     """This rank's shard [n] of what the optimizer steps; of a frozen parameter, of itself."""
-    if held.master is not None:
+    if held.trainable:
         return held.master.data.view(-1)
     shard = torch.empty(held.stop - held.start, dtype=held.param.dtype, device=held.param.device)
     held.read_shard(shard)
@@ -166,19 +166,15 @@ def _weight(held: ShardedParam) -> Tensor:
 
 def _write_weight(held: ShardedParam, shard: Tensor) -> None:
     held.write_shard(shard.to(held.param.device))
-    if held.master is not None and not held.master_is_shard:
+    if held.trainable and not held.master_is_shard:
         held.master.data.view(-1).copy_(shard)
 
 
 def _states(engine: BaseEngine, held: ShardedParam) -> dict[str, Tensor]:
     """Key -> this rank's shard [n] of an optimizer's state, in its own memory."""
-    master = held.master
-    found = {} if engine.optimizer is None or master is None else engine.optimizer.state.get(master, {})
-    return {
-        key: state.view(-1)
-        for key, state in found.items()
-        if isinstance(state, Tensor) and master is not None and state.shape == master.shape
-    }
+    found = {} if engine.optimizer is None or not held.trainable else engine.optimizer.state.get(held.master, {})
+    tensors = {key: state for key, state in found.items() if isinstance(state, Tensor)}
+    return {key: state.view(-1) for key, state in tensors.items() if state.shape == held.master.shape}
 
 
 def _there(engine: BaseEngine, held: ShardedParam, key: str) -> Tensor:

@@ -97,6 +97,8 @@ class PipelineRun:
         self._results: list[Any] = []
         self.begun = False
         """Whether a backward has begun to make gradients."""
+        self.drained = True
+        """Whether nothing that others send this rank, or it them, is on its way after a failure."""
 
     def run(self, open_batches: Callable[[], StepData], failures: FailureConsensus) -> list[Any]:
         """Run this rank's actions; the losses of the micro-batches, or without a loss function the outputs, where the
@@ -301,6 +303,7 @@ class PipelineRun:
             if _ends(ticket, deadline):
                 with suppress(Exception):
                     ticket.wait()
+        self.drained = deadline is None or time.monotonic() < deadline
         if deadline is None:
             with suppress(Exception):
                 for link in self._links.values():

@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from ..config import ZeroConfig
 from ..hooks import Hooks
 from .fetch_order import CurrentPass, ModuleParams, Pass
 from .gather import Gatherer
-from .param_hooks import SavedParamHooks, WatchedParameters
-from .settings import ZeroSettings
-from .shard import LiveParams, ShardedParam
+from .param_hooks import SavedParams, WatchedParameters, in_backward, once_a_backward, tensors_in
+from .shard import ShardedParam
+from .storage import LiveParams
 from .torch_code import Functions, is_torchs
 from .validate import UNCOMPILED, is_compiled
 
@@ -50,7 +50,7 @@ class _ModuleCall:
     """The pass that goes on when this call, without gradients, is over."""
 
 
-class Fetcher:
+class Fetcher(SavedParams):
     """Fetches, prefetches and releases the parameters of a module tree."""
 
     def __init__(
@@ -58,9 +58,10 @@ class Fetcher:
         root: nn.Module,
         sharded: Mapping[nn.Parameter, ShardedParam],
         gatherer: Gatherer,
-        settings: ZeroSettings,
+        settings: ZeroConfig,
         hooks: Hooks,
     ) -> None:
+        super().__init__()
         self.settings = settings
         self._params = sharded
         self._gatherer = gatherer
@@ -69,28 +70,23 @@ class Fetcher:
         self._handles: list[RemovableHandle] = []
         self._replaced: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self._calls: list[_ModuleCall] = []
-        self._records: dict[bool, Pass | None] = {True: None, False: None}
+        self._records = {True: Pass(()), False: Pass(())}
         """The recorded ways: with gradients, and without."""
         self._pass: CurrentPass | None = None
-        self._pass_with_grad = True
-        self._weights = 0
-        """How often the weights have changed, by a step or a load."""
-        self.live_params = LiveParams()
-        self.by_storage: dict[int, ShardedParam] = {}
+        self.live_params: LiveParams[ShardedParam] = LiveParams()
         self._owners: dict[ShardedParam, list[ModuleParams]] = {}
         """Those that each is fetched for."""
-        self._all_owners: list[ModuleParams] = []
-        self._hooked: list[tuple[str, nn.Module]] = []
+        self._hooked: list[tuple[nn.Module, ModuleParams]] = []
         self._functions = Functions()
         self._install(root)
         if not self._functions.are_torchs:
-            self._distrust(self._all_owners)
+            self._distrust(owner for _, owner in self._hooked)
         self._sharded = [param for param in sharded.values() if not param.persistent]
         for param in self._sharded:
             param.live_params = self.live_params
             param.fetcher = self
             param.release()
-            self.by_storage[param.storage_key] = param
+            self.by_storage[param.storage.key] = param
 
     def remove(self) -> None:
         """Take every hook out of the model."""
@@ -99,33 +95,18 @@ class Fetcher:
         for module, params in self._replaced:
             module._parameters = params
 
-    # --- a pass
-
     def finish_backward(self) -> None:
         """Backward is over: nothing is needed until the next forward, and a prefetch would be of old weights."""
         if self._pass is not None:
-            self._records[self._pass_with_grad] = self._pass.outcome()
-            self._pass = None
-        self._gatherer.drain()
-        for param in self._sharded:
-            param.users = 0
-            self._release(param)
-
-    def weights_written(self) -> None:
-        """A script has written weights: what autograd has saved of them before is out of date."""
-        self._weights += 1
+            self._records[self._pass.with_grad] = self._pass.outcome()
+        self._release_all()
 
     def weights_change(self) -> None:
         """A step or a load is about to change the weights: what is whole now, for a forward that no backward has
         followed, must not be taken for the new ones."""
         self._weights += 1
-        if not self.live_params.live:
-            return
-        self._pass = None
-        self._gatherer.drain()
-        for param in self._sharded:
-            param.users = 0
-            self._release(param)
+        if self.live_params.live:
+            self._release_all()
 
     def gradient_taken(self, param: ShardedParam) -> None:
         """The gradient of `param` is complete: in backward, its last use. If it was not, unpacking fetches it again."""
@@ -137,8 +118,7 @@ class Fetcher:
             call.interrupted = self._pass
         for param in [param for param in self.live_params if param.moved]:
             self._release(param)  # by a `module.to` that the first sharded one has ended
-        self._pass = CurrentPass(self._records[call.with_grad])
-        self._pass_with_grad = call.with_grad
+        self._pass = CurrentPass(self._records[call.with_grad], call.with_grad)
 
     def _end_pass_without_grad(self, call: _ModuleCall) -> None:
         if self._pass is not None:
@@ -148,7 +128,6 @@ class Fetcher:
             if not param.users:
                 self._release(param)
         self._pass = call.interrupted
-        self._pass_with_grad = True
 
     # --- hooks on modules
 
@@ -163,8 +142,7 @@ class Fetcher:
             own = [self._params[p] for p in dict.values(module._parameters) if self.sharded(p) is not None]
             owner = ModuleParams(name, own, backward=ModuleParams(name, []) if is_torchs(module) else None)
             owner.choose_for_backward()
-            self._all_owners.append(owner)
-            self._hooked.append((name, module))
+            self._hooked.append((module, owner))
             for param in own:
                 self._owners.setdefault(param, []).append(owner)
             self._handles += [
@@ -190,7 +168,7 @@ class Fetcher:
             call.saved_hooks = self.hook_saved_tensors()
             if call.saved_hooks is not None:
                 call.saved_hooks.__enter__()
-            if is_root and not _in_backward() and not any(other.starts_pass for other in self._calls):
+            if is_root and not in_backward() and not any(other.starts_pass for other in self._calls):
                 call.starts_pass = True
                 self._begin_pass(call)
             call.using = self._need(owner)
@@ -200,10 +178,10 @@ class Fetcher:
     def _look_at_code(self) -> None:
         """Before a forward: what the script has replaced since. Raises RuntimeError for what it has compiled."""
         if self._functions.were_replaced():
-            self._distrust(self._all_owners)
-        for name, module in self._hooked:
+            self._distrust(owner for _, owner in self._hooked)
+        for module, owner in self._hooked:
             if is_compiled(module):
-                raise RuntimeError(f"forward: {name or 'the model'} is compiled, and {UNCOMPILED}")
+                raise RuntimeError(f"forward: {owner.name or 'the model'} is compiled, and {UNCOMPILED}")
 
     def _distrust(self, owners: Iterable[ModuleParams]) -> None:
         """They run code of the script's own since the engine was made (a parametrization, another `F.linear`), which
@@ -221,7 +199,7 @@ class Fetcher:
             if torch.is_grad_enabled() and owner.params:
                 self._watch_outputs(owner, output)
                 self._watch_inputs(owner, (args, kwargs))
-            if not _in_backward():  # what a recomputed forward brought, backward needs next
+            if not in_backward():  # what a recomputed forward brought, backward needs next
                 self._done(call)
             if call.starts_pass and not call.with_grad:
                 self._end_pass_without_grad(call)
@@ -231,55 +209,24 @@ class Fetcher:
     def _watch_outputs(self, owner: ModuleParams, output: Any) -> None:
         """Fetch for the module's backward when the first gradient of an output arrives."""
         needed = owner.backward or owner
-        if not needed.params:
-            return
-        begun = -1
-
-        def before_backward(grad: Tensor) -> None:
-            nonlocal begun
-            if begun != (begun := torch._C._current_graph_task_id()):
-                self._need(needed)
-
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(before_backward)
+        if needed.params:
+            once_a_backward(tensors_in(output), self._need, needed)
 
     def _watch_inputs(self, owner: ModuleParams, inputs: Any) -> None:
         """Release frozen parameters when a gradient of the module's inputs is there: nothing else marks their end."""
         frozen = [param for param in owner.params if not param.trainable]
         if not frozen:
             return
-        ended = -1
         differentiable = False
 
-        def after_backward(grad: Tensor) -> None:
-            nonlocal ended, differentiable
+        def after_backward(frozen: list[ShardedParam]) -> None:
+            nonlocal differentiable
             # By create_graph. What a backward through that one needs of them, nothing announces.
             differentiable = differentiable or torch.is_grad_enabled()
-            if not differentiable and ended != (ended := torch._C._current_graph_task_id()):
-                for param in frozen:
-                    self.gradient_taken(param)
+            for param in () if differentiable else frozen:
+                self.gradient_taken(param)
 
-        for tensor in _tensors(inputs):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(after_backward)
-
-    # --- uses that no hook announces
-
-    def hook_saved_tensors(self) -> saved_tensors_hooks | None:
-        """Have `_unpacked` called for the parameters that autograd saves from now on; None if it is already.
-
-        Hooks that are there, as those of a checkpoint, do their part within ours.
-        """
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        present = None if outer is None else getattr(outer[0], "__self__", None)
-        if isinstance(present, SavedParamHooks) and present.by_storage is self.by_storage:
-            return None
-        weights = self._weights
-        ours = SavedParamHooks(
-            self.by_storage, self._first_saved, lambda param: self._unpacked(param, weights), outer
-        )  # fmt: skip
-        return saved_tensors_hooks(ours.pack, ours.unpack)
+        once_a_backward([tensor for tensor in tensors_in(inputs) if not tensor.is_leaf], after_backward, frozen)
 
     def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
         """`param` as it is divided; None if it is always whole."""
@@ -292,33 +239,18 @@ class Fetcher:
         for owner in self._owners[param]:
             owner.choose_for_backward()
 
-    def _unpacked(self, param: ShardedParam, weights: int) -> None:
-        """Backward needs `param`, as it was after so many changes of the weights. It is in use until its gradient, or
-        the backward, is complete.
-
-        Raises RuntimeError if it has changed since, as torch does of what was changed in place."""
-        if weights != self._weights and param.trainable:
-            raise RuntimeError(
-                "engine.backward: the loss is of a forward that ran before the weights changed, by a step, a load or "
-                f"the script, and needs {param.name} as it was: take each loss backward before that, or run its "
-                "forward again"
-            )
-        if not param.users:
-            param.users = 1
-            self._fetch([param], param.name.rpartition(".")[0])
-
     def _read(self, param: nn.Parameter | None, by_name: bool) -> None:
         """A module's parameter was read. To list them is no sign that the module uses them each time."""
         sharded = self.sharded(param)
         if sharded is not None:
-            self._fetch_elsewhere(sharded, remember=by_name)
+            self.fetch_used(sharded, remember=by_name)
 
-    def _fetch_elsewhere(self, param: ShardedParam, *, remember: bool) -> None:
-        """A parameter was read while a module ran that it does not belong to, or whose turn it is not.
+    def fetch_used(self, param: ShardedParam, *, remember: bool = True) -> None:
+        """A parameter is used while a module runs that it does not belong to, or whose turn it is not.
 
         With `remember` it is fetched with that module from now on.
         """
-        if param.users or not (self._calls or _in_backward()):
+        if param.users or not (self._calls or in_backward()):
             return
         param.users = 1
         name = ""
@@ -332,20 +264,11 @@ class Fetcher:
                 self._owners[param].append(call.owner)
         self._fetch([param], name)
 
-    def replace_storage(self, key: int, param: ShardedParam) -> None:
-        """`param` has a storage of its own instead of the one whose identity was `key`."""
-        if self.by_storage.pop(key, None) is not None:
-            self.by_storage[param.storage_key] = param
-
-    def fetch_used(self, param: ShardedParam) -> None:
-        """`param` is used while it is sharded."""
-        self._fetch_elsewhere(param, remember=True)
-
     # --- fetching
 
     def _need(self, owner: ModuleParams) -> list[ShardedParam]:
         """Have `owner`'s parameters whole, and start on those that are needed next."""
-        if self._pass is not None and (_in_backward() or any(call.starts_pass for call in self._calls)):
+        if self._pass is not None and (in_backward() or any(call.starts_pass for call in self._calls)):
             self._pass.step(owner)  # else a part of the model was called by itself
         using = list(owner.params)
         for param in using:
@@ -404,14 +327,17 @@ class Fetcher:
         First what came first: of what forward keeps for backward that is needed last.
         """
         excess = self.live_params.live + size - self.settings.stage3_max_live_parameters
-        idle = []
-        for param in self.live_params if excess > 0 else ():
-            if not param.users:
-                idle.append(param)
+        for param in list(self.live_params) if excess > 0 else ():
+            if excess > 0 and not param.users:
+                self._release(param)
                 excess -= param.numel
-                if excess <= 0:
-                    break
-        for param in idle:
+
+    def _release_all(self) -> None:
+        """No pass is under way, and nothing is in use."""
+        self._pass = None
+        self._gatherer.drain()
+        for param in self._sharded:
+            param.users = 0
             self._release(param)
 
     def _release(self, param: ShardedParam) -> None:
@@ -421,19 +347,3 @@ class Fetcher:
         if self._pass is not None:
             self._pass.released(param)
         self._hooks.mark("release", module=param.name, purpose="parameter", value=float(self.live_params.live))
-
-
-def _in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a module's output or arguments, however nested; those of a plain object's attributes too."""
-    found = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            found += [inner for inner in pytree.tree_leaves(vars(leaf)) if isinstance(inner, Tensor)]
-    return found

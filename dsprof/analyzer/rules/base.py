@@ -4,21 +4,20 @@ where, how ranks and occasions are named, and how wide an interval is."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Float
+from ..candidate import Candidate
 from ..finding import Finding, Fix, Gain
 from ..graph.replay import replay
+from ..price.pricing import LEAST_SHARE as LEAST_SHARE
 from ..study import Study
 from ..text import count
 from ..whatif import Refused, WhatIf, apply
 
-LEAST_SHARE: Final = 0.001
-"""What costs less than this share of the step is not worth a line, not even as `info`."""
 MOST_LISTED: Final = 8
 """Ranks that a title names."""
 
@@ -36,9 +35,9 @@ class NotJudged(Exception):
 
 
 class PartlyJudged(Exception):
-    """Of a rule's codes some were judged, with these findings; for the others see the message."""
+    """Of a rule's codes some were judged, with what was found; for the others see the message."""
 
-    def __init__(self, findings: list[Finding], unjudged: tuple[str, ...], reason: str) -> None:
+    def __init__(self, findings: Sequence[Candidate | Finding], unjudged: tuple[str, ...], reason: str) -> None:
         super().__init__(reason)
         self.findings = findings
         self.unjudged = unjudged
@@ -60,12 +59,21 @@ def replay_divided(study: Study, divisions: Sequence[WhatIf], untried: str) -> F
 INSTALLED: Final = ("/site-packages/", "/dist-packages/")
 
 
-def code_fix(title: str, argument: str, value: Any, site: str | None, gain: Gain | None = None) -> Fix:
+Knobs = Mapping[str, Any]
+"""A change as `dsprof run --set` takes it, by key."""
+NO_KNOBS: Final[Knobs] = {}
+
+
+def code_fix(
+    title: str, argument: str, value: Any, site: str | None, gain: Gain | None = None, knobs: Knobs = NO_KNOBS
+) -> Fix:
     """A change of one argument at `site` (`file:line`), or somewhere in the script where the call was not seen."""
-    return settings_fix(title, {argument: value}, site, gain)
+    return settings_fix(title, {argument: value}, site, gain, knobs)
 
 
-def settings_fix(title: str, settings: Mapping[str, Any], site: str | None, gain: Gain | None = None) -> Fix:
+def settings_fix(
+    title: str, settings: Mapping[str, Any], site: str | None, gain: Gain | None = None, knobs: Knobs = NO_KNOBS
+) -> Fix:
     """A change of several arguments of one call at `site`; without a site, of flags on the command line, or of a call
     that was not seen. A call in an installed package is not the user's to change: that is said, and no place given."""
     package = _installed(site)
@@ -74,7 +82,7 @@ def settings_fix(title: str, settings: Mapping[str, Any], site: str | None, gain
     file, _, line = ("" if package else site or "").rpartition(":")
     where = {"file": file or None, "line": int(line) if line.isdigit() else None}
     patch = tuple({**where, "argument": argument, "value": value} for argument, value in settings.items())
-    return Fix("code", title, patch, gain)
+    return Fix("code", title, patch, gain, tuple(knobs.items()))
 
 
 def ddp_argument_fix(
@@ -86,18 +94,19 @@ def ddp_argument_fix(
     framework's flag or call, and names no line.
     """
     framework, setting = fact.get("framework"), f"{argument}={written(value)}"
+    knobs = {f"ddp.{argument}": value}
     if framework == "transformers" and argument in TRANSFORMERS_DDP:
         flag = f"--ddp_{argument}"
         title = f"{flag} {written(value)}, or TrainingArguments(ddp_{setting})"
-        return settings_fix(title + note, {flag: value}, None, gain)
+        return settings_fix(title + note, {flag: value}, None, gain, knobs)
     if framework in DDP_CALLS:
         call = DDP_CALLS[framework].format(setting=setting)
-        return settings_fix(call + note, {call: value}, None, gain)
+        return settings_fix(call + note, {call: value}, None, gain, knobs)
     if framework:
         title = f"DistributedDataParallel({setting}), which {framework} makes"
-        return settings_fix(title + note, {argument: value}, None, gain)
+        return settings_fix(title + note, {argument: value}, None, gain, knobs)
     site = fact.get("site")
-    return settings_fix(f"DistributedDataParallel({setting}){at(site)}{note}", {argument: value}, site, gain)
+    return settings_fix(f"DistributedDataParallel({setting}){at(site)}{note}", {argument: value}, site, gain, knobs)
 
 
 def written(value: Any) -> str:
@@ -141,14 +150,3 @@ def script_of(study: Study) -> str | None:
     """The training script, as a site without a line."""
     script = next((fact.get("script") for fact in study.facts.get("process", [])), None)
     return f"{script}:" if script else None
-
-
-def widened(gain: Gain, low_ms: float, high_ms: float) -> Gain:
-    """`gain` with an interval that reaches down to `low_ms` and up to `high_ms` at least, and has a width.
-
-    Without a width it would claim that the next run can't differ: then it reaches down to nothing.
-    """
-    low, high = min(gain.low, low_ms, gain.ms), max(gain.high, high_ms, gain.ms)
-    if low >= high:
-        low, high = min(low, 0.0), max(high, 0.0)
-    return replace(gain, low=low, high=high)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 
@@ -18,8 +20,8 @@ from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
 from ..data.routed_tokens import explained_by_tokens
-from ..data.unequal_input import explained_by_size
-from ..rule import Fault, Rule
+from ..data.unequal_input import explained_by_input
+from ..rule import Rule, fault
 
 OUTSIDE = "time outside the phases"
 LONGEST_LINE_NS = 1 << 62
@@ -65,6 +67,19 @@ def slow_ranks(study: Study) -> Change | None:
     return Change({part: study.work(part) * share for part in OWN_WORK}, where_beyond_peers=True)
 
 
+def of_each_rank(study: Study, change: Change) -> dict[int, Change]:
+    """The same with one of the slow ranks alone as fast as the typical one; of a few of them."""
+    slow = np.flatnonzero(np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0))
+    if len(slow) > MOST_LISTED:
+        return {}
+
+    def alone(place: int) -> Change:
+        mine = (np.arange(len(study.ranks)) == place)[:, None]
+        return replace(change, removed={part: removed * mine for part, removed in change.removed.items()})
+
+    return {study.ranks[place]: alone(place) for place in slow.tolist()}
+
+
 @once
 def _own_work(study: Study) -> Float:
     """Work of a step less what the rank's share of the input explains, or of the tokens that are routed to it, ms,
@@ -72,7 +87,7 @@ def _own_work(study: Study) -> Float:
     own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0)
     explained = explained_by_tokens(study)
     if explained is None:
-        explained = explained_by_size(study)
+        explained = explained_by_input(study)
     return own if explained is None else own - explained
 
 
@@ -214,8 +229,7 @@ RULES = (
         "rank.straggler",
         "one rank is late in every step and the others wait",
         explains=("peer_wait",),
-        fault=Fault(slow_ranks, straggler),
-        looks=(COLLECTIVES,),
+        looks=(fault("rank.straggler", slow_ranks, straggler, by_rank=of_each_rank), COLLECTIVES),
         error=ModelError(of_gain=0.084, of_step=0.024, busy=0.024),
         came_true=(119, 125),
         place=10,
