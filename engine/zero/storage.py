@@ -40,6 +40,7 @@ class Storage:
     def __init__(self, param: nn.Parameter) -> None:
         self.whole = param.data
         """The parameter's elements, wherever `param.data` leads in the meantime."""
+        self._nbytes = self.whole.nbytes
         self._stand_in: Tensor | None = None
 
     @property
@@ -55,7 +56,7 @@ class Storage:
         """Have memory, its contents undefined, if it was emptied."""
         storage = self.whole.untyped_storage()
         if storage.size() == 0:
-            storage.resize_(self.whole.numel() * self.whole.element_size())
+            storage.resize_(self._nbytes)
             if self.whole.device.type == "cpu":
                 use_huge_pages(storage)
 
