@@ -77,9 +77,9 @@ class Fetcher(SavedParams):
         self._owners: dict[ShardedParam, list[ModuleParams]] = {}
         """Those that each is fetched for."""
         self._hooked: list[tuple[nn.Module, ModuleParams]] = []
-        self._functions = Functions()
+        self.functions = Functions()
         self._install(root)
-        if not self._functions.are_torchs:
+        if not self.functions.are_torchs:
             self._distrust(owner for _, owner in self._hooked)
         self._sharded = [param for param in sharded.values() if not param.persistent]
         for param in self._sharded:
@@ -177,7 +177,7 @@ class Fetcher(SavedParams):
 
     def _look_at_code(self) -> None:
         """Before a forward: what the script has replaced since. Raises RuntimeError for what it has compiled."""
-        if self._functions.were_replaced():
+        if self.functions.were_replaced():
             self._distrust(owner for _, owner in self._hooked)
         for module, owner in self._hooked:
             if is_compiled(module):

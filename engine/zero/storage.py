@@ -79,6 +79,8 @@ class Storage:
             param.data = self._stand_in.expand(self.whole.shape)
         if type(param) is nn.Parameter:
             param.__class__ = Absent  # as torch does with lazy ones, the other way round
+        if self.whole.is_cuda:  # it may have been used on another stream than the one its memory is of
+            self.whole.record_stream(torch.cuda.current_stream())
         left, storage = None, self.whole.untyped_storage()
         if not storage.resizable():
             left = self.key
