@@ -16,6 +16,6 @@ edit            the structure of equal steps edited: edges, tasks and segments t
 
 from __future__ import annotations
 
-from .apply import Refused, Turn, WhatIf, apply
+from .apply import Refused, Turn, WhatIf, apply, clash
 
-__all__ = ["Refused", "Turn", "WhatIf", "apply"]
+__all__ = ["Refused", "Turn", "WhatIf", "apply", "clash"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 
@@ -19,7 +21,7 @@ from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
 from ..data.routed_tokens import explained_by_tokens
 from ..data.unequal_input import explained_by_input
-from ..rule import Fault, Rule
+from ..rule import Rule, fault
 
 OUTSIDE = "time outside the phases"
 LONGEST_LINE_NS = 1 << 62
@@ -63,6 +65,19 @@ def slow_ranks(study: Study) -> Change | None:
     removed *= (mean / np.maximum(removed.mean(axis=1), 1e-9))[:, None] * slow[:, None]
     share = np.clip(removed / np.maximum(own, 1e-9), 0, 0.95)
     return Change({part: study.work(part) * share for part in OWN_WORK}, where_beyond_peers=True)
+
+
+def of_each_rank(study: Study, change: Change) -> dict[int, Change]:
+    """The same with one of the slow ranks alone as fast as the typical one; of a few of them."""
+    slow = np.flatnonzero(np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0))
+    if len(slow) > MOST_LISTED:
+        return {}
+
+    def alone(place: int) -> Change:
+        mine = (np.arange(len(study.ranks)) == place)[:, None]
+        return replace(change, removed={part: removed * mine for part, removed in change.removed.items()})
+
+    return {study.ranks[place]: alone(place) for place in slow.tolist()}
 
 
 @once
@@ -214,8 +229,7 @@ RULES = (
         "rank.straggler",
         "one rank is late in every step and the others wait",
         explains=("peer_wait",),
-        fault=Fault(slow_ranks, straggler),
-        looks=(COLLECTIVES,),
+        looks=(fault("rank.straggler", slow_ranks, straggler, by_rank=of_each_rank), COLLECTIVES),
         error=ModelError(of_gain=0.084, of_step=0.024, busy=0.024),
         came_true=(119, 125),
         place=10,
