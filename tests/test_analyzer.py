@@ -348,7 +348,9 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
         "warnings",
         "replay",
     ]
-    assert list(found["capture"]["replay"]) == ["error_percent", "contradicted_percent", "held_out_error_percent"]
+    assert list(found["capture"]["replay"]) == [
+        "error_percent", "contradicted_percent", "held_out_error_percent", "halves_differ_percent"
+    ]  # fmt: skip
 
 
 def test_two_hosts_are_put_on_one_clock() -> None:
