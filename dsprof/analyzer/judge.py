@@ -23,6 +23,7 @@ from .finding import (
     Together,
     severity_of,
 )
+from .graph.chain_work import chain_groups
 from .graph.stalled import find_stalls
 from .price.attribution import attribute
 from .price.calibration import with_model_error
@@ -35,6 +36,7 @@ from .rules.registry import all_rules
 from .rules.rule import Look, Rule
 from .signals import Absent, Missing
 from .study import Study
+from .whatif.on_chains import on_chains
 from .whatif.work import Change, less
 
 Answer = TypeVar("Answer")
@@ -129,7 +131,7 @@ class _Judging:
         faults = {rule.code: rule.fault for rule in self.asked if rule.fault is not None}
         if refusal is not None:
             self.not_judged |= {code: self.absent.get(code, refusal) for code in faults}
-            if study.graph is not None and not study.on_gpu:
+            if study.graph is not None and not study.chains_unknown:
                 self.noise_ms = noise_floor_ms(study, study.graph.measured)
             return
         changes: dict[str, Change] = {}
@@ -138,8 +140,9 @@ class _Judging:
             if change is not None:
                 changes[code] = change
         graph = signals.replay(study)
+        groups = chain_groups(graph, study.peer_groups)
         stalls = find_stalls(graph)  # once: they are the same for all faults
-        whatifs = {code: less(graph, change, study.peer_groups, stalls) for code, change in changes.items()}
+        whatifs = {code: less(graph, on_chains(graph, change), groups, stalls) for code, change in changes.items()}
         shares = attribute(graph, whatifs)
         self.noise_ms = noise_floor_ms(study, shares.left)
         whole = shares.before - shares.left
