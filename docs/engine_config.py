@@ -6,8 +6,9 @@ from typing import Any, Final
 
 from dsprof.engine.config import Config
 from dsprof.engine.config.deepspeed_keys import FOREIGN, RENAMED, REPLACED
-from dsprof.engine.config.model import Section, TorchParams, as_section, join, sections, shown
+from dsprof.engine.config.model import Section, TorchParams, as_section, sections, shown
 from dsprof.engine.config.values import wanted
+from dsprof.engine.words import joined
 
 HEAD: Final = """\
 # The engine's configuration
@@ -82,7 +83,7 @@ def _number(value: Any) -> str:
 
 def _foreign() -> str:
     rows = [
-        f"| `{join(where, key)}` | {'error' if foreign.refused else 'warning'} | {_cell(foreign.says)} |"
+        f"| `{joined(where, key)}` | {'error' if foreign.refused else 'warning'} | {_cell(foreign.says)} |"
         for where, keys in FOREIGN.items()
         for key, foreign in sorted(keys.items())
     ]
@@ -90,9 +91,9 @@ def _foreign() -> str:
 
 
 def _renamed() -> str:
-    pairs = [(join(where, old), f"`{new}`") for where, names in RENAMED.items() for old, new in names.items()]
+    pairs = [(joined(where, old), f"`{new}`") for where, names in RENAMED.items() for old, new in names.items()]
     pairs += [
-        (join(where, old), f'`"{new}": {{"device": "cpu"}}`')
+        (joined(where, old), f'`"{new}": {{"device": "cpu"}}`')
         for where, names in REPLACED.items()
         for old, new in names.items()
     ]

@@ -17,11 +17,12 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from difflib import get_close_matches
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final
+
+from .words import did_you_mean
 
 METHODS: Final = ("parameters", "uniform", "type:REGEX", "measured")
 """What `partition` takes besides explicit boundaries."""
@@ -204,9 +205,7 @@ def _matches(pattern: str, classes: Sequence[str], parts: int) -> list[int]:
 def _unknown(method: str, parts: int) -> str:
     if method.lower() == "profile":
         return 'partition method "profile": DeepSpeed has only the name; write "measured"'
-    near = get_close_matches(method.lower(), METHODS, n=1)
-    guess = f' (did you mean "{near[0]}"?)' if near else ""
     return (
-        f'there is no partition method "{method}"{guess}; write one of {", ".join(METHODS)}, '
-        f"or a list of {parts + 1} boundaries"
+        f'there is no partition method "{method}"; write one of {", ".join(METHODS)}, or a list of {parts + 1} '
+        f"boundaries{did_you_mean(method, METHODS)}"
     )

@@ -150,10 +150,14 @@ def where(place: Where) -> str:
     words = []
     if place.ranks:
         words.append(ranks(place.ranks))
+    if place.coordinate:
+        words.append(" ".join(f"{clean(name)} {at}" for name, at in place.coordinate.items()))
     if place.stage is not None:
         words.append(f"stage {place.stage}")
     if place.op:
         words.append(clean(place.op))
+    if place.dimension:
+        words.append(f"dimension {clean(place.dimension)}")
     if place.group:
         words.append(f"group {clean(place.group)}")
     if place.module:

@@ -359,8 +359,8 @@ def test_two_hosts_are_put_on_one_clock() -> None:
     trace = Job().trace()
     trace.run.ranks[1].host = "other"
     rows = trace.rows
-    rows.loc[rows["rank"] == 1, "start_ns"] += 5_000_000_000
-    rows.loc[rows["rank"] == 1, "issue_ns"] += 5_000_000_000
+    for when in ("start_ns", "issue_ns", "arrival_ns"):
+        rows.loc[rows["rank"] == 1, when] += 5_000_000_000
     analysis = analyze(Trace.of(trace.run, rows))
     together = analyze(Job().trace())
     assert analysis.budget == pytest.approx(together.budget, abs=0.05)

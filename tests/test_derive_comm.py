@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from records import Record, capture_of, derive, of, phase
 from synthetic import MS
 
+from dsprof.analyzer.align.match import match_collectives
 from dsprof.ondisk import FAMILIES, Family, Flag, State
 from dsprof.schema import BACKWARD_DONE, COLUMNS, DTYPES, Kind
 from dsprof.trace.derive import step_pattern, trace_rows
@@ -325,3 +326,91 @@ def test_whatever_was_recorded_becomes_a_table(seed: int, count: int, apart: int
     assert steps["step"].tolist() == list(range(len(steps)))
     assert ((steps["start_ns"] + steps["dur_ns"]).to_numpy()[:-1] == steps["start_ns"].to_numpy()[1:]).all()
     step_pattern(rows)
+
+
+# --- when the chain that runs a communication was ready for it ------------------------------------
+
+
+def test_on_gloo_a_rank_arrives_when_a_worker_takes_the_work() -> None:
+    """Rank 0 issues all four at once; its two workers take the last two only when rank 1 has let them end the first."""
+    taken, issued = Flag.ASYNC | Flag.START_MEASURED, {"issue_ns": 10 * MS}
+    ranks = [
+        [(0, 10, 30), (1, 10, 31), (2, 30, 40), (3, 31, 41)],
+        [(0, 29, 30), (1, 29, 31), (2, 30, 40), (3, 31, 41)],
+    ]
+    rows = pd.concat(
+        [
+            trace_rows(
+                capture_of(
+                    *[comm("all_reduce", start, end, seq, flags=taken, **issued) for seq, start, end in of_rank],
+                    comm("all_reduce", 50, 60, 4, flags=Flag.ASYNC), comm("all_reduce", 61, None, 5, flags=taken),
+                ), rank, 0,
+            )
+            for rank, of_rank in enumerate(ranks)
+        ],
+        ignore_index=True,
+    )  # fmt: skip
+    told = [None if pd.isna(when) else when / MS for when in rows["arrival_ns"][rows["rank"] == 0]]
+    assert told == [10, 10, 30, 31, None, 61]
+    matched = match_collectives(rows)
+    assert [(seq, first / MS, last / MS) for seq, first, last in of(matched, "seq", "first_ns", "last_ns")] == [
+        (0, 10, 29), (1, 10, 29), (2, 30, 30), (3, 31, 31), (4, 50, 50),
+    ]  # fmt: skip
+
+
+# --- tensor parallelism by hand -----------------------------------------------------------------
+
+
+def purposes_of(rows: pd.DataFrame) -> list[tuple[Any, ...]]:
+    return of(rows[rows["kind"] == "comm"], "name", "purpose")
+
+
+def layers(forward: list[tuple[str, int]], backward: list[tuple[str, int]], group: str = "tp") -> list[Record]:
+    """Collectives of one group, each a name and bytes, in a forward and in a backward."""
+    issued = [*((5 + 0.1 * i, one) for i, one in enumerate(forward)),
+              *((20 + 0.1 * i, one) for i, one in enumerate(backward))]  # fmt: skip
+    return [
+        comm(name, at, at + 0.05, seq, bytes=size, group=group) for seq, (at, (name, size)) in enumerate(issued)
+    ]  # fmt: skip
+
+
+REDUCE, SCATTER, GATHER = "all_reduce", "reduce_scatter", "all_gather"
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward"),
+    [
+        ([(REDUCE, 4096)] * 2, [(REDUCE, 4096)] * 2),  # Megatron's f and g
+        ([(REDUCE, 4096), (REDUCE, 512)], [(REDUCE, 4096)]),  # and the loss over a vocabulary that is divided
+        ([(GATHER, 4096), (SCATTER, 4096)] * 2, [(GATHER, 4096), (SCATTER, 4096)] * 2),  # along the sequence
+    ],
+)
+def test_a_group_that_reduces_the_same_in_forward_and_backward_is_tensor_parallel(
+    forward: list[tuple[str, int]], backward: list[tuple[str, int]]
+) -> None:
+    gradients = layers([], [(REDUCE, 1 << 20)] * 3, group="dp")
+    rows = derive(phase("forward", 0, 9), BACKWARD, *layers(forward, backward), *gradients)
+    assert set(of(rows[rows["kind"] == "comm"], "group", "purpose")) == {("tp", "tensor-parallel"), ("dp", "gradient")}
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "facts", "purposes"),
+    [
+        # A loss that is averaged in forward, beside gradients; one number.
+        ([(REDUCE, 4)], [(REDUCE, 4), (REDUCE, 4096)], (), ["other", "gradient", "gradient"]),
+        # Statistics of batches, beside gradients that are larger.
+        ([(REDUCE, 512)] * 2, [(REDUCE, 512), (REDUCE, 512), (REDUCE, 1 << 20)], (), ["other"] * 2 + ["gradient"] * 3),
+        # FSDP gathers in forward, and reduces nothing there.
+        ([(GATHER, 4096)] * 2, [(GATHER, 4096), (SCATTER, 4096)], ("fsdp",), ["parameter"] * 3 + ["gradient"]),
+        # Features of all ranks for a loss that compares them.
+        ([(GATHER, 4096)], [(SCATTER, 4096)], (), ["other", "gradient"]),
+        # One sum in forward, and as large a gradient among several.
+        ([(REDUCE, 4096)], [(REDUCE, 4096)] * 4, (), ["other"] + ["gradient"] * 4),
+    ],
+)
+def test_what_else_is_communicated_in_forward_is_not(
+    forward: list[tuple[str, int]], backward: list[tuple[str, int]], facts: tuple[str, ...], purposes: list[str]
+) -> None:
+    said = [{"fact": fact} for fact in facts]
+    rows = derive(phase("forward", 0, 9), BACKWARD, *layers(forward, backward), facts=said)
+    assert [purpose for _, purpose in purposes_of(rows)] == purposes

@@ -59,6 +59,7 @@ def test_a_clock_that_jumps_accuses_nobody(jump_s: float) -> None:
         later = (rows["rank"] == 1) & (rows["step"] >= 20)
         rows.loc[later, "start_ns"] += int(jump_s * 1e9)
         rows.loc[later, "issue_ns"] += int(jump_s * 1e9)
+        rows.loc[later, "arrival_ns"] += int(jump_s * 1e9)
         return rows
 
     analysis = changed(Job().trace(), jump)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -25,7 +26,11 @@ HIGH_PERCENT: Final = 15.0
 
 @dataclass(frozen=True)
 class Where:
-    """The place a finding points at; what does not apply is None."""
+    """The place a finding points at; what does not apply is None.
+
+    dimension:  of the job's mesh, what is communicated in it: "dp" (`align.groups.Dimension.name`)
+    coordinate: where in the mesh the ranks are, as far as all of them are there: {"dp": 1, "tp": 0}
+    """
 
     ranks: tuple[int, ...] | None = None
     stage: int | None = None
@@ -34,13 +39,16 @@ class Where:
     module: str | None = None
     steps: tuple[int, int] | None = None
     """First and last step, inclusive."""
+    dimension: str | None = None
+    coordinate: Mapping[str, int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         ranks = None if self.ranks is None else list(self.ranks)
         steps = None if self.steps is None else list(self.steps)
         found = {
             "ranks": ranks, "stage": self.stage, "group": self.group,
-            "op": self.op, "module": self.module, "steps": steps,
+            "op": self.op, "module": self.module, "steps": steps, "dimension": self.dimension,
+            "coordinate": None if self.coordinate is None else dict(self.coordinate),
         }  # fmt: skip
         return {key: value for key, value in found.items() if value is not None}
 

@@ -20,6 +20,7 @@ from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
 from .align.aligned import Aligned, align
+from .align.groups import Mesh, find_mesh
 from .align.match import Matches, match_collectives
 from .align.steps import StepTime, completed_steps, step_time
 from .align.topology import Topology
@@ -103,6 +104,11 @@ class Study:
     def topology(self) -> Topology:
         """Which ranks are stages of a pipeline."""
         return self.aligned.topology
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The dimensions that like process groups form."""
+        return find_mesh(self.rows, self.run, self.topology)
 
     @property
     def clock_error_ms(self) -> float:

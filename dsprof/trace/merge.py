@@ -31,7 +31,7 @@ from .files import brief, open_parquet, write_parquet
 from .memory import save_memory
 from .snapshot import read_snapshot
 
-MERGE_VERSION = 11
+MERGE_VERSION = 12
 """Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 MOST_DIGITS = 6
 """Of a number of hosts."""

@@ -10,7 +10,6 @@ A policy finds the blocks and wraps each one's forward. The wrapping is inside t
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,10 +24,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from ..config.keys import nearest
 from ..forward import Undo, last_first, wrap_forward
 from ..hooks import Hooks
 from ..monitors.flops import has_formula
+from ..words import did_you_mean, fits
 
 if TYPE_CHECKING:
     from ..config.config import ActivationCheckpointingConfig
@@ -244,9 +243,9 @@ def named_blocks(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     for pattern in patterns:
         fitting = [name for name in modules if fits(name, pattern)]
         if not fitting:
-            near = nearest(pattern, modules)
-            hint = f"did you mean {near!r}?" if near else f"the topmost are {[n for n, _ in model.named_children()]}"
-            raise ValueError(f"blocks to checkpoint: the model has no module {pattern!r}; {hint}")
+            topmost = f"; the topmost are {[n for n, _ in model.named_children()]}"
+            hint = did_you_mean(pattern, modules, otherwise=topmost)
+            raise ValueError(f"blocks to checkpoint: the model has no module {pattern!r}{hint}")
         for name in fitting:
             if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
                 raise ValueError(
@@ -286,9 +285,3 @@ def _is_elementary(module: nn.Module) -> bool:
 def _patterns(names: Any) -> list[str]:
     """`a.0`, `a.1` and `b.0` as `a.*` and `b.*`."""
     return list(dict.fromkeys(".".join([*name.split(".")[:-1], "*"]) for name in names))
-
-
-def fits(name: str, pattern: str) -> bool:
-    """Whether a module is meant by a pattern, in which `*` stands for any one part of a name."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

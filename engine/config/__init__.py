@@ -8,7 +8,7 @@
 A section is a file, a key a field with its documentation under it (docs/engine-config.md is made from these):
 
     config          the top-level keys; precision, checkpoints
-    model  typed    what sections and values are made of
+    model           what sections and values are made of
     zero  optimizer  scheduler  debugging  parallel
 
 and what is done to a configuration, in this order, by `loading`:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from typing import Any, Final
 
+from ..words import joined, likeness, nearest
 from .deepspeed_keys import FOREIGN, RENAMED, REPLACED, Foreign
-from .model import Section, join, sections, shown
+from .model import Section, sections, shown
 
 MISPLACED_ABOVE: Final = 0.8
 """How like a misspelt key a neighbour must be to be named although another section has that very key."""
@@ -39,7 +39,7 @@ class _Look:
     def at(self, raw: Mapping[Any, Any], model: type[Section], where: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key, value in self._today(raw, model, where).items():
-            path = join(where, key)
+            path = joined(where, key)
             if key in model.model_fields:
                 section = model.section_of(key, raw)
                 values[key] = self.at(value, section, path) if section and isinstance(value, Mapping) else value
@@ -53,7 +53,7 @@ class _Look:
         """`raw` with today's names in place of old ones."""
         values: dict[str, Any] = {}
         for key, value in raw.items():
-            path = join(where, key)
+            path = joined(where, key)
             today = RENAMED.get(where, {}).get(key)
             replacement = REPLACED.get(where, {}).get(key)
             if today is not None and today in raw:
@@ -95,7 +95,7 @@ class _Look:
 
     def _unknown(self, key: str, model: type[Section], where: str) -> str:
         foreign = FOREIGN.get(where, {})
-        near, theirs = nearest(key, model.model_fields), nearest(key, foreign)
+        near, theirs = nearest(key, model.model_fields, meanings=ALIASES), nearest(key, foreign)
         elsewhere = self._sections_with(key)
         if elsewhere and (near is None or likeness(key, near) < MISPLACED_ABOVE):
             return f"not a key here but of {' and of '.join(elsewhere)}; move it there"
@@ -116,11 +116,6 @@ class _Look:
         return [] if key in ("enabled", "type", "params") else list(dict.fromkeys(found))
 
 
-# --- what somebody may have meant by a word that is not among those there are
-
-ALIKE_ABOVE: Final = 0.6
-"""How like a word another must be to be worth naming: below that, the likeness is of a few letters."""
-
 ALIASES: Final = {
     "decay": "weight_decay",
     "epsilon": "eps",
@@ -134,18 +129,3 @@ ALIASES: Final = {
     "weightdecay": "weight_decay",
 }
 """Word, in lower case -> the key of that meaning, however unlike."""
-
-
-def nearest(word: str, words: Iterable[str], above: float = ALIKE_ABOVE) -> str | None:
-    """The one of `words` that means what `word` does, or is most like it, among equals the first; None if none is."""
-    listed = list(words)
-    meant = ALIASES.get(word.lower())
-    if meant in listed:
-        return meant
-    found = max(listed, key=lambda other: likeness(word, other), default=None)
-    return None if found is None or likeness(word, found) < above else found
-
-
-def likeness(one: str, other: str) -> float:
-    """From 0, nothing in common, to 1, the same but for the case."""
-    return SequenceMatcher(None, one.lower(), other.lower()).ratio()

@@ -8,9 +8,20 @@ from collections.abc import Iterator, Mapping
 from decimal import Decimal, InvalidOperation
 from numbers import Integral, Real
 from types import UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializeAsAny,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
+
+from ..words import did_you_mean, joined
 
 LARGEST: Final = 2**63 - 1
 """The largest whole number a key can have: also what DeepSpeed writes for "no limit"."""
@@ -83,17 +94,55 @@ def torch_params(**types: str) -> dict[str, type[TorchParams]]:
     return models
 
 
+ParamsTypes = Mapping[str, type[Params]]
+"""Type, in the usual spelling -> its parameters."""
+
+
+class TypedSection(Section):
+    """A section whose `params` depend on its `type`; like DeepSpeed, we do not mind the type's case."""
+
+    types: ClassVar[ParamsTypes] = {}
+    unknown: ClassVar[str] = ""
+    """What is said of another type, with a place for the `types`."""
+
+    type: str
+    params: SerializeAsAny[Params] = Field(default={}, validate_default=True)
+
+    @classmethod
+    def section_of(cls, key: str, neighbours: Mapping[Any, Any]) -> SectionType | None:
+        return cls.types.get(str(cls._in_usual_spelling(neighbours.get("type")))) if key == "params" else None
+
+    @classmethod
+    def sections_under(cls, key: str) -> tuple[SectionType, ...]:
+        return tuple(cls.types.values()) if key == "params" else ()
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _in_usual_spelling(cls, value: object) -> object:
+        return next((name for name in cls.types if name.lower() == str(value).lower()), value)
+
+    @field_validator("type")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in cls.types:
+            says = cls.unknown.format(types=", ".join(cls.types))
+            raise Complaint(f"{shown(value)} {says}{did_you_mean(value, cls.types)}")
+        return value
+
+    @field_validator("params", mode="before")
+    @classmethod
+    def _of_that_type(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return cls.types[info.data["type"]].model_validate(value) if "type" in info.data else Params()
+
+
 def sections(model: type[Section], where: str = "") -> Iterator[tuple[str, type[Section]]]:
     """Every section from `model` downwards with the keys that lead to it; those that may stand there, one by one."""
     yield where, model
     for key in model.model_fields:
         for section in model.sections_under(key):
-            yield from sections(section, join(where, key))
-
-
-def join(*keys: object) -> str:
-    """`zero_optimization` and `stage` as `zero_optimization.stage`."""
-    return ".".join(str(key) for key in keys if key != "")
+            yield from sections(section, joined(where, key))
 
 
 def as_section(annotation: Any) -> type[Section] | None:

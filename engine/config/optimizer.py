@@ -6,8 +6,7 @@ from typing import ClassVar, Final
 
 from pydantic import Field, SerializeAsAny
 
-from .model import Betas, Number, Params, Whole, torch_params
-from .typed import ParamsTypes, TypedSection
+from .model import Betas, Number, Params, ParamsTypes, TypedSection, Whole, torch_params
 
 
 class RateParams(Params):
@@ -154,7 +153,7 @@ class OptimizerConfig(TypedSection):
 
     types: ClassVar[ParamsTypes] = OPTIMIZERS
     unknown: ClassVar[str] = (
-        "is not an optimizer of this engine: they are {types};{nearest} write one of them, or pass the optimizer "
+        "is not an optimizer of this engine: they are {types}; write one of them, or pass the optimizer "
         "itself to `initialize(optimizer=...)`"
     )
 

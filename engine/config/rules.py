@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ..words import either, joined
 from .config import Config
-from .model import Section, join
+from .model import Section
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,12 @@ def without_effect(section: Section, where: str, keys: Iterable[str], why: str) 
     """A warning for each of `keys` that was given with a value other than its default."""
     for key in keys:
         if key in section.model_fields_set and getattr(section, key) != type(section).model_fields[key].default:
-            yield Remark(join(where, key), f"has no effect; {why}", error=False)
+            yield Remark(joined(where, key), f"has no effect; {why}", error=False)
 
 
 def divisors(number: int) -> str:
     """The whole numbers that divide `number`, as words."""
-    found = [str(candidate) for candidate in range(1, number + 1) if number % candidate == 0]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+    return either(candidate for candidate in range(1, number + 1) if number % candidate == 0)
 
 
 # --- precision ----------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def offloading(config: Config, world_size: int) -> Iterator[Remark]:
         ("offload_param", zero.offload_param, 3),
         ("offload_optimizer", zero.offload_optimizer, 1),
     ):
-        where = join("zero_optimization", name)
+        where = joined("zero_optimization", name)
         if section is None or section.device == "none":
             continue
         if zero.stage < stage:
@@ -215,7 +215,9 @@ def offloading(config: Config, world_size: int) -> Iterator[Remark]:
             yield Remark(where, f"has no effect; {why}", error=False)
             continue
         if section.device == "nvme" and section.nvme_path is None:
-            yield Remark(join(where, "nvme_path"), 'missing, and "device" is "nvme"; write a folder on the local disk')
+            yield Remark(
+                joined(where, "nvme_path"), 'missing, and "device" is "nvme"; write a folder on the local disk'
+            )
         other = "nvme" if section.device == "cpu" else "cpu"
         why = f'it is for "device": "{other}", and the device is "{section.device}"'
         yield from without_effect(section, where, OF_DEVICE[other], why)

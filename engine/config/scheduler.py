@@ -6,8 +6,7 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field, SerializeAsAny
 
-from .model import Number, Params, Rates, Whole, torch_params
-from .typed import ParamsTypes, TypedSection
+from .model import Number, Params, ParamsTypes, Rates, TypedSection, Whole, torch_params
 
 WarmupType = Literal["log", "linear"]
 
@@ -141,7 +140,7 @@ class SchedulerConfig(TypedSection):
 
     types: ClassVar[ParamsTypes] = SCHEDULERS
     unknown: ClassVar[str] = (
-        "is not a schedule that a configuration can describe: they are {types};{nearest} write one of them, or pass "
+        "is not a schedule that a configuration can describe: they are {types}; write one of them, or pass "
         "the schedule itself to `initialize(lr_scheduler=...)`"
     )
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from .model import Complaint, Section, as_section, join, shown
+from ..words import either, joined
+from .model import Complaint, Section, as_section, shown
 
 KINDS: Final[dict[Any, str]] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path",
@@ -35,7 +36,7 @@ class Wrong:
     """There is none, and there would have to be."""
 
     def __str__(self) -> str:
-        return f"{join(*self.keys)}: {self.says}"
+        return f"{joined(*self.keys)}: {self.says}"
 
 
 def complaints(error: ValidationError, model: type[Section], raw: Mapping[str, Any]) -> Iterator[Wrong]:
@@ -93,8 +94,7 @@ def _kind(annotation: Any) -> str:
     if origin is Annotated:
         return _kind(arms[0])
     if origin is Literal:
-        choices = [shown(choice) for choice in arms]
-        return f"{', '.join(choices[:-1])} or {choices[-1]}"
+        return either(map(shown, arms))
     if origin in (Union, UnionType):
         arms = tuple(arm for arm in arms if arm is not type(None))
         if len(arms) > 1 and str in arms:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.consensus import first_difference
-from ..config.keys import nearest
+from ..words import did_you_mean
 from .p2p import PipelineError
 
 TIED: Final = "tied_modules"
@@ -189,9 +189,7 @@ def of_model(model: nn.Module, names: Iterable[Any]) -> list[PipelineLayer]:
     layers: list[PipelineLayer] = []
     for name in names:
         if name not in modules:
-            near = nearest(str(name), modules)
-            hint = f"; did you mean {near}?" if near else ""
-            raise ValueError(f"PipelineModule: the model has no module {name!r}{hint}")
+            raise ValueError(f"PipelineModule: the model has no module {name!r}{did_you_mean(name, modules)}")
         module = modules[name]
         inner = _children(module) if _is_list(module) else []
         layers += [PipelineLayer(f"{name}.{part}", child) for part, child in inner] or [PipelineLayer(name, module)]

@@ -16,9 +16,10 @@ from torch import nn
 
 from ..tensor.layers import layer_of
 from ..tensor.shape_override import ShapeOverride
+from ..words import joined
 from .blocks import Stack
 from .styles import PlanError, Role, Roles, leave_whole
-from .tracer import Trial, joined
+from .tracer import Trial
 from .verify import Arrangement, Change, Mismatch, OwnDecision, rehearse_all
 
 _SWITCH: Final = "switch sequence_parallel off"

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..comm.comm import Comm
 from ..pipe.module import PipelineModule
 from ..tensor.layers import layer_of, layers_of
+from ..words import joined
 from .adapt import fit
 from .blocks import Edges, Stack, Stretch, with_edges
 from .example_inputs import given_inputs, guesses, variants
@@ -21,7 +22,7 @@ from .sequence_parallel import NO_BLOCKS, blocks_here, find_stack, whole_in, wid
 from .solve import decide
 from .stage_tracer import try_stages
 from .styles import PlanError, Role, Roles, Wanted, leave_whole, own_plan, own_styles, wanted_styles
-from .tracer import Trial, brief, joined, note_randomness, observe, run_again
+from .tracer import Trial, brief, note_randomness, observe, run_again
 
 _log: Final = logging.getLogger(__name__)
 

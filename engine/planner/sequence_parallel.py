@@ -17,9 +17,10 @@ from ..comm.consensus import gather_objects
 from ..pipe.module import Passage, PipelineModule
 from ..tensor.collectives import join, split
 from ..tensor.rng import RankStream
+from ..words import joined
 from .blocks import Edges, Stack, Stretch, hook_edges, of_first, passage, passed_by
 from .styles import PlanError, Role
-from .tracer import Trial, joined, run_again
+from .tracer import Trial, run_again
 
 NO_BLOCKS: Final = (
     "sequence_parallel: the pipeline has no layers that are sharded and keep the shape of activations; switch it off"

@@ -8,9 +8,8 @@ from typing import Any, Final, Literal, get_args
 
 from torch import nn
 
-from ..activation_checkpoint.policies import fits
-from ..config.keys import nearest
 from ..tensor.layers import Layer, layers_of
+from ..words import did_you_mean, fits
 from .dependence import Bands, Share
 
 Style = Literal["column", "column_gather", "row", "row_split", "vocab", "heads", "whole"]
@@ -59,9 +58,9 @@ def wanted_styles(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Wanted
         style = _style(pattern, said)
         named = [name for name in modules if fits(name, pattern)]
         if not named:
-            near = nearest(pattern, modules, above=0.3)
-            hint = f"did you mean {near!r}?" if near else f"its parts are {[n for n, _ in model.named_children()]}"
-            raise PlanError(f"tensor parallel plan: the model has no module {pattern!r}; {hint}")
+            parts = f"; its parts are {[n for n, _ in model.named_children()]}"
+            hint = did_you_mean(pattern, modules, above=0.3, otherwise=parts)
+            raise PlanError(f"tensor parallel plan: the model has no module {pattern!r}{hint}")
         for name in named:
             inside = {layer for layer in layers if layer == name or layer.startswith(f"{name}.") or not name}
             if style not in ("whole", "auto") and name not in layers:
@@ -123,10 +122,9 @@ def _style(pattern: str, said: Any) -> Wanted:
         return said  # type: ignore[no-any-return]
     if said in HUGGING_FACE:
         return HUGGING_FACE[said]
-    near = nearest(str(said), [*known, *HUGGING_FACE])
     raise PlanError(
-        f"tensor parallel plan: {pattern!r} is {said!r}, which is no style"
-        f"{f'; did you mean {near!r}?' if near else ''}; there are {', '.join(known)}"
+        f"tensor parallel plan: {pattern!r} is {said!r}, which is no style; there are {', '.join(known)}"
+        f"{did_you_mean(said, [*known, *HUGGING_FACE])}"
     )
 
 

@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from ..tensor.batch_norm import is_batch_norm
 from ..tensor.layers import Layer, derived, layers_of
 from ..tensor.shape_override import plain
+from ..words import joined
 from .example_inputs import Inputs
 
 _log: Final = logging.getLogger(__name__)
@@ -348,11 +349,6 @@ def _answered(trial: Trial, answer: Answer) -> Iterator[None]:
         for each in trial.answering:
             each.module.__class__ = each.own
             vars(each.module).pop("answer", None)
-
-
-def joined(prefix: str, name: str) -> str:
-    """`a` and `b` as `a.b`; either may be empty."""
-    return f"{prefix}.{name}".strip(".")
 
 
 def brief(error: Exception) -> str:

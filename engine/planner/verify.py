@@ -21,10 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from ..tensor.layers import Layer
 from ..tensor.shape_override import ShapeOverride, override_shapes, plain
+from ..words import joined
 from .blocks import Edges, Stack, on_first_activation, with_edges
 from .dependence import Share
 from .styles import Role
-from .tracer import Trial, joined, run, tensors_of
+from .tracer import Trial, run, tensors_of
 from .verify_gradients import GradientSums
 
 RTOL: Final = 1e-3

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from difflib import SequenceMatcher
 from itertools import chain
 from typing import Final
 
+from ..words import did_you_mean
 from .plan import Action, Plan
 
 
@@ -129,12 +129,8 @@ def make_plan(schedule: str, ranks: int, microbatches: int, virtual_stages: int 
     Raises ValueError for a schedule that there is not, a size below 1, and virtual stages that the schedule has not.
     """
     if schedule not in SCHEDULES:
-        nearest = ALIASES.get(schedule.lower()) or max(
-            SCHEDULES, key=lambda name: SequenceMatcher(None, schedule.lower(), name).ratio()
-        )
-        raise ValueError(
-            f'there is no pipeline schedule "{schedule}"; the nearest is "{nearest}" (of {", ".join(SCHEDULES)})'
-        )
+        hint = did_you_mean(schedule, SCHEDULES, meanings=ALIASES)
+        raise ValueError(f'there is no pipeline schedule "{schedule}"; write one of {", ".join(SCHEDULES)}{hint}')
     for name, size in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if size < 1:
             raise ValueError(f"{name} is {size}; a pipeline needs at least 1")

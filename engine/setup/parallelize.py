@@ -9,18 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..activation_checkpoint.policies import fits
 from ..comm.comm import open_comm
 from ..comm.consensus import gather_objects
 from ..comm.lane import Inline
 from ..comm.mesh import Mesh, Parallel
 from ..config import Config, ConfigError
-from ..config.keys import nearest
 from ..hooks import Hooks
 from ..pipe.layers import check_agreement
 from ..pipe.module import PipelineModule, TiedParameters
 from ..tensor.rng import same_random_numbers
 from ..tensor.sharding import partial_parameters, shard_of
+from ..words import did_you_mean, fits
 from ..zero.shard import find_sharded
 from ..zero.shared_params import SharedParameters, Sharing
 
@@ -117,8 +116,7 @@ def _here(plan: dict[str, str], model: nn.Module, parallel: Parallel) -> dict[st
     names = dict.fromkeys(name for stage in gather_objects(mine, parallel.everyone) for name in stage)
     for pattern in plan:
         if not any(fits(name, pattern) for name in names):
-            near = nearest(pattern, names, above=0.3)
-            hint = f"; did you mean {near}?" if near else ""
+            hint = did_you_mean(pattern, names, above=0.3)
             raise ConfigError([f"tensor_parallel.plan: no stage has a module {pattern!r}{hint}"])
     return {pattern: style for pattern, style in plan.items() if any(fits(name, pattern) for name in mine)}
 

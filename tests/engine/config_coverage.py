@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dsprof.engine.config import Config
-from dsprof.engine.config.model import Params, join, sections
+from dsprof.engine.config.model import Params, sections
+from dsprof.engine.words import joined
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -33,7 +34,7 @@ def keys() -> Iterator[str]:
     """Every key that the configuration has. One that holds a section is alive if the section's are."""
     for where, section in sections(Config):
         kind = f"[{section.__name__.removesuffix('Params')}]" if issubclass(section, Params) else ""
-        yield from (join(where + kind, key) for key in section.model_fields if not section.sections_under(key))
+        yield from (joined(where + kind, key) for key in section.model_fields if not section.sections_under(key))
 
 
 def tests(folder: Path) -> Iterator[tuple[str, Callable[..., Any]]]:

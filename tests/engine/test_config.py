@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from dsprof.engine.config import Config, ConfigError, load
-from dsprof.engine.config.model import Section, TorchParams, join, sections
+from dsprof.engine.config.model import Section, TorchParams, sections
 from dsprof.engine.config.optimizer import OPTIMIZERS
 from dsprof.engine.config.scheduler import SCHEDULERS
 from dsprof.engine.config.zero import ZeroConfig
+from dsprof.engine.words import joined
 
 ONE = {"train_batch_size": 1}
 AUTO = '"auto" is for Hugging Face\'s Trainer to fill in; write'
@@ -281,8 +282,8 @@ def test_values_that_cannot_be_taken(path: str, value: object, says: str) -> Non
         ({"params": {"lr": 1}}, 'type: missing, and it has no default; write a string, such as "AdamW"'),
         ({"type": "AdamV"},
          'type: "AdamV" is not an optimizer of this engine: they are Adam, AdamW, SGD, Lion, Lamb, Muon, OneBitAdam, '
-         "Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop; the nearest is Adam; write one of them, or "
-         "pass the optimizer itself to `initialize(optimizer=...)`"),
+         "Adadelta, Adagrad, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop; write one of them, or "
+         "pass the optimizer itself to `initialize(optimizer=...)`; did you mean 'Adam'?"),
         ({"type": "AdamW", "params": {"lr": "auto"}}, f"params.lr: {AUTO} a number at least 0; the default is 0.001"),
         ({"type": "AdamW", "params": {"betas": [0.9, 1.0]}},
          "params.betas: [0.9, 1.0] is not two numbers, each at least 0 and below 1; the default is [0.9, 0.999]"),
@@ -319,8 +320,8 @@ def test_optimizers_that_cannot_be_taken(section: dict[str, Any], says: str) -> 
         ({"type": "WarmUp"},
          'type: "WarmUp" is not a schedule that a configuration can describe: they are WarmupLR, WarmupDecayLR, '
          "WarmupCosineLR, OneCycle, LRRangeTest, ConstantLR, CosineAnnealingLR, CosineAnnealingWarmRestarts, CyclicLR, "
-         "ExponentialLR, LinearLR, MultiStepLR, OneCycleLR, PolynomialLR, StepLR; the nearest is WarmupLR; write "
-         "one of them, or pass the schedule itself to `initialize(lr_scheduler=...)`"),
+         "ExponentialLR, LinearLR, MultiStepLR, OneCycleLR, PolynomialLR, StepLR; write "
+         "one of them, or pass the schedule itself to `initialize(lr_scheduler=...)`; did you mean 'WarmupLR'?"),
     ],
 )  # fmt: skip
 def test_schedules_that_cannot_be_taken(section: dict[str, Any], says: str) -> None:
@@ -354,7 +355,7 @@ JUNK: list[Any] = [
 PYDANTIC = (
     "Input should", "pydantic", "validation error", "type=", "[type", "Value error", "Field required", "Extra inputs",
 )  # fmt: skip
-KEYS = [(join(where, key), section) for where, section in sections(Config) for key in section.model_fields]
+KEYS = [(joined(where, key), section) for where, section in sections(Config) for key in section.model_fields]
 
 
 def raw_with(path: str, section: type[Section], value: Any) -> dict[str, Any]:

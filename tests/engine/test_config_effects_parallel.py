@@ -180,7 +180,7 @@ def test_a_plan_names_layers_on_any_stage(ranks: Ranks) -> None:
     assert last["6.up.weight"] == (2 * WIDTH, WIDTH)
     with pytest.raises(RankFailed) as refused:
         ranks.run(4, stages_job, {"2.upp": "column"})
-    assert str(refused.value).count("no stage has a module '2.upp'; did you mean 2.up?") == 4
+    assert str(refused.value).count("no stage has a module '2.upp'; did you mean '2.up'?") == 4
 
 
 def other_data_job(rank: int, differs: bool) -> str:

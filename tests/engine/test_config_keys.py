@@ -8,8 +8,9 @@ import pytest
 
 from dsprof.engine.config import Config, ConfigError, load
 from dsprof.engine.config.deepspeed_keys import FOREIGN, RENAMED, REPLACED
-from dsprof.engine.config.keys import nearest
-from dsprof.engine.config.model import join, sections
+from dsprof.engine.config.keys import ALIASES
+from dsprof.engine.config.model import sections
+from dsprof.engine.words import joined, nearest
 
 ONE = {"train_batch_size": 1}
 NOT_OURS = "DeepSpeed's key, which this engine does not have; "
@@ -65,7 +66,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest(raw: dict[str, Any], 
 
 def test_the_nearest_is_the_most_alike_whatever_its_case() -> None:
     assert nearest("Momentun", ["momentum", "moment", "lr"]) == "momentum"
-    assert nearest("Wd", ["adam_w_mode", "weight_decay"]) == "weight_decay"
+    assert nearest("Wd", ["adam_w_mode", "weight_decay"], meanings=ALIASES) == "weight_decay"
     assert nearest("one", ["Oned", "oned"]) == "Oned"
     assert nearest("zzz", ["first", "second"]) is None
     assert nearest("zzz", []) is None
@@ -129,7 +130,7 @@ def test_every_foreign_key_is_told_of_wherever_it_stands() -> None:
     for where, keys in FOREIGN.items():
         for key, foreign in keys.items():
             without = [section for section in own[where] if key not in section.model_fields]
-            assert without, join(where, key)
+            assert without, joined(where, key)
             told += foreign.says != ""
     assert told == sum(map(len, FOREIGN.values())) > 90
 

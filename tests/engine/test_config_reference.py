@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from dsprof.engine.config import Config
-from dsprof.engine.config.model import Section, TorchParams, join, sections
+from dsprof.engine.config.model import Section, TorchParams, sections
+from dsprof.engine.words import joined
 
 DOCS = Path(__file__).parents[2] / "docs" / "engine-config.md"
 render = runpy.run_path(str(DOCS.with_name("engine_config.py")))["render"]
@@ -25,9 +26,9 @@ def test_every_key_is_documented_where_it_is_defined(where: str, section: type[S
     assert section.__doc__
     assert section.model_fields
     for key, field in section.model_fields.items():
-        assert field.description, join(where, key)
-        assert field.description.rstrip().endswith("."), join(where, key)
-        assert f"| `{key}` |" in page, join(where, key)
+        assert field.description, joined(where, key)
+        assert field.description.rstrip().endswith("."), joined(where, key)
+        assert f"| `{key}` |" in page, joined(where, key)
 
 
 def test_the_sections_are_all_there() -> None:

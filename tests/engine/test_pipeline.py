@@ -134,7 +134,7 @@ def test_an_ordinary_model_is_divided_by_the_names_of_its_modules(ranks: Ranks) 
         (lambda: PipelineModule([3], 1), PIPELINE + "layer 0 is a int; a layer is a LayerSpec, a module or a function"),
         (
             lambda: PipelineModule(["embd"], 1, model=tree()),
-            PIPELINE + "the model has no module 'embd'; did you mean embed",
+            PIPELINE + "the model has no module 'embd'; did you mean 'embed'?",
         ),
         (
             lambda: PipelineModule(["embed"], 1, model=tree()),

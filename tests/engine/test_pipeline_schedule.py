@@ -137,9 +137,10 @@ def test_schedules_have_the_names_of_the_configuration() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("1F1B1", 2, 2), 'there is no pipeline schedule "1F1B1"; the nearest is "1f1b"'),
-        (("zb", 2, 2), 'there is no pipeline schedule "zb"; the nearest is "zero-bubble"'),
-        (("zerobubble", 2, 2), 'the nearest is "zero-bubble" (of gpipe, 1f1b, interleaved, zero-bubble)'),
+        (("1F1B1", 2, 2), 'there is no pipeline schedule "1F1B1"; write one of gpipe, 1f1b, '),
+        (("zb", 2, 2), "; write one of gpipe, 1f1b, interleaved, zero-bubble; did you mean 'zero-bubble'?"),
+        (("zerobubble", 2, 2), "did you mean 'zero-bubble'?"),
+        (("1f1bb", 2, 2), "did you mean '1f1b'?"),
         (("1f1b", 0, 2), "ranks is 0; a pipeline needs at least 1"),
         (("1f1b", 2, -1), "microbatches is -1; a pipeline needs at least 1"),
         (("interleaved", 2, 2, 0), "virtual_stages is 0; a pipeline needs at least 1"),

@@ -447,7 +447,7 @@ def test_a_model_with_nothing_to_shard_is_refused() -> None:
     [
         ({"blocks.*.attn.c_attn": "column"}, "the model has no module 'blocks.*.attn.c_attn'; did you mean 'blocks."),
         ({"blocks.*.attention": "column"}, "'blocks.0.attention' is 'column', and a FusedAttention is no linear layer"),
-        ({"head": "colwize"}, "'head' is 'colwize', which is no style; did you mean 'colwise'?"),
+        ({"head": "colwize"}, "'head' is 'colwize', which is no style; there are column, "),
         ({"head": "moe_tp_experts"}, "'head' is 'moe_tp_experts', which is no style"),
         ({"blocks.*.mlp.0": "column"}, "blocks.0.mlp.0 is column, but blocks.0.mlp.3 reads its output whole"),
         ({"blocks.*.mlp.3": "row"}, "blocks.0.mlp.3 is row, but blocks.0.mlp.0 would have to be column"),

@@ -3,6 +3,7 @@
 aligned      all ranks beside each other; which of their rows are held at once
 clock        every rank on one clock
 steps        steps under numbers that mean the same on all ranks
+groups       process groups by their ranks, and the dimensions of the mesh that like ones form
 topology     which ranks are stages of a pipeline
 match        the same collective or message on all ranks
 numbering    communications that came without a number

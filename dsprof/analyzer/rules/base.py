@@ -130,6 +130,18 @@ def _installed(site: str | None) -> str:
     return next((site.rpartition(home)[2] for home in INSTALLED if site and home in site), "")
 
 
+def zero_stage(study: Study) -> int | None:
+    """DeepSpeed's stage of ZeRO; None where it does not train, or does not say."""
+    stages = [fact["zero_stage"] for fact in study.facts.get("deepspeed", []) if fact.get("zero_stage") is not None]
+    return int(stages[0]) if stages else None
+
+
+def sharded_stage(study: Study) -> int:
+    """What is divided over the data-parallel ranks, as a stage of ZeRO: 1 the optimizer's states, 2 gradients too, 3
+    parameters too, as FSDP does; 0 nothing, as far as is known."""
+    return 3 if study.facts.get("fsdp") else zero_stage(study) or 0
+
+
 def listed(ranks: Sequence[int]) -> str:
     """`0, 3, 7`: the first MOST_LISTED."""
     return ", ".join(map(str, ranks[:MOST_LISTED]))

@@ -12,6 +12,7 @@ from ..align.steps import captured_part, describe_steps, early_ends, lasting_cha
 from ..analysis import Analysis, CaptureQuality, Verdict
 from ..budget.wall_time import divide_time, run_span
 from ..device import unknown_kernels
+from ..finding import Finding
 from ..hang.transient_hang import transient_hangs
 from ..judge import Judged
 from ..memory.allocator_state import summarize_memory
@@ -66,7 +67,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         memory_steps=study.memory,
         memory_uses=study.memory_uses,
         device=study.device,
-        findings=judgement.findings,
+        findings=tuple(_placed(finding, study) for finding in judgement.findings),
         passed=judgement.passed,
         not_judged=dict(judgement.not_judged),
         noise_ms=judgement.noise_ms,
@@ -82,6 +83,12 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         stood=_longest_hang(study),
     )
     return replace(analysis, verdict=verdict)
+
+
+def _placed(finding: Finding, study: Study) -> Finding:
+    """With the coordinate of its ranks in the job's mesh, if it has one."""
+    coordinate = study.mesh.in_common(finding.where.ranks or ())
+    return replace(finding, where=replace(finding.where, coordinate=coordinate)) if coordinate else finding
 
 
 def _quality(study: Study) -> CaptureQuality:

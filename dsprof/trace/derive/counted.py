@@ -27,7 +27,8 @@ def counted_rows(facts: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         found += [(begin, end - begin, thread, *row) for row in rows if end > begin]
     table = pd.DataFrame(found, columns=["start_ns", "dur_ns", "thread", "name", "value", "module", "purpose"])
     types = {"start_ns": "int64", "dur_ns": "Int64", "thread": "int64", "value": "float64"}
-    return table.astype(types).assign(kind="gauge", source="measured", ended=True, engine=False)
+    table = table.astype(types).assign(kind="gauge", source="measured", ended=True)
+    return table.assign(engine=False, device=False, taken=False)
 
 
 def _rows(fact: Mapping[str, Any]) -> list[Row]:

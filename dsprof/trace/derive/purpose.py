@@ -22,6 +22,9 @@ INTEGERS: Final = ("int16", "int32", "int64", "bool")
 """In backward DDP also reduces which parameters were used; gradients are not counted, though they may be quantized."""
 ONE_NUMBER: Final = 8
 """Bytes of one at most."""
+TENSOR_PARALLEL: Final = "tensor-parallel"
+LEAST_EQUAL: Final = 0.8
+"""Of what a group reduces in backward, by number and by bytes: as large as what it communicates in forward."""
 OF_ONE_NORM: Final = 128
 """The same of what a script reduces itself between backward and optimizer: some numbers altogether. What is larger than
 OF_A_NORM there is gradients; in between it may be a norm of each parameter, or the gradients of a tiny model, whose
@@ -55,11 +58,38 @@ def purposes(
     purpose[updating & reduces & (rows["bytes"] <= OF_A_NORM).fillna(False).to_numpy(bool)] = "norm"
     purpose.loc[list(by_hand)] = "gradient"
     if tensor_parallel:
-        purpose[(forward | backward) & comm & rows["group"].isin(tensor_parallel)] = "tensor-parallel"
+        purpose[(forward | backward) & comm & rows["group"].isin(tensor_parallel)] = TENSOR_PARALLEL
+    purpose[activations_by_hand(rows, forward, backward)] = TENSOR_PARALLEL
     if "pipeline" in facts:
         purpose[comm & rows["peer"].notna()] = "pipeline"
     purpose[comm & (rows["name"] == "barrier")] = "barrier"
     return rows["purpose"].fillna(purpose)
+
+
+def activations_by_hand(
+    rows: pd.DataFrame, forward: npt.NDArray[np.bool_], backward: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Which rows are of tensor parallelism that a script does itself: a group that reduces in forward, and in backward
+    what is as large as that. Nobody reduces gradients in a forward, and what is averaged there, such as a loss or the
+    statistics of a batch, is little beside the gradients of the same group.
+
+    forward, backward: which rows were issued in one
+    """
+    unknown = rows["purpose"].isna().to_numpy(bool) & (rows["kind"] == "comm").to_numpy(bool)
+    large = (rows["bytes"] > ONE_NUMBER).fillna(False).to_numpy(bool) & ~rows["dtype"].isin(INTEGERS).to_numpy(bool)
+    layers = unknown & large & (forward | backward) & rows["name"].isin([*REDUCTIONS, "all_gather"]).to_numpy(bool)
+    reduces = layers & rows["name"].isin(REDUCTIONS).to_numpy(bool)
+    found = np.zeros(len(rows), bool)
+    for group in rows["group"][reduces & forward].dropna().unique():
+        mine = (rows["group"] == group).to_numpy(bool)
+        size = rows["bytes"].to_numpy(np.float64, na_value=0)
+        of_layers = mine & layers & np.isin(size, np.unique(size[mine & layers & forward]))
+        reduced, equal = mine & reduces & backward, of_layers & reduces & backward
+        if not equal.any() or (mine & reduces & forward).sum() < equal.sum() / 2:
+            continue
+        if min(equal.sum() / reduced.sum(), size[equal].sum() / size[reduced].sum()) >= LEAST_EQUAL:
+            found |= of_layers
+    return found
 
 
 def _issued_in(rows: pd.DataFrame, phase: str) -> npt.NDArray[np.bool_]:

@@ -38,7 +38,7 @@ def _gap_rows(capture: Capture) -> pd.DataFrame:
     rows = pd.DataFrame(found, columns=["start_ns", "dur_ns", "value"])
     marks = {"kind": "mark", "name": CAPTURE_GAP, "lane": CAPTURE_GAP, "thread": 0, "source": "derived", "ended": True}
     return rows.astype({"start_ns": "int64", "dur_ns": "Int64", "value": "float64"}).assign(
-        engine=False, device=False, **marks
+        engine=False, device=False, taken=False, **marks
     )
 
 
@@ -73,6 +73,7 @@ def _rows(capture: Capture) -> pd.DataFrame:
             "group": names[records["group"]],
             "engine": (records["flags"] & Flag.ENGINE) != 0,
             "device": (records["flags"] & Flag.DEVICE) != 0,
+            "taken": (records["flags"] & Flag.START_MEASURED) != 0,
             "stage": column("stage"),
             "microbatch": column("microbatch"),
             "module": names[records["module"]],

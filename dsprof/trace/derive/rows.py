@@ -12,16 +12,17 @@ Int = npt.NDArray[np.int64]
 
 GIVEN: Final = {
     "kind": "object", "name": "object", "lane": "object", "thread": "int64", "start_ns": "int64", "dur_ns": "Int64",
-    "issue_ns": "Int64", "host_ns": "Int64", "group": "object", "engine": "bool", "device": "bool", "stage": "Int64",
-    "microbatch": "Int64", "module": "object", "purpose": "object", "seq": "Int64", "peer": "Int64", "tag": "Int64",
-    "root": "Int64", "bytes": "Int64", "dtype": "object", "value": "float64", "corr": "Int64", "site": "object",
-    "grad": "boolean", "source": "object", "ended": "bool",
+    "issue_ns": "Int64", "host_ns": "Int64", "group": "object", "engine": "bool", "device": "bool", "taken": "bool",
+    "stage": "Int64", "microbatch": "Int64", "module": "object", "purpose": "object", "seq": "Int64", "peer": "Int64",
+    "tag": "Int64", "root": "Int64", "bytes": "Int64", "dtype": "object", "value": "float64", "corr": "Int64",
+    "site": "object", "grad": "boolean", "source": "object", "ended": "bool",
 }  # fmt: skip
 """Columns of the rows of one process that derivation starts from, before the order, steps and nesting of the table.
 
 They mean what they do in `schema.COLUMNS`. `lane` is null where it follows from thread and group. Beside those there is
-`engine`: whether dsprof's engine recorded the row, which names and brackets its waits itself; and `device`: whether its
-times are a device's, of events on its streams.
+`engine`: whether dsprof's engine recorded the row, which names and brackets its waits itself; `device`: whether its
+times are a device's, of events on its streams; and `taken`: whether a communication's start is when what runs it on the
+host (a worker of gloo's, a lane of the engine's) took it, and not merely when it was issued.
 """
 REQUIRED: Final = ("kind", "name", "thread", "start_ns", "dur_ns", "source")
 """Of them, those that every source of rows has. One that is left out is null in every row; a row without `ended` has

@@ -42,9 +42,11 @@ def align_clock(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_arrivals(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with `arrival_ns`: a device's communication begins for its rank when its stream has got to it."""
-    arrived = rows["device"] & (rows["kind"] == "comm") & rows["dur_ns"].notna()
-    return rows.assign(arrival_ns=rows["start_ns"].astype("Int64").where(arrived))
+    """The rows with `arrival_ns`: a device's communication begins for its rank when its stream has got to it, a host's
+    when what runs it has taken it: until then its workers were busy with others."""
+    reached = rows["device"] & rows["dur_ns"].notna()
+    took = rows["taken"] & ~rows["device"]
+    return rows.assign(arrival_ns=rows["start_ns"].astype("Int64").where((rows["kind"] == "comm") & (reached | took)))
 
 
 def clock_offsets(samples: pd.DataFrame) -> tuple[Float, Float, float]:

@@ -19,9 +19,8 @@ from ...study import Study
 from ...text import count, ms, size
 from ...whatif.edit import Edited
 from ...whatif.rebucket import rebucket
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, ddp_argument_fix, replay_rebucketed
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, ddp_argument_fix, replay_rebucketed, zero_stage
 from ..rule import Look, Rule
-from .deepspeed_config import stage_of
 from .shards import UNJUDGED, sharded, small_shards
 from .zero_buckets import blocking_buckets
 
@@ -47,7 +46,7 @@ def bucket_size(study: Study) -> list[Finding]:
     signals.steps(study)
     if study.ranks_missing:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
-    stage = stage_of(study)
+    stage = zero_stage(study)
     if stage in (1, 2):
         _need_gradients_to_matter(study)
         return blocking_buckets(study)

@@ -1,4 +1,4 @@
-"""What rules know of DeepSpeed: its stage of ZeRO, and how a fix names the keys of its configuration."""
+"""What rules know of DeepSpeed: its buckets, and how a fix names the keys of its configuration."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ from dsprof.schema import FLOAT_BYTES
 
 from ...finding import Fix, Gain
 from ...study import Study
-
-
-def stage_of(study: Study) -> int | None:
-    """DeepSpeed's stage of ZeRO; None where it does not train, or does not say."""
-    stage = _told(study, "zero_stage")
-    return None if stage is None else int(stage)
 
 
 def told(study: Study, setting: str) -> int:

@@ -18,8 +18,8 @@ from ...study import Study, once
 from ...text import count, size
 from ...whatif.edit import Edited
 from ...whatif.rebucket import coalesce
-from ..base import LEAST_SHARE, at, code_fix, replay_rebucketed
-from .deepspeed_config import elements, stage_of, told, zero_fix
+from ..base import LEAST_SHARE, at, code_fix, replay_rebucketed, zero_stage
+from .deepspeed_config import elements, told, zero_fix
 
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
@@ -170,7 +170,7 @@ def _fixes(study: Study, best: _Merged) -> tuple[Fix, ...]:
         title = f"wrap {best.together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
         return (code_fix(title, grouped, "", site, best.gain),)
-    if stage_of(study) is not None:
+    if zero_stage(study) is not None:
         return (_bucket_fix(study, best),)
     return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)
 

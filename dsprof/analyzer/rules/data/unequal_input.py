@@ -14,6 +14,7 @@ from ...whatif.work import Change
 from ..base import NotJudged, at, code_fix
 from ..rule import Fault, Rule
 from .loader import loader_site, training_loader
+from .routed_tokens import routed_tokens
 
 
 @once
@@ -52,6 +53,9 @@ def _less_mean_of_team(study: Study, values: Float) -> Float:
 def unequal(study: Study) -> Change | None:
     """Every rank given an equal share of the step's input."""
     signals.peers(study)
+    routed = routed_tokens(study)
+    if routed is not None:
+        raise NotJudged(routed.reason)
     signals.input_sizes(study)
     if all(peer_group.sum() < 2 for peer_group in study.peer_groups):
         raise NotJudged("each rank is another stage of a pipeline, so their inputs differ")

@@ -23,7 +23,7 @@ from ...price.gains import mean_gain
 from ...study import Study
 from ...text import count, percent, size
 from ...whatif.work import Change, less
-from ..base import LEAST_SHARE, NotConcerned, NotJudged
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, sharded_stage
 from ..rule import Look, Rule
 
 MiB: Final = 1 << 20
@@ -273,8 +273,7 @@ def _unpriced(study: Study) -> str:
     each = len(backward) / max(len(study.ranks) * len(study.step_numbers), 1)
     if each >= 2 and not study.in_stages:
         return f"gradients are accumulated over {count(round(each), 'micro-batch', 'es')}"
-    stages = [int(fact.get("zero_stage") or 0) for fact in study.facts.get("deepspeed", [])]
-    if max(stages, default=0) >= 3 or study.facts.get("fsdp"):
+    if sharded_stage(study) >= 3:
         return "parameters are gathered for every use (ZeRO stage 3, FSDP)"
     return ""
 

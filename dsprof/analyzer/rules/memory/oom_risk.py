@@ -15,7 +15,7 @@ from ...memory.use_by_step import MemoryUse
 from ...study import Study
 from ...text import count, percent, size
 from ...text import ranks as ranks_in_words
-from ..base import NotConcerned, NotJudged, PartlyJudged
+from ..base import NotConcerned, NotJudged, PartlyJudged, sharded_stage
 from ..rule import Look, Rule
 from . import fragmentation
 
@@ -221,7 +221,7 @@ def _fixes(
         for one in variables[:1]
         if int(one.get("tensors", 0)) >= KEPT_BY_NUMBER and int(one.get("bytes", 0)) >= max(missing, 1)
     ]  # fmt: skip
-    levers = list(_levers(study, place, parts, rest))
+    levers = list(_levers(study, rank, place, parts, rest))
     fitting = [lever for lever in levers if lever[1] >= missing > 0]
     for words, frees in fitting[:1] or sorted(levers, key=lambda lever: -lever[1])[:2]:
         enough = f", of {size(missing)} that are missing" if missing else ""
@@ -230,12 +230,13 @@ def _fixes(
     return tuple(fixes)
 
 
-def _levers(study: Study, place: str, parts: Mapping[str, int], rest: int) -> Iterator[tuple[str, int]]:
+def _levers(
+    study: Study, rank: int, place: str, parts: Mapping[str, int], rest: int
+) -> Iterator[tuple[str, int]]:  # fmt: skip
     """(what to do, bytes that it frees on this rank), the cheapest in time first. First-order: the parts as they were
-    measured, shared over all ranks."""
-    ranks = study.run.world_size or len(study.ranks) or 1
-    stage = max((int(fact.get("zero_stage") or 0) for fact in study.facts.get("deepspeed", [])), default=0)
-    sharded = 3 if study.facts.get("fsdp") else stage
+    measured, shared over the data-parallel ranks."""
+    ranks = study.mesh.data_parallel_size(rank, study.run.world_size or len(study.ranks) or 1)
+    sharded = sharded_stage(study)
     states, gradients, parameters = (parts.get(name, 0) for name in ("optimizer_states", "gradients", "parameters"))
     left = 1 - 1 / ranks
     if ranks > 1 and sharded < 1 and states:

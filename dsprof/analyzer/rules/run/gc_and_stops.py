@@ -24,7 +24,7 @@ from ..rule import Fault, Look, Rule
 MOSTLY: Final = 0.5
 """Of a stop: a rank that was ready to run for so much of it, and had no core, did nothing else."""
 SMALL_PART: Final = 0.1
-"""Of what the worst rank lost: a rank that lost less is not named, as a busy machine stops each of them now and then."""
+"""Of what the worst rank lost: one that lost less is not named, as a busy machine stops each of them now and then."""
 MOST_NAMED: Final = 4
 """Ranks of which it is said where they were."""
 

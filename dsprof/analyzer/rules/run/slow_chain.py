@@ -15,6 +15,8 @@ from ...graph.chain_work import chain_groups, chain_work
 from ...study import Study, once
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, listed
+from ..data.routed_tokens import explained_by_tokens
+from ..data.unequal_input import explained_by_size
 from .late import late_ones, lateness, typical
 
 HOST: Final = "host"
@@ -23,9 +25,19 @@ DEVICE: Final = "device"
 
 @once
 def _own_work(study: Study) -> Float:
-    """Work of each chain in each judged step, ms, [T, S]."""
+    """Work of each chain in each judged step, less what the rank's input explains of its device's, ms, [T, S]."""
     own: Float = np.sum([chain_work(study.need_graph(), part) for part in OWN_WORK], axis=0)
+    explained = explained_by_input(study)
+    if explained is not None:
+        own[: len(explained)] -= explained
     return own
+
+
+def explained_by_input(study: Study) -> Float | None:
+    """The part of each rank's compute that its share of the input explains, or the tokens that are routed to it, ms,
+    [R, S]; None: nothing does."""
+    explained = explained_by_tokens(study)
+    return explained_by_size(study) if explained is None else explained
 
 
 @once
@@ -82,7 +94,7 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
             where = None  # most of it lies between the phases
     names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
     late_by = lateness(late[named].mean(axis=0))
-    title = f"the {whose} of rank {names} is {late_by} and the other ranks wait"
+    title = f"the {whose} of rank {names}{study.mesh.words(ranks)} is {late_by} and the other ranks wait"
     fixes = _fixes(listed(ranks), where, on_device)
     at = Where(ranks=ranks, op=where, steps=study.step_range)
     return Finding("rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share)

@@ -15,10 +15,9 @@ from ...study import Study, once
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
-from ..data.unequal_input import explained_by_size
 from ..rule import Fault, Rule
 from .late import late_ones, lateness, typical
-from .slow_chain import slow_chain, slow_chains
+from .slow_chain import explained_by_input, slow_chain, slow_chains
 
 OUTSIDE = "time outside the phases"
 LONGEST_LINE_NS = 1 << 62
@@ -44,9 +43,10 @@ def slow_ranks(study: Study) -> Change | None:
 
 @once
 def _own_work(study: Study) -> Float:
-    """Work of a step less what the rank's share of the input explains, ms, [R, S]."""
+    """Work of a step less what the rank's share of the input explains, or of the tokens that are routed to it, ms,
+    [R, S]."""
     own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0)
-    explained = explained_by_size(study)
+    explained = explained_by_input(study)
     return own if explained is None else own - explained
 
 
@@ -73,7 +73,7 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         evidence.append(Evidence("CPU time a step", round(value, 3), "ms", round(expected, 3)))
     names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
     verb = "arrives" if len(ranks) == 1 else "arrive"
-    title = f"rank {names} {verb} {lateness(late)} and the others wait"
+    title = f"rank {names}{study.mesh.words(ranks)} {verb} {lateness(late)} and the others wait"
     where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=study.step_range)
     value, expected = _mine_and_others(study.gauges.spent("core_wait_seconds").mean(axis=1), slow)
     waited = value - expected
