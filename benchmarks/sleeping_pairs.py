@@ -83,10 +83,17 @@ def step_ms(ran: Ran) -> float:
     return float(np.mean([(at[-1] - at[0]) / (len(at) - 1) for at in updates])) / 1e6
 
 
+def ran(ranks: SleepingRanks, folder: Path, arguments: tuple[str, ...], count: int) -> Ran:
+    """The job; not run again where it was kept."""
+    told = [folder / f"told.{rank}" for rank in range(count)]
+    if all(path.exists() for path in told):
+        return Ran(folder, [json.loads(path.read_text()) for path in told])
+    return ranks.run(folder, JOB, *arguments, ranks=count, without="nvml")
+
+
 def judged(ranks: SleepingRanks, pair: Pair, folder: Path) -> dict[str, Any]:
     """What was said of the fault, and what mending it saved."""
-    faulty = ranks.run(folder / "fault", JOB, *pair.fault, ranks=pair.ranks, without="nvml")
-    mended = ranks.run(folder / "mended", JOB, *pair.mended, ranks=pair.ranks, without="nvml")
+    faulty, mended = (ran(ranks, folder / which, getattr(pair, which), pair.ranks) for which in ("fault", "mended"))
     before, after = step_ms(faulty), step_ms(mended)
     analysis = analyze(faulty.trace)
     said = next((finding for finding in analysis.findings if finding.is_problem), None)
@@ -124,6 +131,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--only", help="a pair")
     arguments.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "dsprof-sleeping-device")
+    arguments.add_argument("--keep", type=Path, help="a folder for what ran, of which nothing is run again")
     options = arguments.parse_args()
     done: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text())["each"] if RESULTS.exists() else {}
     options.cache.mkdir(parents=True, exist_ok=True)
@@ -133,7 +141,8 @@ def main() -> None:
             if options.only not in (None, name) or (name in done and options.only is None):
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                done[name] = {"fault": " ".join(pair.fault), **judged(ranks, pair, Path(folder))}
+                place = options.keep / name.replace(" ", "-") if options.keep else Path(folder)
+                done[name] = {"fault": " ".join(pair.fault), **judged(ranks, pair, place)}
             print(name, json.dumps({key: of for key, of in done[name].items() if key != "not_judged"}), flush=True)
             each = {one: done[one] for one in CHOSEN if one in done}
             result = {"torch": torch.__version__, "cpus": os.cpu_count(), "summary": summary(each), "each": each}

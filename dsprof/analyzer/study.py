@@ -184,6 +184,18 @@ class Study:
             return "the device's kernels were traced, but not how they depend on their host"
         return "the job ran on a device, and what that did was not timed in every step"
 
+    @cached_property
+    def bound_ms(self) -> float:
+        """How long the devices' phases of a step are that end as soon as their host has launched the last of them, mean
+        over ranks and ordinary steps: in these a device may stand idle, unseen."""
+        ordinary, found = self.ordinary, 0
+        for rank, summary in self.summaries.items():
+            mine = ordinary[ordinary["rank"] == rank]
+            begin = mine["start_ns"].to_numpy(np.int64)
+            bound = summary.chains.bound
+            found += int((bound.before(begin + mine["dur_ns"].to_numpy(np.int64)) - bound.before(begin)).sum())
+        return found / 1e6 / max(len(ordinary), 1)
+
     @property
     def contended(self) -> HostLoad | None:
         """How busy the cores are that the job computes and communicates on; None: not measured, or devices do it."""

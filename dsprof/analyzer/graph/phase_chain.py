@@ -8,7 +8,6 @@ takes longer than usual is taken to be so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -21,17 +20,12 @@ from dsprof.schema import HOST_SYNC
 from ..align.match import Matches, asked_ns
 from ..arrays import Int
 from ..budget.intervals import Intervals
-from ..budget.lanes import MAIN, STREAM
+from ..budget.lanes import MAIN
 from ..budget.step_budget import RankTime
 from .chains import LAUNCH, STEP, SYNC, Chain, Flows, RankChains, StreamTime, ThreadTime
+from .device_phases import DevicePhases, device_phases, host_steps, step_ends
 from .events import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, Program
 
-PHASES: Final = ("forward", "recompute", "backward", "optimizer")
-"""What is timed on streams."""
-ENDS_STEP: Final = ("backward", "optimizer")
-"""Phases of the training thread, the last of which in a step ends it there."""
-MOSTLY: Final = 0.9
-"""Of the time in phases, what must be on one stream for that to be the one that computes."""
 MOST_LATENCY_NS: Final = 1_000_000
 """From a launch to its operation, where the device has nothing else to do: no more is taken to be that."""
 AT_ONCE_NS: Final = 50_000
@@ -53,11 +47,11 @@ def phase_chain(
 
     program: what the training thread issued and waited for
     """
-    phases = _phases(rows)
+    phases = device_phases(rows)
     if phases is None:
         return None
-    numbers, begin, end = _host_steps(rows)
-    ended = _device_steps(rows)
+    numbers, begin, end = host_steps(rows)
+    ended = step_ends(rows)
     numbers, at = np.intersect1d(numbers, ended.index.to_numpy(np.int64), return_indices=True)[:2]
     begin, end = begin[at], end[at]
     if not len(numbers):
@@ -80,6 +74,7 @@ def phase_chain(
         time,
         time.lane_tasks,
         flows,
+        made.bound,
     )
 
 
@@ -98,70 +93,11 @@ def _without_early_waits(program: Program, collectives: pd.DataFrame) -> Program
     return tuple(column[~early] for column in program)
 
 
-@dataclass(frozen=True)
-class _Phases:
-    """P on the stream that computes, none inside another, in order of launch. issue, host_end: when the host began and
-    ended them; start, end: the same of the device, ns. name: [P]; lane: of the stream."""
-
-    lane: str
-    name: npt.NDArray[np.object_]
-    issue: Int
-    host_end: Int
-    start: Int
-    end: Int
-
-
-def _phases(rows: pd.DataFrame) -> _Phases | None:
-    timed = (rows["kind"] == "kernel") & (rows["source"] == "measured") & rows["name"].isin(PHASES)
-    timed &= rows["dur_ns"].notna() & rows["issue_ns"].notna()
-    table = rows[["name", "lane", "start_ns", "dur_ns", "issue_ns"]][timed]
-    table = table[table["lane"].astype(str).str.startswith(STREAM)]
-    if table.empty:
-        return None
-    spent = table.groupby(table["lane"].astype(str))["dur_ns"].sum()
-    if spent.max() < MOSTLY * spent.sum():
-        return None
-    lane = str(spent.idxmax())
-    table = table[table["lane"] == lane].sort_values(["issue_ns", "start_ns"], kind="stable")
-    host = rows[["start_ns", "dur_ns"]][(rows["kind"] == "phase") & rows["dur_ns"].notna() & rows["name"].isin(PHASES)]
-    last = (host["start_ns"] + host["dur_ns"]).groupby(host["start_ns"]).max()
-    issue = table["issue_ns"].to_numpy(np.int64)
-    host_end = last.reindex(issue).fillna(-1).to_numpy(np.int64)
-    host_end = np.where(host_end < 0, issue, host_end)
-    outermost = issue >= np.append(np.iinfo(np.int64).min, np.maximum.accumulate(host_end)[:-1])
-    table = table[outermost]
-    start = table["start_ns"].to_numpy(np.int64)
-    return _Phases(
-        lane, table["name"].astype(str).to_numpy(object), issue[outermost], host_end[outermost], start,
-        start + table["dur_ns"].to_numpy(np.int64),
-    )  # fmt: skip
-
-
-def _host_steps(rows: pd.DataFrame) -> tuple[Int, Int, Int]:
-    """Number of each step, and when the training thread began and ended it."""
-    chosen = (rows["kind"] == "phase") & (rows["lane"] == MAIN) & rows["dur_ns"].notna() & (rows["step"] >= 0)
-    phases = rows[["name", "step", "start_ns", "dur_ns"]][chosen]
-    ends = phases[phases["name"].isin(ENDS_STEP)]
-    end = (ends["start_ns"] + ends["dur_ns"]).groupby(ends["step"]).max().astype("int64")
-    numbers = end.index.to_numpy(np.int64)
-    first = phases.groupby("step")["start_ns"].min().reindex(end.index).to_numpy(np.int64)
-    last = end.to_numpy(np.int64)
-    follows = np.append(False, np.diff(numbers) == 1)[: len(numbers)]
-    begin = np.where(follows, np.append(0, last[:-1])[: len(last)], first)
-    return numbers, begin, np.maximum(last, begin + 1)
-
-
-def _device_steps(rows: pd.DataFrame) -> pd.Series[int]:
-    """Step -> when it ended, for the host and the device."""
-    steps = rows[["step", "start_ns", "dur_ns"]][(rows["kind"] == "step") & rows["dur_ns"].notna()]
-    return (steps["start_ns"] + steps["dur_ns"]).astype("int64").set_axis(steps["step"].to_numpy(np.int64))
-
-
 class _Stream:
     """The program of the stream, as it is put together in the order in which the host launched it."""
 
     def __init__(
-        self, phases: _Phases, rows: pd.DataFrame, time: RankTime, collectives: pd.DataFrame, matches: Matches,
+        self, phases: DevicePhases, rows: pd.DataFrame, time: RankTime, collectives: pd.DataFrame, matches: Matches,
         run: RunInfo | None,
     ) -> None:  # fmt: skip
         self._phases, self._rows = phases, rows
@@ -169,6 +105,7 @@ class _Stream:
         self._idle: list[tuple[Int, Int]] = []
         self._unknown = Intervals.empty()
         self.stood = Intervals.empty()
+        self.bound = Intervals.empty()
         # Order of launch, and among what is launched at one moment; what, when (NaN: not known), target, flow or not.
         self._key: list[Int] = []
         self._turn: list[Int] = []
@@ -226,6 +163,7 @@ class _Stream:
             usual[mine] = np.percentile(length[mine], USUAL)
         longer = np.where(bound, np.maximum(length - usual, 0), 0).astype(np.int64)
         self._idle.append((of.end - longer, of.end))
+        self.bound = Intervals.union(of.start[bound], of.end[bound])
         reached = np.minimum(of.host_end + self.latency, of.end)
         self._flow_to_stream(LAUNCH, of.host_end, 0, of.host_end, reached, of.end)
 

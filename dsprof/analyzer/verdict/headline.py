@@ -38,6 +38,8 @@ NOTHING_TO_GAIN: Final = 1.0
 
 GAINS: Final = "pause.gc"
 """It can be judged wherever gains can be told by replay at all."""
+LAUNCHES: Final = "compute.launch-bound"
+"""Where it concerns a job and was not judged, what counts as computing may be waiting for the host."""
 FRAGMENTATION: Final = "memory.fragmentation"
 LEVERS: Final = ("comm_exposed", "bubble")
 """Parts for which a rule replays every lever there is: where none gains anything, the part is explained."""
@@ -105,6 +107,8 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Ve
         return Verdict("inconclusive", f"{found}, but {clean(early[0])}")
     if GAINS in analysis.not_judged:
         return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[GAINS])}")
+    if LAUNCHES in analysis.not_judged:
+        return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[LAUNCHES])}")
     lost = _lost(analysis)
     explained = {part for part in lost if _explained(analysis, part)}
     unexplained = sum(share for part, share in lost.items() if part not in explained)

@@ -3,6 +3,7 @@
 edit            the structure of equal steps edited: edges, tasks and segments that come and go
 work            own work taken away, scaled or added
 on_chains       of ranks' work, as of their chains' work
+without_flows   no chain waits for another of its rank
 communications  collectives and messages removed, scaled, added, or issued earlier
 rebucket        gradients in other buckets, neighbouring gathers in one
 typical         nothing slower than is typical of its kind

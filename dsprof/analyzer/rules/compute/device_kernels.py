@@ -24,12 +24,15 @@ from ..rule import Look, Rule
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
+MOST_BOUND: Final = 0.1
+"""Share of the step that phases may take that end with their launches, before launches are worth a look."""
 LEAST_LATE: Final = 0.5
 """Of the collectives that make others wait, those to which a straggler is the last to come."""
 
 
 def launch_bound(study: Study) -> list[Finding]:
     """The device does nothing, and what it does next has not been launched, while its host is busy launching."""
+    _refuse_phases(study)
     devices = signals.kernels(study)
     if all(one.delay_us is None for one in devices.ranks.values()):
         raise NotJudged("the trace does not tell when kernels were launched")
@@ -70,6 +73,19 @@ def launch_bound(study: Study) -> list[Finding]:
     )
     where = Where(steps=(int(steps[0]), int(steps[-1])))
     return [Finding("compute.launch-bound", title, "info", where, evidence, gain, fixes)]
+
+
+def _refuse_phases(study: Study) -> None:
+    """Raises NotJudged where only whole phases were timed, of which much ends when the host has launched it."""
+    if study.device is not None or not study.led_by_devices:
+        return
+    share = study.bound_ms / study.step_ms if study.step_ms else 0.0
+    if share > MOST_BOUND:
+        raise NotJudged(
+            f"phases that take {percent(100 * share)} of the step end on the device when the host has launched the "
+            "last of them, and how long the device stands idle inside a phase is not seen when only whole phases are "
+            "timed: run again with `dsprof run --deep 10:13`, which traces the kernels of three steps"
+        )
 
 
 def collectives(study: Study) -> list[Finding]:
