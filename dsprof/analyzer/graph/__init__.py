@@ -5,6 +5,7 @@ chains       the chains of a rank: its training thread, a device's stream, and w
 find_chains  which chains a rank has
 device_phases  phases that were timed on a device, and the steps of its rank
 phase_chain  that of a device whose phases were timed by events
+kernel_chains  those of a device whose kernels were traced
 events       what each chain's program issues and waits for, and its own work in between
 tasks        collectives, messages and copies as arrays
 template     the structure that equal steps share

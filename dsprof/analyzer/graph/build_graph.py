@@ -60,14 +60,19 @@ def _build(
 ) -> StepGraph | None:
     ranks = tuple(sorted(set(of_ranks) & set(steps["rank"].tolist())))
     numbers, judged = _chosen(steps, len(ranks))
-    if not all(np.isin(numbers, chain.numbers).all() for rank in ranks for chain in of_ranks[rank].chains[1:]):
+    every = [chain for rank in ranks for chain in of_ranks[rank].chains]
+    if not all(np.isin(numbers, chain.numbers).all() for chain in every if len(chain.numbers)):
         of_ranks = {rank: of_host(of_ranks[rank]) for rank in ranks}  # what devices did was not seen in every step
     beside = [(i, chain) for i, rank in enumerate(ranks) for chain in of_ranks[rank].chains[1:]]
     if not len(numbers):
         return None
     inside = steps[steps["step"].isin(numbers)]
-    begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64)
+    begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64, copy=True)
     end: Int = begin + inside.pivot(index="rank", columns="step", values="dur_ns").to_numpy(np.int64)
+    for i, chain in enumerate(of_ranks[rank].chains[0] for rank in ranks):
+        if len(chain.numbers):
+            at = np.searchsorted(chain.numbers, numbers)
+            begin[i], end[i] = chain.begin[at], chain.end[at]
     for _, chain in beside:
         at = np.searchsorted(chain.numbers, numbers)
         begin, end = np.vstack([begin, chain.begin[at]]), np.vstack([end, chain.end[at]])

@@ -23,8 +23,10 @@ from .step_graph import PARTS
 
 LAUNCH: Final = "launch"
 SYNC: Final = "sync"
+DEPENDS: Final = "depends"
 STEP: Final = "step"
-"""Kinds of flows: from the host to the device, from the device to the host, and where the host ends a step."""
+"""Kinds of flows: from the host to the device, from the device to the host, from one stream to another, and where a
+step ends."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,13 @@ class ThreadTime:
         if not len(self.waits.start):
             return found
         within = {part: np.diff(value) / 1e6 for part, value in self.time.before(when, self.waits).items()}
-        found[:, PARTS.index("other")] -= np.diff(self.waits.before(when)) / 1e6
+        other = PARTS.index("other")
+        # What is not labelled is other, and so are waits for something unknown.
+        unknown = (self.time.unbound & self.waits).before(when)
+        found[:, other] -= (np.diff(self.waits.before(when)) + np.diff(unknown)) / 1e6
         for part, spent in within.items():
-            if part != "outside_training":  # which counts as other
-                found[:, PARTS.index("other")] += spent
+            if part != "outside_training":
+                found[:, other] += spent
             if part in WORK:
                 found[:, PARTS.index(part)] -= spent
         # What FSDP does for its units is told apart from compute; of a wait in it, that is where it goes from.
@@ -112,7 +117,7 @@ class RankChains:
     """All chains of one rank. The first one *leads*: its steps are the rank's, and what it communicates it is that
     waits for it. own: what it issued to lanes of its own; flows: between its chains, whose targets follow those of
     `own`. bound: phases of the device that end as soon as the host has launched the last of them: how long it stands
-    idle inside is not known. incomplete: why not all of the time of its device is known; empty: it is, or there is none.
+    idle inside is not known. incomplete: why not all of the time of its device is known; empty: it is, or it has none.
     """
 
     chains: tuple[Chain, ...]

@@ -10,6 +10,7 @@ from ..align.match import Matches
 from ..budget.step_budget import RankTime
 from .chains import RankChains, of_thread
 from .events import find_program
+from .kernel_chains import kernel_chains
 from .phase_chain import phase_chain
 
 
@@ -17,6 +18,8 @@ def find_chains(
     time: RankTime, rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, run: RunInfo | None = None
 ) -> RankChains:
     """Of one rank: `rows` and `time` are its own. Where its device's phases were timed by events, the stream that they
-    are on leads; else the training thread is its only chain."""
+    are on leads; where its kernels were traced, the stream that computes most; else the training thread is its only
+    chain."""
     program = find_program(time.of_thread, rows, matches, run)
-    return phase_chain(time, program, rows, collectives, matches, run) or of_thread(time, program)
+    given = time, program, rows, collectives, matches, run
+    return phase_chain(*given) or kernel_chains(*given) or of_thread(time, program)
