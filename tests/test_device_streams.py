@@ -119,7 +119,7 @@ def test_findings_are_ranked_and_say_that_one_step_was_traced(analysis: Analysis
     assert straggler.where.ranks == (1,)
     assert "rank 1 comes late to most collectives (1 of 1)" in straggler.title
     assert "rank.straggler" not in analysis.not_judged
-    assert "replays no steps on a device" in analysis.not_judged["comm.exposed"]
+    assert "carry gradients" in analysis.not_judged["comm.exposed"]
 
 
 def test_a_late_begin_of_the_first_traced_step_is_no_lateness_of_the_ranks(tmp_path: Path) -> None:

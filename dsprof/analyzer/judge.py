@@ -216,7 +216,8 @@ class _Judging:
         )
         if len(study.step_numbers) < FEWEST_JUDGED and not measured:  # that is of the traced steps, and says so
             return replace(finding, severity="info")
-        noise_ms = 0.0 if math.isnan(self.noise_ms) else self.noise_ms
+        # What was measured of a device's operations is no difference of steps.
+        noise_ms = 0.0 if measured or math.isnan(self.noise_ms) else self.noise_ms
         return replace(finding, severity=severity_of(finding.weight, noise_ms))
 
 

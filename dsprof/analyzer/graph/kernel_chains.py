@@ -40,7 +40,7 @@ EVER: Final = 1 << 62
 
 
 @dataclass(frozen=True)
-class _Operations:
+class _DeviceOperations:
     """K of a rank's device, by start. stream: place in `names`; launch: NONE: not known; target: row of the matched
     table, NONE: no communication of several ranks, or none that was matched."""
 
@@ -66,13 +66,13 @@ def kernel_chains(
     operations = _operations(rows, matches, run)
     if operations is None or not (operations.launch != NONE).any():
         return None
-    steps = _Steps.find(rows, operations)
+    steps = _TracedSteps.find(rows, operations)
     if not len(steps.numbers):
         return None
-    return _Made(operations, steps, time, program).chains(rows)
+    return _ChainMaker(operations, steps, time, program).chains(rows)
 
 
-def _operations(rows: pd.DataFrame, matches: Matches, run: RunInfo | None) -> _Operations | None:
+def _operations(rows: pd.DataFrame, matches: Matches, run: RunInfo | None) -> _DeviceOperations | None:
     lane, names = codes_of(rows["lane"])
     of_stream = np.append([name.startswith(STREAM) for name in names.tolist()], False).astype(bool)[lane]
     kind = rows["kind"].isin(KINDS).to_numpy(bool) & rows["dur_ns"].notna().to_numpy(bool)
@@ -91,14 +91,14 @@ def _operations(rows: pd.DataFrame, matches: Matches, run: RunInfo | None) -> _O
     begun = phases["start_ns"].to_numpy(np.int64)
     stepping = Intervals.union(begun, begun + phases["dur_ns"].to_numpy(np.int64))
     launch = table["issue_ns"].to_numpy(np.int64, na_value=NONE)
-    return _Operations(
+    return _DeviceOperations(
         names, lane[chosen], start, start + table["dur_ns"].to_numpy(np.int64), launch, target,
         table["step"].to_numpy(np.int64), stepping.holds(launch),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class _Steps:
+class _TracedSteps:
     """numbers: [N] ascending; begin, host_end: of the training thread; end: when the device was through with it too."""
 
     numbers: Int
@@ -107,7 +107,7 @@ class _Steps:
     end: Int
 
     @staticmethod
-    def find(rows: pd.DataFrame, of: _Operations) -> _Steps:
+    def find(rows: pd.DataFrame, of: _DeviceOperations) -> _TracedSteps:
         steps = rows[["step", "start_ns", "dur_ns"]][(rows["kind"] == "step") & rows["dur_ns"].notna()]
         steps = steps.sort_values("step")
         numbers, begin = steps["step"].to_numpy(np.int64), steps["start_ns"].to_numpy(np.int64)
@@ -116,7 +116,7 @@ class _Steps:
         at = np.searchsorted(numbers, of.step)
         known = (at < len(numbers)) & (np.append(numbers, NONE)[at] == of.step)
         np.maximum.at(end, at[known], of.end[known])
-        return _Steps(numbers, begin, host_end, np.maximum.accumulate(end))
+        return _TracedSteps(numbers, begin, host_end, np.maximum.accumulate(end))
 
     @property
     def device_begin(self) -> Int:
@@ -128,7 +128,7 @@ class _Steps:
 
 
 @dataclass
-class _Events:
+class _ChainEvents:
     """Of one chain, lists of arrays: which operation each belongs to (its place, times four, and a turn), what, when,
     target, and whether that is a flow."""
 
@@ -146,14 +146,14 @@ class _Events:
         self.flow.append(np.full(len(key), int(flow)))
 
 
-class _Made:
+class _ChainMaker:
     """The chains, as they are put together."""
 
-    def __init__(self, operations: _Operations, steps: _Steps, time: RankTime, program: Program) -> None:
+    def __init__(self, operations: _DeviceOperations, steps: _TracedSteps, time: RankTime, program: Program) -> None:
         self._of, self._steps, self._time, self._program = operations, steps, time, program
         self._streams = np.unique(operations.stream).tolist()
-        self._events = {stream: _Events() for stream in self._streams}
-        self._host = _Events()
+        self._events = {stream: _ChainEvents() for stream in self._streams}
+        self._host = _ChainEvents()
         self._flows: list[tuple[str, Int, Int]] = []
         self._count = 0
         self.before = np.full(len(operations.start), -EVER)  # the end of the operation before on its stream

@@ -56,7 +56,7 @@ def phase_chain(
     begin, end = begin[at], end[at]
     if not len(numbers):
         return None
-    made = _Stream(phases, rows, time, collectives, matches, run)
+    made = _PhaseStream(phases, rows, time, collectives, matches, run)
     made.phases_begin_and_end()
     made.communicate()
     made.synchronize()
@@ -93,7 +93,7 @@ def _without_early_waits(program: Program, collectives: pd.DataFrame) -> Program
     return tuple(column[~early] for column in program)
 
 
-class _Stream:
+class _PhaseStream:
     """The program of the stream, as it is put together in the order in which the host launched it."""
 
     def __init__(
@@ -251,7 +251,8 @@ class _Stream:
         target[which[near]] = row[order][at[near]]
 
     def synchronize(self) -> None:
-        """Where the training thread waits for the device: until what it had launched by then is over."""
+        """Where the training thread waits for the device: until what it had launched by then is over. A call that came
+        back before waited for nothing, such as a copy from memory that is not pinned; it may have wanted a core."""
         rows = self._rows
         chosen = (
             (rows["kind"] == "mark") & (rows["name"] == HOST_SYNC) & (rows["lane"] == MAIN) & rows["dur_ns"].notna()
@@ -261,12 +262,22 @@ class _Stream:
             return
         begin = marks["start_ns"].to_numpy(np.int64)
         end = begin + marks["dur_ns"].to_numpy(np.int64)
-        stood = end - begin > AT_ONCE_NS
+        stood = (end - begin > AT_ONCE_NS) & (self._reached(begin) <= end + AT_ONCE_NS)
+        begin, end = begin[stood], end[stood]
         target = self._new(SYNC, begin, end)
-        self._put(begin, 5, ISSUE, np.where(stood, end - self.latency, np.nan), target)
+        self._put(begin, 5, ISSUE, end - self.latency, target)
         self._flow[-1][:] = 1
         self._host.append((WAIT, target, end))
         self.stood = Intervals.union(begin, end)
+
+    def _reached(self, launched: Int) -> Int:
+        """When the device had got to the last beginning or end of a phase that was launched before each moment."""
+        of = self._phases
+        begun = np.searchsorted(of.issue, launched, "left") - 1
+        over = np.searchsorted(of.host_end, launched, "left") - 1
+        start, end = np.append(of.start, 0)[begun], np.append(np.maximum.accumulate(of.end), 0)[over]
+        found: Int = np.where(begun >= 0, np.maximum(start, end), 0)
+        return found
 
     def end_steps(self, numbers: Int, host: Int, ended: Int) -> None:
         """A step is over when both chains are through with it: host, ended: when the host was, and when both were."""
