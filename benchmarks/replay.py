@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from dsprof.analyzer.graph.replay import replay, replay_all
-from dsprof.analyzer.graph.step_graph import PARTS, Edges, StepGraph, Steps, Structure, Task
-from dsprof.analyzer.whatif.work import scale
+from dsprof.analyzer.graph.step_graph import PARTS, Costs, Edges, Measured, StepGraph, Steps, Structure, Task
+from dsprof.analyzer.whatif import apply
+from dsprof.analyzer.whatif.work import ScaleWork
 
 HERE = Path(__file__).parent
 SEGMENTS, COLLECTIVES, STEPS = 400, 100, 100
@@ -60,9 +61,8 @@ def make_graph(ranks: int, steps: int = STEPS, peer_group: int = 8) -> StepGraph
     work[..., 0] = draw.uniform(0.1, 0.3, (segments, steps))
     transfer = draw.uniform(0.05, 0.2, (len(tasks), steps))
     nothing = np.zeros(transfer.shape)
-    alike = Steps(
-        structure, np.arange(steps), work, transfer, nothing, nothing, np.zeros((0, steps)), work[..., 0], nothing
-    )
+    measured = Measured(np.zeros((0, steps)), work[..., 0], nothing)
+    alike = Steps(structure, np.arange(steps), Costs(work, transfer, nothing, nothing), measured)
     return StepGraph.of_one_template(alike, follow=True)
 
 
@@ -73,7 +73,9 @@ def measure(ranks: int, variants: int, rounds: int) -> dict[str, float | int]:
     compiled = time.process_time() - began
     taken = []
     for _ in range(rounds):
-        graphs = [scale({"compute": 1 - 0.01 * i})(graph) for i in range(variants)] if variants > 1 else [graph]
+        graphs = (
+            [apply(graph, [ScaleWork({"compute": 1 - 0.01 * i})]) for i in range(variants)] if variants > 1 else [graph]
+        )
         began = time.process_time()
         replay_all(graphs) if variants > 1 else replay(graph)
         taken.append(time.process_time() - began)

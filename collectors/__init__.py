@@ -8,6 +8,7 @@ bootstrap/      arms where torch does not load its entry points
 arming/         has a process open a capture once it becomes a rank
 capture/        the capture of one rank: identity, window, folder, closing
 recorder/       writes records into chunk files
+overrides/      the knobs of `dsprof run --set`, turned in the job without an edit
 native/         the same in C++, with the hooks that run for every call
 system/         what the operating system tells: its clock, /proc
 hooking/        what hooks are made of: private names, wrappers, taking them away, errors

@@ -10,6 +10,7 @@ from torch import nn
 
 from .comm.comm import Comm
 from .comm.mesh import Parallel
+from .comm.peers import Peers
 from .config import Config
 from .hooks import Hooks
 from .offload import States
@@ -35,6 +36,7 @@ class Training:
     states: States
     """Masters and the optimizer's states, wherever they are between steps."""
     hooks: Hooks
+    peers: Peers
     training_dataloader: Any = None
     global_steps: int = 0
     """Steps taken, those that an overflow skipped among them."""

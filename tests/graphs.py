@@ -11,7 +11,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsprof.analyzer.graph.step_graph import PARTS, CrossStepEdges, Edges, StepGraph, Steps, Structure, Task
+from dsprof.analyzer.graph.step_graph import (
+    PARTS,
+    Costs,
+    CrossStepEdges,
+    Edges,
+    Measured,
+    StepGraph,
+    Steps,
+    Structure,
+    Task,
+)
 
 COMPUTE = PARTS.index("compute")
 
@@ -76,13 +86,8 @@ def steps_of(
     return Steps(
         structure=structure,
         numbers=np.arange(steps),
-        work=parts,
-        transfer=column(transfers),
-        wire=column(wires),
-        size=column(sizes or [1.0] * len(tasks)),
-        outside=np.zeros((outside, steps)),
-        began=np.zeros((segments, steps)),
-        ended=np.zeros((len(tasks), steps)),
+        costs=Costs(parts, column(transfers), column(wires), column(sizes or [1.0] * len(tasks))),
+        measured=Measured(np.zeros((outside, steps)), np.zeros((segments, steps)), np.zeros((len(tasks), steps))),
     )
 
 

@@ -17,9 +17,10 @@ from dsprof.analyzer.graph.find_chains import find_chains
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import StepGraph
 from dsprof.analyzer.graph.validate import check
-from dsprof.analyzer.whatif.communications import transfers_scaled
-from dsprof.analyzer.whatif.edit import edit
-from dsprof.analyzer.whatif.work import Change, less, scale
+from dsprof.analyzer.whatif import apply
+from dsprof.analyzer.whatif.communications import ScaleLink
+from dsprof.analyzer.whatif.select import Communications
+from dsprof.analyzer.whatif.work import Change, LessWork, ScaleWork
 from dsprof.schema import COLUMNS
 
 MS = 1_000_000
@@ -85,7 +86,7 @@ def test_what_a_step_leaves_for_the_next() -> None:
     assert replay(graph).durations.tolist() == [20, 27, 27, 27, 27, 27]
     assert check(graph).error < 1e-12
     assert len(graph.cross_step_edges) == 5
-    faster = edit(graph, lambda steps: transfers_scaled(steps, lambda task: True, 7 / 13))
+    faster = apply(graph, [ScaleLink(latency=7 / 13, bandwidth=13 / 7)])
     assert replay(faster).durations == pytest.approx([20, 21, 21, 21, 21, 21])  # there 6 ms into the next step
 
 
@@ -120,7 +121,7 @@ def test_a_rank_that_sends_in_the_step_before() -> None:
     # With rank 1 two ms faster a step, so is rank 0 from the first message on.
     removed = np.zeros((2, 5))
     removed[1] = 2.0
-    changed = less(graph, Change({"compute": removed}), [np.array([True, True])])(graph)
+    changed = apply(graph, [LessWork("a fault", Change({"compute": removed}), [np.array([True, True])])])
     assert [round(float(ms)) for ms in (replay(changed).end - replay(changed).start)[0]] == [12, 8, 8, 8, 8]
 
 
@@ -138,7 +139,7 @@ def test_who_waits_for_the_root_and_whom_the_root_waits_for() -> None:
     assert (replay(graph).end[:, 0]).tolist() == [15, 11, 15]
     removed = np.zeros((3, 1))
     removed[2] = 7.0 / 9 * 14  # of 14 ms of work of rank 2, in proportion: 9 of it before the broadcast
-    mended = less(graph, Change({"compute": removed}), [np.ones(3, bool)])(graph)
+    mended = apply(graph, [LessWork("a fault", Change({"compute": removed}), [np.ones(3, bool)])])
     # Rank 2 comes at 2, so the root waits for rank 1 only: until 6.
     assert replay(mended).end[:2, 0] == pytest.approx([11, 11])
 
@@ -149,7 +150,7 @@ def test_what_ended_when_the_next_began_came_before_it() -> None:
     rows += [comm(0, 0, "all_reduce", 5, 15, 0), wait(0, 0, "all_reduce", 6, 15, 0)]
     rows += [comm(0, 0, "all_reduce", 15, 20, 1, group="1"), wait(0, 0, "all_reduce", 15, 20, 1, group="1")]
     graph = graph_of_rows(rows)
-    slower = edit(graph, lambda steps: transfers_scaled(steps, lambda task: task.lane == "0", 2.0))
+    slower = apply(graph, [ScaleLink(2.0, 0.5, Communications(groups=("0",)))])
     assert replay(slower).durations.tolist() == [40]  # 10 ms more before the second begins
 
 
@@ -195,11 +196,12 @@ def test_what_is_issued_to_a_lane_of_its_own_is_a_task() -> None:
     assert steps.transfer[:, 0].tolist() == pytest.approx([10, 4], abs=1e-3)
     assert steps.work.sum() == pytest.approx(4 * 16)
     # Computing faster is of no use while the disk is slower; after the wait it is.
-    halved = scale({"optimizer": 0.5})(graph)
+    halved = apply(graph, [ScaleWork({"optimizer": 0.5})])
     assert replay(halved).durations == pytest.approx([1 + 14 + 4] * 4)
     # With a disk twice as fast, the reads are over 1 ms after they are needed.
-    assert replay(scale({"offload": 0.5})(graph)).durations == pytest.approx([2 + 7 + 8] * 4)
-    hidden = edit(graph, lambda steps: transfers_scaled(steps, lambda task: task.kind == "read", 0.1))
+    assert replay(apply(graph, [ScaleWork({"offload": 0.5})])).durations == pytest.approx([2 + 7 + 8] * 4)
+    reads = np.array([[0.1 if task.kind == "read" else 1.0] for task in steps.structure.tasks])
+    hidden = graph.with_templates((steps.with_costs(transfer=steps.transfer * reads),))
     assert replay(hidden).durations == pytest.approx([16] * 4)
 
 
@@ -231,7 +233,7 @@ def test_a_slow_disk_of_one_rank() -> None:
         removed = np.zeros((2, 4))
         removed[1] = 8.0
         change = Change({"offload": removed}, where_beyond_peers=beyond)
-        mended = less(graph, change, [np.ones(2, bool)])(graph)
+        mended = apply(graph, [LessWork("a fault", change, [np.ones(2, bool)])])
         assert replay(mended).durations == pytest.approx([26] * 4, abs=0.01)
 
 
@@ -258,7 +260,7 @@ def test_what_the_step_before_left_in_a_lane_is_not_counted_twice() -> None:
     assert graph.measured.tolist() == [60, 80, 80, 80, 80, 80]
     assert check(graph).error < 1e-9
     # Half as fast, the writes of 75 ms a step take 37.5: only the second one is still under way at the next step's 10.
-    assert replay(scale({"offload": 0.5})(graph)).durations == pytest.approx([60] * 6)
+    assert replay(apply(graph, [ScaleWork({"offload": 0.5})])).durations == pytest.approx([60] * 6)
 
 
 def test_a_slow_disk_is_where_a_rank_takes_longer_than_its_peers() -> None:
@@ -280,7 +282,9 @@ def test_a_slow_disk_is_where_a_rank_takes_longer_than_its_peers() -> None:
     graph = graph_of_rows(rows)
     late = np.array([[0.0], [22.0]]) * np.ones(4)
     change = Change({"optimizer": late * 16 / 38, "offload": late * 22 / 38}, where_beyond_peers=True)
-    assert replay(less(graph, change, [np.ones(2, bool)])(graph)).durations == pytest.approx([18] * 4, abs=0.2)
+    assert replay(apply(graph, [LessWork("a fault", change, [np.ones(2, bool)])])).durations == pytest.approx(
+        [18] * 4, abs=0.2
+    )
 
 
 @pytest.mark.parametrize("beyond", [False, True])
@@ -304,7 +308,9 @@ def test_a_wait_for_what_the_step_before_has_issued(beyond: bool, lag: float) ->
     for ms in (15 + lag, -5):
         removed = np.full((1, 6), float(ms))
         removed[0, 0] = 0
-        changed = less(graph, Change({"offload": removed}, where_beyond_peers=beyond), [np.ones(1, bool)])(graph)
+        changed = apply(
+            graph, [LessWork("a fault", Change({"offload": removed}, where_beyond_peers=beyond), [np.ones(1, bool)])]
+        )
         assert replay(changed).durations == pytest.approx([55, *[70 + lag - ms] * 5])
 
 

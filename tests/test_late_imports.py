@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -86,6 +86,23 @@ def test_a_module_that_is_there_is_hooked_at_once(name: str) -> None:
     assert module.value == 2
     uninstall()
     assert module.value == 1
+
+
+def test_a_module_that_is_being_imported_is_hooked_once_it_is_whole(tmp_path: Path, name: str) -> None:
+    """As deepspeed is, which imports torch before it has anything of its own."""
+    hook = Hook()
+    (tmp_path / "imported_early.py").write_text(f"import {name}\nbefore = {name}.ask()\nvalue = 1\n")
+    undo: list[Callable[[], None]] = []
+    module = importlib.import_module(name)
+    module.ask = lambda: undo.append(when_imported("imported_early", hook))  # type: ignore[attr-defined]
+    early = importlib.import_module("imported_early")
+    sys.modules.pop("imported_early")
+    assert hook.calls == 0
+    assert early.value == 2
+    assert type(early) is ModuleType
+    assert hook.calls == 1
+    undo[0]()
+    assert early.value == 1
 
 
 def test_who_gives_up_waiting_leaves_no_trace(name: str) -> None:

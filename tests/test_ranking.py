@@ -10,6 +10,7 @@ from dsprof.analyzer.graph.step_graph import StepGraph
 from dsprof.analyzer.judge import ranked
 from dsprof.analyzer.price.attribution import Attribution, attribute
 from dsprof.analyzer.rules.registry import all_rules
+from dsprof.analyzer.whatif import WhatIf
 
 RULES = {rule.code: rule for rule in all_rules()}
 
@@ -75,7 +76,13 @@ def test_which_fault_hides_which(
     assert sum(float(share.mean()) for share in found.shares.values()) == pytest.approx(10)
 
 
-def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Attribution:
+def test_a_lone_fault_whose_fix_costs_time_hides_behind_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _attributed({"a": -5.0}, monkeypatch, faults="a")
+    assert found.shares["a"].mean() == found.alone["a"].mean() == -5
+    assert found.together == {}
+
+
+def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch, faults: str = "ab") -> Attribution:
     """Faults of a graph that is the letters of the faults that are left, and whose replay looks up what that saves."""
 
     class Replayed:
@@ -85,5 +92,7 @@ def _attributed(saved: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> Att
     monkeypatch.setattr(
         "dsprof.analyzer.price.attribution.replay_all", lambda graphs: [Replayed("".join(sorted(g))) for g in graphs]
     )
+    monkeypatch.setattr("dsprof.analyzer.price.attribution.apply", lambda graph, faults: graph + "".join(faults))
     start: StepGraph = ""  # type: ignore[assignment]
-    return attribute(start, {name: (lambda graph, name=name: graph + name) for name in "ab"})
+    named: dict[str, WhatIf] = {name: name for name in faults}  # type: ignore[misc]
+    return attribute(start, named)

@@ -16,9 +16,11 @@ from dsprof.analyzer.graph.replay import replay, replay_all
 from dsprof.analyzer.graph.step_graph import PARTS, CrossStepEdges, StepGraph, Task
 from dsprof.analyzer.graph.validate import check, contradicted
 from dsprof.analyzer.price.attribution import attribute
-from dsprof.analyzer.whatif.edit import edit
-from dsprof.analyzer.whatif.rebucket import NotRebucketed, coalesce, rebucket
-from dsprof.analyzer.whatif.work import Change, less, scale
+from dsprof.analyzer.whatif import Refused, apply
+from dsprof.analyzer.whatif.merge import Merge
+from dsprof.analyzer.whatif.rebucket import Rebucket
+from dsprof.analyzer.whatif.select import Communications
+from dsprof.analyzer.whatif.work import Change, LessWork, ScaleWork
 
 FREE = Task("0", workers=None)
 ONE_AT_A_TIME = Task("0", workers=1)
@@ -84,7 +86,7 @@ def test_what_delays_a_step_is_made_good_in_the_next_that_waits() -> None:
     work = steps.work.copy()
     work[0, ::2, COMPUTE] += 4
     work[1, 1::2, COMPUTE] += 4
-    assert replay(graph_of(replace(steps, work=work))).end[:, -1].tolist() == [32, 32]
+    assert replay(graph_of(steps.with_costs(work=work))).end[:, -1].tolist() == [32, 32]
 
 
 def test_a_task_of_the_step_before_is_waited_for_across_steps() -> None:
@@ -102,7 +104,7 @@ def test_a_task_of_the_step_before_is_waited_for_across_steps() -> None:
     graph = graph_of(steps, cross_step_edges)
     # The first waits for nothing; the others until 9 ms after the end of the one before, then 1 ms.
     assert step_ms(graph) == [6.0, 10.0, 10.0, 10.0, 10.0]
-    faster = graph.with_templates((replace(steps, transfer=steps.transfer - 2),))
+    faster = graph.with_templates((steps.with_costs(transfer=steps.transfer - 2),))
     assert step_ms(faster) == [6.0, 8.0, 8.0, 8.0, 8.0]
 
 
@@ -187,8 +189,7 @@ def test_replay_is_what_a_plain_simulation_gives(seed: int, monkeypatch: pytest.
         programs.append(" ".join([*points, str(luck.randint(0, 5))]))
     steps = steps_of(programs, [luck.randint(1, 20) for _ in range(count)], tasks, steps=luck.randint(1, 6))
     noise = np.random.default_rng(seed)
-    steps = replace(
-        steps,
+    steps = steps.with_costs(
         work=steps.work * noise.uniform(0.5, 1.5, (*steps.work.shape[:2], 1)),
         transfer=steps.transfer * noise.uniform(0.5, 1.5, steps.transfer.shape),
     )
@@ -201,7 +202,7 @@ def test_replay_is_what_a_plain_simulation_gives(seed: int, monkeypatch: pytest.
 
 def test_graphs_that_differ_in_costs_are_replayed_together() -> None:
     graph = graph_of(steps_of(["5 I0 3 W0 2", "9 I0 1 W0 2"], [4], steps=3))
-    variants = [scale({"compute": factor})(graph) for factor in (1.0, 2.0, 0.5)]
+    variants = [apply(graph, [ScaleWork({"compute": factor})]) for factor in (1.0, 2.0, 0.5)]
     assert [float(of.durations.mean()) for of in replay_all(variants)] == [15.0, 26.0, 9.5]
 
 
@@ -217,7 +218,7 @@ def removal(thread: int, ms: float, steps: int, threads: int = 2, beyond: bool =
 def test_what_mending_a_straggler_gains() -> None:
     graph = graph_of(steps_of(["5 I0 3 W0 2", "9 I0 1 W0 2"], [4], steps=4))
     peer_groups = [np.array([True, True])]
-    changed = less(graph, removal(1, 4, 4, beyond=True), peer_groups)(graph)
+    changed = apply(graph, [LessWork("the slow rank", removal(1, 4, 4, beyond=True), peer_groups)])
     # Rank 1's four ms go from before the issue, where it is slower: 5 + 4 + 2.
     assert step_ms(changed) == [11.0] * 4
 
@@ -232,23 +233,23 @@ def test_what_a_loader_that_two_ranks_share_costs() -> None:
     steps = steps_of(["8 I0 W0 20 I1 W1", "I0 W0 14 I1 W1"], [1, 2], [batch, reduce], steps=5)
     work = steps.work.copy()
     work[0, :, PARTS.index("data")], work[0, :, COMPUTE] = work[0, :, COMPUTE], 0
-    graph = graph_of(replace(steps, work=work))
+    graph = graph_of(steps.with_costs(work=work))
     assert step_ms(graph) == [31.0] * 5
     loading, compute = np.zeros((2, 5)), np.zeros((2, 5))
     loading[0], compute[0] = 7.0, 6.0
     peer_groups = [np.array([True, True])]
-    workers = less(graph, Change({"data": loading}), peer_groups)
-    assert step_ms(workers(graph)) == [24.0] * 5
-    straggler = less(graph, Change({"compute": compute}, where_beyond_peers=True), peer_groups)
-    assert step_ms(straggler(graph)) == [25.0] * 5
-    assert step_ms(straggler(workers(graph))) == [18.0] * 5
+    workers = LessWork("loading", Change({"data": loading}), peer_groups)
+    assert step_ms(apply(graph, [workers])) == [24.0] * 5
+    straggler = LessWork("the slow rank", Change({"compute": compute}, where_beyond_peers=True), peer_groups)
+    assert step_ms(apply(graph, [straggler])) == [25.0] * 5
+    assert step_ms(apply(graph, [straggler, workers])) == [18.0] * 5
 
 
 def test_what_is_shared_out_sums_to_the_whole() -> None:
     """Both ranks are slow: mending one alone gains nothing, both 4 ms."""
     graph = graph_of(steps_of(["9 I0 W0", "9 I0 W0"], [4], steps=4))
     peer_groups = [np.array([True, True])]
-    faults = {f"rank {r}": less(graph, removal(r, 4, 4), peer_groups) for r in (0, 1)}
+    faults = {f"rank {r}": LessWork(f"rank {r}", removal(r, 4, 4), peer_groups) for r in (0, 1)}
     found = attribute(graph, faults)
     assert {name: ms.tolist() for name, ms in found.alone.items()} == {"rank 0": [0] * 4, "rank 1": [0] * 4}
     assert {name: ms.tolist() for name, ms in found.shares.items()} == {"rank 0": [2] * 4, "rank 1": [2] * 4}
@@ -260,7 +261,9 @@ def test_of_many_faults_orders_are_sampled_and_still_sum() -> None:
     threads = 9
     graph = graph_of(steps_of(["9 I0 W0 2"] * threads, [4], steps=3))
     peer_groups = [np.ones(threads, bool)]
-    faults = {f"rank {r}": less(graph, removal(r, 1.0 + 0.1 * r, 3, threads), peer_groups) for r in range(threads)}
+    faults = {
+        f"rank {r}": LessWork(f"rank {r}", removal(r, 1.0 + 0.1 * r, 3, threads), peer_groups) for r in range(threads)
+    }
     found = attribute(graph, faults)
     whole = found.before - found.left
     assert sum(found.shares.values()) == pytest.approx(whole)
@@ -286,10 +289,10 @@ def test_why_gradients_cannot_be_cut_anew(points: str, reason: str | None) -> No
     steps = steps_of([points], [1.0] * len(used), used)
     link = Link(1.0, 0.0, True)
     if reason is None:
-        assert step_ms(graph_of(rebucket(steps, [2], link, 0.0).steps)) == [3.0]  # 2 of backward, then 1
+        assert step_ms(apply(graph_of(steps), [Rebucket((2,), link)])) == [3.0]  # 2 of backward, then 1
         return
-    with pytest.raises(NotRebucketed, match=reason):
-        rebucket(steps, [2], link, 0.0)
+    with pytest.raises(Refused, match=f"gradients in 1 buckets: {reason}"):
+        apply(graph_of(steps), [Rebucket((2,), link)])
 
 
 def test_smaller_buckets_overlap_with_the_backward() -> None:
@@ -297,7 +300,7 @@ def test_smaller_buckets_overlap_with_the_backward() -> None:
     steps = steps_of(["10 B 20 I0 W0 1", "10 B 20 I0 W0 1"], [16.0], sizes=[16.0])
     link = Link(0.0, 1.0, True)
     assert step_ms(graph_of(steps)) == [47.0]
-    changed = edit(graph_of(steps), lambda each: rebucket(each, [4, 4, 4, 4], link, 0.0))
+    changed = apply(graph_of(steps), [Rebucket((4, 4, 4, 4), link)])
     assert step_ms(changed) == [35.0]  # 10 + 20 + 4 + 1
 
 
@@ -307,8 +310,9 @@ def test_neighbouring_gathers_in_one_pay_the_latency_once() -> None:
     steps = steps_of(["1 I0 W0 1 I1 W1 1"] * 2, [4.0, 4.0], [gather] * 2, sizes=[1.0, 1.0])
     assert step_ms(graph_of(steps)) == [11.0]
     link = Link(3.0, 1.0, True)
-    assert step_ms(graph_of(coalesce(steps, [[0, 1]], 1, link, 0.0).steps)) == [11.0]
-    assert step_ms(graph_of(coalesce(steps, [[0, 1]], 2, link, 0.0).steps)) == [8.0]
+    gathers = Communications(purposes=("parameter",))
+    assert step_ms(apply(graph_of(steps), [Merge(gathers, link, together=1)])) == [11.0]
+    assert step_ms(apply(graph_of(steps), [Merge(gathers, link, together=2)])) == [8.0]
 
 
 # --- trust --------------------------------------------------------------------------------------
@@ -317,7 +321,7 @@ def test_neighbouring_gathers_in_one_pay_the_latency_once() -> None:
 def test_an_edge_that_measured_times_contradict_is_counted() -> None:
     steps = steps_of(["5 I0 3 W0 2"], [4], steps=2)
     began = np.array([[0.0, 0.0], [5.0, 5.0], [9.0, 8.0]])  # in the second step it went on before its task had ended
-    graph = graph_of(replace(steps, began=began, ended=np.array([[9.0, 9.0]])))
+    graph = graph_of(replace(steps, measured=replace(steps.measured, began=began, ended=np.array([[9.0, 9.0]]))))
     assert contradicted(graph) == 0.5
     assert contradicted(graph, clock_error_ms=1.5) == 0.0
 
@@ -326,7 +330,7 @@ def test_costs_of_every_other_step_predict_the_others() -> None:
     steps = steps_of(["5 I0 3 W0 2", "9 I0 1 W0 2"], [4], steps=8)
     work = steps.work.copy()
     work[:, ::2] *= 1.1
-    graph = graph_of(replace(steps, work=work))
+    graph = graph_of(steps.with_costs(work=work))
     graph = replace(graph, duration=replay(graph).end - replay(graph).start)
     found = check(graph)
     assert found.error < 1e-9

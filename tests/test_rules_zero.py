@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from framework_runs import JOBS, rows_of
-from graphs import steps_of
+from graphs import graph_of, steps_of
 from jobs import Finished, profile
 
 from dsprof.analyzer.graph.link import Link
 from dsprof.analyzer.graph.step_graph import Task
-from dsprof.analyzer.rules.comm.zero_buckets import need_blocking, packed
-from dsprof.analyzer.whatif.rebucket import NotRebucketed, coalesce
+from dsprof.analyzer.rules.comm.zero_buckets import GRADIENTS
+from dsprof.analyzer.whatif import apply
+from dsprof.analyzer.whatif.merge import Merge, need_blocking, packed
+from dsprof.analyzer.whatif.rebucket import NotRebucketed
 
 GRADIENT = Task("1", "all_reduce gradient", gradient=True)
 GATHER = Task("1", "all_gather parameter")
@@ -24,22 +26,22 @@ BLOCKING = "5 B 2 I0 0.1 W0 2 I1 0.1 W1 2 I2 0.1 W2 1 I3 0 W3 1"
 
 def test_neighbours_are_packed_as_long_as_they_fit() -> None:
     steps = steps_of([BLOCKING] * 2, [1] * 4, [GRADIENT] * 3 + [GATHER], sizes=[100, 100, 40, 900])
-    assert packed(steps, 0) == [[0], [1], [2]]
-    assert packed(steps, 150) == [[0], [1, 2]]
-    assert packed(steps, 200) == [[0, 1], [2]]
-    assert packed(steps, 240) == [[0, 1, 2]]
+    assert packed(steps, GRADIENTS, 0) == [[0], [1], [2]]
+    assert packed(steps, GRADIENTS, 150) == [[0], [1, 2]]
+    assert packed(steps, GRADIENTS, 200) == [[0, 1], [2]]
+    assert packed(steps, GRADIENTS, 240) == [[0, 1, 2]]
 
 
 def test_buckets_of_two_backwards_are_not_one() -> None:
     steps = steps_of(["B 2 I0 0 W0 2 I1 0 W1 B 2 I2 0 W2 1"], [1] * 3, [GRADIENT] * 3, sizes=[8, 8, 8])
-    assert packed(steps, 1000) == [[0, 1], [2]]
+    assert packed(steps, GRADIENTS, 1000) == [[0, 1], [2]]
 
 
 def test_what_backward_waits_for_at_once_pays_its_latency_once() -> None:
     """Three reductions of 1 ms and 0.01 ms a byte: 240 bytes in one take 3.4 ms instead of 5.4."""
     steps = steps_of([BLOCKING] * 2, [1] * 4, [GRADIENT] * 3 + [GATHER], sizes=[100, 100, 40, 900])
-    need_blocking(steps)
-    changed = coalesce(steps, packed(steps, 240), 10, Link(1.0, 0.01, True), 0.0).steps
+    larger = Merge(GRADIENTS, Link(1.0, 0.01, True), most_bytes=240, blocking=True)
+    (changed,) = apply(graph_of(steps), [larger]).templates
     assert len(changed.structure.tasks) == 2
     assert np.allclose(changed.transfer[0] + changed.wire[0], 3.4)
 
@@ -48,7 +50,7 @@ def test_what_backward_waits_for_at_once_pays_its_latency_once() -> None:
 def test_what_is_not_waited_for_at_once_is_not_tried(program: str) -> None:
     steps = steps_of([program], [1] * 2, [GRADIENT] * 2, sizes=[8, 8])
     with pytest.raises(NotRebucketed, match="backward goes on while a bucket is under way"):
-        need_blocking(steps)
+        need_blocking(steps, GRADIENTS)
 
 
 # --- real jobs ----------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +17,9 @@ from dsprof.analyzer.graph.build_graph import build_graph
 from dsprof.analyzer.graph.step_graph import PARTS, StepGraph
 from dsprof.analyzer.graph.validate import check
 from dsprof.analyzer.rank_summary import summarize_ranks
+from dsprof.analyzer.whatif import apply
 from dsprof.analyzer.whatif.schedule import makespan
-from dsprof.analyzer.whatif.typical import GAPS, typical, without_gaps
+from dsprof.analyzer.whatif.typical import GAPS, Typical, without_gaps
 from dsprof.importers import import_trace
 
 FOLDER = Path(os.environ.get("DSPROF_REAL_TRACES", Path(__file__).parents[2] / "shared/data/traces"))
@@ -60,7 +60,7 @@ def held_out_errors(name: str, parts: slice, transfers: bool) -> np.ndarray:
         work[:, into, parts] = steps.work[:, of, parts].mean(axis=1, keepdims=True)
         if transfers:
             transfer[:, into] = steps.transfer[:, of].mean(axis=1, keepdims=True)
-        changed = graph.with_templates((replace(steps, work=work, transfer=transfer),))
+        changed = graph.with_templates((steps.with_costs(work=work, transfer=transfer),))
         errors[into] = np.abs(makespan(changed) / measured_ms(graph) - 1)[into]
     return errors
 
@@ -98,7 +98,7 @@ def test_costs_of_other_steps_tell_more_than_a_constant(name: str) -> None:
 @pytest.mark.parametrize(("name", "slowdown"), [("AR", 1.973), ("ST", 1.179)])
 def test_the_slowdown_is_the_authors(name: str, slowdown: float) -> None:
     graph = without_gaps(graph_of(name))
-    own, ideal = makespan(graph).mean(), makespan(typical(graph_of(name))(graph)).mean()
+    own, ideal = makespan(graph).mean(), makespan(apply(graph, [Typical()])).mean()
     assert own / ideal == pytest.approx(slowdown, rel=0.01)
     authors = json.loads((TABLES / f"result-{name}.json").read_text())
     assert own / 1e3 == pytest.approx(np.mean(list(authors["step_t_nodelay"].values())), rel=0.01)
@@ -113,8 +113,8 @@ def test_the_slow_worker_comes_first_and_explains_all() -> None:
     assert first.gain.ms / 1e3 == pytest.approx(46.336 - 23.485, rel=0.03)
     graph = graph_of("AR")
     plain = without_gaps(graph)
-    own, ideal = makespan(plain).mean(), makespan(typical(graph)(plain)).mean()
-    shares = [(own - makespan(typical(graph, [rank])(plain)).mean()) / (own - ideal) for rank in range(16)]
+    own, ideal = makespan(plain).mean(), makespan(apply(plain, [Typical()])).mean()
+    shares = [(own - makespan(apply(plain, [Typical((rank,))])).mean()) / (own - ideal) for rank in range(16)]
     assert shares[0] == pytest.approx(1.0, abs=0.03)
     assert max(shares[1:]) < 0.01
 

@@ -1,26 +1,34 @@
-"""What-ifs on graphs written by hand, and pipelines against what is published of their schedules."""
+"""What-ifs on graphs written by hand, in every order; and pipelines against what is published of their schedules."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import permutations
+from typing import Final
 
 import closed_form
 import numpy as np
 import pytest
-from graphs import graph_of, steps_of
+from graphs import COMPUTE, graph_of, steps_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dsprof.analyzer.graph.link import Link
 from dsprof.analyzer.graph.replay import replay
-from dsprof.analyzer.graph.step_graph import Task
-from dsprof.analyzer.whatif.communications import issued_earlier, transfers_scaled, with_task, without
-from dsprof.analyzer.whatif.edit import edit
-from dsprof.analyzer.whatif.schedule import makespan, schedule_graph
-from dsprof.analyzer.whatif.work import scale
+from dsprof.analyzer.graph.step_graph import PARTS, StepGraph, Task
+from dsprof.analyzer.whatif import Refused, WhatIf, apply
+from dsprof.analyzer.whatif.communications import IssuedEarlier, MoreCommunication, ScaleLink, WithoutCommunications
+from dsprof.analyzer.whatif.merge import Merge
+from dsprof.analyzer.whatif.rebucket import Rebucket
+from dsprof.analyzer.whatif.schedule import Reschedule, makespan, schedule_graph
+from dsprof.analyzer.whatif.select import Communications
+from dsprof.analyzer.whatif.typical import Typical
+from dsprof.analyzer.whatif.work import Change, EvenRanks, LessWork, ScaleWork
 from dsprof.engine import schedule
 
 GATHER = Task("0", "all_gather parameter", workers=1)
 REDUCE = Task("0", "all_reduce gradient", gradient=True, workers=1)
-
-
-def is_gather(task: Task) -> bool:
-    return task.kind == "all_gather parameter"
+GATHERS = Communications(purposes=("parameter",))
 
 
 def gathers() -> list[str]:
@@ -31,39 +39,244 @@ def gathers() -> list[str]:
 def test_a_faster_link() -> None:
     graph = graph_of(steps_of(gathers(), [4.0] * 3, [GATHER] * 3))
     assert replay(graph).durations.tolist() == [27.0]
-    assert replay(edit(graph, lambda steps: transfers_scaled(steps, is_gather, 0.5))).durations.tolist() == [21.0]
+    assert replay(apply(graph, [ScaleLink(0.5, 2.0, GATHERS)])).durations.tolist() == [21.0]
+
+
+def test_latency_and_bandwidth_apart() -> None:
+    """Transfers of 1, 2 and 4 bytes at 1 ms a byte, after 2 ms each: 13 ms, and 15 of work."""
+    steps = steps_of(gathers(), [3.0, 4.0, 6.0], [GATHER] * 3, sizes=[1.0, 2.0, 4.0])
+    graph = graph_of(steps)
+    assert replay(graph).durations.tolist() == [28.0]
+    assert replay(apply(graph, [ScaleLink(latency=0.5)])).durations == pytest.approx([25.0])
+    assert replay(apply(graph, [ScaleLink(bandwidth=2.0)])).durations == pytest.approx([24.5])
+    alike = graph_of(steps_of(gathers(), [4.0] * 3, [GATHER] * 3))
+    with pytest.raises(Refused, match=r"process group 0 moves is all of one size, .* change both alike"):
+        apply(alike, [ScaleLink(latency=0.5)])
 
 
 def test_gathers_that_are_not_needed() -> None:
     graph = graph_of(steps_of(gathers(), [4.0] * 3, [GATHER, REDUCE, GATHER]))
-    assert replay(edit(graph, lambda steps: without(steps, is_gather))).durations.tolist() == [19.0]
+    assert replay(apply(graph, [WithoutCommunications(GATHERS)])).durations.tolist() == [19.0]
 
 
 def test_gathers_that_are_prefetched_by_one_layer() -> None:
     """The second is issued where the first was: it waits for the link until 4, and is there at 8, in time for 9."""
     graph = graph_of(steps_of(gathers(), [4.0] * 3, [GATHER] * 3))
-    ahead = edit(graph, lambda steps: issued_earlier(steps, is_gather, 1))
-    assert replay(ahead).durations.tolist() == [19.0]
+    assert replay(apply(graph, [IssuedEarlier(GATHERS)])).durations.tolist() == [19.0]
 
 
 def test_what_ifs_compose() -> None:
     graph = graph_of(steps_of(gathers(), [4.0] * 3, [GATHER] * 3))
-    ahead = edit(graph, lambda steps: issued_earlier(steps, is_gather, 1))
-    both = edit(ahead, lambda steps: transfers_scaled(steps, is_gather, 2.0))
+    both = apply(apply(graph, [IssuedEarlier(GATHERS)]), [ScaleLink(2.0, 0.5)])
     # 8 for the first; the second is there at 16 > 13; the third, issued at 8, at 24 > 21.
     assert replay(both).durations.tolist() == [29.0]
-    assert replay(scale({"compute": 2.0})(both)).durations.tolist() == [38.0]
+    assert replay(apply(both, [ScaleWork({"compute": 2.0})])).durations.tolist() == [38.0]
 
 
 def test_a_norm_that_is_reduced_too() -> None:
     """All gather 4 + 5 ms a layer; then 3 ms more before the last layer's work."""
     steps = steps_of(gathers(), [4.0] * 3, [GATHER] * 3)
-    last = steps.structure.plan.last
-    norm = Task("1", "all_reduce norm", workers=1)
-    added = with_task(steps, norm, np.array([3.0]), issued_after=last - 1, waited_before=last)
-    assert replay(graph_of(added.steps)).durations.tolist() == [27.0]  # beside the gather, which takes longer
-    slow = with_task(steps, norm, np.array([6.0]), issued_after=last - 1, waited_before=last)
-    assert replay(graph_of(slow.steps)).durations.tolist() == [29.0]
+    last = steps.structure.plan.last.tolist()
+    norm, place = Task("1", "all_reduce norm", workers=1), {thread: (end - 1, end) for thread, end in enumerate(last)}
+    graph = graph_of(steps)
+    added = apply(graph, [MoreCommunication("a norm", norm, place, transfer=3.0)])
+    assert replay(added).durations.tolist() == [27.0]  # beside the gather, which takes longer
+    slow = apply(graph, [MoreCommunication("a norm", norm, place, transfer=6.0)])
+    assert replay(slow).durations.tolist() == [29.0]
+
+
+def test_ranks_that_do_the_same_take_the_same() -> None:
+    graph = graph_of(steps_of(["5 I0 W0 1", "9 I0 W0 1", "2 I0 W0 1"], [4], steps=2), follow=False)
+    evened = apply(graph, [EvenRanks([np.array([True, True, False]), np.array([False, False, True])])])
+    work = [steps.work.sum(axis=(0, 2)).tolist() for steps in evened.templates]
+    assert work == [[19.0, 19.0]]  # 8 + 8 + 3
+    assert replay(evened).durations == pytest.approx([11.2 + (8 / 6 + 8 / 10 + 1) / 3] * 2)  # come at 6.67, 7.2 and 2
+
+
+# --- in either order ----------------------------------------------------------------------------
+
+RANKS, STEPS = 4, 6
+NORM = Task("1", "all_reduce norm", workers=1)
+BUCKET = Task("0", "all_reduce gradient", gradient=True)
+GRADIENTS = Communications(purposes=("gradient",))
+PEERS = [np.array([True, True, False, False]), np.array([False, False, True, True])]
+LINK = Link(0.5, 0.1, True)
+
+
+def data_parallel() -> StepGraph:
+    """Four ranks load, go forward with two gathers, backward with three buckets, and reduce a norm; each step's costs
+    differ, and rank 3 is slow."""
+    program = "2 I0 W0 3 I1 W1 4 B 6 I2 5 I3 4 I4 W2,3,4 1 I5 W5 2"
+    tasks = [GATHER, GATHER, BUCKET, BUCKET, BUCKET, NORM]
+    steps = steps_of([program] * RANKS, [2, 3, 3, 4, 6, 1], tasks, steps=STEPS, sizes=[8, 16, 16, 32, 64, 1])
+    draw = np.random.default_rng(5)
+    work = steps.work * draw.uniform(0.8, 1.2, (*steps.work.shape[:2], 1))
+    first = np.searchsorted(steps.structure.thread, np.arange(RANKS))
+    work[first, :, PARTS.index("data")], work[first, :, COMPUTE] = work[first, :, COMPUTE], 0
+    work[steps.structure.thread == 3] *= 1.3
+    return graph_of(steps.with_costs(work=work, transfer=steps.transfer * draw.uniform(0.8, 1.2, (6, STEPS))))
+
+
+def pipeline() -> StepGraph:
+    return schedule_graph(
+        schedule.make_plan("gpipe", RANKS, 4), lambda action: np.linspace(1.0, 2.0, STEPS) * (1 + action.stage % 3),
+        lag=0.2, steps=STEPS,
+    )  # fmt: skip
+
+
+def less(what: str, part: str, ms: float, rank: int, beyond: bool = False) -> LessWork:
+    removed = np.zeros((RANKS, STEPS))
+    removed[rank] = ms
+    return LessWork(what, Change({part: removed}, where_beyond_peers=beyond), PEERS)
+
+
+WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
+    lambda: less("pause.gc", "compute", 0.7, 1),
+    lambda: less("rank.straggler", "compute", 3.0, 3, beyond=True),
+    lambda: less("data.stall", "data", 1.5, 0),
+    lambda: less("more input", "compute", -1.0, 2),
+    lambda: EvenRanks(PEERS),
+    lambda: EvenRanks(PEERS, parts=("data",)),
+    lambda: Typical((1, 2)),
+    lambda: ScaleWork({"compute": 0.5}),
+    lambda: ScaleWork({"compute": 2.0, "data": 0.1}, ranks=(1, 3)),
+    lambda: ScaleLink(latency=0.25, of=Communications(groups=("0",))),
+    lambda: ScaleLink(bandwidth=10.0, of=Communications(groups=("0",))),
+    lambda: ScaleLink(0.5, 2.0, GRADIENTS),
+    lambda: WithoutCommunications(Communications(purposes=("norm",))),
+    lambda: WithoutCommunications(GRADIENTS),
+    lambda: MoreCommunication("a barrier", Task("2", "barrier"), {r: (12 * r + 10, 12 * r + 11) for r in range(4)}, 1),
+    lambda: IssuedEarlier(GATHERS),
+    lambda: IssuedEarlier(Communications(kinds=("all_gather parameter",)), ahead=2),
+    lambda: Merge(GATHERS, LINK, together=2),
+    lambda: Merge(GRADIENTS, LINK, most_bytes=50),
+    lambda: Rebucket((112,), LINK, 0.1),
+    lambda: Rebucket((8,) * 14, LINK, 0.1),
+    lambda: Reschedule(schedule.make_plan("1f1b", RANKS, 4)),
+    lambda: Reschedule(schedule.make_plan("zero-bubble", RANKS, 4)),
+)  # fmt: skip
+"""All what-ifs that there are."""
+
+
+def outcome(graph: StepGraph, *calls: Sequence[WhatIf]) -> list[object] | str:
+    """Everything that a graph consists of after these were applied, those of each call at once; or that one of them was
+    refused."""
+    try:
+        for whatifs in calls:
+            graph = apply(graph, whatifs)
+    except Refused as refused:
+        names = {one.name for whatifs in calls for one in whatifs}
+        return "refused" if refused.name in names and refused.why else f"refused without a name: {refused}"
+    found: list[object] = [[one.name for one in graph.applied]]
+    for steps in graph.templates:
+        structure = steps.structure
+        found += [structure.ids.tolist(), structure.tasks, structure.thread.tolist(), structure.action.tolist()]
+        found.append(sorted(zip(structure.edges.source.tolist(), structure.edges.target.tolist(), strict=True)))
+        found += [costs.tobytes() for costs in vars(steps.costs).values()]
+        found += [seen.tobytes() for seen in vars(steps.measured).values()]
+    return [*found, replay(graph).durations.tolist()]
+
+
+def test_every_what_if_there_is_is_drawn() -> None:
+    def below(kind: type[WhatIf]) -> set[type[WhatIf]]:
+        return {kind, *(one for sub in kind.__subclasses__() for one in below(sub))}
+
+    assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
+    done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline())]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [21, 20]
+
+
+@pytest.mark.parametrize("make_graph", [data_parallel, pipeline])
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+def test_any_two_what_ifs_give_the_same_in_either_order_or_are_refused(
+    make_graph: Callable[[], StepGraph], data: st.DataObject
+) -> None:
+    graph = make_graph()
+    one, other = (data.draw(st.sampled_from(WHAT_IFS))() for _ in range(2))
+    together = outcome(graph, [one, other])
+    assert together == outcome(graph, [other, one])
+    if "refused" not in (outcome(graph, [one]), outcome(graph, [other])):  # either is possible by itself
+        assert together == outcome(graph, [one], [other]) == outcome(graph, [other], [one])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_three_too_and_what_no_one_changes_stays(data: st.DataObject) -> None:
+    graph = data_parallel()
+    chosen = [make() for make in data.draw(st.lists(st.sampled_from(WHAT_IFS), min_size=3, max_size=3, unique=True))]
+    found = [outcome(graph, order) for order in permutations(chosen)]
+    if isinstance(found[0], str):
+        assert all(isinstance(one, str) for one in found)
+        return
+    assert all(one == found[0] for one in found)
+    changed, (before,) = apply(graph, chosen), graph.templates
+    (after,) = changed.templates
+    assert changed.origin is graph
+    assert len(set(after.structure.ids.tolist())) == len(after.structure.ids)
+    # What is there under its number is what it was: of the same rank, of the same kind, measured at the same time.
+    was = {number: place for place, number in enumerate(before.structure.ids.tolist())}
+    segments, count = after.structure.segments, before.structure.segments
+    for place, number in enumerate(after.structure.ids.tolist()):
+        if number not in was:
+            continue
+        if place < segments:
+            assert after.structure.thread[place] == before.structure.thread[was[number]]
+            assert after.began[place].tolist() == before.began[was[number]].tolist()
+        else:
+            assert after.structure.tasks[place - segments].kind == before.structure.tasks[was[number] - count].kind
+
+
+def test_what_goes_of_measured_work_goes_of_it_in_other_buckets_too() -> None:
+    """20 ms of backward, 16 bytes at 1 ms each, in four buckets: 35 ms. Without 8 ms of the work: the bytes take
+    longer than what is left of the backward."""
+    graph = graph_of(steps_of(["10 B 20 I0 W0 1"] * RANKS, [16.0], sizes=[16.0], steps=STEPS))
+    four = Rebucket((4, 4, 4, 4), Link(0.0, 1.0, True))
+    assert replay(apply(graph, [four])).durations == pytest.approx([35.0] * STEPS)
+    removed = np.full((RANKS, STEPS), 31 * 0.4)  # 40 % of 10 + 20 + 1
+    slimmer = LessWork("a fault", Change({"compute": removed}), PEERS)
+    for order in ([four, slimmer], [slimmer, four]):
+        changed = apply(apply(graph, order[:1]), order[1:])
+        (steps,) = changed.templates
+        assert steps.work.sum(axis=(0, 2)) == pytest.approx([RANKS * 31 * 0.6] * STEPS)
+        assert steps.structure.tasks == (Task("0", gradient=True, linked=True),) * 4
+        # 6 of forward, 3 until the first bucket is ready, 16 for the bytes, 0.6.
+        assert replay(changed).durations == pytest.approx([6 + 3 + 16 + 0.6] * STEPS)
+
+
+def test_two_divisions_of_the_same_gradients_are_refused_by_name() -> None:
+    once = apply(data_parallel(), [Rebucket((112,), LINK)])
+    with pytest.raises(Refused, match=r"gradients in 2 buckets: it does not go together with gradients in 1 buckets"):
+        apply(once, [Rebucket((56, 56), LINK)])
+    with pytest.raises(Refused, match=r"without pause\.gc: this is applied already"):
+        apply(apply(once, [WHAT_IFS[0]()]), [WHAT_IFS[0]()])
+
+
+def test_buckets_of_each_process_group_by_themselves() -> None:
+    """Ranks 0 and 1 reduce in group a, ranks 2 and 3 in group b: other buckets of a leave b as it is."""
+    a, b = Task("a", "all_reduce gradient", gradient=True), Task("b", "all_reduce gradient", gradient=True)
+    steps = steps_of(["B 20 I0 W0 1"] * 2 + ["B 30 I1 W1 1"] * 2, [16.0, 8.0], [a, b], sizes=[16.0, 8.0])
+    graph = graph_of(steps)
+    link = Link(0.0, 1.0, True)
+    assert replay(graph).end[:, 0].tolist() == [37.0, 37.0, 39.0, 39.0]
+    first = apply(graph, [Rebucket((4,) * 4, link, group="a")])
+    assert replay(first).end[:, 0].tolist() == [25.0, 25.0, 39.0, 39.0]
+    both = apply(first, [Rebucket((4, 4), link, group="b")])
+    assert replay(both).end[:, 0].tolist() == [25.0, 25.0, 35.0, 35.0]
+    with pytest.raises(Refused, match="gradients are reduced by 2 process groups"):
+        apply(graph, [Rebucket((4,) * 4, link)])
+
+
+def test_another_schedule_of_the_same_actions() -> None:
+    plans = [schedule.make_plan(name, 3, 6) for name in ("gpipe", "1f1b")]
+    taken = {"F": [1.0, 2.5, 1.2], "B": [2.0, 4.0, 3.0]}
+    graphs = [schedule_graph(plan, lambda action: taken[action.op][action.stage]) for plan in plans]
+    changed = apply(graphs[0], [Reschedule(plans[1])])
+    assert makespan(changed) == pytest.approx(makespan(graphs[1]))
+    with pytest.raises(Refused, match="schedule zero-bubble: it does not run the actions that gpipe runs"):
+        apply(graphs[0], [Reschedule(schedule.make_plan("zero-bubble", 3, 6))])
+    with pytest.raises(Refused, match="which action of which schedule these steps consist of is not known"):
+        apply(data_parallel(), [Reschedule(plans[1])])
 
 
 # --- schedules ----------------------------------------------------------------------------------

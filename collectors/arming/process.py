@@ -41,6 +41,7 @@ def _arm() -> None:
     before_it_opens = (
         HookPart("settings that the script changes in its own environment count", _remember_settings),
         HookPart("a script that wants to be started in another way is not told so", _watch_hints),
+        HookPart("what --set asks for is not applied, and the configuration that ran is not known", _override),
         HookPart("how DataLoaders are set up is not known", _watch_dataloaders),
         HookPart("what memory is for (parameters, gradients, optimizer states) is not known", _watch_modules),
         HookPart("at --level full the history of CUDA memory begins with the capture", _watch_history),
@@ -67,6 +68,12 @@ def _watch_hints() -> None:
     from . import launch_hints
 
     launch_hints.watch()
+
+
+def _override() -> None:
+    from ..overrides.install import install
+
+    install()
 
 
 def _watch_dataloaders() -> None:

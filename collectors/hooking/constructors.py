@@ -16,8 +16,9 @@ Look = Callable[..., None]
 """Called with the object and the arguments that its class was called with."""
 
 
-def before_init(cls: Any, look: Look, where: str) -> Uninstall:
-    """Call `look` before each object of `cls` is made. where: names the hook where an error of `look` is counted."""
+def before_init(cls: Any, look: Look, where: str, *, watches: bool = True) -> Uninstall:
+    """Call `look` before each object of `cls` is made. where: names the hook where an error of `look` is counted.
+    watches: it is what `is_watched` asks for."""
     construct = cls.__init__
 
     @stands_for(construct)
@@ -28,12 +29,13 @@ def before_init(cls: Any, look: Look, where: str) -> Uninstall:
             count_error(where, error)
         construct(self, *args, **kwargs)
 
-    setattr(__init__, WATCHED, True)
+    setattr(__init__, WATCHED, watches or getattr(construct, WATCHED, False))
     return replace_attribute(cls, "__init__", __init__)
 
 
-def after_init(cls: Any, look: Look, where: str) -> Uninstall:
-    """Call `look` after each object of `cls` is made. where: names the hook where an error of `look` is counted."""
+def after_init(cls: Any, look: Look, where: str, *, watches: bool = True) -> Uninstall:
+    """Call `look` after each object of `cls` is made. where: names the hook where an error of `look` is counted.
+    watches: it is what `is_watched` asks for."""
     construct = cls.__init__
 
     @stands_for(construct)
@@ -44,7 +46,7 @@ def after_init(cls: Any, look: Look, where: str) -> Uninstall:
         except Exception as error:
             count_error(where, error)
 
-    setattr(__init__, WATCHED, True)
+    setattr(__init__, WATCHED, watches or getattr(construct, WATCHED, False))
     return replace_attribute(cls, "__init__", __init__)
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import ModuleType
+from typing import Any
 
 from . import dynamo
 from .errors import count_error
@@ -25,7 +26,9 @@ def when_imported(name: str, hook: Hook) -> Uninstall:
     """
     waiting = _Waiting(hook)
     module = sys.modules.get(name)
-    if module is not None:
+    if module is not None and _is_incomplete(module):  # it imports torch, which arms us
+        _when_complete(module, waiting)
+    elif module is not None:
         waiting.arrived(module)
     else:
         _finder.wait(name, waiting)
@@ -41,6 +44,31 @@ class _Waiting:
 
     def arrived(self, module: ModuleType) -> None:
         self.uninstall = self.hook(module)
+
+
+def _is_incomplete(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _when_complete(module: ModuleType, waiting: _Waiting) -> None:
+    """Have the hook do its work when something is first read of `module` after its import has ended.
+
+    Nothing tells of that end, so until then the module has a class of ours.
+    """
+    original: Any = type(module)
+
+    class Completing(original):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            own = original.__getattribute__(self, "__dict__")
+            if not name.startswith("__") and not getattr(own.get("__spec__"), "_initializing", False):
+                self.__class__ = original
+                try:
+                    waiting.arrived(self)
+                except Exception as error:
+                    count_error(f"a hook in {own.get('__name__')}", error)
+            return original.__getattribute__(self, name)
+
+    module.__class__ = Completing
 
 
 class _Finder:

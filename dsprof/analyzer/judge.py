@@ -24,7 +24,6 @@ from .finding import (
     severity_of,
 )
 from .graph.chain_work import chain_groups
-from .graph.stalled import find_stalls
 from .price.attribution import attribute
 from .price.calibration import with_model_error
 from .price.contention import busy, lost_by_waiting_less
@@ -37,7 +36,7 @@ from .rules.rule import Look, Rule
 from .signals import Absent, Missing
 from .study import Study
 from .whatif.on_chains import on_chains
-from .whatif.work import Change, less
+from .whatif.work import Change, LessWork
 
 Answer = TypeVar("Answer")
 
@@ -141,8 +140,7 @@ class _Judging:
                 changes[code] = change
         graph = signals.replay(study)
         groups = chain_groups(graph, study.peer_groups)
-        stalls = find_stalls(graph)  # once: they are the same for all faults
-        whatifs = {code: less(graph, on_chains(graph, change), groups, stalls) for code, change in changes.items()}
+        whatifs = {code: LessWork(code, on_chains(graph, change), groups) for code, change in changes.items()}
         shares = attribute(graph, whatifs)
         self.noise_ms = noise_floor_ms(study, shares.left)
         whole = shares.before - shares.left

@@ -17,7 +17,7 @@ from dsprof.settings import SettingsError
 
 from .split import split_at_job
 
-VERBS: Final = ("run", "runs", "capture", "report", "tensorboard", "analyze", "import", "doctor", "build")
+VERBS: Final = ("run", "runs", "capture", "report", "tensorboard", "analyze", "import", "doctor", "knobs", "build")
 """Each the name of its module, with `_` after it where Python has that word for itself."""
 USAGE: Final = 2
 

@@ -115,6 +115,16 @@ def _command(
             help="Collectors to leave out, such as nvml,host-sync. `dsprof doctor` lists them.",
         ),
     ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            show_default=False,
+            help="Turn a knob without an edit of the job, such as ddp.bucket_cap_mb=50 or "
+            "zero_optimization.reduce_bucket_size=5e7; may be given several times. `dsprof knobs` lists them.",
+        ),
+    ] = None,
     native: Annotated[
         Literal["auto", "on", "off"] | None,
         typer.Option("--native", show_default=False, help="The native helper. Default: auto, built if it can be."),
@@ -190,7 +200,8 @@ def _command(
         quiet=quiet,
         as_json=as_json,
         typed=("dsprof", *context.obj),
-        own_flags=tuple(own_flags(given, output, quiet=quiet, as_json=as_json)),
+        own_flags=tuple(own_flags(given, output, quiet=quiet, as_json=as_json, changes=changes)),
+        knobs=read_changes(changes),
     ).run()
 
 
@@ -241,10 +252,26 @@ def check_ranks(flags: Mapping[str, Any]) -> None:
         raise LaunchError(f"--nproc-per-node {value}: write a number of ranks, at least 1, or gpu, cpu or auto")
 
 
-def own_flags(given: Mapping[str, Any], output: Path | None, *, quiet: bool, as_json: bool) -> Iterator[str]:
+def read_changes(words: list[str] | None) -> dict[str, Any]:
+    """What --set asks for, by key. Raises LaunchError."""
+    if not words:
+        return {}
+    from dsprof.knobs import KnobError, parse_settings
+
+    try:
+        return parse_settings(words)
+    except KnobError as error:
+        raise LaunchError(str(error)) from error
+
+
+def own_flags(
+    given: Mapping[str, Any], output: Path | None, *, quiet: bool, as_json: bool, changes: list[str] | None
+) -> Iterator[str]:
     """dsprof's own flags, as one would type them to run again: the run folder is there now."""
     if output is not None:
         yield from ("-o", str(output), "--force")
+    for change in changes or ():
+        yield from ("--set", change)
     of_text = "level ranks steps delay duration deep limit scratch exit_wait without native engine hang_timeout on_hang"
     for name in of_text.split():
         if given[name] is not None:

@@ -6,6 +6,7 @@ Whatever happens to the profiler, the job runs and its own status comes back.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -18,13 +19,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import dsprof
 from dsprof.collectors.capture import scratch
+from dsprof.collectors.overrides.install import VARIABLE as OVERRIDES
 from dsprof.names import host_name, new_run_id
 from dsprof.ranges import parse_hang_timeout, parse_size
-from dsprof.redact import redact_words
+from dsprof.redact import redact_data, redact_words
 from dsprof.run import RunFolder, RunInfo
 from dsprof.settings import Settings
 
@@ -67,6 +69,8 @@ class Launch:
     """The command line, for run.json."""
     own_flags: tuple[str, ...] = ()
     """Of it, dsprof's own flags: they stay where another line is advised."""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """What --set asks for, by key."""
 
     def run(self) -> int:
         """Run the job under the profiler and return its status. Raises LaunchError or RunError before it starts."""
@@ -84,6 +88,7 @@ class Launch:
             level=self.settings.level,
             engine=self.settings.engine,
             versions=versions(),
+            knobs={key: redact_data({key: value})[key] for key, value in self.knobs.items()},
         )
         path = self.output or Path(self.settings.dir) / new_run_id(self.job.name)
         info.id = Path(os.path.abspath(path)).name
@@ -149,7 +154,7 @@ class Launch:
         armed_by_torch = installed and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
         # A script may import deepspeed before torch: only Python's start is early enough.
         bootstrap = not armed_by_torch or self.settings.engine == "dsprof"
-        env = environment(os.environ, folder, self.settings, bootstrap=bootstrap)
+        env = environment(os.environ, folder, self.settings, bootstrap=bootstrap, knobs=self.knobs)
         command = self.job.command(folder, installed=installed)
         if part is not None:
             env[MEETING] = str(part.file)
@@ -245,8 +250,15 @@ def is_installed() -> bool:
     return any(point.name == "dsprof" for point in importlib.metadata.entry_points(group="torch.backends"))
 
 
-def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, *, bootstrap: bool) -> dict[str, str]:
-    """The job's environment: the user's own, armed."""
+def environment(
+    base: Mapping[str, str],
+    folder: RunFolder,
+    settings: Settings,
+    *,
+    bootstrap: bool,
+    knobs: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """The job's environment: the user's own, armed, and with the knobs that --set turns."""
     env = {**base, "DSPROF": "1", "DSPROF_RUN": str(folder.path), "DSPROF_LEVEL": settings.level}
     env["DSPROF_RANKS"] = settings.ranks
     env |= {"DSPROF_STEPS": settings.steps, "DSPROF_DELAY": settings.delay, "DSPROF_DURATION": settings.duration}
@@ -260,6 +272,11 @@ def environment(base: Mapping[str, str], folder: RunFolder, settings: Settings, 
     env["DSPROF_NATIVE"] = settings.native
     env["DSPROF_HANG_TIMEOUT"] = settings.hang_timeout
     env.pop("DSPROF_ENGINE", None)
+    env.pop(OVERRIDES, None)
+    if knobs:
+        variables = {key.partition(".")[2]: value for key, value in knobs.items() if key.startswith("env.")}
+        env |= variables
+        env[OVERRIDES] = json.dumps({key: None if key.startswith("env.") else value for key, value in knobs.items()})
     if settings.engine == "dsprof":
         env["DSPROF_ENGINE"] = "dsprof"
     if bootstrap:

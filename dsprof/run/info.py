@@ -51,6 +51,8 @@ class RunInfo:
     """Of the capture; empty of an imported trace, which has none of ours."""
     engine: str = "script"
     """What trained: `script`, what the script imports, or `dsprof`, our engine in the place of DeepSpeed."""
+    knobs: dict[str, Any] = field(default_factory=dict)
+    """What `dsprof run --set` asked for, by key."""
     versions: dict[str, str] = field(default_factory=dict)
     exits: list[RankExit] = field(default_factory=list)
     ranks: list[RankInfo] = field(default_factory=list)

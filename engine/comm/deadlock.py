@@ -6,6 +6,9 @@ gather's content is its messages' tag, see `Comm.all_gather`), so both stop. Not
 long as nobody waits for long. Who does, posts what it waits for, and what it has begun, in the job's store, and looks
 what the others have posted there. That is enough to prove a deadlock, of however old posts: each says that something
 does not happen before something else has, and what is before itself never happens.
+
+A rank whose backward or step has failed half-way posts that, too, and what it will not begin before all ranks have come
+to begin anew: who waits for that on it, and so never comes there, waits for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -23,6 +27,7 @@ import torch.distributed as dist
 
 from ..hooks import DEADLOCK, Hooks
 from .comm import Comm, break_connections
+from .consensus import SharedError
 
 PATIENCE_S: Final = 2.0
 """How long a wait takes before anybody thinks of it."""
@@ -34,6 +39,8 @@ SHARE_S: Final = 5.0
 
 NORM: Final = "norm"
 """The one that is not on a lane."""
+RECOVERY: Final = "recovery"
+"""What all ranks do together, and communicate nothing for, after a backward or step that has failed half-way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +59,14 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What a rank says of itself while it waits for `kind`: it begins nothing before that is over."""
+    """What a rank says of itself while it waits for `kind`: it begins nothing before that is over. "": it does not wait
+    now, but has failed."""
 
     kind: str
     fronts: Mapping[str, Front]
+    failed: str = ""
+    """In what, and the error, if it has; then it begins nothing of the kinds `withheld` before the next recovery."""
+    withheld: Sequence[str] = ()
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -63,7 +74,12 @@ class Post:
     @staticmethod
     def load(text: str) -> Post:
         content = json.loads(text)
-        return Post(content["kind"], {kind: Front(**front) for kind, front in content["fronts"].items()})
+        fronts = {kind: Front(**front) for kind, front in content.pop("fronts").items()}
+        return Post(fronts=fronts, **content)
+
+    def before(self, kind: str) -> set[str]:
+        """What this rank waits for before it begins anything of `kind`."""
+        return ({self.kind} if self.kind else set()) | ({RECOVERY} if kind in self.withheld else set())
 
 
 def stuck(posts: Mapping[int, Post]) -> set[int]:
@@ -84,7 +100,7 @@ def stuck(posts: Mapping[int, Post]) -> set[int]:
                     continue
                 theirs = posts[other].fronts[kind]
                 if theirs.begun <= front.oldest:
-                    here.add((other, posts[other].kind))
+                    here |= {(other, before) for before in posts[other].before(kind)}
                 elif theirs.oldest is not None and theirs.oldest < front.oldest:
                     here.add((other, kind))
                 elif theirs.oldest == front.oldest and theirs.tag != front.tag:
@@ -95,7 +111,7 @@ def stuck(posts: Mapping[int, Post]) -> set[int]:
         place for place, others in waits_for.items() if place not in ends | never and others <= ends
     }:  # fmt: skip
         ends |= more
-    return {rank for rank, post in posts.items() if (rank, post.kind) not in ends}
+    return {rank for rank, post in posts.items() if (rank, post.kind or RECOVERY) not in ends}
 
 
 class DeadlockWatch:
@@ -116,11 +132,68 @@ class DeadlockWatch:
             kind: dist.get_process_group_ranks(comm.group) for kind, comm in comms.items() if comm.group is not None
         }
         self._norms = 0
+        self._recoveries = 0
+        self._failed = ""
+        self._withheld: Sequence[str] = ()
         self._error: RuntimeError | None = None
         self._store.set(f"{self._key}/{self._rank}", "")  # what there may be of an earlier job in the same store
         self._store.delete_key(f"{self._key}/{self._rank}/saw")
         for kind, comm in comms.items():
             comm.watch(partial(self._until, kind))
+
+    @property
+    def proved(self) -> RuntimeError | None:
+        """What was raised since nothing can go on any more."""
+        return self._error
+
+    # --- after a backward or a step that has failed half-way
+
+    def failed(self, why: str, withheld: Sequence[str]) -> None:
+        """This rank has failed half-way: it begins nothing of the kinds `withheld` before all ranks begin anew."""
+        self._failed, self._withheld = why, withheld
+        with suppress(dist.DistError):
+            self._store.set(f"{self._key}/{self._rank}", self._post("").dump())
+
+    def recover(self, begun: int) -> None:
+        """Wait until all ranks are here. Each says how much it had `begun` of what has failed.
+
+        Raises SharedError on all ranks if some never come, or have begun more than others."""
+        number, self._recoveries = self._recoveries, self._recoveries + 1
+        keys = {rank: f"{self._key}/{RECOVERY}/{number}/{rank}" for rank in self._everyone}
+        self._store.set(keys[self._rank], str(begun))
+
+        def over(seconds: float) -> bool:
+            until = time.monotonic() + seconds
+            while not self._store.check(list(keys.values())):
+                if time.monotonic() > until:
+                    return False
+                time.sleep(0.005)
+            return True
+
+        self._until(RECOVERY, over)
+        found = {rank: int(self._store.get(key)) for rank, key in keys.items()}
+        self._withdraw()
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"rank {rank} {count}" for rank, count in found.items())
+            self._error = SharedError(
+                "a backward failed at different places, and what the ranks have sent each other of it does not match "
+                f"(buckets of gradients: {listed}): end the job, and start it again from a checkpoint"
+            )
+            self._abort()
+            raise self._error
+
+    def recovered(self) -> None:
+        """All ranks have begun anew by communicating, as a load does."""
+        self._recoveries += 1
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        if self._failed:
+            self._failed, self._withheld = "", ()
+            with suppress(dist.DistError):
+                self._store.set(f"{self._key}/{self._rank}", "")
+
+    # --- waits
 
     def wait(self, work: dist.Work, group: dist.ProcessGroup) -> None:
         """Wait for a collective beside the lanes, one at a time and all ranks': the norm. Raises as all waits do."""
@@ -164,11 +237,15 @@ class DeadlockWatch:
                 continue
             self._error = _error_of({rank: posts[rank] for rank in sorted(stuck(posts))})
             self._hooks.mark(f"{DEADLOCK}{self._error}")
-            for ref in self._comms.values():
-                comm = ref()
-                if comm is not None:
-                    comm.abort(self._error)
+            self._abort()
             raise self._error
+
+    def _abort(self) -> None:
+        assert self._error is not None
+        for ref in self._comms.values():
+            comm = ref()
+            if comm is not None:
+                comm.abort(self._error)
 
     def _post(self, kind: str) -> Post:
         fronts = {}
@@ -182,7 +259,10 @@ class DeadlockWatch:
                 about = () if content is None else (content.tag, content.names)
                 fronts[name] = Front(ranks, comm.begun, under_way.seq, *about)
         fronts[NORM] = Front(self._everyone, self._norms, self._norms - 1 if kind == NORM else None)
-        return Post(kind, fronts)
+        here = kind == RECOVERY
+        awaited = self._recoveries - here if here or self._failed else None
+        fronts[RECOVERY] = Front(self._everyone, self._recoveries, awaited)
+        return Post(kind, fronts, self._failed, self._withheld)
 
     def _posts(self) -> dict[int, Post]:
         found = {}
@@ -198,13 +278,24 @@ class DeadlockWatch:
         """They look at the store, too, as long as nothing fails; with the first rank that ends everything does."""
         self._store.set(f"{self._key}/{self._rank}/saw", "")
         until = time.monotonic() + SHARE_S
-        keys = [f"{self._key}/{rank}/saw" for rank in self._everyone]
+        away = {rank for rank, post in self._posts().items() if not post.kind}  # those that do not wait do not look
+        keys = [f"{self._key}/{rank}/saw" for rank in self._everyone if rank not in away]
         while time.monotonic() < until and not self._store.check(keys):
             time.sleep(0.05)
 
 
 def _error_of(posts: Mapping[int, Post]) -> RuntimeError:
-    waits = "; ".join(f"rank {rank} waits for {_what(post)}" for rank, post in posts.items())
+    waits = "; ".join(f"rank {rank} waits for {_what(post)}" for rank, post in posts.items() if post.kind)
+    if failed := [f"rank {rank} has failed in {post.failed}" for rank, post in posts.items() if post.failed]:
+        return SharedError(
+            f"{'; '.join(failed)}. The ranks now wait for each other: {waits}. What fails half-way on one rank alone "
+            "ends the training: end the job, and start it again from a checkpoint"
+        )
+    if not any(front.names for post in posts.values() for front in post.fronts.values()):
+        return RuntimeError(
+            f"the ranks now wait for each other: {waits}. All must call the engine's methods equally often and in the "
+            "same order. The training cannot go on"
+        )
     return RuntimeError(
         f"ZeRO stage 3: the ranks ran different modules, and now wait for each other: {waits}. Every rank has a shard "
         "of all parameters, so all must run the same modules in the same order: where the data decide, run the branch "
@@ -217,4 +308,6 @@ def _what(post: Post) -> str:
     if front.names:
         names = list(front.names[:4]) + (["..."] if len(front.names) > 4 else [])
         return f"the parameters {', '.join(names)}" if len(names) > 1 else f"the parameter {names[0]}"
-    return "the norm of the gradients" if post.kind == NORM else f"the {post.kind}"
+    return {NORM: "the norm of the gradients", RECOVERY: "all ranks to begin the step anew"}.get(
+        post.kind, f"the {post.kind}"
+    )

@@ -24,8 +24,9 @@ docs/engine_config.py makes a page of these. Free of torch and of the rest of th
 
 from .batch import Batch, BatchError
 from .config import Config
+from .keys import known_paths
 from .loading import ConfigError, load
 from .rules import data_parallel_ranks
 from .zero import ZeroConfig
 
-__all__ = ["Batch", "BatchError", "Config", "ConfigError", "ZeroConfig", "data_parallel_ranks", "load"]
+__all__ = ["Batch", "BatchError", "Config", "ConfigError", "ZeroConfig", "data_parallel_ranks", "known_paths", "load"]

@@ -31,6 +31,13 @@ def known_keys(raw: Mapping[Any, Any], root: type[Section], notes: Notes) -> dic
     return _Look(root, notes).at(raw, root, "")
 
 
+def known_paths(root: type[Section]) -> tuple[set[str], set[str]]:
+    """Every key there is, with the sections that lead to it: those of `root`, and those that DeepSpeed alone has, below
+    which there may be more."""
+    own = {joined(where, key) for where, section in sections(root) for key in section.model_fields}
+    return own, {joined(where, key) for where, keys in FOREIGN.items() for key in keys}
+
+
 @dataclass(frozen=True)
 class _Look:
     root: type[Section]

@@ -125,6 +125,11 @@ class Link:
         self._in = open_lane(f"pipe.recv_{name}", device, hooks)
         self._sent = self._received = 0
 
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Of what is sent, and of its heads."""
+        return self.group, self._host_group
+
     def send(self, message: Message, at: Position) -> Ticket:
         """Start sending. The tensors must not be written to before the ticket is done."""
         tensors = [tensor.detach().contiguous() for tensor in message.tensors]

@@ -21,6 +21,7 @@ from ..comm.consensus import failing_together
 from ..comm.lane import open_lane
 from ..comm.launch import init_distributed, local_device
 from ..comm.mesh import Mesh, mesh_of, open_parallel
+from ..comm.peers import Peers
 from ..config import Config, load
 from ..data import ShardedLoader
 from ..hooks import Hooks
@@ -159,6 +160,10 @@ def initialize(
         comms = _open_comms(settings, mesh, device, hooks, link)
         for comm in comms.all():
             opened.callback(comm.close)
+        joined = (parallel.data, parallel.model, parallel.tensor, parallel.everyone, *comms.all())
+        between = [group for each in links.values() for group in each.groups]
+        peers = Peers(parallel.everyone, [*(comm.group for comm in joined), *between])
+        opened.callback(peers.close)
         with failing_together("initialize", parallel.everyone):
             activation_checkpoint.attach(hooks, settings.activation_checkpointing)
             opened.callback(policies.from_config(settings.activation_checkpointing).apply(model, hooks))
@@ -191,6 +196,7 @@ def initialize(
                 loss_scaler(settings.fp16),
                 offload.states,
                 hooks,
+                peers,
                 loader,
             )
         with failing_together("initialize", parallel.everyone):

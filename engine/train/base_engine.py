@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
 from torch import nn
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .. import checkpoint
 from ..activation_checkpoint.policies import repeated_blocks
+from ..comm.consensus import reason
 from ..comm.mesh import Parallel
 from ..config import Config
 from ..data import endless
@@ -60,10 +61,13 @@ def _of_checkpoint(
     def method(engine: BaseEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         engine._refuse_destroyed()
         engine.state.refuse_lost(name, checkpoint.CheckpointError)
-        prepare(engine.optimizer_step)
-        result = function(engine.state, *args, **kwargs)
-        if loads and result != (None, None):
-            engine._begin_step_anew()
+        with engine._failing(name):
+            prepare(engine.optimizer_step)
+            result = function(engine.state, *args, **kwargs)
+            if loads and result != (None, None):
+                engine._begin_step_anew()
+                if engine.zero.deadlocks is not None:
+                    engine.zero.deadlocks.recovered()
         return result
 
     functools.update_wrapper(method, function)
@@ -226,11 +230,37 @@ class BaseEngine(nn.Module):
     def _begin_step_anew(self) -> None:
         """Be as before the first micro-batch of the step under way."""
         forgotten = self.state.under_way
-        self.zero.reducer.clear()
+        self.zero.forget_gradients()
         self.micro_steps -= forgotten
         self.global_samples -= forgotten * self.state.samples_per_microbatch
         self.state.begin_step()
         self.metrics.forget_losses()
+
+    @contextlib.contextmanager
+    def _failing(self, doing: str) -> Iterator[None]:
+        """What is raised in the block may keep other ranks waiting: they are told why. Raises SharedError, which names
+        the rank that has failed, in the place of an error that says no more than that it is not there."""
+        try:
+            yield
+        except Exception as error:
+            self._failed(doing, error)
+            raise
+
+    def _failed(self, doing: str, error: Exception, withheld: Sequence[str] = ()) -> None:
+        """`withheld`: what this rank begins no more before all ranks begin anew."""
+        peers, watch = self.state.peers, self.zero.deadlocks
+        proved = watch is not None and watch.proved is error
+        told = peers.explain(f"engine.{doing}", error)
+        if told is not None or proved:
+            self.state.failure = None  # which may be the same, in fewer words
+            self.state.fail("an earlier step of this engine", told or error)
+            self.zero.lost = True
+            peers.give_up()  # those that wait for this one go on no more than it does
+        if told is not None:
+            raise told from error
+        peers.note(f"engine.{doing} in step {self.global_steps}", error)
+        if withheld and watch is not None and not proved:
+            watch.failed(f"engine.{doing} in step {self.global_steps}: {reason(error)}", withheld)
 
     def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         """Where the next micro-batch comes from: what was passed, else the engine's own data over and over."""
@@ -252,6 +282,7 @@ class BaseEngine(nn.Module):
                 "the engine was destroyed: its model, engine.module, is as any other; to train on, call initialize "
                 "again"
             )
+        self.state.peers.check("the engine")
 
     def _refuse_without_optimizer(self, what: str) -> None:
         if self.optimizer is None:

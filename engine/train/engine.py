@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import activation_checkpoint
+from ..comm.deadlock import NORM
 from ..optim.loss_scaler import cast_floating
 from ..training_state import Training
 from ..tree import loss_of, to_device
@@ -50,8 +51,12 @@ class Engine(BaseEngine):
         self._check_data((args, kwargs))
         self.metrics.start_clock()
         activation_checkpoint.attach(self.hooks, self.config.activation_checkpointing)
-        with self.hooks.span("phase", "forward" if torch.is_grad_enabled() else "eval"):
-            return self.module(*args, **kwargs)
+        try:
+            with self.hooks.span("phase", "forward" if torch.is_grad_enabled() else "eval"):
+                return self.module(*args, **kwargs)
+        except Exception as error:
+            self._failed("forward", error)
+            raise
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of `loss` (a scalar), which is divided by the number of micro-batches unless `scale_wrt_gas` is
@@ -77,6 +82,7 @@ class Engine(BaseEngine):
                 "engine.backward: the loss depends on no parameter that is trained: they are frozen, or it was "
                 "detached, or computed within torch.no_grad()"
             )
+        self.state.refuse_failed("engine.backward")
         if self.zero.reducer.open:
             raise RuntimeError(
                 "engine.backward: the last backward failed half-way, and what it left of its gradients is still there: "
@@ -85,9 +91,16 @@ class Engine(BaseEngine):
         if scale_wrt_gas:
             loss = loss / self.config.gradient_accumulation_steps
         self.zero.begin_backward(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync)
-        with self.hooks.span("phase", "backward"):
-            (loss.float() * self.scaler.scale if self.scaler.scale != 1.0 else loss).backward(retain_graph=retain_graph)
-            self.zero.finish_backward()
+        try:
+            with self.hooks.span("phase", "backward"):
+                scaled = loss.float() * self.scaler.scale if self.scaler.scale != 1.0 else loss
+                scaled.backward(retain_graph=retain_graph)
+                self.zero.finish_backward()
+        except Exception as error:
+            # Of one that has sent nothing yet the others need not know: this rank may go on with another batch.
+            self._failed("backward", error, ["gradients", NORM] if self.zero.reducer.launched else [])
+            raise
+        self.state.peers.withdraw()
         self._backward_done = True
         self._synchronized = self._synchronized or not self._in_no_sync
         self.metrics.note_loss(loss, self.config.gradient_accumulation_steps if scale_wrt_gas else 1)
@@ -108,7 +121,7 @@ class Engine(BaseEngine):
         self._refuse_untrained("step")
         if self._in_no_sync:
             raise RuntimeError("engine.step inside engine.no_sync(): leave the block before you step")
-        if not self._backward_done:
+        if not self._backward_done or self.zero.reducer.open:
             raise RuntimeError(
                 "engine.step without engine.backward(loss): do not call loss.backward() yourself, nor step after a "
                 "backward that failed or that engine.zero_grad() has forgotten"
@@ -133,8 +146,14 @@ class Engine(BaseEngine):
         self._counted = False
         if boundary:
             self._synchronized = False
-            with self.hooks.span("phase", "step"):
-                self._take_step(lr_kwargs or {})
+            try:
+                with self.hooks.span("phase", "step"):
+                    self._take_step(lr_kwargs or {})
+            except Exception as error:
+                # In stage 3 a forward still gathers parameters.
+                kinds = ["gradients", NORM, "parameters"][: 2 if self.zero.settings.stage == 3 else 3]
+                self._failed("step", error, kinds if self.state.failure else [])
+                raise
         self.hooks.microbatch = self.state.under_way
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -242,5 +261,5 @@ class Engine(BaseEngine):
                 "A step forgets its gradients by itself: leave it out",
                 stacklevel=4,
             )
-        self.zero.reducer.clear()
+        self.zero.forget_gradients()
         self._backward_done = self._synchronized = False

@@ -77,8 +77,9 @@ class OptimizerStep:
         grads = reducer.gradients(stepped)
         counted = grads if stepped <= self._counted else reducer.gradients(stepped & self._counted)
         scale = training.scaler.scale / reducer.postscale
-        wait = None if zero.deadlocks is None else zero.deadlocks.wait
+        wait = None if zero.deadlocks is None or not self._norm_is_sharded else zero.deadlocks.wait
         value = global_norm(counted, self._norm_groups(), training.hooks, device=training.device, wait=wait).item()
+        training.peers.check("engine.step")  # the host has waited: what is aborted brings no numbers
         overflow = self._skips and overflowed(value)
         training.optimizer.overflow = overflow  # type: ignore[union-attr]  # where scripts look for it
         if overflow:
@@ -149,10 +150,15 @@ class OptimizerStep:
 
     def _norm_groups(self) -> list[dist.ProcessGroup]:
         """Groups over which the squares of the counted gradients are to be summed, one after the other."""
-        parallel, zero = self._training.parallel, self._training.zero
-        sharded = zero.settings.stage > 0 or zero.reducer.local
-        groups = (parallel.data.group if sharded else None, parallel.model.group)
+        parallel = self._training.parallel
+        groups = (parallel.data.group if self._norm_is_sharded else None, parallel.model.group)
         return [group for group in groups if group is not None]
+
+    @property
+    def _norm_is_sharded(self) -> bool:
+        """Whether each data-parallel rank has a part of the gradients to be counted."""
+        zero = self._training.zero
+        return zero.settings.stage > 0 or zero.reducer.local
 
     def _update(self) -> None:
         """Tile by tile: the weights of one travel while the next is computed."""

@@ -84,7 +84,7 @@ class PipelineEngine(BaseEngine):
         self._last_loss = mean
         self.metrics.note_loss(mean)
         self.global_samples += self.config.train_batch_size
-        with self.hooks.span("phase", "step"):
+        with self._failing("train_batch"), self.hooks.span("phase", "step"):
             self._stepped = False
             self._take_step({})
         self.micro_steps += self.plan.microbatches

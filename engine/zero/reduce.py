@@ -104,6 +104,11 @@ class Reducer:
         """What the collected gradients remain to be multiplied by, for the mean over the ranks."""
         return 1.0 if self.local else self._postscale
 
+    @property
+    def launched(self) -> int:
+        """How many buckets the backward under way has sent."""
+        return self._next if self.open else 0
+
     def close(self) -> None:
         """Take every hook out of the model."""
         for handle in (*self._ready_hooks, *self._run_hooks.values()):

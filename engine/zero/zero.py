@@ -112,7 +112,8 @@ class Zero:
         dense = [p for p in self.trainable if p.param not in rows]
         belongs = None if stages is None else {p: stages[p.param] for p in dense}
         self.reducer = Reducer(dense, sparse, comms.gradients, settings, belongs)
-        self.deadlocks = _watch(comms, hooks) if settings.stage == 3 and size > 1 else None
+        # Ranks of a pipeline have a consensus of their own.
+        self.deadlocks = _watch(comms, hooks) if size > 1 and (settings.stage == 3 or names is None) else None
         self.fetcher: Fetcher | None = None
         self._handles: list[RemovableHandle] = []
         for sharded_param in self.params:
@@ -160,6 +161,13 @@ class Zero:
         self.reducer.finish()
         if self.fetcher is not None:
             self.fetcher.finish_backward()
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients there are. Those of a backward that failed half-way, of which something was sent
+        already, on all ranks: they wait for each other, and fail together if one does not come."""
+        if self.deadlocks is not None and self.reducer.launched:
+            self.deadlocks.recover(self.reducer.launched)
+        self.reducer.clear()
 
     def begin_update(self) -> None:
         """Before a step or a load changes the weights."""

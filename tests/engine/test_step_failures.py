@@ -70,8 +70,8 @@ def said(error: type[Exception], use: Callable[[], Any]) -> str:
 
 
 def refusals(engine: Any, folder: str, rank: int) -> list[str]:
-    engine.backward(engine(sample(1, rank)).pow(2).mean())
-    return [said(RuntimeError, engine.step), *refused_saves(engine, folder)]
+    loss = engine(sample(1, rank)).pow(2).mean()
+    return [said(RuntimeError, lambda: engine.backward(loss)), *refused_saves(engine, folder)]
 
 
 def refused_saves(engine: Any, folder: str) -> list[str]:
@@ -148,7 +148,7 @@ def broken_optimizer(rank: int, stage: int, folder: str) -> tuple[list[str], flo
 def test_an_optimizer_that_fails_between_tiles(ranks: Ranks, stage: int, tmp_path: Path) -> None:
     for found, weights in ranks.run(2, broken_optimizer, stage, str(tmp_path)):
         for number, text in enumerate(found):
-            doing = ("engine.step", "save_checkpoint", "save_16bit_model")[number % 3]
+            doing = ("engine.backward", "save_checkpoint", "save_16bit_model")[number % 3]
             assert text.startswith(
                 f"{doing}: an earlier step of this engine failed half-way: ArithmeticError: this tile cannot be stepped"
             )
@@ -222,6 +222,6 @@ def train_half(engine: Any, number: int, rank: int) -> None:
 def test_an_offload_write_that_fails_between_tiles(ranks: Ranks, tmp_path: Path) -> None:
     for first, found, weights in ranks.run(2, broken_disk, str(tmp_path)):
         assert "Input/output error" in first
-        for doing, text in zip(("engine.step", "save_checkpoint", "save_16bit_model"), found, strict=True):
+        for doing, text in zip(("engine.backward", "save_checkpoint", "save_16bit_model"), found, strict=True):
             assert text.startswith(f"{doing}: an earlier step of this engine failed half-way: OffloadError: ")
         assert weights == 0.0

@@ -24,7 +24,7 @@ from ..arrays import Float, Int
 from .chains import RankChains, of_host, without_own_lanes
 from .durations import no_later_than_seen, transfers, wake_up_delays
 from .events import ISSUE, WAIT, ProgramEvents, Segments, find_events, find_segments
-from .step_graph import WAKE_UP_DELAY, CrossStepEdges, StepGraph, Steps
+from .step_graph import WAKE_UP_DELAY, Costs, CrossStepEdges, Measured, StepGraph, Steps
 from .tasks import Tasks, find_tasks
 from .template import END, ISSUED, StepTemplate, find_template
 
@@ -237,13 +237,13 @@ class _Builder:
         return Steps(
             structure=structure,
             numbers=self.numbers[steps],
-            work=work,
-            transfer=transfer,
-            wire=np.zeros(transfer.shape),
-            size=self.tasks.size[picks] if picks.size else np.zeros(picks.shape),
-            outside=outside,
-            began=began,
-            ended=ended,
+            costs=Costs(
+                work=work,
+                transfer=transfer,
+                wire=np.zeros(transfer.shape),
+                size=self.tasks.size[picks] if picks.size else np.zeros(picks.shape),
+            ),
+            measured=Measured(outside=outside, began=began, ended=ended),
         )
 
     def _busy(self, steps: Int) -> dict[str, Float]:

@@ -40,6 +40,14 @@ class TemplateStalls:
     waits: tuple[StalledWait, ...]
 
 
+def stalls_of(graph: StepGraph) -> tuple[TemplateStalls, ...]:
+    """The same as `find_stalls`, looked for once."""
+    if "stalls" not in graph.kept:
+        graph.kept["stalls"] = find_stalls(graph)
+    found: tuple[TemplateStalls, ...] = graph.kept["stalls"]
+    return found
+
+
 def find_stalls(graph: StepGraph) -> tuple[TemplateStalls, ...]:
     """Of each template of a measured graph."""
     lanes = [_own_lanes(steps) for steps in graph.templates]

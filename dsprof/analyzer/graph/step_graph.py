@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,11 @@ class Task:
     linked: bool = False
     owner: int = -1
 
+    @property
+    def purpose(self) -> str:
+        """What it is for: gradient, parameter, tensor-parallel, ..."""
+        return self.kind.rpartition(" ")[2]
+
 
 @dataclass(frozen=True)
 class Edges:
@@ -74,6 +79,10 @@ class Structure:
     outside:  how many ends of operations of other steps these steps wait for
     edges:    issue (segment or outside to task) and wait (task or outside to segment)
     threads:  how many there are
+    ids:      [W + C] a number of each segment and then of each task, which it keeps whatever a what-if does to those
+              around it; of those that were measured: 0, 1, 2 ...
+    ids_used: numbers below it were given, here or in what this was made of: the next operation that a what-if makes
+              has this one
     """
 
     thread: Int
@@ -83,6 +92,16 @@ class Structure:
     outside: int
     edges: Edges
     threads: int
+    ids: Int = field(default_factory=lambda: np.empty(0, np.int64))
+    ids_used: int = 0
+
+    def __post_init__(self) -> None:
+        operations = len(self.thread) + len(self.tasks)
+        if not self.ids_used:
+            object.__setattr__(self, "ids", np.arange(operations))
+            object.__setattr__(self, "ids_used", operations)
+        if len(self.ids) != operations:
+            raise ValueError(f"{operations} operations, {len(self.ids)} ids")
 
     @property
     def segments(self) -> int:
@@ -139,27 +158,86 @@ class Structure:
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Like-shaped steps, S of them. Times are in ms; moments, from the earliest rank's start of the step.
+class Costs:
+    """What operations take: what a what-if changes. Times are in ms.
 
-    numbers:  [S] of the steps, ascending
     work:     [W, S, PARTS] what each segment takes
     transfer: [C, S] what each task takes once it has all it needs; tasks under way at once do not hinder each other
     wire:     [C, S] for how long it then has the link of its lane to itself, if it is linked
     size:     [C, S] bytes
-    outside:  [O, S] when what other steps supply had ended, measured
-    began:    [W, S] when each segment began, measured; `ended`: [C, S] the same of the ends of tasks
     """
 
-    structure: Structure
-    numbers: Int
     work: Float
     transfer: Float
     wire: Float
     size: Float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """When operations were seen to begin and end: no what-if changes it. Moments in ms, from the earliest rank's start
+    of the step; NaN of operations that a what-if has made.
+
+    outside: [O, S] when what other steps supply had ended
+    began:   [W, S] when each segment began; `ended`: [C, S] the same of the ends of tasks
+    """
+
     outside: Float
     began: Float
     ended: Float
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Like-shaped steps, S of them. numbers: [S] of the steps, ascending."""
+
+    structure: Structure
+    numbers: Int
+    costs: Costs
+    measured: Measured
+
+    @property
+    def work(self) -> Float:
+        return self.costs.work
+
+    @property
+    def transfer(self) -> Float:
+        return self.costs.transfer
+
+    @property
+    def wire(self) -> Float:
+        return self.costs.wire
+
+    @property
+    def size(self) -> Float:
+        return self.costs.size
+
+    @property
+    def outside(self) -> Float:
+        return self.measured.outside
+
+    @property
+    def began(self) -> Float:
+        return self.measured.began
+
+    @property
+    def ended(self) -> Float:
+        return self.measured.ended
+
+    def with_costs(
+        self, *, work: Float | None = None, transfer: Float | None = None, wire: Float | None = None
+    ) -> Steps:
+        """The same operations, some of whose costs are others."""
+        now = self.costs
+        return replace(
+            self,
+            costs=Costs(
+                now.work if work is None else work,
+                now.transfer if transfer is None else transfer,
+                now.wire if wire is None else wire,
+                now.size,
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -182,7 +260,7 @@ class CrossStepEdges:
         return len(self.source)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepGraph:
     """A job's steps, N of them in T threads, or chains: a rank's training thread, and where it was seen the stream of
     its device that computes.
@@ -196,6 +274,8 @@ class StepGraph:
     duration: [T, N] how long it took, measured
     follows:  [N] whether the step before is in the graph too: it then begins where that one ends
     gap:      [T, N] between the two, ms: nothing, unless records were lost
+    origin:   of a graph that what-ifs were applied to, the one that was measured; `applied`: which they were
+              (`whatif.apply`)
     """
 
     ranks: tuple[int, ...]
@@ -210,6 +290,10 @@ class StepGraph:
     follows: Bool
     gap: Float
     cross_step_edges: CrossStepEdges = field(default_factory=CrossStepEdges.none)
+    origin: StepGraph | None = field(default=None, repr=False)
+    applied: tuple[Any, ...] = ()
+    kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
+    """What is worked out once of a graph."""
 
     @staticmethod
     def of_one_template(

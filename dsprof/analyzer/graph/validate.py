@@ -7,7 +7,7 @@ give the time of others.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -108,7 +108,7 @@ def held_out(graph: StepGraph) -> tuple[StepGraph, npt.NDArray[np.bool_]]:
         work, transfer = steps.work.copy(), steps.transfer.copy()
         work[:, even] = steps.work[:, odd].mean(axis=1, keepdims=True)
         transfer[:, even] = steps.transfer[:, odd].mean(axis=1, keepdims=True)
-        templates.append(replace(steps, work=work, transfer=transfer))
+        templates.append(steps.with_costs(work=work, transfer=transfer))
     return graph.with_templates(tuple(templates)), chosen[graph.judged]
 
 

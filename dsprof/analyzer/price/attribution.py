@@ -18,7 +18,7 @@ import numpy as np
 from ..arrays import Float
 from ..graph.replay import replay_all
 from ..graph.step_graph import StepGraph
-from ..whatif import WhatIf
+from ..whatif import WhatIf, apply
 
 MOST_EXACT: Final = 5
 """Of more faults, orders are sampled: of five there are 32 sets to replay and 120 orders."""
@@ -46,7 +46,8 @@ class Attribution:
 
 
 def attribute(graph: StepGraph, faults: Mapping[str, WhatIf], sampled: int = SAMPLED) -> Attribution:
-    """What mending each of `faults` saves. Raises `evaluation_order.Cyclic`."""
+    """What mending each of `faults` saves. Raises `evaluation_order.Cyclic`, and
+    `whatif.Refused` where some of them do not go together."""
     names = tuple(faults)
     orders = list(_orders(names, sampled))
     exact = len(names) <= MOST_EXACT
@@ -56,11 +57,7 @@ def attribute(graph: StepGraph, faults: Mapping[str, WhatIf], sampled: int = SAM
     chosen = list(wanted)
 
     def mended(some: frozenset[str]) -> StepGraph:
-        result = graph
-        for name in names:
-            if name in some:
-                result = faults[name](result)
-        return result
+        return apply(graph, [faults[name] for name in names if name in some])
 
     duration: dict[frozenset[str], Float] = {}
 
@@ -78,7 +75,7 @@ def attribute(graph: StepGraph, faults: Mapping[str, WhatIf], sampled: int = SAM
         draws = (added[::2] + added[1::2]).mean(axis=1) / 2 if not exact else np.zeros(1)
         error[name] = float(draws.std(ddof=1) / np.sqrt(len(draws))) if len(draws) > 1 else 0.0
     alone = {name: before - duration[frozenset((name,))] for name in names}
-    hidden = [name for name in names if alone[name].mean() < HIDDEN * shares[name].mean()]
+    hidden = [name for name in names if len(names) > 1 and alone[name].mean() < HIDDEN * max(0.0, shares[name].mean())]
     pairs = {name: [frozenset((name, other)) for other in names if other != name] for name in hidden}
     replay_these(pair for of_name in pairs.values() for pair in of_name)
     together = {}

@@ -3,8 +3,7 @@ where, how ranks and occasions are named, and how wide an interval is."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,16 +13,12 @@ import numpy.typing as npt
 from ..arrays import Float
 from ..finding import Finding, Fix, Gain
 from ..graph.replay import replay
-from ..graph.step_graph import Steps
 from ..study import Study
 from ..text import count
-from ..whatif.edit import Edited, edit
-from ..whatif.rebucket import NotRebucketed
+from ..whatif import Refused, WhatIf, apply
 
 LEAST_SHARE: Final = 0.001
 """What costs less than this share of the step is not worth a line, not even as `info`."""
-LEAST_COVERED: Final = 0.5
-"""Share of the steps to which a what-if must apply for its gain to stand for the run."""
 MOST_LISTED: Final = 8
 """Ranks that a title names."""
 
@@ -53,23 +48,13 @@ class NotConcerned(Exception):
     """The job has nothing that the rule is about: it neither passed nor was left unjudged."""
 
 
-def replay_rebucketed(study: Study, change: Callable[[Steps], Edited], untried: str) -> Float:
-    """Step durations [S] with all steps changed, or unchanged where that raises NotRebucketed. Where this is so for
-    most steps it raises NotJudged: `untried`, and why."""
-    refused: Counter[str] = Counter()
-
-    def changed(steps: Steps) -> Edited | None:
-        try:
-            return change(steps)
-        except NotRebucketed as reason:
-            refused[str(reason)] += len(steps.numbers)
-            return None
-
-    graph = edit(study.need_graph(), changed)
-    steps = len(graph.numbers)
-    if steps - refused.total() < LEAST_COVERED * steps:
-        raise NotJudged(f"{untried}: {refused.most_common(1)[0][0]}")
-    return replay(graph).durations
+def replay_divided(study: Study, division: WhatIf, untried: str) -> Float:
+    """Step durations [S] with communications divided otherwise. Where most steps do not allow that it raises NotJudged:
+    `untried`, and why."""
+    try:
+        return replay(apply(study.need_graph(), [division])).durations
+    except Refused as refused:
+        raise NotJudged(f"{untried}: {refused.why}") from None
 
 
 INSTALLED: Final = ("/site-packages/", "/dist-packages/")

@@ -22,6 +22,7 @@ from ..work.layer_costs import layer_costs
 from ..work.mfu import judge_efficiency
 from ..work.module_times import module_times
 from .headline import verdict_of
+from .overrides import applied_knobs, lost_knobs
 
 __all__ = ["answer"]
 
@@ -71,7 +72,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         passed=judgement.passed,
         not_judged=dict(judgement.not_judged),
         noise_ms=judgement.noise_ms,
-        notes=tuple(filter(None, (part, note, unknown_kernels(study.device, run)))),
+        notes=(*filter(None, (part, note, unknown_kernels(study.device, run))), *applied_knobs(run)),
         verdict=Verdict("inconclusive", ""),
         capture=_quality(study),
     )
@@ -98,7 +99,13 @@ def _quality(study: Study) -> CaptureQuality:
         overhead_measured=study.overhead_measured,
         dropped=sum(item.dropped for item in run.ranks),
         clock_error_us=aligned.clock_error_us if aligned.clocks_told else None,
-        warnings=(*run.warnings, *aligned.warnings, *early_ends(study.steps), *mismatches(study.rows, run)),
+        warnings=(
+            *run.warnings,
+            *aligned.warnings,
+            *early_ends(study.steps),
+            *mismatches(study.rows, run),
+            *lost_knobs(run),
+        ),
         replay=study.checked,
     )
 

@@ -1,21 +1,23 @@
-"""What-ifs: functions from graph to graph. They compose, in any order; `replay` says what each gains.
+"""What-ifs: changes to the steps that were measured. They compose, in whatever order they are given.
 
-edit            the structure of equal steps edited: edges, tasks and segments that come and go
-work            own work taken away, scaled or added
+    faster = apply(graph, [ScaleLink(bandwidth=10.0), ScaleWork({"compute": 0.5})])
+    replay(faster).durations  # [S] ms of the judged steps
+
+apply           `apply`, and what every what-if is: `WhatIf`; `Refused`: two that do not go together
+select          which operations a what-if is about: by purpose, process group, rank
+work            own work taken away, scaled, or made equal on ranks that do the same
 on_chains       of ranks' work, as of their chains' work
 without_flows   no chain waits for another of its rank
-communications  collectives and messages removed, scaled, added, or issued earlier
-rebucket        gradients in other buckets, neighbouring gathers in one
+communications  collectives and messages removed, added, issued earlier, or moved over another link
+rebucket        gradients in other buckets
+merge           neighbouring collectives in one
 typical         nothing slower than is typical of its kind
-schedule        the graph of a pipeline's schedule
+schedule        the graph of a pipeline's schedule, and another schedule of the same actions
+edit            the structure of equal steps edited: edges, tasks and segments that come and go
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from .apply import Refused, Turn, WhatIf, apply
 
-from ..graph.step_graph import StepGraph
-
-WhatIf = Callable[[StepGraph], StepGraph]
-
-__all__ = ["WhatIf"]
+__all__ = ["Refused", "Turn", "WhatIf", "apply"]

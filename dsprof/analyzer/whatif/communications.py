@@ -1,98 +1,234 @@
-"""What-ifs on collectives and messages: slower or faster, gone, new, or issued earlier."""
+"""What-ifs on collectives and messages: over another link, gone, new, or issued earlier."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Final
 
 import numpy as np
+import pandas as pd
 
-from ..arrays import Float, Int
-from ..graph.step_graph import Edges, Steps, Task
-from .edit import GONE, Edited
+from ..arrays import Bool, Float, Int
+from ..graph.link import Link, fit_link
+from ..graph.step_graph import Costs, Edges, StepGraph, Steps, Task
+from .apply import Refused, Turn, WhatIf, measured
+from .edit import GONE, Recut, Restructure
+from .select import Communications
 
-Which = Callable[[Task], bool]
-
-
-def transfers_scaled(steps: Steps, which: Which, factor: float) -> Edited:
-    """The tasks chosen take `factor` times as long: another link, fewer bytes."""
-    chosen = np.array([which(task) for task in steps.structure.tasks], bool)
-    scaled = np.where(chosen, factor, 1.0)[:, None]
-    return Edited(replace(steps, transfer=steps.transfer * scaled, wire=steps.wire * scaled), _unchanged(steps))
+SHORTEST_MS: Final = 1e-9
+"""What takes less takes no time."""
 
 
-def without(steps: Steps, which: Which) -> Edited:
-    """The tasks chosen never happen, and nobody waits for them."""
+@dataclass(frozen=True)
+class ScaleLink(WhatIf):
+    """A link so many times as fast for these communications: `bandwidth` 2 moves a byte in half the time, `latency` 0.5
+    begins to in half the time.
+
+    A measured transfer is divided into the two by the line fitted to all of its process group's. Where their sizes are
+    too alike for that, only both together can be changed.
+    """
+
+    latency: float = 1.0
+    bandwidth: float = 1.0
+    of: Communications = field(default_factory=Communications)
+    turn = Turn.LINK
+
+    @property
+    def name(self) -> str:
+        return f"latency x {self.latency:g}, bandwidth x {self.bandwidth:g} for {self.of}"
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        links: dict[str, Link] = {}
+
+        def link_of(group: str) -> Link:
+            if group not in links:
+                links[group] = link_of_group(measured(graph), group)
+            return links[group]
+
+        return graph.with_templates(tuple(self._scaled(steps, link_of) for steps in graph.templates))
+
+    def _scaled(self, steps: Steps, link_of: Callable[[str], Link]) -> Steps:
+        transfer, wire = steps.transfer.copy(), steps.wire.copy()
+        a_byte = 1 / self.bandwidth
+        for c in self.of.of(steps.structure).tolist():
+            task = steps.structure.tasks[c]
+            if task.linked:  # its parts are known
+                transfer[c] *= self.latency
+                wire[c] *= a_byte
+            elif math.isclose(self.latency, a_byte):
+                transfer[c] *= a_byte
+            else:
+                link = link_of(task.lane)
+                if not link.fitted:
+                    raise Refused(
+                        self.name,
+                        f"what process group {task.lane} moves is all of one size, so its latency and its bandwidth "
+                        "cannot be told apart; change both alike",
+                    )
+                modelled = np.maximum(link.transfer_ms(steps.size[c]), SHORTEST_MS)
+                fixed = transfer[c] * link.latency_ms / modelled
+                transfer[c] = fixed * self.latency + (transfer[c] - fixed) * a_byte
+        return steps.with_costs(transfer=transfer, wire=wire)
+
+
+def link_of_group(graph: StepGraph, group: str) -> Link:
+    """The link of a process group (a task's lane), fitted to what its communications took in the measured steps."""
+    sizes, transfers = [np.empty(0)], [np.empty(0)]
+    for steps in graph.templates:
+        chosen = Communications(groups=(group,)).of(steps.structure)
+        sizes.append(steps.size[chosen].ravel())
+        transfers.append(steps.transfer[chosen].ravel())
+    return fit_link(pd.DataFrame({"bytes": np.concatenate(sizes), "transfer_ns": np.concatenate(transfers) * 1e6}))
+
+
+@dataclass(frozen=True)
+class WithoutCommunications(WhatIf):
+    """These communications never happen, and nobody waits for them."""
+
+    of: Communications
+    turn = Turn.FEWER_TASKS
+
+    @property
+    def name(self) -> str:
+        return f"without {self.of}"
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        return self._edit(graph)
+
+    @cached_property
+    def _edit(self) -> Restructure:
+        return Restructure(lambda steps: _without(steps, self.of.of(steps.structure)))
+
+
+def _without(steps: Steps, gone: Int) -> Recut | None:
+    if not len(gone):
+        return None
     structure = steps.structure
-    segments, tasks = structure.segments, structure.tasks
-    kept = np.array([c for c, task in enumerate(tasks) if not which(task)], np.int64)
-    number = np.full(segments + len(tasks) + structure.outside, GONE)
+    segments, count = structure.segments, len(structure.tasks)
+    kept = np.setdiff1d(np.arange(count), gone)
+    number = np.full(segments + count + structure.outside, GONE)
     number[:segments] = np.arange(segments)
     number[segments + kept] = segments + np.arange(len(kept))
-    number[segments + len(tasks) :] = segments + len(kept) + np.arange(structure.outside)
+    number[segments + count :] = segments + len(kept) + np.arange(structure.outside)
     source, target = number[structure.edges.source], number[structure.edges.target]
     stays = (source != GONE) & (target != GONE)
     changed = replace(
-        structure, tasks=tuple(tasks[c] for c in kept.tolist()), edges=Edges(source[stays], target[stays])
-    )
-    new = replace(
-        steps, structure=changed, transfer=steps.transfer[kept], wire=steps.wire[kept], size=steps.size[kept],
-        ended=steps.ended[kept],
-    )  # fmt: skip
-    return Edited(new, number[: segments + len(tasks)])
-
-
-def with_task(
-    steps: Steps, task: Task, transfer: Float, issued_after: Int, waited_before: Int, size: float = 0.0
-) -> Edited:
-    """One more task, the last of its lane, that takes `transfer` ([S] ms), issued when each of these segments has ended
-    and waited for before each of those."""
-    structure = steps.structure
-    segments, tasks, count = structure.segments, len(structure.tasks), len(steps.numbers)
-    new = segments + tasks
-
-    def moved(operation: Int) -> Int:
-        return np.where(operation >= new, operation + 1, operation)
-
-    source = [moved(structure.edges.source), issued_after, np.full(len(waited_before), new)]
-    target = [moved(structure.edges.target), np.full(len(issued_after), new), waited_before]
-    changed = replace(
         structure,
-        tasks=(*structure.tasks, task),
-        edges=Edges(np.concatenate(source).astype(np.int64), np.concatenate(target).astype(np.int64)),
+        tasks=tuple(structure.tasks[c] for c in kept.tolist()),
+        edges=Edges(source[stays], target[stays]),
+        ids=np.concatenate([structure.ids[:segments], structure.ids[segments + kept]]),
     )
 
-    def row(of: Float, value: Float) -> Float:
-        return np.concatenate([of, np.broadcast_to(value, (1, count))])
+    def costs(steps: Steps) -> Costs:
+        return Costs(steps.work, steps.transfer[kept], steps.wire[kept], steps.size[kept])
 
-    added = replace(
-        steps,
-        structure=changed,
-        transfer=row(steps.transfer, transfer),
-        wire=row(steps.wire, np.zeros(1)),
-        size=row(steps.size, np.array([size])),
-        ended=row(steps.ended, np.full(1, np.nan)),
-    )
-    return Edited(added, _unchanged(steps))
+    return Recut(changed, number[: segments + count], costs)
 
 
-def issued_earlier(steps: Steps, which: Which, ahead: int) -> Edited:
-    """Each of the tasks chosen is issued where the one `ahead` of it among them was, on every thread: prefetched.
+@dataclass(frozen=True, eq=False)
+class MoreCommunication(WhatIf):
+    """One more task, the last of its lane, in each step: issued and waited for by every thread at its own place.
+
+    place:    (structure's) thread -> after which of its segments it is issued, and before which it is waited for, by
+              their ids
+    transfer: ms that it takes
+    size:     bytes
+    """
+
+    what: str
+    task: Task
+    place: dict[int, tuple[int, int]]
+    transfer: float
+    size: float = 0.0
+    turn = Turn.MORE_TASKS
+
+    @property
+    def name(self) -> str:
+        return f"with {self.what}"
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        return self._edit(graph)
+
+    @cached_property
+    def _edit(self) -> Restructure:
+        return Restructure(self._added)
+
+    def _added(self, steps: Steps) -> Recut | None:
+        structure = steps.structure
+        segments, tasks = structure.segments, len(structure.tasks)
+        at = {int(number): i for i, number in enumerate(structure.ids[:segments].tolist())}
+        ends = [(at.get(after), at.get(before)) for after, before in self.place.values()]
+        if any(after is None or before is None for after, before in ends):
+            return None
+        new = segments + tasks
+        moved = np.where(np.arange(new + structure.outside) >= new, 1, 0) + np.arange(new + structure.outside)
+        issued, waited = (np.array(side, np.int64) for side in zip(*ends, strict=True))
+        changed = replace(
+            structure,
+            tasks=(*structure.tasks, self.task),
+            edges=Edges(
+                np.concatenate([moved[structure.edges.source], issued, np.full(len(waited), new)]),
+                np.concatenate([moved[structure.edges.target], np.full(len(issued), new), waited]),
+            ),
+            ids=np.append(structure.ids, structure.ids_used),
+            ids_used=structure.ids_used + 1,
+        )
+
+        def costs(steps: Steps) -> Costs:
+            def row(of: Float, value: float) -> Float:
+                return np.concatenate([of, np.full((1, len(steps.numbers)), value)])
+
+            now = steps.costs
+            return Costs(now.work, row(now.transfer, self.transfer), row(now.wire, 0.0), row(now.size, self.size))
+
+        return Recut(changed, np.arange(new), costs)
+
+
+@dataclass(frozen=True)
+class IssuedEarlier(WhatIf):
+    """Each of these communications is issued where the one `ahead` of it among them was, on every thread: prefetched.
 
     The first ones are issued where they are now. Within a lane the order of tasks stays.
     """
-    structure = steps.structure
-    source, target = structure.edges.source.copy(), structure.edges.target
-    chosen = np.array([which(task) for task in structure.tasks], bool)
-    of_task = (source < structure.segments) & (target >= structure.segments)
-    of_task[of_task] = chosen[target[of_task] - structure.segments] if of_task.any() else False
-    for thread in range(structure.threads):
-        mine = np.flatnonzero(of_task & (structure.thread[np.minimum(source, structure.segments - 1)] == thread))
-        mine = mine[np.argsort(source[mine], kind="stable")]
-        at = source[mine].copy()
-        source[mine[ahead:]] = at[: len(at) - ahead] if ahead < len(at) else at[:0]
-    return Edited(replace(steps, structure=replace(structure, edges=Edges(source, target))), _unchanged(steps))
+
+    of: Communications
+    ahead: int = 1
+    turn = Turn.ORDER_OF_ISSUE
+
+    @property
+    def name(self) -> str:
+        return f"{self.of} issued {self.ahead} earlier"
+
+    def against(self, other: WhatIf) -> str | None:
+        return _both_move(self.of, other.of) if isinstance(other, IssuedEarlier) else None
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        return self._edit(graph)
+
+    @cached_property
+    def _edit(self) -> Restructure:
+        return Restructure(self._earlier)
+
+    def _earlier(self, steps: Steps) -> Recut | None:
+        structure = steps.structure
+        source, target = structure.edges.source.copy(), structure.edges.target
+        chosen = np.zeros(len(structure.tasks) + 1, bool)
+        chosen[self.of.of(structure)] = True
+        task = np.where(target >= structure.segments, target - structure.segments, -1)
+        of_task: Bool = (source < structure.segments) & chosen[task]
+        if not of_task.any():
+            return None
+        for thread in range(structure.threads):
+            mine = np.flatnonzero(of_task & (structure.thread[np.minimum(source, structure.segments - 1)] == thread))
+            mine = mine[np.argsort(source[mine], kind="stable")]
+            at = source[mine].copy()
+            source[mine[self.ahead :]] = at[: len(at) - self.ahead] if self.ahead < len(at) else at[:0]
+        changed = replace(structure, edges=Edges(source, target))
+        return Recut(changed, np.arange(structure.segments + len(structure.tasks)), lambda steps: steps.costs)
 
 
-def _unchanged(steps: Steps) -> Int:
-    return np.arange(steps.structure.segments + len(steps.structure.tasks))
+def _both_move(one: Communications, other: Communications) -> str | None:
+    return "both say when the same communications are issued" if one.meets(other) else None

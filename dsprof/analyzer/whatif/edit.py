@@ -6,34 +6,81 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 from ..arrays import Int
-from ..graph.step_graph import CrossStepEdges, StepGraph, Steps
+from ..graph.step_graph import Costs, CrossStepEdges, Measured, StepGraph, Steps, Structure
 
 GONE: Final = -1
 
 
 @dataclass(frozen=True)
-class Edited:
-    """`steps` as they are now; `operations`: what number each segment and task has that there was, or GONE."""
+class Recut:
+    """Another structure for steps of one template.
 
-    steps: Steps
+    structure:  the new one
+    operations: what number each segment and task has that there was, or GONE
+    costs:      of the steps with the old structure, what the operations of the new one take
+    """
+
+    structure: Structure
     operations: Int
+    costs: Callable[[Steps], Costs]
 
 
-def edit(graph: StepGraph, change: Callable[[Steps], Edited | None]) -> StepGraph:
-    """The graph with each template changed, where `change` does not return None; edges across steps follow."""
-    edited = [change(steps) for steps in graph.templates]
-    templates = tuple(new.steps if new is not None else old for old, new in zip(graph.templates, edited, strict=True))
-    cross_step_edges = graph.cross_step_edges
-    if len(cross_step_edges):
-        source = cross_step_edges.source.copy()
-        for index, new in enumerate(edited):
-            if new is not None:
-                mine = cross_step_edges.source_template == index
-                source[mine] = new.operations[source[mine]]
-        kept = source != GONE
-        cross_step_edges = CrossStepEdges(
-            cross_step_edges.source_template[kept], source[kept], cross_step_edges.source_column[kept],
-            cross_step_edges.target_template[kept], cross_step_edges.target[kept], cross_step_edges.target_column[kept],
-        )  # fmt: skip
-    return replace(graph, templates=templates, cross_step_edges=cross_step_edges)
+class Restructure:
+    """A change of the structure of each template, made once for each structure: graphs that differ in their costs only
+    have the same structure afterwards, too, and are replayed together."""
+
+    def __init__(self, change: Callable[[Steps], Recut | None]) -> None:
+        """change: None leaves a template as it is. Of its steps it may read the structure and the sizes."""
+        self._change = change
+        self._recut: dict[Structure, Recut | None] = {}
+        self._crossings: dict[tuple[int, ...], tuple[CrossStepEdges, CrossStepEdges]] = {}
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        """The graph with each template changed; edges across steps follow."""
+        edited = []
+        for steps in graph.templates:
+            if steps.structure not in self._recut:
+                self._recut[steps.structure] = self._change(steps)
+            edited.append(self._recut[steps.structure])
+        templates = tuple(
+            steps if new is None else _steps(steps, new) for steps, new in zip(graph.templates, edited, strict=True)
+        )
+        old = graph.cross_step_edges
+        if len(old):
+            key = (id(old), *(id(steps.structure) for steps in graph.templates))
+            if key not in self._crossings:
+                self._crossings[key] = old, _moved(old, edited)
+            old = self._crossings[key][1]
+        return replace(graph, templates=templates, cross_step_edges=old)
+
+
+def _steps(steps: Steps, new: Recut) -> Steps:
+    segments, tasks = new.structure.segments, len(new.structure.tasks)
+    was, count = steps.structure, len(steps.numbers)
+    began, ended = np.full((segments, count), np.nan), np.full((tasks, count), np.nan)
+    segment, task = new.operations[: was.segments], new.operations[was.segments :]
+    stays, there = segment != GONE, task != GONE
+    # What is still there was measured, unless it is a part of what it was.
+    same = np.zeros(segments + tasks, bool)
+    same[new.operations[new.operations != GONE]] = np.isin(
+        new.structure.ids[new.operations[new.operations != GONE]], was.ids
+    )
+    began[segment[stays]] = np.where(same[segment[stays]][:, None], steps.began[stays], np.nan)
+    ended[task[there] - segments] = np.where(same[task[there]][:, None], steps.ended[there], np.nan)
+    return Steps(new.structure, steps.numbers, new.costs(steps), Measured(steps.outside, began, ended))
+
+
+def _moved(old: CrossStepEdges, edited: list[Recut | None]) -> CrossStepEdges:
+    source = old.source.copy()
+    for index, new in enumerate(edited):
+        if new is not None:
+            mine = old.source_template == index
+            source[mine] = new.operations[source[mine]]
+    kept = source != GONE
+    return CrossStepEdges(
+        old.source_template[kept], source[kept], old.source_column[kept],
+        old.target_template[kept], old.target[kept], old.target_column[kept],
+    )  # fmt: skip

@@ -1,128 +1,198 @@
-"""What-ifs on collectives: the same bytes in other pieces."""
+"""What-if on gradients: reduced in other buckets."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from ..arrays import Float, Int
+from ..arrays import Bool, Float, Int
 from ..graph.link import Link
-from ..graph.step_graph import PARTS, WAKE_UP_DELAY, Edges, Steps, Task
-from .edit import GONE, Edited
+from ..graph.step_graph import PARTS, Costs, Edges, StepGraph, Steps, Task
+from .apply import Refused, Turn, WhatIf
+from .edit import GONE, Recut, Restructure
+
+LEAST_COVERED: Final = 0.5
+"""Share of the steps that a division must apply to for what it gains to stand for the run."""
 
 
 class NotRebucketed(Exception):
     """Of steps whose gradients cannot be cut anew, why not."""
 
 
-def rebucket(steps: Steps, sizes: list[int], link: Link, host_ms: float) -> Edited:
-    """The steps with their gradient collectives cut anew into buckets of `sizes` bytes, moved over `link`.
+@dataclass(frozen=True)
+class Rebucket(WhatIf):
+    """The gradients that a process group reduces cut anew into buckets of `sizes` bytes, moved over `link`.
 
     Each bucket is issued when its last byte is ready. When bytes become ready is known at the measured issues and
     taken as linear in the compute between them. A wait for old buckets waits for the new ones that hold their bytes.
-    `host_ms` is the issuing thread's cost of one collective.
+
+    host_ms: the issuing thread's cost of one collective
+    group:   whose gradients; None: those of the one group that there is
+    """
+
+    sizes: tuple[int, ...]
+    link: Link
+    host_ms: float = 0.0
+    group: str | None = None
+    turn = Turn.DIVISION
+
+    @property
+    def name(self) -> str:
+        of = "" if self.group is None else f" of group {self.group}"
+        return f"gradients{of} in {len(self.sizes)} buckets"
+
+    def against(self, other: WhatIf) -> str | None:
+        same = isinstance(other, Rebucket) and (self.group == other.group or None in (self.group, other.group))
+        return "both say how the same gradients are divided" if same else None
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        return self._division(graph)
+
+    @cached_property
+    def _division(self) -> Division:
+        return Division(self.name, lambda steps: recut(steps, self.sizes, self.link, self.host_ms, self.group))
+
+
+class Division:
+    """A division of communications in each template of a graph, where it is possible."""
+
+    def __init__(self, name: str, change: Callable[[Steps], Recut | None]) -> None:
+        """change: may raise NotRebucketed for a template, which is left as it is then."""
+        self._name, self._change = name, change
+        self._refused: Counter[str] = Counter()
+        self._edit = Restructure(self._divided)
+
+    def _divided(self, steps: Steps) -> Recut | None:
+        try:
+            return self._change(steps)
+        except NotRebucketed as reason:
+            self._refused[str(reason)] += len(steps.numbers)
+            return None
+
+    def __call__(self, graph: StepGraph) -> StepGraph:
+        """Raises Refused where most steps cannot be divided so."""
+        changed = self._edit(graph)
+        steps = len(graph.numbers)
+        if steps - self._refused.total() < LEAST_COVERED * steps:
+            raise Refused(self._name, self._refused.most_common(1)[0][0])
+        return changed
+
+
+def recut(steps: Steps, sizes: Sequence[int], link: Link, host_ms: float, group: str | None = None) -> Recut:
+    """What `Rebucket` makes of steps of one template.
+
     Raises NotRebucketed unless gradients are reduced one after the other in one backward, by one group.
     """
-    structure = steps.structure
-    old = _gradients_in_order(steps)
+    structure, segments = steps.structure, steps.structure.segments
+    old = _gradients_in_order(steps, group)
     lanes = {structure.tasks[c].lane for c in old}
     if not old:
         raise NotRebucketed("no gradients are reduced in these steps")
     if len(lanes) > 1:
         raise NotRebucketed(f"gradients are reduced by {len(lanes)} process groups, and buckets are those of one")
-    count = len(steps.numbers)
     ready = np.cumsum([float(np.mean(steps.size[c])) for c in old])
     wanted = np.cumsum(sizes) * ready[-1] / max(sum(sizes), 1)
     position = np.interp(wanted, np.concatenate([[0.0], ready]), np.arange(len(ready) + 1))
     low = np.minimum(position.astype(int), len(ready) - 1)
     part = (position - low)[:, None, None]
+    new = len(sizes)
 
-    def pieces(stretch: Float) -> Float:
+    def pieces(spent: Float) -> Float:
         """The own work before each new issue, of that before each old one."""
-        total = stretch.sum(axis=(0, 2))
-        cost = host_ms * (len(old) - len(sizes))
+        nothing = np.zeros((1, spent.shape[1], len(PARTS)))
+        total = spent.sum(axis=(0, 2))
+        cost = host_ms * (len(old) - new)
         share = np.clip(1 - cost / np.maximum(total, 1e-9), 0.05, None)[:, None]
-        edges = np.concatenate([np.zeros((1, count, len(PARTS))), np.cumsum(stretch, axis=0)]) * share
+        edges = np.concatenate([nothing, np.cumsum(spent, axis=0)]) * share
         points = edges[low] * (1 - part) + edges[low + 1] * part
-        return np.diff(np.concatenate([np.zeros((1, count, len(PARTS))), points]), axis=0)
+        return np.diff(np.concatenate([nothing, points]), axis=0)
 
-    work: list[Float] = []
-    thread: list[Int] = []
-    backward: list[npt.NDArray[np.bool_]] = []
-    action: list[npt.NDArray[np.object_]] = []
+    spans = _spans(steps, old)  # of each thread that reduces them, the segments in which it makes them
+    source_of: list[Int] = []  # of each new segment, the old one that it is, or is like
+    segment = np.full(segments, GONE)
     issues: list[tuple[int, int]] = []
-    segment = np.full(structure.segments, GONE)
+    made: list[tuple[slice, slice]] = []
     at = 0
-    for r in range(structure.threads):
-        mine = structure.of_thread(r)
-        first, last = _stretch(steps, r, old)
+    for thread in range(structure.threads):
+        mine = structure.of_thread(thread)
+        first, last = spans.get(thread, (mine.stop, mine.stop - 1))
         for begin, end in ((mine.start, first), (last + 1, mine.stop)):
-            if begin == last + 1:  # between the two, the new pieces
-                new = pieces(steps.work[first : last + 1])
-                work.append(new)
-                action.append(np.repeat(structure.action[first : first + 1], len(sizes)))
-                backward.append(np.append(structure.backward[first], np.zeros(len(sizes) - 1, bool)))
-                issues += [(at + i, i) for i in range(len(sizes))]
+            if begin == last + 1 and thread in spans:  # between the two, the new pieces
+                made.append((slice(first, last + 1), slice(at, at + new)))
+                source_of.append(np.full(new, first))
+                issues += [(at + i, i) for i in range(new)]
                 segment[first] = at  # what was waited for before it still is
-                at += len(sizes)
+                at += new
             segment[begin:end] = at + np.arange(end - begin)
-            work.append(steps.work[begin:end])
-            backward.append(structure.backward[begin:end])
-            action.append(structure.action[begin:end])
+            source_of.append(np.arange(begin, end))
             at += end - begin
-        thread.append(np.full(at - sum(map(len, thread)), r))
+    like = np.concatenate(source_of).astype(np.int64)
+    is_made, begins = np.zeros(at, bool), np.zeros(at, bool)
+    for _, place in made:
+        is_made[place], begins[place.start] = True, True
     # Tasks: the new ones come where the first old one was.
-    kept = [c for c in range(len(structure.tasks)) if c not in set(old)]
-    before = [c for c in kept if c < min(old)]
+    kept = np.setdiff1d(np.arange(len(structure.tasks)), old)
+    before = int((kept < min(old)).sum())
     task = np.full(len(structure.tasks), GONE)
-    task[kept] = [i if c in before else i + len(sizes) for i, c in enumerate(kept)]
-    new_tasks = len(before) + np.arange(len(sizes))
-    bucket = Task(lanes.pop(), "gradient", gradient=True, workers=structure.tasks[old[0]].workers, linked=True)
-    tasks = tuple(structure.tasks[c] for c in before) + (bucket,) * len(sizes)
-    tasks += tuple(structure.tasks[c] for c in kept if c not in before)
+    task[kept] = np.arange(len(kept)) + np.where(kept < min(old), 0, new)
+    of_old = structure.tasks[old[0]]
+    bucket = Task(lanes.pop(), of_old.kind, gradient=True, workers=of_old.workers, linked=True)
+    tasks = [structure.tasks[c] for c in kept.tolist()]
+    tasks[before:before] = [bucket] * new
 
-    def rows(of: Float, new: Float) -> Float:
-        return np.concatenate([of[before], new, of[[c for c in kept if c not in before]]])
+    def rows(of: Float, added: Float) -> Float:
+        return np.insert(of[kept], [before] * new, added, axis=0)
 
     # Edges.
     holds = _overlap(ready, wanted)
     source, target = [], []
     for a, b in zip(structure.edges.source.tolist(), structure.edges.target.tolist(), strict=True):
-        c = a - structure.segments
+        c = a - segments
         if 0 <= c < len(structure.tasks) and c in old:  # a wait for an old bucket
             for i in np.flatnonzero(holds[old.index(c)]).tolist():
-                source.append(at + int(new_tasks[i]))
+                source.append(at + before + i)
                 target.append(int(segment[b]))
             continue
-        if b >= structure.segments and b - structure.segments in old:
+        if b >= segments and b - segments in old:
             continue  # its issue
         source.append(_moved(a, segment, task, at, len(tasks)))
         target.append(_moved(b, segment, task, at, len(tasks)))
     source += [u for u, _ in issues]
-    target += [at + int(new_tasks[i]) for _, i in issues]
+    target += [at + before + i for _, i in issues]
     pairs = np.unique(np.array([source, target], np.int64).reshape(2, -1), axis=1)
-    sized = np.repeat(np.array(sizes, np.float64)[:, None], count, axis=1)
+    fresh = structure.ids_used + np.arange(int(is_made.sum()) + new)
+    segment_ids = structure.ids[like].copy()
+    segment_ids[is_made] = fresh[: int(is_made.sum())]
+    task_ids = np.insert(structure.ids[segments + kept], [before] * new, fresh[len(fresh) - new :])
     changed = replace(
         structure,
-        thread=np.concatenate(thread).astype(np.int64),
-        backward=np.concatenate(backward),
-        action=np.concatenate(action),
-        tasks=tasks,
+        thread=structure.thread[like],
+        backward=structure.backward[like] & (~is_made | begins),
+        action=structure.action[like],
+        tasks=tuple(tasks),
         edges=Edges(pairs[0], pairs[1]),
+        ids=np.concatenate([segment_ids, task_ids]),
+        ids_used=structure.ids_used + len(fresh),
     )
-    new_steps = replace(
-        steps,
-        structure=changed,
-        work=np.concatenate(work),
-        transfer=rows(steps.transfer, np.full(sized.shape, link.latency_ms)),
-        wire=rows(steps.wire, sized * link.ms_per_byte),
-        size=rows(steps.size, sized),
-        began=np.full((at, count), np.nan),
-        ended=np.full((len(tasks), count), np.nan),
-    )
-    return Edited(new_steps, np.concatenate([segment, np.where(task >= 0, task + at, GONE)]))
+
+    def costs(steps: Steps) -> Costs:
+        work = steps.work[like]
+        for was, is_now in made:
+            work[is_now] = pieces(steps.work[was])
+        sized = np.repeat(np.array(sizes, np.float64)[:, None], len(steps.numbers), axis=1)
+        return Costs(
+            work,
+            rows(steps.transfer, np.full(sized.shape, link.latency_ms)),
+            rows(steps.wire, sized * link.ms_per_byte),
+            rows(steps.size, sized),
+        )
+
+    return Recut(changed, np.concatenate([segment, np.where(task >= 0, task + at, GONE)]), costs)
 
 
 def _moved(operation: int, segment: Int, task: Int, segments: int, tasks: int) -> int:
@@ -134,19 +204,31 @@ def _moved(operation: int, segment: Int, task: Int, segments: int, tasks: int) -
     return operation - len(segment) - len(task) + segments + tasks
 
 
-def _overlap(old: Float, new: Float) -> npt.NDArray[np.bool_]:
+def _overlap(old: Float, new: Float) -> Bool:
     """[old, new] whether two buckets share bytes; each of both lists is where its buckets end."""
     slack = 1e-9 * old[-1]
     begin_old, begin_new = np.append(0.0, old[:-1]), np.append(0.0, new[:-1])
-    shared: npt.NDArray[np.bool_] = (begin_old[:, None] < new - slack) & (begin_new < old[:, None] - slack)
+    shared: Bool = (begin_old[:, None] < new - slack) & (begin_new < old[:, None] - slack)
     return shared
 
 
-def _gradients_in_order(steps: Steps) -> list[int]:
-    """The tasks that carry gradients, in the order in which the first thread that does issues them."""
-    issues = steps.structure.issues
+def _gradients_in_order(steps: Steps, group: str | None) -> list[int]:
+    """The tasks that carry a group's gradients, in the order in which the first thread that does issues them."""
+    issues, tasks = steps.structure.issues, steps.structure.tasks
     issues = issues[np.argsort(issues[:, 0], kind="stable")]
-    return list(dict.fromkeys(c for c in issues[:, 1].tolist() if steps.structure.tasks[c].gradient))
+    wanted = [task.gradient and group in (None, task.lane) for task in tasks]
+    return list(dict.fromkeys(c for c in issues[:, 1].tolist() if wanted[c]))
+
+
+def _spans(steps: Steps, old: list[int]) -> dict[int, tuple[int, int]]:
+    """Thread -> from which segment to which it makes the gradients `old`; of threads that reduce them. Raises
+    NotRebucketed if one does more there than reduce them."""
+    structure = steps.structure
+    elsewhere = structure.edges.source >= structure.segments + len(structure.tasks)
+    if np.isin(structure.edges.target[elsewhere] - structure.segments, old).any():  # issued in another step
+        raise NotRebucketed("the ranks do not reduce the same gradients in the same order")
+    issuing = structure.thread[structure.issues[np.isin(structure.issues[:, 1], old), 0]]
+    return {thread: _stretch(steps, thread, old) for thread in np.unique(issuing).tolist()}
 
 
 def _stretch(steps: Steps, thread: int, old: list[int]) -> tuple[int, int]:
@@ -178,67 +260,3 @@ def _stretch(steps: Steps, thread: int, old: list[int]) -> tuple[int, int]:
         what = "copies" if any(steps.structure.tasks[c].owner >= 0 for c in issues[~of_gradients, 1]) else "collectives"
         raise NotRebucketed(f"other {what} are issued among those of the gradients")
     return first, last
-
-
-def coalesce(steps: Steps, families: list[list[int]], together: int, link: Link, host_ms: float) -> Edited:
-    """The steps with every `together` neighbours of each family of tasks merged into one, moved over `link`.
-
-    A family is of one kind, in order of issue, in one stretch of the step. What is gathered is needed by the first of
-    those merged, so it is issued and waited for there; what is reduced is there with the last. `host_ms` is the issuing
-    thread's cost of each collective that is saved. Every family's transfers are modelled, merged or not, so that with
-    `together` 1 the model's own error can be told and cancels from a difference.
-    Raises NotRebucketed where ranks do not issue the same collectives.
-    """
-    structure = steps.structure
-    count, segments = len(steps.numbers), structure.segments
-    transfer, wire, size = steps.transfer.copy(), steps.wire.copy(), steps.size.copy()
-    tasks = list(structure.tasks)
-    dropped: set[int] = set()
-    for family in families:
-        first = not tasks[family[0]].gradient
-        for begin in range(0, len(family), together):
-            merged = family[begin : begin + together]
-            kept = merged[0] if first else merged[-1]
-            total = sum(float(np.mean(steps.size[c])) for c in merged)
-            transfer[kept], wire[kept], size[kept] = link.latency_ms, total * link.ms_per_byte, total
-            tasks[kept] = replace(tasks[kept], linked=True)
-            dropped.update(c for c in merged if c != kept)
-    every = {c for family in families for c in family}
-    issues = structure.issues
-    for r in range(structure.threads):
-        mine = issues[structure.thread[issues[:, 0]] == r]
-        if not every <= set(mine[:, 1].tolist()):
-            raise NotRebucketed("not every rank issues the same collectives")
-    work = steps.work.copy()
-    saved = np.isin(issues[:, 1], list(dropped))
-    for segment in issues[saved, 0].tolist():
-        taken = work[segment].sum(axis=-1)
-        work[segment] *= np.clip(1 - host_ms / np.maximum(taken, 1e-9), 0.0, None)[:, None]
-    # Nobody is woken late from a wait that there is no more.
-    waits = structure.waits
-    gone = np.isin(waits[:, 0], list(dropped))
-    work[np.setdiff1d(waits[gone, 1], waits[~gone, 1]), :, WAKE_UP_DELAY] = 0.0
-    kept_tasks = [c for c in range(len(tasks)) if c not in dropped]
-    number = np.full(len(tasks), GONE)
-    number[kept_tasks] = np.arange(len(kept_tasks))
-    source, target = structure.edges.source, structure.edges.target
-
-    def is_dropped(operation: Int) -> npt.NDArray[np.bool_]:
-        c = operation - segments
-        return (c >= 0) & (c < len(tasks)) & np.isin(c, list(dropped))
-
-    stays = ~is_dropped(source) & ~is_dropped(target)
-    moved = np.concatenate(
-        [np.arange(segments), np.where(number >= 0, number + segments, GONE),
-         segments + len(kept_tasks) + np.arange(structure.outside)]
-    ).astype(np.int64)  # fmt: skip
-    changed = replace(
-        structure,
-        tasks=tuple(tasks[c] for c in kept_tasks),
-        edges=Edges(moved[source[stays]], moved[target[stays]]),
-    )
-    new_steps = replace(
-        steps, structure=changed, work=work, transfer=transfer[kept_tasks], wire=wire[kept_tasks],
-        size=size[kept_tasks], ended=np.full((len(kept_tasks), count), np.nan),
-    )  # fmt: skip
-    return Edited(new_steps, moved[: segments + len(tasks)])

@@ -7,14 +7,14 @@ the steps take as they are is the slowdown; how much of that goes if only some r
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..arrays import Float
 from ..graph.step_graph import PARTS, StepGraph
-from . import WhatIf
+from .apply import Turn, WhatIf
+from .select import named, threads_of
 
 GAPS = ("other", "wake_up_delay")
 """Parts that are no work of anything: between operations, and behind what was waited for."""
@@ -29,33 +29,39 @@ def without_gaps(graph: StepGraph) -> StepGraph:
         changed[..., gaps] = 0.0
         return changed
 
-    return graph.with_templates(tuple(replace(steps, work=at_once(steps.work)) for steps in graph.templates))
+    return graph.with_templates(tuple(steps.with_costs(work=at_once(steps.work)) for steps in graph.templates))
 
 
-def typical(measured: StepGraph, threads: Collection[int] | None = None) -> WhatIf:
+@dataclass(frozen=True)
+class Typical(WhatIf):
     """Each segment takes the mean of those of its action, part by part, and each task the median of its kind.
 
-    threads: those whose segments are made typical, and no task; all, and all tasks, by default.
+    ranks: those whose segments are made typical, and no task; all, and all tasks, by default.
     """
-    means = _means(measured)
-    medians = _medians(measured) if threads is None else {}
 
-    def change(graph: StepGraph) -> StepGraph:
+    ranks: tuple[int, ...] | None = None
+    turn = Turn.EQUAL_WORK
+
+    @property
+    def name(self) -> str:
+        return f"typical work{named(self.ranks)}"
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        means = _means(graph)
+        medians = _medians(graph) if self.ranks is None else {}
+        chosen = threads_of(graph, self.ranks)
         templates = []
         for steps in graph.templates:
             structure = steps.structure
             usual = np.stack([means[name] for name in structure.action.tolist()])
             # A part that a segment has none of it does not get; how often it has it is how the job runs.
             made = np.where(steps.work > 0, usual[:, None], steps.work)
-            if threads is not None:
-                made = np.where(np.isin(structure.thread, list(threads))[:, None, None], made, steps.work)
+            made = np.where(chosen[structure.thread][:, None, None], made, steps.work)
             transfer = steps.transfer
             if medians and len(structure.tasks):
                 transfer = np.repeat([[medians[task.kind]] for task in structure.tasks], len(steps.numbers), axis=1)
-            templates.append(replace(steps, work=made, transfer=transfer))
+            templates.append(steps.with_costs(work=made, transfer=transfer))
         return graph.with_templates(tuple(templates))
-
-    return change
 
 
 def _means(graph: StepGraph) -> dict[str, Float]:

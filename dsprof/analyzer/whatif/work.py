@@ -1,18 +1,21 @@
-"""What-ifs on own work: some of it gone, more of it, or all of it scaled."""
+"""What-ifs on own work: some of it gone, more of it, all of it scaled, or as much on one rank as on another."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Bool, Float
-from ..graph.stalled import TemplateStalls, find_stalls
+from ..budget.parts import OWN_WORK
+from ..graph.chain_work import chain_groups
+from ..graph.stalled import stalls_of
 from ..graph.step_graph import PARTS, SHARDING_PART, WAKE_UP_DELAY, StepGraph, Steps
-from . import WhatIf
+from .apply import Turn, WhatIf, measured
+from .select import named, threads_of
 
 OFFLOAD: Final = "offload"
 """The part of the budget that a wait for a lane of the rank's own is."""
@@ -22,7 +25,7 @@ OFFLOAD: Final = "offload"
 class Change:
     """Own work that would go away if one fault were mended.
 
-    removed: part of WORK -> ms, [R, S] over the judged steps in order; negative where a rank would get more to do.
+    removed: part of WORK -> ms, [R, S] over the judged steps in order, or of the graph's chains, [T, S]; negative where a rank would get more to do.
               What FSDP does for its units is compute; what a thread stood still for in lanes of its own is its work.
     where_beyond_peers: it goes from where the rank takes longer than those that do the same work, between the same
               collectives; else from all of the step in proportion.
@@ -32,63 +35,106 @@ class Change:
     where_beyond_peers: bool = False
 
 
-def scale(factors: Mapping[str, float], threads: Sequence[int] | None = None) -> WhatIf:
-    """Each part of the own work of these threads (all, by default) multiplied by its factor; as offload also what their
-    own lanes take."""
+@dataclass(frozen=True)
+class ScaleWork(WhatIf):
+    """Each part of the own work of these ranks (all, by default) takes so many times as long; as offload also what
+    their own lanes take."""
 
-    def change(graph: StepGraph) -> StepGraph:
+    factors: Mapping[str, float]
+    ranks: tuple[int, ...] | None = None
+    turn = Turn.SCALED_WORK
+
+    @property
+    def name(self) -> str:
+        factors = ", ".join(f"{part} x {factor:g}" for part, factor in sorted(self.factors.items()))
+        return f"{factors}{named(self.ranks)}"
+
+    def change(self, graph: StepGraph) -> StepGraph:
         factor = np.ones(len(PARTS))
-        for part, of_part in factors.items():
+        for part, of_part in self.factors.items():
             factor[PARTS.index(part)] = of_part
+        chosen = threads_of(graph, self.ranks)
 
         def scaled(steps: Steps) -> Steps:
-            those = range(steps.structure.threads) if threads is None else threads
-            chosen = np.isin(steps.structure.thread, those)
-            copies = np.array([task.owner in those for task in steps.structure.tasks], bool)
-            return replace(
-                steps,
-                work=np.where(chosen[:, None, None], steps.work * factor, steps.work),
+            mine = chosen[steps.structure.thread]
+            copies = np.array([task.owner >= 0 and chosen[task.owner] for task in steps.structure.tasks], bool)
+            return steps.with_costs(
+                work=np.where(mine[:, None, None], steps.work * factor, steps.work),
                 transfer=np.where(copies[:, None], steps.transfer * factor[PARTS.index(OFFLOAD)], steps.transfer),
             )
 
         return graph.with_templates(tuple(scaled(steps) for steps in graph.templates))
 
-    return change
+
+@dataclass(frozen=True, eq=False)
+class EvenRanks(WhatIf):
+    """In each step, these parts of the work take every rank of a peer group what they take its members in the mean."""
+
+    peer_groups: Sequence[Bool]
+    parts: tuple[str, ...] = OWN_WORK
+    turn = Turn.EQUAL_WORK
+
+    @property
+    def name(self) -> str:
+        return f"equal {', '.join(self.parts)} on all ranks"
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        columns = [k for part in self.parts for k in _within(part)]
+
+        def evened(steps: Steps) -> Steps:
+            structure, work = steps.structure, steps.work.copy()
+            spent = np.zeros((structure.threads, len(steps.numbers)))
+            np.add.at(spent, structure.thread, work[..., columns].sum(axis=-1))
+            wanted = spent.copy()
+            for group in chain_groups(graph, self.peer_groups):
+                wanted[group] = spent[group].mean(axis=0)
+            factor = np.divide(wanted, spent, out=np.ones_like(spent), where=spent > 0)
+            work[..., columns] *= factor[structure.thread][..., None]
+            return steps.with_costs(work=work)
+
+        return graph.with_templates(tuple(evened(steps) for steps in graph.templates))
 
 
-def less(
-    measured: StepGraph,
-    change: Change,
-    peer_groups: Sequence[Bool],
-    stalls: Sequence[TemplateStalls] | None = None,
-) -> WhatIf:
-    """The work of `change` taken away, in the segments in which it was measured to lie, and from the tasks that a
-    thread stood still for in lanes of its own; in judged steps only.
+class LessWork(WhatIf):
+    """The work of a `Change` taken away, in the segments in which it was measured to lie, and from the tasks that a
+    thread stood still for in lanes of its own; in judged steps only."""
 
-    peer_groups: [R] each, ranks that are to do the same work. `stalls`: of `measured`, found here if not given.
-    """
-    stalls = find_stalls(measured) if stalls is None else stalls
-    transfers = [np.zeros(steps.transfer.shape) for steps in measured.templates]
-    works = []
-    for index, (steps, stood) in enumerate(zip(measured.templates, stalls, strict=True)):
-        shares = _shares(measured, index, change, peer_groups, stood.before)
-        works.append(steps.work * shares.work)
-        works[-1][..., WAKE_UP_DELAY] = steps.work[..., WAKE_UP_DELAY] * shares.stood
-        for wait in stood.waits:
-            gone = wait.spent * shares.stood[wait.segment, wait.columns]
-            np.add.at(transfers[wait.template], (wait.tasks[:, None], wait.task_columns), gone)
+    turn = Turn.LESS_WORK
 
-    def apply(graph: StepGraph) -> StepGraph:
-        return graph.with_templates(tuple(
-            replace(
-                steps,
-                work=np.maximum(steps.work - work, 0.0),
-                transfer=np.maximum(steps.transfer - transfer, 0.0),
+    def __init__(self, what: str, removed: Change, peer_groups: Sequence[Bool]) -> None:
+        """what: whose work it is, in words: its name. peer_groups: [R] each, ranks that are to do the same work."""
+        self._what, self.removed, self.peer_groups = what, removed, peer_groups
+        self._gone: tuple[StepGraph, list[Float], list[Float]] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"without {self._what}"
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        works, transfers = self._of(measured(graph))
+        return graph.with_templates(
+            tuple(
+                steps.with_costs(
+                    work=np.maximum(steps.work - work, 0.0), transfer=np.maximum(steps.transfer - transfer, 0.0)
+                )
+                for steps, work, transfer in zip(graph.templates, works, transfers, strict=True)
             )
-            for steps, work, transfer in zip(graph.templates, works, transfers, strict=True)
-        ))  # fmt: skip
+        )
 
-    return apply
+    def _of(self, origin: StepGraph) -> tuple[list[Float], list[Float]]:
+        """Of each template, what goes: [W, S, PARTS] of the work and [C, S] of the transfers."""
+        if self._gone is None or self._gone[0] is not origin:
+            transfers = [np.zeros(steps.transfer.shape) for steps in origin.templates]
+            works = []
+            for index, (steps, stood) in enumerate(zip(origin.templates, stalls_of(origin), strict=True)):
+                shares = _shares(origin, index, self.removed, self.peer_groups, stood.before)
+                works.append(steps.work * shares.work)
+                works[-1][..., WAKE_UP_DELAY] = steps.work[..., WAKE_UP_DELAY] * shares.stood
+                for wait in stood.waits:
+                    gone = wait.spent * shares.stood[wait.segment, wait.columns]
+                    np.add.at(transfers[wait.template], (wait.tasks[:, None], wait.task_columns), gone)
+            self._gone = origin, works, transfers
+        return self._gone[1], self._gone[2]
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,13 @@ from ... import signals
 from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.link import Link, fit_link
-from ...graph.step_graph import Steps
 from ...price.calibration import ModelError
 from ...price.contention import freed_ms, kept_of_overlap
 from ...price.gains import beside_other_work, mean_gain
 from ...study import Study
 from ...text import count, ms, size
-from ...whatif.edit import Edited
-from ...whatif.rebucket import rebucket
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, ddp_argument_fix, replay_rebucketed, zero_stage
+from ...whatif.rebucket import Rebucket
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged, ddp_argument_fix, replay_divided, zero_stage
 from ..rule import Look, Rule
 from .shards import UNJUDGED, sharded, small_shards
 from .zero_buckets import blocking_buckets
@@ -196,10 +194,7 @@ def _replay_cut(study: Study, cut: _Cut, sizes: list[int], slower: float = 1.0) 
     transfers, so that the model's own error cancels from the difference."""
     link = replace(cut.link, latency_ms=cut.link.latency_ms * slower, ms_per_byte=cut.link.ms_per_byte * slower)
 
-    def change(steps: Steps) -> Edited:
-        return rebucket(steps, sizes, link, cut.host_ms)
-
-    return replay_rebucketed(study, change, "no other bucket size was tried")
+    return replay_divided(study, Rebucket(tuple(sizes), link, cut.host_ms), "no other bucket size was tried")
 
 
 def _tensor_bytes(cut: _Cut) -> list[int]:

@@ -11,19 +11,20 @@ import pandas as pd
 from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.link import Link, fit_link
-from ...graph.step_graph import SHARDING_PART, Steps
+from ...graph.step_graph import SHARDING_PART
 from ...price.contention import freed_ms
 from ...price.gains import mean_gain
 from ...study import Study, once
 from ...text import count, size
-from ...whatif.edit import Edited
-from ...whatif.rebucket import coalesce
-from ..base import LEAST_SHARE, at, code_fix, replay_rebucketed, zero_stage
+from ...whatif.merge import Merge
+from ...whatif.select import Communications
+from ..base import LEAST_SHARE, at, code_fix, replay_divided, zero_stage
 from .deepspeed_config import elements, told, zero_fix
 
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
 KINDS: Final = ("all_gather parameter", "reduce_scatter gradient")
+OF_SHARDS: Final = Communications(kinds=KINDS)
 OF_A_UNIT: Final = 0.93
 """The share of the work for a unit, but for copying, that does not grow with what is in it: calibrated."""
 COPY_MS_PER_BYTE: Final = 5e-7
@@ -117,17 +118,12 @@ def _by_bytes(link: Link, size: float) -> Link:
 
 
 def _replay(study: Study, link: Link, host_ms: float, together: int) -> Float:
-
     worked = _sharding_ms(study)
     copied = min(_moved_bytes(study) * COPY_MS_PER_BYTE / worked, 1.0) if worked else 1.0
     left = 1 - (1 - copied) * OF_A_UNIT * (1 - 1 / together)
 
-    def change(steps: Steps) -> Edited:
-        work = steps.work.copy()
-        work[..., SHARDING_PART] *= left
-        return coalesce(replace(steps, work=work), _families(steps), together, link, host_ms)
-
-    return replay_rebucketed(study, change, "no other number of gathers was tried")
+    merged = Merge(OF_SHARDS, link, together, host_ms=host_ms, unit_work=left)
+    return replay_divided(study, merged, "no other number of gathers was tried")
 
 
 @once
@@ -143,21 +139,6 @@ def _moved_bytes(study: Study) -> float:
     """By the gathers and scatters of one rank in a step."""
     table = of_shards(study)
     return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
-
-
-def _families(steps: Steps) -> list[list[int]]:
-    """Tasks of one kind and group between two beginnings of a backward, in the order in which the first rank issues
-    them."""
-    structure = steps.structure
-    issues = structure.issues[structure.thread[structure.issues[:, 0]] == 0]
-    begun = np.cumsum(structure.backward)
-    families: dict[tuple[int, str, str], list[int]] = {}
-    for segment, c in issues[np.argsort(issues[:, 0], kind="stable")].tolist():
-        task = structure.tasks[c]
-        # A segment is before the point at which it ends.
-        if task.kind in KINDS:
-            families.setdefault((int(begun[segment]), task.kind, task.lane), []).append(c)
-    return list(families.values())
 
 
 def _fixes(study: Study, best: _Merged) -> tuple[Fix, ...]:

@@ -5,28 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
 import pandas as pd
 
 from ...arrays import Float
 from ...finding import Evidence, Finding, Gain, Where
 from ...graph.link import Link, fit_link
-from ...graph.step_graph import Steps
 from ...price.contention import freed_ms
 from ...price.gains import mean_gain
 from ...study import Study
 from ...text import count, ms, size
-from ...whatif.edit import Edited
-from ...whatif.rebucket import NotRebucketed, coalesce
-from ..base import LEAST_SHARE, NotJudged, replay_rebucketed
+from ...whatif.merge import Merge, packed
+from ...whatif.select import Communications
+from ..base import LEAST_SHARE, NotJudged, replay_divided
 from .deepspeed_config import elements, item_bytes, told, zero_fix
 from .shards import links_around
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
 """So many buckets in one are tried."""
 KEY: Final = "reduce_bucket_size"
-WHOLE: Final = 2**31
-"""More buckets than there are in any step."""
+GRADIENTS: Final = Communications(purposes=("gradient",))
 
 
 @dataclass(frozen=True)
@@ -119,51 +116,12 @@ def _larger(study: Study, table: pd.DataFrame, link: Link) -> list[_Larger]:
 def _buckets(study: Study, most: float) -> float:
     """How many there would be in a step, mean, of up to `most` bytes."""
     graph = study.need_graph()
-    of_templates = [len(packed(steps, most)) * len(steps.numbers) for steps in graph.templates]
+    of_templates = [len(packed(steps, GRADIENTS, most)) * len(steps.numbers) for steps in graph.templates]
     return sum(of_templates) / len(graph.numbers)
 
 
 def _replay(study: Study, link: Link, host_ms: float, most: float) -> Float:
     """Step durations [S] with buckets of up to `most` bytes; 0: as they are, with modelled transfers."""
 
-    def change(steps: Steps) -> Edited:
-        need_blocking(steps)
-        return coalesce(steps, packed(steps, most), WHOLE, link, host_ms)
-
-    return replay_rebucketed(study, change, "no other reduce_bucket_size was tried")
-
-
-def packed(steps: Steps, most: float) -> list[list[int]]:
-    """Tasks that would be one bucket: neighbours of a group between two beginnings of a backward, in the order in which
-    the first thread issues them, as many as fit."""
-    structure = steps.structure
-    issues = structure.issues[structure.thread[structure.issues[:, 0]] == 0]
-    begun = np.cumsum(structure.backward)
-    last: dict[tuple[int, str, str], float] = {}
-    found: list[list[int]] = []
-    place: dict[tuple[int, str, str], int] = {}
-    for segment, c in issues[np.argsort(issues[:, 0], kind="stable")].tolist():
-        task = structure.tasks[c]
-        if not task.gradient:
-            continue
-        family, here = (int(begun[segment]), task.kind, task.lane), float(np.mean(steps.size[c]))
-        if family in place and last[family] + here <= most:
-            found[place[family]].append(c)
-            last[family] += here
-        else:
-            place[family], last[family] = len(found), here
-            found.append([c])
-    return found
-
-
-def need_blocking(steps: Steps) -> None:
-    """Raises NotRebucketed unless every thread waits for each reduction before it does anything else."""
-    structure = steps.structure
-    waited: dict[tuple[int, int], int] = {}
-    for c, segment in structure.waits.tolist():
-        key = int(structure.thread[segment]), c
-        waited[key] = min(waited.get(key, segment), segment)
-    for segment, c in structure.issues.tolist():
-        # The segment in which it is issued, then one up to the point of waiting.
-        if structure.tasks[c].gradient and waited.get((int(structure.thread[segment]), c)) != segment + 2:
-            raise NotRebucketed("backward goes on while a bucket is under way, and what it would wait for is not known")
+    larger = Merge(GRADIENTS, link, most_bytes=most, host_ms=host_ms, blocking=True)
+    return replay_divided(study, larger, "no other reduce_bucket_size was tried")

@@ -22,7 +22,8 @@ from ...memory.use_by_step import HELD, MemoryUse, main_place
 from ...price.gains import mean_gain
 from ...study import Study
 from ...text import count, percent, size
-from ...whatif.work import Change, less
+from ...whatif import apply
+from ...whatif.work import Change, LessWork
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, sharded_stage
 from ..rule import Look, Rule
 
@@ -214,7 +215,7 @@ def headroom(study: Study) -> list[Finding]:
 
 def _unused(study: Study, use: MemoryUse, unused: str, what: str, change: Change) -> Finding:
     graph = study.need_graph()
-    (before, after) = replay_all([graph, less(graph, change, study.peer_groups)(graph)])
+    (before, after) = replay_all([graph, apply(graph, [LessWork(what, change, study.peer_groups)])])
     gain = mean_gain(study, before.durations - after.durations)
     spent = float(sum(of.mean() for of in change.removed.values()))
     words, advice = PAID[what]

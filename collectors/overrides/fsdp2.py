@@ -1,0 +1,152 @@
+"""FSDP2: the arguments of `fully_shard`, coarser units, and explicit prefetching."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from types import ModuleType
+from typing import Any, Final
+
+from ..hooking.errors import count_error
+from ..hooking.late_imports import when_imported
+from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
+from ..hooking.wrap import stands_for
+from .arguments import put
+from .override import Override
+
+MODULE: Final = "torch.distributed.fsdp"
+DTYPES: Final = {"param_dtype", "reduce_dtype"}
+"""Fields of its MixedPrecisionPolicy."""
+PREFETCH: Final = ("forward_prefetch", "backward_prefetch")
+
+
+def install(overrides: list[Override]) -> Uninstall:
+    """Apply them to every `fully_shard` from now on."""
+    by_name = {override.name: override for override in overrides}
+    return when_imported(MODULE, partial(_override, by_name))
+
+
+def _override(overrides: Mapping[str, Override], module: ModuleType) -> Uninstall:
+    shard = module.fully_shard
+    units = _UnitsOfScript(shard, overrides)
+
+    @stands_for(shard)
+    def fully_shard(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = inspect.signature(shard).bind(*args, **kwargs)
+            _change(bound, overrides)
+        except Exception as error:
+            count_error("--set for fully_shard", error)
+            return shard(*args, **kwargs)
+        return units.shard(bound)
+
+    hooks = [replace_attribute(module, "fully_shard", fully_shard)]
+    if units.coarser is not None:
+        from torch.optim import Optimizer
+
+        hooks.append(replace_attribute(Optimizer, "__init__", units.before_optimizer(Optimizer.__init__)))
+    return in_reverse(hooks)
+
+
+def _change(bound: inspect.BoundArguments, overrides: Mapping[str, Override]) -> None:
+    """Other values for what one call of `fully_shard` is given."""
+    if (reshard := overrides.get("reshard_after_forward")) is not None:
+        put(bound, "reshard_after_forward", reshard.value, reshard)
+    if policy := DTYPES & overrides.keys():
+        import torch
+
+        own = bound.arguments.get("mp_policy", bound.signature.parameters["mp_policy"].default)
+        for name in policy:
+            overrides[name].applied(getattr(own, name))
+        wanted = {name: getattr(torch, overrides[name].value) for name in policy}
+        bound.arguments["mp_policy"] = dataclasses.replace(own, **wanted)
+
+
+class _UnitsOfScript:
+    """Calls of `fully_shard`: several modules of one class in one unit, where that is asked for.
+
+    The modules of a unit that is not full yet wait for the next call that is not one of them: that for what holds them,
+    which is the last. A script that never makes it is ended where it builds its optimizer, which would hold parameters
+    that are not sharded.
+    """
+
+    def __init__(self, shard: Any, overrides: Mapping[str, Override]) -> None:
+        self.call = shard
+        self.coarser = overrides.get("modules_per_unit")
+        self.prefetch = [overrides[name] for name in PREFETCH if name in overrides]
+        self.waiting: list[Any] = []
+        self.bound: inspect.BoundArguments | None = None
+        self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Modules that `fully_shard` was called for."""
+
+    def shard(self, bound: inspect.BoundArguments) -> Any:
+        module = bound.arguments["module"]
+        if self.coarser is not None and not isinstance(module, list) and not self._holds_units(module):
+            self._add(module, bound)
+            return module
+        self.flush()
+        result = self.call(*bound.args, **bound.kwargs)
+        for override in self.prefetch:
+            _prefetch(module, override)
+        return result
+
+    def _holds_units(self, module: Any) -> bool:
+        return any(one in self.seen for one in module.modules() if one is not module)
+
+    def _add(self, module: Any, bound: inspect.BoundArguments) -> None:
+        assert self.coarser is not None
+        self.seen.add(module)
+        if self.waiting and (type(self.waiting[-1]) is not type(module) or not _equal_but_module(self.bound, bound)):
+            self.flush()
+        self.waiting.append(module)
+        self.bound = bound
+        if len(self.waiting) == self.coarser.value:
+            self.flush()
+
+    def flush(self) -> None:
+        modules, self.waiting = self.waiting, []
+        if not modules or self.bound is None or self.coarser is None:
+            return
+        self.bound.arguments["module"] = modules if len(modules) > 1 else modules[0]
+        self.coarser.applied(1)
+        self.call(*self.bound.args, **self.bound.kwargs)
+
+    def before_optimizer(self, construct: Any) -> Any:
+        @stands_for(construct)
+        def __init__(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            if self.waiting:
+                raise RuntimeError(
+                    "--set fsdp2.modules_per_unit: the script calls fully_shard for parts of its model and never for "
+                    "the whole, so the last unit is not complete; call fully_shard(model) after its parts"
+                )
+            construct(optimizer, *args, **kwargs)
+
+        return __init__
+
+
+def _equal_but_module(one: inspect.BoundArguments | None, other: inspect.BoundArguments) -> bool:
+    """Whether two calls differ in nothing but the module."""
+    if one is None:
+        return False
+    first, second = ({**bound.arguments, "module": None} for bound in (one, other))
+    return first.keys() == second.keys() and all(first[k] is second[k] or first[k] == second[k] for k in first)
+
+
+def _prefetch(root: Any, override: Override) -> None:
+    """While a unit computes, its next ones (backward: those before it) are gathered. The order is that in which they
+    are registered; the last call, for the root, sees all of them."""
+    try:
+        units = [one for one in root.modules() if hasattr(one, f"set_modules_to_{override.name}")]
+        units = [one for one in units if one is not root]
+        if override.name == "backward_prefetch":
+            units.reverse()
+        for number, unit in enumerate(units):
+            following = units[number + 1 : number + 1 + override.value]
+            getattr(unit, f"set_modules_to_{override.name}")(following)
+        if units:
+            override.applied(1)
+    except Exception as error:
+        count_error(f"--set {override.key}", error)

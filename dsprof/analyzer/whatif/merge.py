@@ -1,0 +1,197 @@
+"""What-if on collectives: neighbours merged into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from ..arrays import Float, Int
+from ..graph.link import Link
+from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps
+from .apply import Turn, WhatIf
+from .edit import GONE, Recut
+from .rebucket import Division, NotRebucketed
+from .select import Communications
+
+
+@dataclass(frozen=True)
+class Merge(WhatIf):
+    """Neighbours among these communications merged into one, which moves over `link`.
+
+    Neighbours are of one kind and process group, in one forward or backward. What is gathered is needed by the first of
+    those merged, so it is issued and waited for there; what is reduced is there with the last. All of these
+    communications are modelled, merged or not, so that with `together` 1 the model's own error can be told and cancels
+    from a difference.
+
+    together:   how many become one; `most_bytes`: or as many as hold so many bytes
+    host_ms:    the issuing thread's cost of each collective that is saved
+    blocking:   each is waited for before anything else is done: else it is not known what would wait for the merged one
+    unit_work:  by what FSDP's own work for its units is multiplied
+    """
+
+    of: Communications
+    link: Link
+    together: int | None = None
+    most_bytes: float | None = None
+    host_ms: float = 0.0
+    blocking: bool = False
+    unit_work: float = 1.0
+    turn = Turn.DIVISION
+
+    @property
+    def name(self) -> str:
+        pieces = f"{self.together} at a time" if self.together is not None else f"up to {self.most_bytes:g} bytes"
+        return f"{self.of}, {pieces}"
+
+    def against(self, other: WhatIf) -> str | None:
+        same = isinstance(other, Merge) and self.of.meets(other.of)
+        return "both say how the same communications are divided" if same else None
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        return self._division(graph)
+
+    @cached_property
+    def _division(self) -> Division:
+        return Division(self.name, self._merged)
+
+    def _merged(self, steps: Steps) -> Recut:
+        if self.blocking:
+            need_blocking(steps, self.of)
+        return merged(steps, self.packs(steps), self.link, self.host_ms, self.unit_work)
+
+    def packs(self, steps: Steps) -> list[list[int]]:
+        """Of steps of one template, the tasks that become one, in order of issue."""
+        if self.most_bytes is not None:
+            return packed(steps, self.of, self.most_bytes)
+        together = self.together or 1
+        return [
+            family[begin : begin + together]
+            for family in families(steps, self.of)
+            for begin in range(0, len(family), together)
+        ]
+
+
+def families(steps: Steps, of: Communications) -> list[list[int]]:
+    """Tasks of one kind and process group between two beginnings of a backward, in the order in which the first of the
+    group's ranks issues them."""
+    found: dict[tuple[int, str, str], list[int]] = {}
+    for family, c in _issued(steps, of):
+        found.setdefault(family, []).append(c)
+    return list(found.values())
+
+
+def packed(steps: Steps, of: Communications, most: float) -> list[list[int]]:
+    """Each of `families` in pieces of neighbours, of as many as hold up to `most` bytes."""
+    last: dict[tuple[int, str, str], float] = {}
+    found: list[list[int]] = []
+    place: dict[tuple[int, str, str], int] = {}
+    for family, c in _issued(steps, of):
+        size = float(np.mean(steps.size[c]))
+        if family in place and last[family] + size <= most:
+            found[place[family]].append(c)
+            last[family] += size
+        else:
+            place[family], last[family] = len(found), size
+            found.append([c])
+    return found
+
+
+def _issued(steps: Steps, of: Communications) -> Iterator[tuple[tuple[int, str, str], int]]:
+    """(family, task) of each of these communications, as the first rank of its process group issues them."""
+    structure = steps.structure
+    issues = structure.issues[np.argsort(structure.issues[:, 0], kind="stable")]
+    thread = structure.thread[issues[:, 0]]
+    begun = np.cumsum(structure.backward)
+    first: dict[str, int] = {}  # lane -> the thread that stands for the others
+    for (segment, c), by in zip(issues.tolist(), thread.tolist(), strict=True):
+        task = structure.tasks[c]
+        # A segment is before the point at which it ends.
+        if of.has(task) and first.setdefault(task.lane, by) == by:
+            yield (int(begun[segment]), task.kind, task.lane), c
+
+
+def merged(steps: Steps, packs: list[list[int]], link: Link, host_ms: float = 0.0, unit_work: float = 1.0) -> Recut:
+    """What `Merge` makes of steps of one template.
+
+    Raises NotRebucketed where ranks of a process group do not issue the same collectives.
+    """
+    structure, segments = steps.structure, steps.structure.segments
+    tasks = list(structure.tasks)
+    total_of: dict[int, float] = {}
+    dropped_list: list[int] = []
+    for pack in packs:
+        kept = pack[-1] if tasks[pack[0]].gradient else pack[0]
+        total_of[kept] = sum(float(np.mean(steps.size[c])) for c in pack)
+        tasks[kept] = replace(tasks[kept], linked=True)
+        dropped_list += [c for c in pack if c != kept]
+    dropped: Int = np.array(sorted(dropped_list), np.int64)
+    issues = structure.issues
+    _need_the_same(steps, [c for pack in packs for c in pack])
+    kept_tasks = np.setdiff1d(np.arange(len(tasks)), dropped)
+    number = np.full(len(tasks), GONE)
+    number[kept_tasks] = np.arange(len(kept_tasks))
+    gone = np.zeros(segments + len(tasks) + structure.outside, bool)
+    gone[segments + dropped] = True
+    source, target = structure.edges.source, structure.edges.target
+    stays = ~gone[source] & ~gone[target]
+    moved = np.concatenate(
+        [np.arange(segments), np.where(number >= 0, number + segments, GONE),
+         segments + len(kept_tasks) + np.arange(structure.outside)]
+    ).astype(np.int64)  # fmt: skip
+    changed = replace(
+        structure,
+        tasks=tuple(tasks[c] for c in kept_tasks.tolist()),
+        edges=Edges(moved[source[stays]], moved[target[stays]]),
+        ids=np.concatenate([structure.ids[:segments], structure.ids[segments + kept_tasks]]),
+    )
+    spared = issues[np.isin(issues[:, 1], dropped), 0]
+    # Nobody is woken late from a wait that there is no more.
+    waits = structure.waits
+    of_gone = np.isin(waits[:, 0], dropped)
+    unwoken = np.setdiff1d(waits[of_gone, 1], waits[~of_gone, 1])
+
+    def costs(steps: Steps) -> Costs:
+        work, transfer, wire, size = (each.copy() for each in vars(steps.costs).values())
+        work[..., SHARDING_PART] *= unit_work
+        for kept, total in total_of.items():
+            transfer[kept], wire[kept], size[kept] = link.latency_ms, total * link.ms_per_byte, total
+        for segment in spared.tolist():
+            taken: Float = work[segment].sum(axis=-1)
+            work[segment] *= np.clip(1 - host_ms / np.maximum(taken, 1e-9), 0.0, None)[:, None]
+        work[unwoken, :, WAKE_UP_DELAY] = 0.0
+        return Costs(work, transfer[kept_tasks], wire[kept_tasks], size[kept_tasks])
+
+    return Recut(changed, moved[: segments + len(tasks)], costs)
+
+
+def _need_the_same(steps: Steps, chosen: list[int]) -> None:
+    """Raises NotRebucketed unless every rank that issues one of these tasks of a lane issues all of them."""
+    structure = steps.structure
+    of_lane: dict[str, set[int]] = {}
+    for c in chosen:
+        of_lane.setdefault(structure.tasks[c].lane, set()).add(c)
+    by_thread: dict[tuple[int, str], set[int]] = {}
+    for segment, c in structure.issues.tolist():
+        lane = structure.tasks[c].lane
+        if c in of_lane.get(lane, ()):
+            by_thread.setdefault((int(structure.thread[segment]), lane), set()).add(c)
+    elsewhere = structure.edges.source >= structure.segments + len(structure.tasks)
+    from_outside = np.isin(structure.edges.target[elsewhere] - structure.segments, chosen).any()
+    if from_outside or any(issued != of_lane[lane] for (_, lane), issued in by_thread.items()):
+        raise NotRebucketed("not every rank issues the same collectives")
+
+
+def need_blocking(steps: Steps, of: Communications) -> None:
+    """Raises NotRebucketed unless every thread waits for each of these before it does anything else."""
+    structure = steps.structure
+    waited: dict[tuple[int, int], int] = {}
+    for c, segment in structure.waits.tolist():
+        key = int(structure.thread[segment]), c
+        waited[key] = min(waited.get(key, segment), segment)
+    for segment, c in structure.issues.tolist():
+        # The segment in which it is issued, then one up to the point of waiting.
+        if of.has(structure.tasks[c]) and waited.get((int(structure.thread[segment]), c)) != segment + 2:
+            raise NotRebucketed("backward goes on while a bucket is under way, and what it would wait for is not known")

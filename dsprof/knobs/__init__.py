@@ -1,0 +1,15 @@
+"""What a user can turn: a record for each knob, a file for each framework.
+
+knob         the record, what values a knob takes, and what a run states of it
+registry     all of them, and how `KEY=VALUE` is read
+ddp fsdp2 loader pipelining optimizer host trainers
+             the knobs of a framework
+json_config  any key of a JSON configuration of DeepSpeed or of dsprof's engine
+
+`dsprof.collectors.overrides` is the other half: how a rank applies them without an edit.
+"""
+
+from .knob import Knob, KnobError, Stated
+from .registry import KNOBS, find, parse_settings
+
+__all__ = ["KNOBS", "Knob", "KnobError", "Stated", "find", "parse_settings"]

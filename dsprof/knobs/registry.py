@@ -1,0 +1,58 @@
+"""All knobs, and how `--set KEY=VALUE` is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Final
+
+from . import ddp, fsdp2, host, json_config, loader, optimizer, pipelining, trainers
+from .knob import Knob, KnobError
+
+KNOBS: Final[tuple[Knob, ...]] = (
+    *ddp.KNOBS,
+    *fsdp2.KNOBS,
+    *loader.KNOBS,
+    *pipelining.KNOBS,
+    *optimizer.KNOBS,
+    *host.KNOBS,
+    *trainers.KNOBS,
+)
+"""All that have a name here. Beside them there are the keys of JSON configurations (`json_config.find`)."""
+_BY_KEY: Final = {knob.key: knob for knob in KNOBS}
+OWN_VARIABLES: Final = "DSPROF"
+"""What variables begin with that steer dsprof itself."""
+
+
+def find(key: str) -> Knob:
+    """The knob of a key. Raises KnobError, with the nearest there is."""
+    first, _, name = key.partition(".")
+    knob = _BY_KEY.get(key) or (_BY_KEY.get(f"{first}.*") if name else None)
+    if knob is not None:
+        if first == "env" and name.startswith(OWN_VARIABLES):
+            raise KnobError(f"{key}: that steers dsprof; give `dsprof run` the flag for it")
+        return knob
+    found = json_config.find(key)
+    if found is not None:
+        return found
+    names = [*(one.key for one in KNOBS if "*" not in one.key), *json_config.known_keys()]
+    near = get_close_matches(key, names, n=1)
+    of_framework = [one for one in names if one.startswith(f"{first}.")]
+    hint = f"did you mean {near[0]}?" if near else "`dsprof knobs` lists them"
+    if not near and of_framework:
+        hint = f"{first} has {', '.join(one.partition('.')[2] for one in of_framework)}"
+    raise KnobError(f"{key}: no knob of this name; {hint}")
+
+
+def parse_settings(words: Iterable[str]) -> dict[str, Any]:
+    """Values by key, from words KEY=VALUE. Raises KnobError."""
+    values: dict[str, Any] = {}
+    for word in words:
+        key, equals, text = (part.strip() for part in word.partition("="))
+        if not equals or not key or not text:
+            raise KnobError(f"--set {word}: write KEY=VALUE, such as ddp.bucket_cap_mb=50")
+        value = find(key).read(text, key)
+        if key in values and values[key] != value:
+            raise KnobError(f"--set {key}: given twice, as {values[key]} and as {value}")
+        values[key] = str(text) if key.startswith("env.") else value
+    return values
