@@ -85,6 +85,7 @@ class _Judging:
             refusal = graph.reason if isinstance(graph, Absent) else None
         self._faults(refusal)
         self._looks(refusal)
+        self._keep_one_of_two()
         with_cause(self.found)
         rated = {code: [self._rated(finding) for finding in of] for code, of in self.found.items()}
         left_out = {*self.not_judged, *self.not_concerned}
@@ -178,6 +179,15 @@ class _Judging:
                     self.not_judged.pop(code, None)
             for finding in said:
                 self.found.setdefault(finding.code, []).append(finding)
+
+    def _keep_one_of_two(self) -> None:
+        """Of what is both replayed and measured of the devices' operations, the former; of a few traced steps the
+        latter, which says so."""
+        few = len(self.study.step_numbers) < FEWEST_JUDGED
+        for code, found in self.found.items():
+            measured = [finding.gain.method == MEASURED_ON_DEVICE for finding in found]
+            if any(measured) and not all(measured):
+                self.found[code] = [finding for finding, of in zip(found, measured, strict=True) if of == few]
 
     def _whole(self, look: Look) -> list[Finding]:
         """What was found, also where not all of the codes could be judged."""

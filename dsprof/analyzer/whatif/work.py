@@ -25,7 +25,8 @@ OFFLOAD: Final = "offload"
 class Change:
     """Own work that would go away if one fault were mended.
 
-    removed: part of WORK -> ms, [R, S] over the judged steps in order, or of the graph's chains, [T, S]; negative where a rank would get more to do.
+    removed: part of WORK -> ms, [R, S] over the judged steps in order, or of the graph's chains, [T, S]; negative
+              where a rank would get more to do.
               What FSDP does for its units is compute; what a thread stood still for in lanes of its own is its work.
     where_beyond_peers: it goes from where the rank takes longer than those that do the same work, between the same
               collectives; else from all of the step in proportion.
