@@ -318,6 +318,8 @@ class _PhaseStream:
         host_what = np.concatenate([np.full(len(at), what) for what, _, at in self._host])
         host_target = np.concatenate([of for _, of, _ in self._host])
         host_when = np.concatenate([at for _, _, at in self._host])
+        # What the host does last in a step is of that step.
+        host_when = host_when - ((host_what == ISSUE) & np.isin(host_when, self._limits[0]))
         none = np.zeros(len(host_what), np.int64)
         host = host_what, host_target, host_when, host_when, none, none + 1
         return stream, host, Flows(kind, issue, end)

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 arguments = argparse.ArgumentParser()
-arguments.add_argument("--steps", type=int, default=30)
+arguments.add_argument("--steps", type=int, default=26)
 arguments.add_argument("--blocks", type=int, default=4)
 arguments.add_argument("--width", type=int, default=64, help="of a block: its gradient is 4 * width ** 2 bytes")
-arguments.add_argument("--forward-ms", type=float, default=5, help="of a block")
-arguments.add_argument("--backward-ms", type=float, default=10, help="of a block")
+arguments.add_argument("--forward-ms", type=float, default=20, help="of a block")
+arguments.add_argument("--backward-ms", type=float, default=40, help="of a block")
 arguments.add_argument("--bucket-mb", type=float, default=1)
-arguments.add_argument("--latency-ms", type=float, default=1, help="of a transfer")
+arguments.add_argument("--latency-ms", type=float, default=4, help="of a transfer")
 arguments.add_argument("--bandwidth", type=float, default=1000, help="GB/s")
 arguments.add_argument("--slow-rank", type=int, default=-1)
 arguments.add_argument("--slower", type=float, default=1.5, help="its device takes so many times as long")
