@@ -16,6 +16,7 @@ from .finding import (
     ALLOCATOR_TWIN,
     MEASURED_MEMORY,
     MEASURED_ON_DEVICE,
+    REPLAYED_ON_DEVICE,
     SEVERITIES,
     Evidence,
     Finding,
@@ -182,12 +183,19 @@ class _Judging:
 
     def _keep_one_of_two(self) -> None:
         """Of what is both replayed and measured of the devices' operations, the former; of a few traced steps the
-        latter, which says so."""
+        latter, which says so, with the gain of the other."""
         few = len(self.study.step_numbers) < FEWEST_JUDGED
         for code, found in self.found.items():
-            measured = [finding.gain.method == MEASURED_ON_DEVICE for finding in found]
-            if any(measured) and not all(measured):
-                self.found[code] = [finding for finding, of in zip(found, measured, strict=True) if of == few]
+            replayed = [finding for finding in found if finding.gain.method == "replay"]
+            traced = [finding for finding in found if finding.gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE)]
+            if not replayed or not traced:
+                continue
+            dropped = traced if not few else replayed
+            self.found[code] = [finding for finding in found if finding not in dropped]
+            if few and traced[0].gain.method == MEASURED_ON_DEVICE:
+                gain = replace(replayed[0].gain, method=REPLAYED_ON_DEVICE)
+                place = self.found[code].index(traced[0])
+                self.found[code][place] = replace(traced[0], gain=gain)
 
     def _whole(self, look: Look) -> list[Finding]:
         """What was found, also where not all of the codes could be judged."""
@@ -204,10 +212,10 @@ class _Judging:
         if finding.code.startswith("run.") or finding.gain.method in (ALLOCATOR_TWIN, MEASURED_MEMORY):
             return finding
         study, rule = self.study, self.rules[finding.code]
-        measured = finding.gain.method == MEASURED_ON_DEVICE
+        measured = finding.gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE)
 
         def surely(gain: Gain) -> Gain:
-            if gain.method == MEASURED_ON_DEVICE:
+            if gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE):
                 return gain
             counted = rule.fault is not None and not rule.fault.counts_cores
             contention_ms = gain.ms * self.lost / (1 - self.lost) if counted else 0.0

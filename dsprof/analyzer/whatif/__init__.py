@@ -7,6 +7,7 @@ apply           `apply`, and what every what-if is: `WhatIf`; `Refused`: two tha
 select          which operations a what-if is about: by purpose, process group, rank
 work            own work taken away, scaled, or made equal on ranks that do the same
 on_chains       of ranks' work, as of their chains' work
+faster_hosts    what hosts compute to launch takes less
 without_flows   no chain waits for another of its rank
 communications  collectives and messages removed, added, issued earlier, or moved over another link
 rebucket        gradients in other buckets

@@ -14,16 +14,26 @@ import numpy.typing as npt
 from ... import signals
 from ...arrays import Float
 from ...budget.irregular import FEWEST_JUDGED
+from ...budget.parts import OWN_WORK
 from ...device import Devices
-from ...finding import MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
+from ...finding import MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
+from ...graph.chain_work import chain_groups, chain_work
+from ...graph.chains import DEPENDS, LAUNCH, STEP, SYNC
+from ...graph.replay import replay_all
 from ...price.confidence_interval import interval
+from ...signals import Absent
 from ...study import Study
 from ...text import count, ms, percent
+from ...whatif.apply import apply
+from ...whatif.faster_hosts import faster_hosts
+from ...whatif.work import Change, LessWork
 from ..base import LEAST_SHARE, NotJudged
 from ..rule import Look, Rule
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
+FLOWS: Final = (LAUNCH, SYNC, DEPENDS, STEP)
+"""Kinds of tasks that carry nothing between ranks."""
 MOST_BOUND: Final = 0.1
 """Share of the step that phases may take that end with their launches, before launches are worth a look."""
 LEAST_LATE: Final = 0.5
@@ -52,7 +62,7 @@ def launch_bound(study: Study) -> list[Finding]:
     traced = _traced_ms(devices, steps)
     longer = f", of {ms(traced)} that they took" if traced > 1.01 * study.step_ms else ""
     delays = [one.delay_us for one in devices.ranks.values() if one.delay_us is not None]
-    evidence = (
+    evidence: tuple[Evidence, ...] = (
         Evidence("the device does nothing", round(100 * idle, 1), "%"),
         Evidence(
             f"of it, the host was busy launching what comes next, a traced step{longer}",
@@ -66,6 +76,11 @@ def launch_bound(study: Study) -> list[Finding]:
         f"the device waits for its host between kernels for {percent(gain.percent)} of the step"
         f"{in_steps(len(steps))}: launches come too slowly to keep it busy"
     )
+    replayed = _launching_less(study)
+    if replayed is not None:
+        gain, saved = replayed
+        half, all_of_it = (Evidence(f"the step would be shorter if {words}", round(of, 3), "ms") for words, of in saved)
+        evidence = (*evidence, half, all_of_it)
     fixes = (
         Fix("code", "torch.compile(model), or mode='reduce-overhead' for CUDA graphs: fewer launches a step"),
         Fix("code", "a larger micro-batch: the same launches for more work"),
@@ -73,6 +88,19 @@ def launch_bound(study: Study) -> list[Finding]:
     )
     where = Where(steps=(int(steps[0]), int(steps[-1])))
     return [Finding("compute.launch-bound", title, "info", where, evidence, gain, fixes)]
+
+
+def _launching_less(study: Study) -> tuple[Gain, tuple[tuple[str, float], tuple[str, float]]] | None:
+    """What fewer launches gain, by replay: between what half of the host's work for them, and what all of it, would;
+    and both in words. None where the chains are not known."""
+    graph = signals.replay.look(study)
+    if isinstance(graph, Absent) or not study.led_by_devices:
+        return None
+    now, half, none = replay_all([graph, *(faster_hosts(graph, factor) for factor in (0.5, 0.0))])
+    low, high = (max(float((now.durations - less.durations).mean()), 0.0) for less in (half, none))
+    middle = (low + high) / 2
+    gain = Gain(middle, 100 * middle / study.step_ms, low, high, method=REPLAYED_ON_DEVICE)
+    return gain, (("launching took half as long", low), ("it took no time", high))
 
 
 def _refuse_phases(study: Study) -> None:
@@ -113,7 +141,7 @@ def _late_rank(study: Study, devices: Devices) -> list[Finding]:
     saved = np.zeros((len(others), len(steps)))
     mine = devices.delays[(devices.delays["late_rank"] == rank) & devices.delays["step"].isin(steps.tolist())]
     saved[np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])] = mine["ms"]
-    gain = cost(study, devices, steps, saved)
+    gain = _rank_as_others(study, rank, cost(study, devices, steps, saved))
     each = waits.drop_duplicates("row")
     times, every = int((each["late_rank"] == rank).sum()), len(each)
     alone = waits[(waits["late_rank"] == rank) & (waits["rank"] != rank)].groupby("row")["saved_ms"].mean()
@@ -157,7 +185,9 @@ def _exposed(study: Study, devices: Devices) -> list[Finding]:
     np.add.at(spent, at, waits["transfer_ms"].to_numpy(np.float64))
     mean = float(spent.mean())
     share = 100 * mean / study.step_ms if study.step_ms else 0.0
-    gain = Gain(mean, share, 0.0, float(spent.max(axis=0).mean()), method=MEASURED_ON_DEVICE)
+    gain = _without_transfers(study) or Gain(
+        mean, share, 0.0, float(spent.max(axis=0).mean()), method=MEASURED_ON_DEVICE
+    )
     evidence = tuple(
         Evidence(f"{one.name} of {one.bytes:,} bytes on {one.ranks} ranks, bus bandwidth", round(one.busbw_gbps, 2),
                  "GB/s or more" if one.at_least else "GB/s")
@@ -169,6 +199,43 @@ def _exposed(study: Study, devices: Devices) -> list[Finding]:
     )
     where = Where(steps=(int(steps[0]), int(steps[-1])))
     return [Finding("comm.exposed", title, "info", where, evidence, gain)]
+
+
+def _without_transfers(study: Study) -> Gain | None:
+    """What the step would be shorter by, at most, if no transfer took time, by replay."""
+    graph = signals.replay.look(study)
+    if isinstance(graph, Absent) or not study.led_by_devices:
+        return None
+    at_once = graph.with_templates(tuple(
+        steps.with_costs(
+            transfer=np.where([[task.kind not in FLOWS] for task in steps.structure.tasks], 0.0, steps.transfer)
+        )
+        for steps in graph.templates
+    ))  # fmt: skip
+    now, then = replay_all([graph, at_once])
+    saved = max(float((now.durations - then.durations).mean()), 0.0)
+    return Gain(saved, 100 * saved / study.step_ms, 0.0, saved, method=REPLAYED_ON_DEVICE)
+
+
+def _rank_as_others(study: Study, rank: int, measured: Gain) -> Gain:
+    """What it gains that the chains of `rank` take as long as is typical of the others', by replay; its interval holds
+    what was measured, too. That itself where the chains are not known."""
+    graph = signals.replay.look(study)
+    if isinstance(graph, Absent) or not study.led_by_devices:
+        return measured
+    groups = [group for group in chain_groups(graph, study.peer_groups) if group.sum() > 1]
+    removed = {part: chain_work(graph, part) for part in OWN_WORK}
+    for part, own in removed.items():
+        gone = np.zeros_like(own)
+        for group in groups:
+            mine = np.flatnonzero(group & (np.array(graph.ranks) == rank))
+            others = np.flatnonzero(group & (np.array(graph.ranks) != rank))
+            gone[mine] = np.clip(own[mine] - np.median(own[others], axis=0), 0.0, None)
+        removed[part] = gone
+    now, then = replay_all([graph, apply(graph, [LessWork("rank.straggler", Change(removed), groups)])])
+    saved = max(float((now.durations - then.durations).mean()), 0.0)
+    low, high = min(measured.low, saved), max(measured.high, saved)
+    return Gain(saved, 100 * saved / study.step_ms, low, high, method=REPLAYED_ON_DEVICE)
 
 
 def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:

@@ -19,8 +19,9 @@ from dsprof.schema import HOST_SYNC
 from ... import signals
 from ...arrays import Float, Int
 from ...budget.intervals import Intervals
+from ...budget.irregular import FEWEST_JUDGED
 from ...budget.lanes import MAIN, STREAM
-from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...finding import REPLAYED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
 from ...graph.chains import SYNC
 from ...graph.replay import replay_all
 from ...price.gains import mean_gain
@@ -72,7 +73,7 @@ def stops(study: Study) -> list[Finding]:
         reason = "without the native helper only synchronize is seen, not .item() and copies"
         raise PartlyJudged(findings, (CODE,), reason)
     saved = _saved(study)
-    if findings and saved is not None and found["idle_ms"].isna().all():
+    if findings and saved is not None:
         return [_priced(study, finding, saved) for finding in findings]
     if findings and found["idle_ms"].isna().all():
         reason = (
@@ -100,6 +101,8 @@ def _priced(study: Study, finding: Finding, saved: Float) -> Finding:
     gain = mean_gain(study, saved)
     off = MISSED * max(gain.ms, 0.0)
     gain = replace(gain, low=min(gain.low, gain.ms - off), high=max(gain.high, gain.ms + off))
+    if study.device is not None and len(study.step_numbers) < FEWEST_JUDGED:
+        gain = replace(gain, low=0.0, high=max(gain.ms, 0.0), method=REPLAYED_ON_DEVICE)
     title = f"{finding.title}; the device runs dry meanwhile" if gain.percent >= LEAST_DRY else finding.title
     evidence = (*finding.evidence, Evidence("the step would be shorter without them by", round(gain.ms, 3), "ms", 0.0))
     fixes = tuple(replace(fix, gain=gain) if place == 0 else fix for place, fix in enumerate(finding.fixes))
