@@ -111,7 +111,7 @@ def test_a_rank_that_is_missing_makes_the_bandwidth_a_bound(tmp_path: Path) -> N
 
 def test_findings_are_ranked_and_say_that_one_step_was_traced(analysis: Analysis) -> None:
     assert [(found.code, found.severity, round(found.gain.ms, 6)) for found in analysis.findings] == [
-        ("compute.launch-bound", "high", 0.25), ("rank.straggler", "medium", 0.05), ("comm.exposed", "info", 0.05),
+        ("compute.launch-bound", "high", 0.25), ("rank.straggler", "medium", 0.05), ("comm.exposed", "info", 0.0),
     ]  # fmt: skip
     assert analysis.verdict.status == "bottleneck"
     assert "waits for its host between kernels for 25 % of the step, in the one step tr" in analysis.verdict.headline

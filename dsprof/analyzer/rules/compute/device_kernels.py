@@ -78,7 +78,8 @@ def launch_bound(study: Study) -> list[Finding]:
     )
     replayed = _launching_less(study)
     if replayed is not None:
-        gain, saved = replayed
+        saved = replayed
+        gain = _no_more_than(gain, *(of for _, of in saved))
         half, all_of_it = (Evidence(f"the step would be shorter if {words}", round(of, 3), "ms") for words, of in saved)
         evidence = (*evidence, half, all_of_it)
     fixes = (
@@ -90,17 +91,25 @@ def launch_bound(study: Study) -> list[Finding]:
     return [Finding("compute.launch-bound", title, "info", where, evidence, gain, fixes)]
 
 
-def _launching_less(study: Study) -> tuple[Gain, tuple[tuple[str, float], tuple[str, float]]] | None:
-    """What fewer launches gain, by replay: between what half of the host's work for them, and what all of it, would;
-    and both in words. None where the chains are not known."""
+def _launching_less(study: Study) -> tuple[tuple[str, float], tuple[str, float]] | None:
+    """What the traced steps would be shorter by, ms, if half of the host's work for launches went, and if all of it
+    did, by replay; each in words. None where the chains are not known."""
     graph = signals.replay.look(study)
     if isinstance(graph, Absent) or not study.led_by_devices:
         return None
     now, half, none = replay_all([graph, *(faster_hosts(graph, factor) for factor in (0.5, 0.0))])
     low, high = (max(float((now.durations - less.durations).mean()), 0.0) for less in (half, none))
-    middle = (low + high) / 2
-    gain = Gain(middle, 100 * middle / study.step_ms, low, high, method=REPLAYED_ON_DEVICE)
-    return gain, (("launching took half as long", low), ("it took no time", high))
+    return ("launching took half as long", low), ("it took no time", high)
+
+
+def _no_more_than(idle: Gain, half_ms: float, all_ms: float) -> Gain:
+    """What fewer launches gain: between what half of them and all of them do, by replay, and no more than the device
+    stood idle for them."""
+    middle = (half_ms + all_ms) / 2
+    part = min(middle / idle.ms, 1.0) if idle.ms > 0 else 0.0
+    low, high = min(half_ms, idle.low), min(all_ms, idle.high)
+    ms = part * idle.ms
+    return Gain(ms, part * idle.percent, min(low, ms), max(high, ms), method=REPLAYED_ON_DEVICE)
 
 
 def _refuse_phases(study: Study) -> None:
@@ -141,7 +150,7 @@ def _late_rank(study: Study, devices: Devices) -> list[Finding]:
     saved = np.zeros((len(others), len(steps)))
     mine = devices.delays[(devices.delays["late_rank"] == rank) & devices.delays["step"].isin(steps.tolist())]
     saved[np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])] = mine["ms"]
-    gain = _rank_as_others(study, rank, cost(study, devices, steps, saved))
+    gain = cost(study, devices, steps, saved)
     each = waits.drop_duplicates("row")
     times, every = int((each["late_rank"] == rank).sum()), len(each)
     alone = waits[(waits["late_rank"] == rank) & (waits["rank"] != rank)].groupby("row")["saved_ms"].mean()
@@ -152,6 +161,7 @@ def _late_rank(study: Study, devices: Devices) -> list[Finding]:
         Evidence("the others stand still for it alone, mean a step", round(float(saved.mean()), 3), "ms"),
         *_began_late(devices, rank, steps),
         Evidence(f"most in one {name}", round(float(alone[worst]), 3), "ms"),
+        *_rank_as_others(study, rank),
     )
     often = times > LEAST_LATE * every
     title = (
@@ -217,25 +227,25 @@ def _without_transfers(study: Study) -> Gain | None:
     return Gain(saved, 100 * saved / study.step_ms, 0.0, saved, method=REPLAYED_ON_DEVICE)
 
 
-def _rank_as_others(study: Study, rank: int, measured: Gain) -> Gain:
-    """What it gains that the chains of `rank` take as long as is typical of the others', by replay; its interval holds
-    what was measured, too. That itself where the chains are not known."""
+def _rank_as_others(study: Study, rank: int) -> tuple[Evidence, ...]:
+    """What the step would be shorter by if the chains of `rank` took as long as is typical of the others', by replay;
+    nothing where the chains are not known."""
     graph = signals.replay.look(study)
     if isinstance(graph, Absent) or not study.led_by_devices:
-        return measured
-    groups = [group for group in chain_groups(graph, study.peer_groups) if group.sum() > 1]
-    removed = {part: chain_work(graph, part) for part in OWN_WORK}
-    for part, own in removed.items():
-        gone = np.zeros_like(own)
+        return ()
+    of_rank = np.array(graph.ranks) == rank
+    groups = [group for group in chain_groups(graph, study.peer_groups) if (group & ~of_rank).any()]
+    removed = {}
+    for part in OWN_WORK:
+        own = chain_work(graph, part)
+        removed[part] = np.zeros_like(own)
         for group in groups:
-            mine = np.flatnonzero(group & (np.array(graph.ranks) == rank))
-            others = np.flatnonzero(group & (np.array(graph.ranks) != rank))
-            gone[mine] = np.clip(own[mine] - np.median(own[others], axis=0), 0.0, None)
-        removed[part] = gone
+            typical = np.median(own[group & ~of_rank], axis=0)
+            removed[part][group & of_rank] = np.clip(own[group & of_rank] - typical, 0.0, None)
     now, then = replay_all([graph, apply(graph, [LessWork("rank.straggler", Change(removed), groups)])])
     saved = max(float((now.durations - then.durations).mean()), 0.0)
-    low, high = min(measured.low, saved), max(measured.high, saved)
-    return Gain(saved, 100 * saved / study.step_ms, low, high, method=REPLAYED_ON_DEVICE)
+    words = f"the step would be shorter if rank {rank} worked as long as the others, replayed"
+    return (Evidence(words, round(saved, 3), "ms"),)
 
 
 def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:
