@@ -28,6 +28,26 @@ below, and `dsprof knobs RUN` says what they were in a run:
     ddp.bucket_cap_mb  = 25.0 (/job/train.py:7)
     loader.num_workers  = 2 (/job/train.py:10)
 
+## Does it pay?
+
+`dsprof fix RUN` lists the changes that a run's findings offer and `--set` can make, with what each should save.
+`dsprof fix RUN --verify` proves one: it runs your job as it was and with the change, in turns and each in processes of
+its own, until the difference of the pairs decides (three pairs at least, `--pairs` at most):
+
+    $ dsprof fix dsprof-out --verify
+    [dsprof] comparing in dsprof-out/train-20261125T233800Z-1a2b3c-fix-loader.num_workers-2: --set loader.num_workers=2
+    [dsprof] pair 1: 55.3 ms a step, 39.4 with the change: saves 15.9 ms
+    [dsprof] pair 2: 78.8 ms a step, 62.6 with the change: saves 16.2 ms
+    ...
+
+It ends with what was predicted, what was measured, and `kept` (exit status 0; even the low end of a strict interval
+saves 1 % of the step), `withdrawn` (1; even the high end does not, or the changed job fails) or `undecided` (4). The
+run's own findings.json and reports tell it from then on. `--set` tries a change of your own. The job has to end by
+itself, and should take at least 50 steps; one that writes checkpoints is only run with `--yes`. After Ctrl-C the same
+command goes on where it stopped.
+
+## How it works
+
 A rank applies them when it imports torch, so they need `dsprof run`, or `DSPROF=1` with `DSPROF_SET` as a JSON object:
 `DSPROF_SET='{"ddp.bucket_cap_mb": 50}'`.
 

@@ -30,13 +30,13 @@ class Training:
     """This rank's place in the mesh, and its process groups."""
     shared: SharedParameters
     """Parameters that other ranks of this replica hold, too."""
-    optimizer: torch.optim.Optimizer | None
-    lr_scheduler: Any
     scaler: LossScaler
     states: States
     """Masters and the optimizer's states, wherever they are between steps."""
     hooks: Hooks
     peers: Peers
+    optimizer: torch.optim.Optimizer | None = None
+    lr_scheduler: Any = None
     training_dataloader: Any = None
     global_steps: int = 0
     """Steps taken, those that an overflow skipped among them."""

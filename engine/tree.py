@@ -1,11 +1,13 @@
-"""What a training loop passes to a model, and what it gets; things in batches."""
+"""What a training loop passes to a model, and what it gets, and what pipeline stages send each other: nested values."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +28,29 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields one by one
         return make(each_tensor(item, change) for item in value)
     return value
+
+
+_ENDS: Final = (Tensor, str, bytes, int, float, type(None))
+"""What holds nothing, as most values."""
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """What lies in nested mappings, sequences and dataclasses, each with the keys, numbers and names that lead to it.
+    Of an empty one, itself."""
+    inner: Any = ()
+    if isinstance(value, _ENDS):
+        yield path, value
+        return
+    if isinstance(value, Mapping):
+        inner = value.items()
+    elif isinstance(value, Sequence):
+        inner = list(enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = getattr(value, "__dict__", {}).items()
+    if not inner:
+        yield path, value
+    for key, item in inner:
+        yield from leaves(item, (*path, key))
 
 
 def batches(
@@ -68,3 +93,65 @@ def loss_of(model: Callable[..., Any], batch: Any) -> Tensor:
             "that begins with it or has it as `loss`"
         )
     return loss
+
+
+# --- the form of nested values, in which their tensors can be put again: JSON in which "tensor" stands for the next of
+# them, and what JSON has not is marked by its name
+
+SINGLE: Final = '"tensor"'
+"""The form of one tensor."""
+SEVERAL: Final = '"tuple"'
+"""The form of a tuple of as many tensors as there are."""
+
+
+def form_of(output: Any) -> tuple[str, list[Tensor]]:
+    """The form of `output`, and the tensors in it, in order.
+
+    Raises TypeError, with what is the matter in words, for what cannot be made again from these: objects of classes
+    other than those above, among them named tuples and transformers' ModelOutput.
+    """
+    if isinstance(output, Tensor):
+        return SINGLE, [output]
+    if type(output) is tuple and all(isinstance(item, Tensor) for item in output):
+        return SEVERAL, list(output)
+    tensors: list[Tensor] = []
+    described = _described(output, tensors, type(output).__name__)
+    return json.dumps(described), tensors
+
+
+def filled(form: str, tensors: Sequence[Any]) -> Any:
+    """What has this form, with `tensors` in it."""
+    if form == SINGLE:
+        return tensors[0]
+    if form == SEVERAL:
+        return tuple(tensors)
+    return _filled(json.loads(form), iter(tensors))
+
+
+def _described(value: Any, tensors: list[Tensor], where: str) -> Any:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return "tensor"
+    kind = type(value)
+    if kind in (tuple, list):
+        return {kind.__name__: [_described(item, tensors, where) for item in value]}
+    if kind is dict:
+        for key in value:
+            if type(key) not in (str, int, bool, float, type(None)):
+                raise TypeError(f"a dict with a {type(key).__name__} as a key")
+        return {"dict": [[key, _described(item, tensors, where)] for key, item in value.items()]}
+    if value is None or kind in (bool, int, float, str):
+        return {"value": value}
+    raise TypeError(f"a {where}" if kind.__name__ == where else f"a {where} with a {kind.__name__} in it")
+
+
+def _filled(described: Any, tensors: Iterator[Any]) -> Any:
+    if described == "tensor":
+        return next(tensors)
+    ((kind, inner),) = described.items()
+    if kind == "value":
+        return inner
+    if kind == "dict":
+        return {key: _filled(item, tensors) for key, item in inner}
+    items = [_filled(item, tensors) for item in inner]
+    return tuple(items) if kind == "tuple" else items

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Final
 
-ALIKE_ABOVE: Final = 0.6
-"""How like a word another must be to be worth naming: below that, the likeness is of a few letters."""
+SIMILAR_ABOVE: Final = 0.6
+"""How similar to a word another must be to be worth naming: below that, a few letters are the same."""
 
 
 def nearest(
-    word: str, words: Iterable[str], above: float = ALIKE_ABOVE, meanings: Mapping[str, str] | None = None
+    word: str, words: Iterable[str], above: float = SIMILAR_ABOVE, meanings: Mapping[str, str] | None = None
 ) -> str | None:
     """The one of `words` that means what `word` does, or is most like it, among equals the first; None if none is.
     `meanings` has words, in lower case, and what they mean, however unlike."""
@@ -20,11 +20,11 @@ def nearest(
     meant = (meanings or {}).get(word.lower())
     if meant in listed:
         return meant
-    found = max(listed, key=lambda other: likeness(word, other), default=None)
-    return None if found is None or likeness(word, found) < above else found
+    found = max(listed, key=lambda other: similarity(word, other), default=None)
+    return None if found is None or similarity(word, found) < above else found
 
 
-def likeness(one: str, other: str) -> float:
+def similarity(one: str, other: str) -> float:
     """From 0, nothing in common, to 1, the same but for the case."""
     return SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
@@ -32,7 +32,7 @@ def likeness(one: str, other: str) -> float:
 def did_you_mean(
     word: object,
     words: Iterable[str],
-    above: float = ALIKE_ABOVE,
+    above: float = SIMILAR_ABOVE,
     meanings: Mapping[str, str] | None = None,
     otherwise: str = "",
 ) -> str:

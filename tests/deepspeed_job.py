@@ -1,6 +1,6 @@
-"""A DeepSpeed script that does what only ranks of a real job can show; what it found is a line of JSON from rank 0.
+"""A DeepSpeed script of several parts, one after the other: `deepspeed_job.py look EXAMPLE ...`.
 
-With names of examples as arguments it runs these instead, one after the other.
+`look` does what only ranks of a real job can show; what it found is a line of JSON from rank 0. Others are examples.
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ def look() -> dict[str, Any]:
 
 
 def main() -> None:
-    examples = [word for word in sys.argv[1:] if not word.startswith("-")]
-    for example in examples:
+    for part in [word for word in sys.argv[1:] if not word.startswith("-")]:
+        if part == "look":
+            found = look()
+            if torch.distributed.get_rank() == 0:
+                print("found", json.dumps(found), flush=True)
+            continue
         if os.environ["RANK"] == "0":
-            print("example", example, flush=True)
-        sys.argv = [example, "--deepspeed_config", str(EXAMPLES / f"{example}.json"), *SHORTER[example]]
-        runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
-    if not examples:
-        found = look()
-        if torch.distributed.get_rank() == 0:
-            print("found", json.dumps(found))
+            print("example", part, flush=True)
+        sys.argv = [part, "--deepspeed_config", str(EXAMPLES / f"{part}.json"), *SHORTER[part]]
+        runpy.run_path(str(EXAMPLES / f"{part}.py"), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.rules.base import NotJudged
-from dsprof.analyzer.rules.comm.ddp_buckets import _need_gradients_to_matter
+from dsprof.analyzer.rules.comm.dimensions import waits_mostly_for_layers
 from dsprof.analyzer.study import Study
 from dsprof.run import RankExit
 from dsprof.schema import BUDGET_PARTS, CALL_SITE
@@ -254,12 +253,8 @@ def test_waiting_for_tensor_parallelism_is_not_explained_by_buckets(tensor_paral
         "group": ["0", "0", "1"], "seq": [0, 1, 0], "step": 5,
         "purpose": ["gradient", "gradient", "tensor-parallel"],
     })  # fmt: skip
-    study = cast(Study, SimpleNamespace(waits=waits, collectives=collectives, step_numbers=[5]))
-    if judged:
-        _need_gradients_to_matter(study)
-    else:
-        with pytest.raises(NotJudged, match="waiting for collectives is mostly for tensor-parallel ones, and no other"):
-            _need_gradients_to_matter(study)
+    found = {"waits": waits, "collectives": collectives, "step_numbers": [5], "ranks": (0, 1), "kept": {}}
+    assert waits_mostly_for_layers(cast(Study, SimpleNamespace(**found))) is not judged
 
 
 def test_a_dead_rank_comes_first() -> None:
@@ -343,6 +338,7 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     assert list(found["run"]["step_ms"]) == ["mean", "median", "p10", "p90"]
     assert list(found["findings"][0]) == [
         "code", "title", "severity", "confidence", "where", "evidence", "gain", "share", "together", "fixes",
+        "verified",
     ]  # fmt: skip
     assert list(found["capture"]) == [
         "overhead_percent",
@@ -401,14 +397,18 @@ def test_a_rank_that_is_late_in_every_tenth_step_only() -> None:
     assert first.gain.ms == pytest.approx(40, rel=0.1)
 
 
-def test_two_groups_that_reduce_gradients_are_not_judged_by_one_bucket() -> None:
-    trace = Job(ranks=4, buckets=(1 << 20,) * 4).trace()
+def test_buckets_of_all_groups_of_a_dimension_are_cut_alike() -> None:
+    """Two replicas of two ranks each: as much is gained as by one of them."""
+    sizes = (2048, 4096, 512, 8192) * 60
+    ddp = {"fact": "ddp", "rank": 0, "site": None, "gradient_bytes": list(sizes)}
+    trace = Job(ranks=4, steps=20, buckets=sizes, latency_ms=1.2, facts=[ddp]).trace()
     rows = trace.rows.astype({"group": object})
     rows.loc[(rows["kind"] == "comm") & (rows["rank"] >= 2), "group"] = "1"
-    reason = analyze(Trace.of(trace.run, rows)).not_judged["comm.exposed"]
-    assert reason == (
-        "no other bucket size was tried: gradients are reduced by 2 process groups, and buckets are those of one"
-    )
+    (one, two) = (analyze(each).findings[0] for each in (trace, Trace.of(trace.run, rows)))
+    assert (one.code, two.code) == ("comm.small-messages",) * 2
+    assert (one.where.dimension, two.where.dimension) == (None, "dp")
+    assert two.gain.ms == pytest.approx(one.gain.ms, rel=0.02)
+    assert two.evidence[0].value == one.evidence[0].value == 240
 
 
 def test_the_loader_that_is_slow_is_the_one_named() -> None:

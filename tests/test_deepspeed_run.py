@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -236,20 +237,26 @@ def test_help_shows_what_is_understood(capsys: pytest.CaptureFixture[str], monke
 # --- real jobs
 
 
-@pytest.fixture
-def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A `deepspeed` that ends whoever imports it, on every process' path."""
-    write(tmp_path / "theirs" / "deepspeed" / "__init__.py", "raise SystemExit('this is DeepSpeed itself')")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'theirs'}:{ROOT / 'tests'}")
-    return tmp_path / "theirs"
-
-
 FLAGS = ("--engine", "dsprof", "--num_gpus", "2", "--no-report")
 
 
-@pytest.mark.usefixtures("theirs")
-def test_a_script_runs_on_the_engine_in_every_process(tmp_path: Path) -> None:
-    done = profile(tmp_path, Path("-m"), "deepspeed_job", flags=FLAGS)
+EXAMPLES_RUN = ("zero2_offload", "tensor_parallel", "pipeline")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Finished, Path]]:
+    """A script that looks around and then runs the examples, in one job: before the engine stands in for DeepSpeed no
+    torch may be imported, so each rank is an interpreter of its own. A `deepspeed` that ends whoever imports it is on
+    every process' path. Returns where it ran, too."""
+    folder = tmp_path_factory.mktemp("job")
+    write(folder / "theirs" / "deepspeed" / "__init__.py", "raise SystemExit('this is DeepSpeed itself')")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder / 'theirs'}:{ROOT / 'tests'}")
+        yield profile(folder, Path("-m"), "deepspeed_job", "look", *EXAMPLES_RUN, flags=FLAGS), folder
+
+
+def test_a_script_runs_on_the_engine_in_every_process(job: tuple[Finished, Path]) -> None:
+    done, _ = job
     assert done.status == 0, done.stderr
     assert done.folder.read_info().engine == "dsprof"
     assert "[dsprof] engine: dsprof, where the script imports deepspeed\n" in done.stderr
@@ -277,15 +284,13 @@ def losses(done: Finished, example: str) -> list[float]:
     return [float(line.partition("loss: ")[2].split()[0]) for line in lines]
 
 
-@pytest.mark.usefixtures("theirs")
-def test_the_examples_train(tmp_path: Path) -> None:
-    examples = ("zero2_offload", "tensor_parallel", "pipeline")
-    done = profile(tmp_path, ROOT / "tests" / "deepspeed_job.py", *examples, flags=(*FLAGS, "--no_local_rank"))
+def test_the_examples_train(job: tuple[Finished, Path]) -> None:
+    done, folder = job
     assert done.status == 0, done.stderr
-    for example in examples:
+    for example in EXAMPLES_RUN:
         first, *_, last = losses(done, example)
         assert last < 0.8 * first, example
-    assert list((tmp_path / "output" / "ds_logs").rglob("events.out.tfevents.*"))
+    assert list((folder / "output" / "ds_logs").rglob("events.out.tfevents.*"))
 
     # The pipeline ran last: each of its steps is in the trace as its plan has it, action by action.
     plan = make_plan("1f1b", 2, 8)

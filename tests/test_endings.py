@@ -100,7 +100,7 @@ def script(tmp_path: Path) -> Path:
     ],
 )
 def test_a_rank_ends(ending: str, status: int, how: str | None, script: Path, tmp_path: Path) -> None:
-    finished = profile(tmp_path, script, ending, flags=("--no-report",), fresh=True)
+    finished = profile(tmp_path, script, ending, flags=("--no-report",), fresh=ending != "SIGKILL")  # ends no program
     assert finished.status == status, finished.stderr
     assert "[dsprof] verdict" in finished.stderr
     died = [finding for finding in finished.findings["findings"] if finding["code"] == "run.rank-died"]
@@ -126,7 +126,7 @@ def test_a_rank_ends(ending: str, status: int, how: str | None, script: Path, tm
     ],
 )
 def test_one_process_ends(ending: str, status: int, how: str | None, script: Path, tmp_path: Path) -> None:
-    finished = profile(tmp_path, script, ending, ranks=None, flags=("--no-report",), fresh=True)
+    finished = profile(tmp_path, script, ending, ranks=None, flags=("--no-report",), fresh=ending == "exit-7")
     assert finished.status == status, finished.stderr
     assert "[dsprof] verdict" in finished.stderr
     assert finished.findings["run"]["ranks"] == {"expected": 1, "captured": 1}

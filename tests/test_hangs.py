@@ -75,7 +75,7 @@ def in_time(finished: Finished, *, at_s: float | None = None) -> None:
 
 
 def test_a_rank_asleep_in_python(tmp_path: Path) -> None:
-    finished = run(tmp_path, "ddp/python")
+    finished = run(tmp_path, "ddp/python", fresh=False)  # those below are
     assert finished.status == HUNG, finished.stderr
     assert CALLED.search(finished.stderr)
     found = first(finished)

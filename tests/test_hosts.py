@@ -464,9 +464,9 @@ def test_a_host_that_never_comes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('never')")
     (tmp_path / "a").mkdir()
     words = line(0, free_port(), "--rdzv-conf", "timeout=2")
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-m", "dsprof", *words],
-        cwd=tmp_path / "a", env=environment(DSPROF_HOST="a"), capture_output=True, text=True, timeout=120,
+        cwd=tmp_path / "a", env=environment(DSPROF_HOST="a"), capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stdout == ""

@@ -110,12 +110,12 @@ layers = [torch.nn.Linear(8, 8) for _ in range(3)]  # to make one in a child wou
 
 def communicate(begun):
     tensor = torch.ones(4)
-    while not over.is_set():
+    while going.wait() and not over.is_set():
         dist.all_reduce(tensor)
         begun.set()
 
 def train(begun, layer):
-    while not over.is_set():
+    while going.wait() and not over.is_set():
         layer(torch.ones(2, 8)).sum().backward()
         begun.set()
 
@@ -142,17 +142,22 @@ def work(place):
     mine.lock_watch.stop()
     mine.close()
 
-over = threading.Event()
+over, going = threading.Event(), threading.Event()
 recorder.lock_watch.start(f"{folder}/stacks.txt", 60.0)
 begun = [threading.Event() for _ in range(4)]
 calls = [(communicate,), (communicate,), (train, layers[0]), (train, layers[1])]
 threads = [threading.Thread(target=call, args=(one, *args)) for one, (call, *args) in zip(begun, calls)]
-for thread, one in zip(threads, begun):
+for thread in threads:
     thread.start()
-    one.wait()
 failed = 0
 for number in range(count):
+    going.set()
+    for one in begun:  # all are at it, and stand still while the child is waited for
+        one.wait()
     child = os.fork()
+    going.clear()
+    for one in begun:
+        one.clear()
     if not child:
         signal.alarm(60)
         try:
@@ -163,6 +168,7 @@ for number in range(count):
         os._exit(0)
     failed += os.waitpid(child, 0)[1] != 0
 over.set()
+going.set()
 for thread in threads:
     thread.join()
 recorder.close()

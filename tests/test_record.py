@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import struct
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import forked_python
 import pytest
 import torch  # noqa: F401  (the native helper is for the torch of this process)
 from captures import open_recorder, read_names, read_rows
@@ -375,7 +375,7 @@ def run_script(script: str, *arguments: str, code: int = 0) -> str:
         "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
-    done = subprocess.run([sys.executable, "-c", script, *arguments], env=environment, capture_output=True, text=True)
+    done = forked_python.run([sys.executable, "-c", script, *arguments], env=environment, capture_output=True)
     assert done.returncode == code, done.stderr
     return done.stdout
 

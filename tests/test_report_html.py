@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import html as html_lib
 import json
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from dsprof.reports import html
 from dsprof.trace import Trace
 
 HERE = Path(html.__file__).parent
+PATIENCE_S = 120.0
+"""For a browser on a busy machine: nothing below measures how long it takes."""
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror=alert(1)>"
 
 
@@ -42,6 +46,12 @@ def evil_run() -> Analysis:
     return replace(analysis, trace=Trace.of(analysis.run, rows), collectives=collectives)
 
 
+@functools.cache
+def rendered(made: Callable[[], Analysis]) -> str:
+    """The page of one of `factories`, made once for all tests that read it."""
+    return html.render(made())
+
+
 def scripts(page: str) -> list[tuple[str, str]]:
     """(attributes, content) of each script element, as an HTML parser finds them."""
     return re.findall(r"<script([^>]*)>(.*?)</script>", page, flags=re.DOTALL)
@@ -59,7 +69,7 @@ def text_of(page: str) -> str:
 
 
 def test_straggler_says_what_matters() -> None:
-    text = text_of(html.render(factories.straggler()))
+    text = text_of(rendered(factories.straggler))
     for phrase in (
         "rank 1 arrives late in every step: its forward takes longer; fixing it saves 37.9 ms of each 212 ms step",
         "peer wait 19.00 ms 8.9 % standing still until the last rank arrives rank.straggler",
@@ -86,21 +96,21 @@ def test_straggler_says_what_matters() -> None:
 
 
 def test_healthy_dead_and_empty() -> None:
-    healthy = text_of(html.render(factories.healthy()))
+    healthy = text_of(rendered(factories.healthy))
     assert "nothing found that is sure to shorten the 175 ms step" in healthy
     assert "1 remark below the threshold" in healthy
-    dead = text_of(html.render(factories.dead_rank()))
+    dead = text_of(rendered(factories.dead_rank))
     assert "rank 1 was killed by SIGKILL in step 12, during forward" in dead
     assert "Shown: step 12, the last one begun; hatched: never ended." in dead
     assert "killed by SIGTERM (143)" in dead
     assert "rank 1: 1 record torn" in dead
-    page = html.render(factories.empty())
+    page = rendered(factories.empty)
     assert "no complete step was captured, so nothing can be said about its speed" in text_of(page)
     assert figures(page) == {}
 
 
 def test_a_cost_beside_the_ordinary_steps() -> None:
-    page = html.render(factories.evaluates())
+    page = rendered(factories.evaluates)
     text = text_of(page)
     for phrase in (
         "a step is an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2.",
@@ -124,7 +134,7 @@ def test_evidence_without_anything_expected_has_no_such_column() -> None:
 
 
 def test_an_inconclusive_verdict_promises_nothing() -> None:
-    page = html.render(factories.inconclusive())
+    page = rendered(factories.inconclusive)
     text = text_of(page)
     assert "verdict inconclusive nothing found that is sure to shorten the 263 ms step, but 34 % is" in text
     assert "Nothing above info . Who was slower" in text
@@ -167,7 +177,7 @@ def test_nothing_from_the_run_becomes_markup() -> None:
 
 
 def test_the_policy_names_exactly_the_two_scripts() -> None:
-    page = html.render(factories.straggler())
+    page = rendered(factories.straggler)
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
     assert policy is not None
     allowed = re.findall(r"'(sha256-[^']+)'", html_lib.unescape(policy[1]))
@@ -182,7 +192,7 @@ def test_the_policy_names_exactly_the_two_scripts() -> None:
 
 
 def test_the_page_refers_to_nothing_outside() -> None:
-    page = html.render(factories.wide())
+    page = rendered(factories.wide)
     own = page.replace((HERE / "plotly-cartesian.min.js").read_text(encoding="utf-8"), "")
     assert set(re.findall(r"""\b(?:src|href|action)\s*=\s*(\S+?)[\s>]""", own)) == {'"#findings"'}
     assert "http" not in own.replace("http-equiv", "")
@@ -218,7 +228,9 @@ def browser() -> Iterator[Any]:
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as playwright:
         running = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
+            timeout=PATIENCE_S * 1000,
         )
         yield running
         running.close()
@@ -241,11 +253,12 @@ def test_columns_that_are_empty_and_figures_of_one_step_are_left_out() -> None:
 class Visit:
     """A report opened in the browser, and all that it did beyond showing itself."""
 
-    def __init__(self, browser: Any, path: Path, analysis: Analysis, **options: Any) -> None:
-        path.write_text(html.render(analysis), encoding="utf-8")
+    def __init__(self, browser: Any, path: Path, page: str, **options: Any) -> None:
+        path.write_text(page, encoding="utf-8")
         self.complaints: list[str] = []
         self.requests: list[str] = []
         self.page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
+        self.page.set_default_timeout(PATIENCE_S * 1000)
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
@@ -254,52 +267,81 @@ class Visit:
         self.requests = [url for url in self.requests if not url.startswith(("file:", "data:", "blob:"))]
 
     def until(self, condition: str) -> None:
-        """Wait for it, at most 10 s. Playwright's own waiting evaluates strings, which the policy forbids."""
-        for _ in range(200):
-            if self.page.evaluate(condition):
-                return
+        """Wait for it. Playwright's own waiting evaluates strings, which the policy forbids."""
+        until = time.monotonic() + PATIENCE_S
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < until, f"never came true: {condition}"
             self.page.wait_for_timeout(50)
-        raise AssertionError(f"never came true: {condition}")
 
     def count(self, selector: str) -> int:
         return int(self.page.locator(selector).count())
 
+    def check_drawing(self, paper: str, ink: str) -> None:
+        """All plots of the straggler's report are there, in these colours."""
+        assert self.complaints == []
+        assert self.requests == []
+        assert self.count(".canvas") == 6
+        assert self.count("#plot-time .bars path") == 3
+        assert self.count("#plot-budget .bars path") > 10
+        assert self.count("#plot-heatmap image") == 1
+        assert self.count("#plot-timeline .bars path") > 15
+        assert self.page.locator("#plot-timeline .ytick").first.text_content() == "rank 0"
+        assert self.page.evaluate("getComputedStyle(document.body).backgroundColor") == paper
+        assert self.page.evaluate(f"getComputedStyle({AXIS}).fill") == ink
+        assert self.count("a.modebar-btn[data-title*='loud'], a.modebar-btn[data-title*='hare']") == 0
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_plots_are_drawn_without_a_complaint_or_a_request(browser: Any, tmp_path: Path, scheme: str) -> None:
-    visit = Visit(browser, tmp_path / "report.html", factories.straggler(), color_scheme=scheme)
-    assert visit.complaints == []
-    assert visit.requests == []
-    assert visit.count(".canvas") == 6
-    assert visit.count("#plot-time .bars path") == 3
-    assert visit.count("#plot-budget .bars path") > 10
-    assert visit.count("#plot-heatmap image") == 1
-    assert visit.count("#plot-timeline .bars path") > 15
-    assert visit.page.locator("#plot-timeline .ytick").first.text_content() == "rank 0"
-    background = visit.page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert background == ("rgb(246, 247, 249)" if scheme == "light" else "rgb(20, 23, 27)")
-    ink = visit.page.evaluate("getComputedStyle(document.querySelector('#plot-budget .xtick text')).fill")
-    assert ink == ("rgb(27, 31, 36)" if scheme == "light" else "rgb(230, 233, 237)")
-    assert visit.count("a.modebar-btn[data-title*='loud'], a.modebar-btn[data-title*='hare']") == 0
+    def scrolls_sideways(self) -> bool:
+        return bool(self.page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
 
 
-def test_the_toolbar_covers_nothing(browser: Any, tmp_path: Path) -> None:
+AXIS = "document.querySelector('#plot-budget .xtick text')"
+
+
+@pytest.fixture(scope="module")
+def straggler(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Visit:
+    """One page for all tests that leave it as it is: to open one takes two seconds of a processor."""
+    page = rendered(factories.straggler)
+    return Visit(browser, tmp_path_factory.mktemp("straggler") / "report.html", page, color_scheme="light")
+
+
+def test_plots_are_drawn_without_a_complaint_or_a_request(straggler: Visit) -> None:
+    straggler.check_drawing("rgb(246, 247, 249)", "rgb(27, 31, 36)")
+    assert not straggler.scrolls_sideways()
+
+
+def test_the_toolbar_covers_nothing(straggler: Visit) -> None:
     """Of plain bars there is none; elsewhere it lies above what is drawn."""
-    visit = Visit(browser, tmp_path / "report.html", factories.straggler())
-    assert visit.count("#plot-time .modebar-btn") == visit.count("#plot-budget .modebar-btn") == 0
+    assert straggler.count("#plot-time .modebar-btn") == straggler.count("#plot-budget .modebar-btn") == 0
     for name in ("heatmap", "timeline", "steps", "collectives"):
-        bar, plot = (visit.page.locator(f"#plot-{name} {part}").bounding_box() for part in (".modebar", ".nsewdrag"))
+        parts = (straggler.page.locator(f"#plot-{name} {part}") for part in (".modebar", ".nsewdrag"))
+        bar, plot = (part.bounding_box() for part in parts)
         assert bar["y"] + bar["height"] <= plot["y"] + 1, name
 
 
-@pytest.mark.parametrize("width", [420, 1280])
-def test_the_page_never_scrolls_sideways(browser: Any, tmp_path: Path, width: int) -> None:
-    visit = Visit(browser, tmp_path / "r.html", factories.wide(steps=20), viewport={"width": width, "height": 900})
-    assert visit.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+def test_a_fix_can_be_copied(straggler: Visit) -> None:
+    straggler.page.locator("#finding-1 button.copy").first.click()
+    straggler.until("document.querySelector('#finding-1 button.copy').textContent === 'copied'")
 
 
-def test_an_injected_script_does_not_run(browser: Any, tmp_path: Path) -> None:
-    visit = Visit(browser, tmp_path / "report.html", evil_run())
+def test_plots_are_drawn_in_the_dark_and_follow_a_change_of_scheme(browser: Any, tmp_path: Path) -> None:
+    visit = Visit(browser, tmp_path / "report.html", rendered(factories.straggler), color_scheme="dark")
+    visit.check_drawing("rgb(20, 23, 27)", "rgb(230, 233, 237)")
+    for scheme, ink in (("light", "rgb(27, 31, 36)"), ("dark", "rgb(230, 233, 237)")):
+        visit.page.emulate_media(color_scheme=scheme)
+        visit.until(f"getComputedStyle({AXIS}).fill === '{ink}'")
+
+
+def test_the_page_never_scrolls_sideways(browser: Any, tmp_path: Path) -> None:
+    page = html.render(factories.wide(steps=20))
+    visit = Visit(browser, tmp_path / "report.html", page, viewport={"width": 420, "height": 900})
+    assert not visit.scrolls_sideways()
+    visit.page.set_viewport_size({"width": 1280, "height": 900})
+    visit.until("document.querySelector('#plot-timeline svg.main-svg').getBoundingClientRect().width > 600")
+    assert not visit.scrolls_sideways()
+
+
+def test_no_script_runs_that_was_injected_or_gets_in_anyway(browser: Any, tmp_path: Path) -> None:
+    visit = Visit(browser, tmp_path / "report.html", html.render(evil_run()))
     for name in ("timeline", "collectives"):  # bring up the pointer's boxes, which plotly fills with HTML-like text
         visit.page.locator(f"#plot-{name} .draglayer .nsewdrag").hover()
     assert visit.page.evaluate("typeof window.hacked") == "undefined"
@@ -307,9 +349,6 @@ def test_an_injected_script_does_not_run(browser: Any, tmp_path: Path) -> None:
     assert visit.complaints == []
     assert visit.requests == []
 
-
-def test_the_policy_stops_a_script_that_gets_in_anyway(browser: Any, tmp_path: Path) -> None:
-    visit = Visit(browser, tmp_path / "report.html", factories.healthy())
     visit.page.evaluate("""() => {
         const script = document.createElement('script');
         script.textContent = 'window.hacked = 1';
@@ -318,15 +357,3 @@ def test_the_policy_stops_a_script_that_gets_in_anyway(browser: Any, tmp_path: P
     assert visit.page.evaluate("typeof window.hacked") == "undefined"
     assert visit.page.evaluate("fetch('https://example.invalid/').then(() => 'sent', () => 'stopped')") == "stopped"
     assert any("Content Security Policy" in complaint for complaint in visit.complaints)
-
-
-def test_a_fix_can_be_copied(browser: Any, tmp_path: Path) -> None:
-    visit = Visit(browser, tmp_path / "report.html", factories.straggler())
-    visit.page.locator("#finding-1 button.copy").first.click()
-    visit.until("document.querySelector('#finding-1 button.copy').textContent === 'copied'")
-
-
-def test_colours_follow_a_change_of_scheme(browser: Any, tmp_path: Path) -> None:
-    visit = Visit(browser, tmp_path / "report.html", factories.straggler(), color_scheme="light")
-    visit.page.emulate_media(color_scheme="dark")
-    visit.until("getComputedStyle(document.querySelector('#plot-budget .xtick text')).fill === 'rgb(230, 233, 237)'")

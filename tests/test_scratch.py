@@ -527,8 +527,8 @@ def test_a_job_without_launcher_is_copied_after_its_kill_by_who_outlives_it(tmp_
     run, disk = tmp_path / "run", tmp_path / "disk"
     env = environment(DSPROF="1", DSPROF_RUN=str(run), DSPROF_NATIVE="off", DSPROF_SCRATCH=str(disk))
     script.write_text(SCRIPT + "import time\ntime.sleep(600)\n")
-    job = subprocess.Popen(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, process_group=0
+    job = forked_python.start(
+        [sys.executable, str(script)], cwd=tmp_path, env=env, stdout=subprocess.PIPE, start_new_session=True
     )
     assert job.stdout is not None
     assert job.stdout.readline() == "trained\n"
@@ -580,11 +580,11 @@ def test_a_capture_in_memory_is_moved_while_it_is_written_and_no_kill_loses_any(
         pytest.skip("captures do not go into memory here")
     (tmp_path / "train.py").write_text(LONG)
     more = {"DSPROF_SCRATCH": "", "DSPROF_EXIT_WAIT": "60", "DSPROF_LIMIT": "64MiB"}
-    job = subprocess.Popen(
+    job = forked_python.start(
         [sys.executable, str(tmp_path / "train.py"), *filter(None, [ending])],
         cwd=tmp_path,
         env=environment(DSPROF="1", DSPROF_RUN=str(run), DSPROF_NATIVE="on" if native == "1" else "off", **more),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     place = scratch.stand_in(run, scratch.SHARED_MEMORY)
     assert job.stdout is not None

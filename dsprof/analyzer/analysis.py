@@ -156,7 +156,9 @@ class Analysis:
                 "step_ms": step_ms,
             },
             "budget": self.budget,
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [
+                {**finding.to_dict(), "verified": self.run.verified.get(finding.code)} for finding in self.findings
+            ],
             "verdict": {"status": self.verdict.status, "headline": self.verdict.headline},
             "time": self.time,
             "passed": list(self.passed),

@@ -98,16 +98,21 @@ class Fix:
     `patch` is, for kind `config`, a JSON Patch (RFC 6902) on the user's configuration; for `env`, entries
     {"name", "value"}; for `code`, entries {"file", "line", "argument", "value"} whose file and line are
     None where the call was not found.
+
+    `knobs` is the same change as `dsprof run --set` takes it, by key, where it takes it.
     """
 
     kind: Literal["config", "env", "code"]
     title: str
     patch: tuple[dict[str, Any], ...] = ()
     gain: Gain | None = None
+    knobs: tuple[tuple[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         gain = None if self.gain is None else self.gain.to_dict()
-        return {"kind": self.kind, "title": self.title, "patch": list(self.patch), "gain": gain}
+        return {
+            "kind": self.kind, "title": self.title, "patch": list(self.patch), "gain": gain, "set": dict(self.knobs),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)

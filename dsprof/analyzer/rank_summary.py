@@ -21,6 +21,7 @@ from .memory.use_by_step import sum_memory
 from .work.layer_costs import staged_rows
 from .work.mfu import RankWork, sum_work
 from .work.module_times import sum_modules
+from .work.passes import find_passes
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class RankSummary:
     seen_ns:  when its first row begins, and its last one ends
     recorded: how much was recorded in each step (`capture_overhead.count_records`)
     staged:   of a pipeline, its layers and actions (`layer_costs.staged_rows`)
+    passes:   its forwards and backwards (`passes.find_passes`)
     modules:  what each module takes a step (`module_times.sum_modules`)
     work:     floating-point operations and the batch of a step (`mfu.sum_work`); None below level full
     memory:   what it had after each step (`use_by_step.sum_memory`)
@@ -42,6 +44,7 @@ class RankSummary:
     seen_ns: tuple[int, int]
     recorded: pd.DataFrame
     staged: pd.DataFrame
+    passes: pd.DataFrame
     modules: pd.DataFrame
     work: RankWork | None
     memory: pd.DataFrame
@@ -67,6 +70,7 @@ def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, 
         seen_ns=(int(rows["start_ns"].min()), int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())),
         recorded=count_records(rows),
         staged=staged_rows(rows),
+        passes=find_passes(rows, time),
         modules=sum_modules(rows),
         work=sum_work(rows, all(item.native for item in run.ranks if item.rank == rank)),
         memory=sum_memory(rows, rank),

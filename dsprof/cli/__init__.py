@@ -17,7 +17,19 @@ from dsprof.settings import SettingsError
 
 from .split import split_at_job
 
-VERBS: Final = ("run", "runs", "capture", "report", "tensorboard", "analyze", "import", "doctor", "knobs", "build")
+VERBS: Final = (
+    "run",
+    "runs",
+    "capture",
+    "report",
+    "tensorboard",
+    "analyze",
+    "import",
+    "doctor",
+    "knobs",
+    "fix",
+    "build",
+)
 """Each the name of its module, with `_` after it where Python has that word for itself."""
 USAGE: Final = 2
 
@@ -67,6 +79,13 @@ def build_app() -> typer.Typer:
     return app
 
 
+def takes_value(command: Any = None) -> dict[str, bool]:
+    """Of each flag of `dsprof run` whether a value follows it. command: the whole application's, if it is there."""
+    command = command or typer.main.get_command(build_app())
+    options = [param for param in command.commands["run"].params if param.param_type_name == "option"]
+    return {name: not param.is_flag for param in options for name in param.opts}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command line and return its exit status; 2 for what the user can mend, said in one line."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
@@ -75,9 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     typed = tuple(words)
     command: Any = typer.main.get_command(build_app())
     if words[0] == "run":
-        options = [param for param in command.commands["run"].params if param.param_type_name == "option"]
-        takes_value = {name: not param.is_flag for param in options for name in param.opts}
-        job = 1 + split_at_job(words[1:], takes_value)
+        job = 1 + split_at_job(words[1:], takes_value(command))
         if job < len(words):  # Typer is to leave all of it alone, a `--` included
             words.insert(job, "--")
     try:

@@ -53,6 +53,9 @@ class RunInfo:
     """What trained: `script`, what the script imports, or `dsprof`, our engine in the place of DeepSpeed."""
     knobs: dict[str, Any] = field(default_factory=dict)
     """What `dsprof run --set` asked for, by key."""
+    verified: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By the code of a finding, what `dsprof fix --verify` measured of its fix: `set` (knobs), `outcome`; `ms`, `low`,
+    `high`, `percent`, `pairs` (ms a step, original and changed); of a trial that failed `why`."""
     versions: dict[str, str] = field(default_factory=dict)
     exits: list[RankExit] = field(default_factory=list)
     ranks: list[RankInfo] = field(default_factory=list)

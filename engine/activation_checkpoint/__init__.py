@@ -10,15 +10,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch.distributed as dist
 
+from ..config import load
+from ..config.config import ActivationCheckpointingConfig
 from ..hooks import Hooks
 from .policies import Region
-
-if TYPE_CHECKING:
-    from ..config.config import ActivationCheckpointingConfig
 
 
 @dataclass
@@ -77,8 +76,6 @@ def configure(
         if value:
             warnings.warn(f"checkpointing.configure({name}={value!r}) has no effect", stacklevel=2)
     if checkpoint_in_cpu is None and deepspeed_config is not None:
-        from ..config import load
-
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         checkpoint_in_cpu = load(deepspeed_config, world_size=world_size).activation_checkpointing.cpu_checkpointing
     _settings.on_host = bool(checkpoint_in_cpu)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from ..config.config import ActivationCheckpointingConfig
 from ..forward import Undo, last_first, wrap_forward
 from ..hooks import Hooks
 from ..monitors.flops import has_formula
 from ..words import did_you_mean, fits
-
-if TYPE_CHECKING:
-    from ..config.config import ActivationCheckpointingConfig
 
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 """What the forward runs in, and what the recomputation runs in."""
@@ -39,33 +37,16 @@ Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 # --- policies
 
 
-class Policy(Protocol):
-    """Which activations of a model are recomputed."""
-
-    def apply(self, model: nn.Module, hooks: Hooks) -> Undo:
-        """Have `model` recompute them from now on; call the result to stop that."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nothing:
-    """Recompute nothing."""
-
-    def apply(self, model: nn.Module, hooks: Hooks) -> Undo:
-        return lambda: None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Full:
     """Keep the inputs of every block, and recompute what is inside."""
 
     blocks: Sequence[str] | None = None
-    """Names of the blocks; `*` stands for any one part of a name, as in `encoder.layers.*`. None: find them."""
+    """Names of the blocks; `*` stands for any one part of a name, as in `encoder.layers.*`. None: find them.
+    Without any, nothing is recomputed."""
 
     on_host: bool = False
     """Keep the blocks' inputs in host memory until they are needed."""
-
-    preserve_rng_state: bool = True
-    """Recompute with the random numbers of the forward, as dropout needs."""
 
     every: int = 1
     """Only every so many-th block; the others keep their activations."""
@@ -80,7 +61,7 @@ class Full:
             )
         undos = []
         for name in list(found)[self.every - 1 :: self.every]:
-            region = Region(hooks, name, self.on_host, self.preserve_rng_state, self.contexts())
+            region = Region(hooks, name, self.on_host, self.contexts())
             undos.append(wrap_forward(found[name], uncompiled(region), name, "activation checkpointing was applied"))
         return last_first(undos)
 
@@ -107,10 +88,10 @@ class Selective(Full):
         return fresh
 
 
-def from_config(section: ActivationCheckpointingConfig) -> Policy:
+def from_config(section: ActivationCheckpointingConfig) -> Full:
     """The policy that `activation_checkpointing` names."""
     if section.policy == "none":
-        return Nothing()
+        return Full(blocks=())
     kind = Selective if section.policy == "selective" else Full
     every = section.every if section.policy == "every_k" else 1
     return kind(blocks=section.blocks, on_host=section.cpu_checkpointing, every=every)
@@ -154,7 +135,6 @@ class Region:
     hooks: Hooks
     name: str | None = None
     on_host: bool = False
-    preserve_rng_state: bool = True
     contexts: Callable[[], Contexts] = noop_context_fn
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -173,9 +153,7 @@ class Region:
 
         del args, kwargs
         with saved_tensors_hooks(self._to_host, self._to_device) if self.on_host else nullcontext():
-            return checkpoint(
-                run, *leaves, use_reentrant=False, preserve_rng_state=self.preserve_rng_state, context_fn=self.contexts
-            )
+            return checkpoint(run, *leaves, use_reentrant=False, context_fn=self.contexts)
 
     def _to_host(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or not tensor.numel():

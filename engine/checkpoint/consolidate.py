@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.consensus import World, gather_objects
@@ -103,19 +102,19 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
         if receives:
             parts[param.name] = [_on_host(param.param)]
         elif first_replica:
-            _send(training, param.param)
+            parallel.model.send(param.param, 0)
         if absent:
             param.release()
     if not receives:
         for buffer in kept.values() if first_replica else ():
-            _send(training, buffer)
+            parallel.model.send(buffer, 0)
         return {}
     kept_buffers = {name: _on_host(buffer) for name, buffer in kept.items()}
     for source, other in enumerate(replica[1:], 1):
         for each in other.params:
-            parts.setdefault(each.name, []).append(_receive(training, each, source))
+            parts.setdefault(each.name, []).append(parallel.model.receive(each.shape, each.dtype, source).cpu())
         for each in other.buffers:
-            kept_buffers.setdefault(each.name, _receive(training, each, source))
+            kept_buffers.setdefault(each.name, parallel.model.receive(each.shape, each.dtype, source).cpu())
     shards = {each.name: each.shard for other in replica for each in other.params}
     wholes = {}
     for name in list(parts):
@@ -127,23 +126,6 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
 
 def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _send(training: Training, tensor: Tensor) -> None:
-    """Send rank 0 a tensor: its bytes, for not every backend takes every dtype."""
-    model = training.parallel.model
-    if tensor.numel():
-        flat = tensor.detach().reshape(-1).to(model.device or "cpu")
-        dist.send(flat.view(torch.uint8), group=model.group, group_dst=0)
-
-
-def _receive(training: Training, sent: _SentTensor, source: int) -> Tensor:
-    """What rank `source` of the replica sends, in host memory."""
-    model = training.parallel.model
-    flat = torch.empty(sent.shape.numel(), dtype=sent.dtype, device=model.device or "cpu")
-    if flat.numel():
-        dist.recv(flat.view(torch.uint8), group=model.group, group_src=source)
-    return flat.view(sent.shape).cpu()
 
 
 def weights_of(

@@ -52,7 +52,7 @@ def optimizer_state(
     numbers = _numbers(optimizer, zero)
     for param in zero.trainable:
         master = param.master
-        if master is None or not optimizer.state.get(master):
+        if not optimizer.state.get(master):
             continue
         entry: dict[str, tuple[Any, ...]] = {}
         entries[param.name] = entry
@@ -88,7 +88,7 @@ def _numbers(optimizer: torch.optim.Optimizer, zero: Zero) -> set[str]:
     return {"step"} | {
         key
         for param in zero.trainable
-        if param.master is not None and param.master.ndim > 0
+        if param.master.ndim > 0
         for key, value in optimizer.state.get(param.master, {}).items()
         if isinstance(value, Tensor) and value.ndim == 0
     }
@@ -131,7 +131,6 @@ class OptimizerLoading:
         these.
         """
         master = param.master
-        assert master is not None
         old = self._optimizer.state.pop(master, {})
         saved = self._saved.entries.get(param.name)
         if saved is None:
@@ -165,7 +164,6 @@ class OptimizerLoading:
     def _tensors(self, param: ShardedParam) -> Iterator[tuple[str, torch.Size, Wanted]]:
         """Of each tensor to be read: key, its shape here, and what is wanted, without memory."""
         master = param.master
-        assert master is not None
         shard, saved = tensor_shard(param), self._shards.get(param.name)
         for key, (kind, *about) in self._saved.entries.get(param.name, {}).items():
             name, numel, start, shape = f"optimizer/{key}/{param.name}", param.numel, param.start, master.shape

@@ -102,7 +102,7 @@ def weight(param: ShardedParam, *, masters: bool) -> Piece:
     there is an optimizer; else the parameter's own.
     """
     name = f"weight/{param.name}"
-    if masters and param.master is not None:
+    if masters and param.trainable:
         whole = param.partition.num_shards == 1
         return Piece(name, param.master.data.view(-1), param.numel, param.start, everywhere=whole)
     if param.persistent:

@@ -65,11 +65,17 @@ class Comm:
         purpose: Purpose,
         op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         module: str | None = None,
+        wait: Callable[[dist.Work, dist.ProcessGroup], None] | None = None,
     ) -> Ticket:
-        """Sum `tensor` over the ranks, in place."""
-        return self._submit(
-            lambda: dist.all_reduce(tensor, op, group=self.group), "all_reduce", tensor, purpose, module
-        )
+        """Sum `tensor` over the ranks, in place. `wait` is how to wait for that, where it is not to be simply waited
+        for."""
+
+        def reduce() -> None:
+            work = dist.all_reduce(tensor, op, group=self.group, async_op=wait is not None)
+            if wait is not None and work is not None and self.group is not None:
+                wait(work, self.group)
+
+        return self._submit(reduce, "all_reduce", tensor, purpose, module)
 
     def reduce_scatter(
         self, rows: Tensor, mine: Tensor, purpose: Purpose, accumulate: bool, module: str | None = None
@@ -109,12 +115,39 @@ class Comm:
 
         return self._submit(exchange if self._direct else gather, "all_gather", rows, purpose, module, content)
 
+    def all_to_all(
+        self, sent: Tensor, received: Tensor, purpose: Purpose,
+        sizes: Sequence[int] | None = None, expected: Sequence[int] | None = None,
+    ) -> Ticket:  # fmt: skip
+        """Send each rank its part of `sent` [n], and have theirs in `received` [m]: equal parts, or of so many elements
+        as `sizes` and `expected` have for each rank."""
+
+        def exchange() -> None:
+            # As bytes: not every backend takes bf16.
+            into, of = ([each * sent.itemsize for each in cut or ()] for cut in (expected, sizes))
+            dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8), into, of, group=self.group)
+
+        return self._submit(exchange, "all_to_all", max(sent, received, key=Tensor.numel), purpose)
+
     def broadcast(self, tensor: Tensor, source: int, purpose: Purpose) -> Ticket:
         """Bring rank `source`'s (of this group) `tensor` to all, in place."""
         if self.group is None:
             return Done()
         origin = dist.get_global_rank(self.group, source)
         return self._submit(lambda: dist.broadcast(tensor, origin, group=self.group), "broadcast", tensor, purpose)
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send the rank `to` of the group a tensor, as bytes, which every backend takes, and wait for that."""
+        if tensor.numel():
+            flat = tensor.detach().reshape(-1).to(self.device or "cpu")
+            dist.send(flat.view(torch.uint8), group=self.group, group_dst=to)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """A tensor of this shape whose elements the rank `source` sends."""
+        tensor = torch.empty(shape, dtype=dtype, device=self.device or "cpu")
+        if tensor.numel():
+            dist.recv(tensor.view(-1).view(torch.uint8), group=self.group, group_src=source)
+        return tensor
 
     @property
     def device(self) -> torch.device | None:
@@ -197,9 +230,7 @@ class Comm:
             to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
             works.append(dist.irecv(receive[source], group=self.group, group_src=source, tag=tag))
             works.append(dist.isend(send[to], group=self.group, group_dst=to, tag=tag))
-        for work in works:
-            assert work is not None
-            work.wait()
+        wait_all(works)
 
     def _scratch_like(self, rows: Tensor) -> Tensor:
         """A buffer that is kept: fresh pages cost as much as the exchange. For the lane alone, one job at a time."""
@@ -207,6 +238,13 @@ class Comm:
         if self._scratch is None or self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8, device=rows.device)
         return self._scratch[:size].view(rows.dtype).view(rows.shape)
+
+
+def wait_all(works: Iterable[dist.Work | None]) -> None:
+    """Wait for sends and receives, to and from other ranks; only of this one's own there is no Work."""
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def _sum(values: list[Tensor], into: Tensor, accumulate: bool) -> None:

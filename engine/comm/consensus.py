@@ -123,33 +123,24 @@ class World:
 
         Raises `error` on all of them, beginning with `doing`, if it raised on any.
         """
-        result, cause = _tried(work)
-        self._raise_first(doing, gather_objects(None if cause is None else reason(cause)), cause)
-        return result  # type: ignore[return-value]
-
-    def from_first(self, doing: str, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, which alone does it, on every rank; raises as `together` does."""
-        result, cause = _tried(work) if self.rank == 0 else (None, None)
-        answers = [(result, None if cause is None else reason(cause))]
-        if self.size > 1:
-            dist.broadcast_object_list(answers, src=0)
-        self._raise_first(doing, [answers[0][1]], cause)
-        return answers[0][0]  # type: ignore[return-value]
-
-    def _raise_first(self, doing: str, reasons: list[str | None], cause: Exception | None) -> None:
+        result: T | None = None
+        cause: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:
+            cause = error
+        reasons = gather_objects(None if cause is None else reason(cause))
         failed = [rank for rank, text in enumerate(reasons) if text is not None]
         if failed:
             others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
             where = f"rank {failed[0]}: " if self.size > 1 else ""
             raise self._error(f"{doing}: {where}{reasons[failed[0]]}{others}") from cause
+        return result  # type: ignore[return-value]
 
-
-def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What `work` returned, or what it raised."""
-    try:
-        return work(), None
-    except Exception as error:
-        return None, error
+    def from_first(self, doing: str, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0, which alone does it, on every rank; raises as `together` does."""
+        done = self.together(doing, lambda: work() if self.rank == 0 else None)
+        return gather_objects(done)[0]  # type: ignore[return-value]
 
 
 def reason(error: BaseException) -> str:

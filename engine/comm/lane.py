@@ -58,9 +58,11 @@ class Lane(Protocol):
 
     def poll(self) -> None:
         """Report what has ended since, where nobody waits for that."""
+        return
 
     def close(self) -> None:
         """Finish what was submitted, and stop."""
+        return
 
 
 # --- on CPU: a thread
@@ -121,7 +123,7 @@ class LaneTicket:
             raise self.error
 
 
-class CpuLane:
+class CpuLane(Lane):
     """A thread that runs what blocks, in order: collectives, or with `kind` "copy" reads or writes of a disk.
 
     `lane` is the name that spans have for it. `link` (bytes/s) models an interconnect: each communication then takes at
@@ -156,9 +158,6 @@ class CpuLane:
         ticket = LaneTicket(self._hooks, name, attributes, self.waiter)
         self._jobs.put(_LaneJob(work, time.monotonic_ns(), at or self._hooks.position, ticket))
         return ticket
-
-    def poll(self) -> None:
-        return
 
     def abort(self, error: BaseException) -> None:
         """Run nothing any more: what has not begun fails with `error`."""
@@ -302,7 +301,7 @@ class Done:
         return
 
 
-class Inline:
+class Inline(Lane):
     """No lane: a communication runs when it is submitted, in a group whose other collectives run so too."""
 
     name = "main"
@@ -318,12 +317,6 @@ class Inline:
         with self._hooks.span("comm", name, at=at, **attributes):
             work()
         return Done()
-
-    def poll(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
 
 
 def open_lane(name: str, device: torch.device, hooks: Hooks, link: float | None = None) -> CpuLane | CudaLane:

@@ -49,12 +49,11 @@ def solve(train: int | None, micro: int | None, accumulation: int | None, ranks:
 
 def _fill(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Batch:
     """What is None from what is given, rounding down; the equation may not hold."""
+    steps = 1 if accumulation is None else accumulation
     if train is None:
         assert micro is not None
-        steps = 1 if accumulation is None else accumulation
         return Batch(micro * steps * ranks, micro, steps, ranks)
     if micro is None:
-        steps = 1 if accumulation is None else accumulation
         return Batch(train, train // ranks // steps, steps, ranks)
     return Batch(train, micro, train // micro // ranks if accumulation is None else accumulation, ranks)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ..words import joined, likeness, nearest
+from ..words import joined, nearest, similarity
 from .deepspeed_keys import FOREIGN, RENAMED, REPLACED, Foreign
 from .model import Section, sections, shown
 
@@ -104,9 +104,11 @@ class _Look:
         foreign = FOREIGN.get(where, {})
         near, theirs = nearest(key, model.model_fields, meanings=ALIASES), nearest(key, foreign)
         elsewhere = self._sections_with(key)
-        if elsewhere and (near is None or likeness(key, near) < MISPLACED_ABOVE):
+        if elsewhere and (near is None or similarity(key, near) < MISPLACED_ABOVE):
             return f"not a key here but of {' and of '.join(elsewhere)}; move it there"
-        if theirs is not None and (near is None or likeness(key, theirs) > max(likeness(key, near), MISPLACED_ABOVE)):
+        if theirs is not None and (
+            near is None or similarity(key, theirs) > max(similarity(key, near), MISPLACED_ABOVE)
+        ):
             return f"unknown key; the nearest is {theirs}, which DeepSpeed has and this engine has not"
         if near is not None:
             return f"unknown key; the nearest is {near}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
+from ..words import joined
 from . import batch
 from .config import Config
 from .keys import Notes, known_keys
@@ -73,11 +74,11 @@ def _validated(values: dict[str, Any], notes: Notes) -> Config:
         try:
             return Config.model_validate(values)
         except ValidationError as error:
-            for wrong in list(complaints(error, Config, values)):  # before any is left out
-                if wrong.keys not in left_out:  # else it is missing because it was wrong
-                    notes.problems.append(str(wrong))
-                left_out.add(wrong.keys)
-                _leave_out(values, wrong.keys[:1] if wrong.missing else wrong.keys)
+            for keys, says, missing in list(complaints(error, Config, values)):  # before any is left out
+                if keys not in left_out:  # else it is missing because it was wrong
+                    notes.problems.append(f"{joined(*keys)}: {says}")
+                left_out.add(keys)
+                _leave_out(values, keys[:1] if missing else keys)
 
 
 def _leave_out(values: dict[str, Any], keys: Sequence[str]) -> None:
@@ -129,21 +130,21 @@ def _with_batch_sizes(config: Config, ranks: int, notes: Notes) -> Config:
 def read(path: Path) -> Any:
     """What a JSON file holds. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(["no such file; name the JSON file of the configuration"]) from None
-    except IsADirectoryError:
-        raise ConfigError(["is a folder; name the JSON file of the configuration"]) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError([f"byte {error.start} is not UTF-8; save it as UTF-8"]) from None
-    except OSError as error:
-        raise ConfigError([f"cannot be read ({error.strerror})"]) from None
-    try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError([f"line {error.lineno}, column {error.colno}: {_syntax(error, text)}"]) from None
-    except RecursionError:
-        raise ConfigError(["nested too deeply to be a configuration"]) from None
+        return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_without_duplicates)
+    except tuple(_UNREADABLE) as error:
+        says = next(says for kind, says in _UNREADABLE.items() if isinstance(error, kind))
+        raise ConfigError([says(error)]) from None
+
+
+_UNREADABLE: Final[Mapping[type[Exception], Callable[[Any], str]]] = {
+    FileNotFoundError: lambda error: "no such file; name the JSON file of the configuration",
+    IsADirectoryError: lambda error: "is a folder; name the JSON file of the configuration",
+    UnicodeDecodeError: lambda error: f"byte {error.start} is not UTF-8; save it as UTF-8",
+    OSError: lambda error: f"cannot be read ({error.strerror})",
+    json.JSONDecodeError: lambda error: f"line {error.lineno}, column {error.colno}: {_syntax(error)}",
+    RecursionError: lambda error: "nested too deeply to be a configuration",
+}
+"""What may be raised where a configuration is read -> what is said of it."""
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -153,10 +154,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _syntax(error: json.JSONDecodeError, text: str) -> str:
+def _syntax(error: json.JSONDecodeError) -> str:
     """What is not JSON about the place where reading stopped."""
-    rest, before = text[error.pos :], text[: error.pos].rstrip()
-    if not text.strip():
+    rest, before = error.doc[error.pos :], error.doc[: error.pos].rstrip()
+    if not error.doc.strip():
         return "the file is empty; write an object of keys and values"
     if rest[:1] in ("/", "#"):
         return "JSON has no comments; remove it"

@@ -1,6 +1,7 @@
 """What keys and values, each fine by itself, cannot be together, and what has no effect beside what else is given.
 
-A rule is a function of the configuration and the number of ranks that yields remarks; add it to RULES.
+What one sentence says is a line of CASES. Any other rule is a function of the configuration and the number of ranks
+that yields remarks; add it to RULES.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Final
 from ..words import either, joined
 from .config import Config
 from .model import Section
+from .zero import AioConfig
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,136 @@ def divisors(number: int) -> str:
     return either(candidate for candidate in range(1, number + 1) if number % candidate == 0)
 
 
+# --- what a sentence says -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is wrong `when` a configuration is so, whatever the number of ranks."""
+
+    where: str
+    """The key it is about, or the section of the keys that are `idle`."""
+    says: str
+    """With `{c}` for the configuration."""
+    when: Callable[[Config], bool]
+    idle: Iterable[str] = ()
+    """Keys that have no effect then; none: it is an error."""
+
+
+STAGE_1: Final = (
+    "allgather_bucket_size", "allgather_partitions", "reduce_scatter", "round_robin_gradients", "sub_group_size",
+)  # fmt: skip
+FETCHED: Final = (
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
+    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
+)  # fmt: skip
+STAGE_3: Final = ("stage3_gather_16bit_weights_on_model_save", *FETCHED, "zero_hpz_partition_size")
+TAKES: Final = {
+    stage: f'the stage is {{c.zero_optimization.stage}}, and it takes "stage": {stage}{above}'
+    for stage, above in ((1, " or more"), (3, ""))
+}
+"""Why what is of a higher stage has no effect."""
+
+
+def optimizer_is(config: Config, *types: str) -> bool:
+    """Whether the optimizer is of one of these types."""
+    return config.optimizer is not None and config.optimizer.type in types
+
+
+def _has_no_nesterov(config: Config) -> bool:
+    params = config.optimizer.params.arguments() if config.optimizer is not None else {}
+    return bool(params.get("nesterov")) and (params["momentum"] == 0 or params["dampening"] != 0)
+
+
+def _has_no_files(config: Config) -> bool:
+    zero = config.zero_optimization
+    return not any(part is not None and part.device == "nvme" for part in (zero.offload_param, zero.offload_optimizer))
+
+
+CASES: Final = (
+    Case(
+        "bf16.enabled", 'true, and fp16.enabled is true too; write "enabled": false in one of them',
+        lambda c: c.fp16.enabled and c.bf16.enabled,
+    ),
+    Case(
+        "fp16", 'the scale is fixed; for a dynamic one write "loss_scale": 0',
+        lambda c: c.fp16.enabled and c.fp16.loss_scale > 0,
+        ("initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
+    ),
+    Case(
+        "fp16.min_loss_scale",
+        "{c.fp16.min_loss_scale:g} is above the first scale, 2^{c.fp16.initial_scale_power}; write a larger "
+        '"initial_scale_power"',
+        lambda c: c.fp16.enabled and c.fp16.loss_scale == 0 and 2.0**c.fp16.initial_scale_power < c.fp16.min_loss_scale,
+    ),
+    Case(
+        "", 'all of the division is done beforehand with "prescale_gradients": true',
+        lambda c: c.prescale_gradients, ("gradient_predivide_factor",),
+    ),
+    Case("zero_optimization", TAKES[1], lambda c: c.zero_optimization.stage < 1, STAGE_1),
+    Case("zero_optimization", TAKES[3], lambda c: c.zero_optimization.stage < 3, STAGE_3),
+    Case(
+        "sparse_gradients",
+        'true, and "zero_optimization" has "stage": {c.zero_optimization.stage}, which shards gradients into pieces; '
+        'write "stage": 0 or 1, or remove "sparse_gradients"',
+        lambda c: c.sparse_gradients and c.zero_optimization.stage >= 2,
+    ),
+    Case(
+        "optimizer.type",
+        "OneBitAdam compresses whole gradients on every rank, which ZeRO shards; write "
+        '"zero_optimization": {{"stage": 0}}, or "AdamW"',
+        lambda c: optimizer_is(c, "OneBitAdam") and c.zero_optimization.stage >= 1,
+    ),
+    Case(
+        "optimizer.params.nesterov",
+        'true, and it takes a "momentum" above 0 and no "dampening"; write "momentum": 0.9', _has_no_nesterov,
+    ),
+    Case("aio", 'nothing is offloaded to "nvme"', _has_no_files, AioConfig.model_fields),
+    Case(
+        "pipeline.virtual_stages",
+        '{c.pipeline.virtual_stages}, and "{c.pipeline.schedule}" knows one stage a rank; write 1, or '
+        '"schedule": "interleaved"',
+        lambda c: c.pipeline.virtual_stages > 1 and c.pipeline.schedule != "interleaved",
+    ),
+    Case(
+        "pipeline", 'it takes "partition_method": "measured"', lambda c: c.pipeline.partition_method != "measured",
+        ("layer_costs",),
+    ),
+    Case(
+        "tensor_parallel", 'it takes "autotp_size" above 1', lambda c: c.tensor_parallel.size == 1,
+        ("sequence_parallel", "plan"),
+    ),
+    Case(
+        "optimizer.type",
+        '"{c.optimizer.type}" looks at whole matrices, and "autotp_size": {c.tensor_parallel.size} shards them; write '
+        '"AdamW", "Adam", "SGD" or "Lion"',
+        lambda c: c.tensor_parallel.size > 1 and optimizer_is(c, "Lamb", "Muon"),
+    ),
+    Case(
+        "activation_checkpointing", 'it takes "policy": "every_k"',
+        lambda c: c.activation_checkpointing.policy != "every_k", ("every",),
+    ),
+    Case(
+        "activation_checkpointing", 'it takes a "policy" but "none"',
+        lambda c: c.activation_checkpointing.policy == "none", ("blocks",),
+    ),
+    Case(
+        "comms_logger", 'to choose, write "prof_all": false too',
+        lambda c: c.comms_logger.enabled and c.comms_logger.prof_all, ("prof_ops",),
+    ),
+)  # fmt: skip
+
+
+def cases(config: Config, world_size: int) -> Iterator[Remark]:
+    for case in (case for case in CASES if case.when(config)):
+        says = case.says.format(c=config)
+        if case.idle:
+            yield from without_effect(config[case.where] if case.where else config, case.where, case.idle, says)
+        else:
+            yield Remark(case.where, says)
+
+
 # --- precision ----------------------------------------------------------------------------------
-
-
-def one_precision(config: Config, world_size: int) -> Iterator[Remark]:
-    if config.fp16.enabled and config.bf16.enabled:
-        yield Remark("bf16.enabled", 'true, and fp16.enabled is true too; write "enabled": false in one of them')
 
 
 def switched_off(config: Config, world_size: int) -> Iterator[Remark]:
@@ -58,23 +184,6 @@ def switched_off(config: Config, world_size: int) -> Iterator[Remark]:
             continue
         if section.model_fields_set and "enabled" not in section.model_fields_set:
             yield Remark(name, 'has no effect; it takes "enabled": true', error=False)
-
-
-def loss_scale(config: Config, world_size: int) -> Iterator[Remark]:
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return
-    if fp16.loss_scale > 0:
-        dynamic = (
-            "initial_scale_power", "loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"
-        )  # fmt: skip
-        yield from without_effect(fp16, "fp16", dynamic, 'the scale is fixed; for a dynamic one write "loss_scale": 0')
-    elif 2.0**fp16.initial_scale_power < fp16.min_loss_scale:
-        yield Remark(
-            "fp16.min_loss_scale",
-            f"{fp16.min_loss_scale:g} is above the first scale, 2^{fp16.initial_scale_power}; "
-            'write a larger "initial_scale_power"',
-        )
 
 
 def accumulation_type(config: Config, world_size: int) -> Iterator[Remark]:
@@ -88,31 +197,7 @@ def accumulation_type(config: Config, world_size: int) -> Iterator[Remark]:
         )
 
 
-def scaling_of_gradients(config: Config, world_size: int) -> Iterator[Remark]:
-    if config.prescale_gradients:
-        why = 'all of the division is done beforehand with "prescale_gradients": true'
-        yield from without_effect(config, "", ["gradient_predivide_factor"], why)
-
-
 # --- ZeRO ---------------------------------------------------------------------------------------
-
-STAGE_1: Final = (
-    "allgather_bucket_size", "allgather_partitions", "reduce_scatter", "round_robin_gradients", "sub_group_size",
-)  # fmt: skip
-STAGE_3: Final = (
-    "stage3_gather_16bit_weights_on_model_save", "stage3_max_live_parameters", "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
-    "zero_hpz_partition_size",
-)  # fmt: skip
-
-
-def keys_of_higher_stages(config: Config, world_size: int) -> Iterator[Remark]:
-    zero = config.zero_optimization
-    for stage, keys in ((1, STAGE_1), (3, STAGE_3)):
-        if zero.stage < stage:
-            above = "" if stage == 3 else " or more"
-            why = f'the stage is {zero.stage}, and it takes "stage": {stage}{above}'
-            yield from without_effect(zero, "zero_optimization", keys, why)
 
 
 def secondary_partition(config: Config, world_size: int) -> Iterator[Remark]:
@@ -127,10 +212,6 @@ def secondary_partition(config: Config, world_size: int) -> Iterator[Remark]:
 SENT: Final = (
     "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "reduce_bucket_size", "reduce_scatter",
     "round_robin_gradients",
-)  # fmt: skip
-FETCHED: Final = (
-    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
-    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
 )  # fmt: skip
 
 
@@ -148,36 +229,6 @@ def nobody_to_send_to(config: Config, world_size: int) -> Iterator[Remark]:
     if given:
         names, verb = ", ".join(remark.where for remark in given), "has" if len(given) == 1 else "have"
         yield Remark(names, f"{verb} no effect; there is one data-parallel rank, with nobody to send to", error=False)
-
-
-def sparse_embeddings(config: Config, world_size: int) -> Iterator[Remark]:
-    if config.sparse_gradients and config.zero_optimization.stage >= 2:
-        yield Remark(
-            "sparse_gradients",
-            f'true, and "zero_optimization" has "stage": {config.zero_optimization.stage}, which shards gradients into '
-            'pieces; write "stage": 0 or 1, or remove "sparse_gradients"',
-        )
-
-
-# --- optimizer ----------------------------------------------------------------------------------
-
-
-def one_bit(config: Config, world_size: int) -> Iterator[Remark]:
-    if config.optimizer is not None and config.optimizer.type == "OneBitAdam" and config.zero_optimization.stage >= 1:
-        yield Remark(
-            "optimizer.type",
-            "OneBitAdam compresses whole gradients on every rank, which ZeRO shards; "
-            'write "zero_optimization": {"stage": 0}, or "AdamW"',
-        )
-
-
-def nesterov(config: Config, world_size: int) -> Iterator[Remark]:
-    params = config.optimizer.params.arguments() if config.optimizer is not None else {}
-    if params.get("nesterov") and (params["momentum"] == 0 or params["dampening"] != 0):
-        yield Remark(
-            "optimizer.params.nesterov",
-            'true, and it takes a "momentum" above 0 and no "dampening"; write "momentum": 0.9',
-        )
 
 
 def length_of_warm_up(config: Config, world_size: int) -> Iterator[Remark]:
@@ -210,9 +261,7 @@ def offloading(config: Config, world_size: int) -> Iterator[Remark]:
         if section is None or section.device == "none":
             continue
         if zero.stage < stage:
-            above = "" if stage == 3 else " or more"
-            why = f'the stage is {zero.stage}, and it takes "stage": {stage}{above}'
-            yield Remark(where, f"has no effect; {why}", error=False)
+            yield Remark(where, f"has no effect; {TAKES[stage].format(c=config)}", error=False)
             continue
         if section.device == "nvme" and section.nvme_path is None:
             yield Remark(
@@ -221,13 +270,6 @@ def offloading(config: Config, world_size: int) -> Iterator[Remark]:
         other = "nvme" if section.device == "cpu" else "cpu"
         why = f'it is for "device": "{other}", and the device is "{section.device}"'
         yield from without_effect(section, where, OF_DEVICE[other], why)
-
-
-def files(config: Config, world_size: int) -> Iterator[Remark]:
-    zero = config.zero_optimization
-    if not any(part is not None and part.device == "nvme" for part in (zero.offload_param, zero.offload_optimizer)):
-        why = 'nothing is offloaded to "nvme"'
-        yield from without_effect(config.aio, "aio", type(config.aio).model_fields, why)
 
 
 # --- tensor and pipeline parallelism ------------------------------------------------------------
@@ -251,53 +293,7 @@ def model_parallel_sizes(config: Config, world_size: int) -> Iterator[Remark]:
         )
 
 
-def keys_of_pipelines(config: Config, world_size: int) -> Iterator[Remark]:
-    pipeline = config.pipeline
-    if pipeline.virtual_stages > 1 and pipeline.schedule != "interleaved":
-        yield Remark(
-            "pipeline.virtual_stages",
-            f'{pipeline.virtual_stages}, and "{pipeline.schedule}" knows one stage a rank; write 1, or '
-            '"schedule": "interleaved"',
-        )
-    if pipeline.partition_method != "measured":
-        yield from without_effect(pipeline, "pipeline", ["layer_costs"], 'it takes "partition_method": "measured"')
-
-
-def keys_of_cut_layers(config: Config, world_size: int) -> Iterator[Remark]:
-    tensor = config.tensor_parallel
-    if tensor.size == 1:
-        keys = ["sequence_parallel", "plan"]
-        yield from without_effect(tensor, "tensor_parallel", keys, 'it takes "autotp_size" above 1')
-    elif config.optimizer is not None and config.optimizer.type in WHOLE_MATRICES:
-        yield Remark(
-            "optimizer.type",
-            f'"{config.optimizer.type}" looks at whole matrices, and "autotp_size": {tensor.size} shards them; write '
-            '"AdamW", "Adam", "SGD" or "Lion"',
-        )
-
-
-# --- the rest -----------------------------------------------------------------------------------
-
-
-def recomputation(config: Config, world_size: int) -> Iterator[Remark]:
-    section = config.activation_checkpointing
-    if section.policy != "every_k":
-        yield from without_effect(section, "activation_checkpointing", ["every"], 'it takes "policy": "every_k"')
-    if section.policy == "none":
-        yield from without_effect(section, "activation_checkpointing", ["blocks"], 'it takes a "policy" but "none"')
-
-
-def logged_communications(config: Config, world_size: int) -> Iterator[Remark]:
-    section = config.comms_logger
-    if section.enabled and section.prof_all:
-        yield from without_effect(section, "comms_logger", ["prof_ops"], 'to choose, write "prof_all": false too')
-
-
-WHOLE_MATRICES: Final = ("Lamb", "Muon")
-"""Optimizers whose step depends on more of a parameter than each element."""
-
 RULES: Final[tuple[Rule, ...]] = (
-    one_precision, switched_off, loss_scale, accumulation_type, scaling_of_gradients, keys_of_higher_stages,
-    secondary_partition, nobody_to_send_to, sparse_embeddings, one_bit, nesterov, length_of_warm_up, offloading, files,
-    model_parallel_sizes, keys_of_pipelines, keys_of_cut_layers, recomputation, logged_communications,
+    cases, switched_off, accumulation_type, secondary_partition, nobody_to_send_to, length_of_warm_up, offloading,
+    model_parallel_sizes,
 )  # fmt: skip

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ..words import either, joined
+from ..words import either
 from .model import Complaint, Section, as_section, shown
+
+T = TypeVar("T", bound=Section)
 
 KINDS: Final[dict[Any, str]] = {
     bool: "true or false", int: "a whole number", float: "a number", str: "a string", Path: "a path",
@@ -25,25 +26,22 @@ BOUNDS: Final = {
 """Attribute of a field's metadata -> what it is called."""
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A value that cannot be taken."""
-
-    keys: tuple[str, ...]
-    """The keys that lead to it."""
-    says: str
-    missing: bool
-    """There is none, and there would have to be."""
-
-    def __str__(self) -> str:
-        return f"{joined(*self.keys)}: {self.says}"
-
-
-def complaints(error: ValidationError, model: type[Section], raw: Mapping[str, Any]) -> Iterator[Wrong]:
-    """What pydantic complains of, a value at a time."""
+def complaints(
+    error: ValidationError, model: type[Section], raw: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, ...], str, bool]]:
+    """What pydantic complains of, a value at a time: the keys that lead to it, what is wrong, and whether it is that
+    there is none."""
     for detail in error.errors(include_url=False):
         keys, field, value = _locate(detail["loc"], model, raw)
-        yield Wrong(keys, _says(detail, field, value), missing=detail["type"] == "missing")
+        yield keys, _says(detail, field, value), detail["type"] == "missing"
+
+
+def checked(model: type[T], values: Mapping[str, Any], where: str) -> T:
+    """The section with these values, which `where` leads to. Raises ValueError for those that it cannot have."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ValueError("\n".join(f"{where}.{wrong}" for wrong in complaints(error, model, values))) from None
 
 
 def _locate(

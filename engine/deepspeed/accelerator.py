@@ -53,8 +53,8 @@ def host_memory() -> tuple[int, int]:
 
 
 _IS_SYNCHRONIZED: Final = _said(False, True)
-_RESERVED: Final = _of_one(cuda.memory_reserved, _HOST.used)
-_MOST_RESERVED: Final = _of_one(cuda.max_memory_reserved, _HOST.peak)
+_RESERVED: Final = _of_one(cuda.memory_reserved, _HOST.memory_allocated)
+_MOST_RESERVED: Final = _of_one(cuda.max_memory_reserved, _HOST.max_memory_allocated)
 _RESET_PEAKS: Final = _of_one(cuda.reset_peak_memory_stats)
 
 NAMES: Final[Mapping[str, Calls]] = {
@@ -94,8 +94,8 @@ NAMES: Final[Mapping[str, Calls]] = {
     "default_stream": _of_one(cuda.default_stream),
     # memory, in bytes
     "empty_cache": (cuda.empty_cache, _nothing),
-    "memory_allocated": _of_one(cuda.memory_allocated, _HOST.used),
-    "max_memory_allocated": _of_one(cuda.max_memory_allocated, _HOST.peak),
+    "memory_allocated": _of_one(cuda.memory_allocated, _HOST.memory_allocated),
+    "max_memory_allocated": _of_one(cuda.max_memory_allocated, _HOST.max_memory_allocated),
     "memory_reserved": _RESERVED,
     "memory_cached": _RESERVED,
     "max_memory_reserved": _MOST_RESERVED,
@@ -105,7 +105,10 @@ NAMES: Final[Mapping[str, Calls]] = {
     "reset_max_memory_cached": _RESET_PEAKS,
     "memory_stats": _of_one(
         lambda index: dict(cuda.memory_stats(index)),
-        lambda: {"allocated_bytes.all.current": _HOST.used(), "allocated_bytes.all.peak": _HOST.peak()},
+        lambda: {
+            "allocated_bytes.all.current": _HOST.memory_allocated(),
+            "allocated_bytes.all.peak": _HOST.max_memory_allocated(),
+        },
     ),
     "total_memory": _of_one(lambda index: cuda.get_device_properties(index).total_memory, lambda: host_memory()[0]),
     "available_memory": _of_one(lambda index: cuda.mem_get_info(index)[0], lambda: host_memory()[1]),

@@ -30,9 +30,9 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Have every rank go on from `value`, of the parameter's shape, the same on all. The model has it at once."""
     engine, held = _known(param)
-    _same_shape(held, value, held.shape)
+    mine = _own_part(held, value)
     with engine.states.at_once():
-        _write_weight(held, value.detach().reshape(-1)[held.start : held.stop])
+        _write_weight(held, mine)
     if held.resident:
         held.flat.copy_(value.detach().reshape(-1))
 
@@ -49,10 +49,12 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """The optimizer's state of that key, as `exp_avg`. Raises ValueError on all ranks if there is none (yet)."""
-    key = optim_state_key
-    return _seen(
-        param, lambda engine, held: _whole(held, _state(engine, held, key), missing=_no_state(engine, held, key))
-    )
+
+    def look(engine: BaseEngine, held: ShardedParam) -> Tensor:
+        states = _states(engine, held)
+        return _whole(held, states.get(optim_state_key), _without(held, states, optim_state_key))
+
+    return _seen(param, look)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -63,10 +65,9 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Have the state of that key be `value`, of the parameter's shape. Raises ValueError if there is none (yet)."""
     engine, held = _known(param)
-    _same_shape(held, value, held.shape)
+    mine = _own_part(held, value)
     with engine.states.at_once():
-        if held.stop > held.start:
-            mine = value.detach().reshape(-1)[held.start : held.stop]
+        if mine.numel():
             _there(engine, held, optim_state_key).copy_(mine)
 
 
@@ -106,8 +107,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Have the step use `value`, of the parameter's shape, the same on all ranks. Raises ValueError if there is no
     gradient that it could replace."""
     _, held = _known(param)
-    _same_shape(held, value, held.shape)
-    safe_set_local_grad(param, value.detach().reshape(-1)[held.start : held.stop])
+    safe_set_local_grad(param, _own_part(held, value))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -157,7 +157,7 @@ def _known(param: nn.Parameter) -> tuple[BaseEngine, ShardedParam]:
 
 def _weight(held: ShardedParam) -> Tensor:
     """This rank's shard [n] of what the optimizer steps; of a frozen parameter, of itself."""
-    if held.master is not None:
+    if held.trainable:
         return held.master.data.view(-1)
     shard = torch.empty(held.stop - held.start, dtype=held.param.dtype, device=held.param.device)
     held.read_shard(shard)
@@ -166,29 +166,26 @@ def _weight(held: ShardedParam) -> Tensor:
 
 def _write_weight(held: ShardedParam, shard: Tensor) -> None:
     held.write_shard(shard.to(held.param.device))
-    if held.master is not None and not held.master_is_shard:
+    if held.trainable and not held.master_is_shard:
         held.master.data.view(-1).copy_(shard)
 
 
-def _state(engine: BaseEngine, held: ShardedParam, key: str) -> Tensor | None:
-    """This rank's shard [n] of an optimizer's state, in its own memory."""
-    states = {} if engine.optimizer is None or held.master is None else engine.optimizer.state.get(held.master, {})
-    state = states.get(key)
-    if not isinstance(state, Tensor) or held.master is None or state.shape != held.master.shape:
-        return None
-    return state.view(-1)
+def _states(engine: BaseEngine, held: ShardedParam) -> dict[str, Tensor]:
+    """Key -> this rank's shard [n] of an optimizer's state, in its own memory."""
+    found = {} if engine.optimizer is None or not held.trainable else engine.optimizer.state.get(held.master, {})
+    tensors = {key: state for key, state in found.items() if isinstance(state, Tensor)}
+    return {key: state.view(-1) for key, state in tensors.items() if state.shape == held.master.shape}
 
 
 def _there(engine: BaseEngine, held: ShardedParam, key: str) -> Tensor:
-    state = _state(engine, held, key)
-    if state is None:
-        raise ValueError(_no_state(engine, held, key))
-    return state
+    states = _states(engine, held)
+    if key not in states:
+        raise ValueError(_without(held, states, key))
+    return states[key]
 
 
-def _no_state(engine: BaseEngine, held: ShardedParam, key: str) -> str:
-    states = {} if engine.optimizer is None or held.master is None else engine.optimizer.state.get(held.master, {})
-    have = ", ".join(sorted(k for k in states if _state(engine, held, k) is not None)) or "none before its first step"
+def _without(held: ShardedParam, states: Iterable[str], key: str) -> str:
+    have = ", ".join(sorted(states)) or "none before its first step"
     return f"{held.name} has no optimizer state {key!r}; it has {have}"
 
 
@@ -216,3 +213,9 @@ def _whole(held: ShardedParam, shard: Tensor | None, missing: str = "") -> Tenso
 def _same_shape(held: ShardedParam, value: Tensor, shape: torch.Size) -> None:
     if value.shape != shape:
         raise ValueError(f"{held.name}: a value of shape {tuple(value.shape)} was given for one of {tuple(shape)}")
+
+
+def _own_part(held: ShardedParam, value: Tensor) -> Tensor:
+    """This rank's shard [n] of a value of the parameter's shape."""
+    _same_shape(held, value, held.shape)
+    return value.detach().reshape(-1)[held.start : held.stop]

@@ -7,8 +7,8 @@ are divided, its configuration says.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -25,38 +25,24 @@ def _alone(world: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
-def _of_engine(name: str, answer: Callable[[Parallel], Any] | None = None) -> Callable[[], Any]:
-    """What the grid of the engine that was made last answers by this name, or `answer` if it has none."""
+_ANSWERS: Final[Mapping[str, Callable[[Parallel], Any]]] = {
+    **ANSWERS,
+    # Of the ranks with the same part of the model, and of those that share layers, the first.
+    "get_broadcast_src_rank": lambda parallel: parallel.mesh.peers("dp")[0],
+    "get_tensor_model_parallel_src_rank": lambda parallel: parallel.mesh.peers("tp")[0],
+    # Sequences are not divided over ranks.
+    "get_sequence_parallel_world_size": lambda parallel: 1,
+    "get_sequence_parallel_rank": lambda parallel: 0,
+}
+"""Name -> what the engine that was made last answers."""
+
+
+def __getattr__(name: str) -> Callable[[], Any]:
+    if name not in _ANSWERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def ask() -> Any:
-        parallel = last_engine(f"deepspeed.utils.groups.{name}").parallel
-        found = (answer or ANSWERS[name])(parallel)
+        found = _ANSWERS[name](last_engine(f"deepspeed.utils.groups.{name}").parallel)
         return _alone(get_world_group()) if found is None else found
 
     return ask
-
-
-# The ranks with the same part of the model, which train on other data.
-get_data_parallel_group = _of_engine("get_data_parallel_group")
-get_data_parallel_world_size = _of_engine("get_data_parallel_world_size")
-get_data_parallel_rank = _of_engine("get_data_parallel_rank")
-get_data_parallel_group_ranks = _of_engine("get_data_parallel_group_ranks")
-get_broadcast_src_rank = _of_engine("get_broadcast_src_rank", lambda parallel: parallel.mesh.peers("dp")[0])
-
-# The ranks that share this one's layers, and train on the same data, which the first of them may have read.
-get_tensor_model_parallel_group = _of_engine("get_tensor_model_parallel_group")
-get_tensor_model_parallel_world_size = _of_engine("get_tensor_model_parallel_world_size")
-get_tensor_model_parallel_rank = _of_engine("get_tensor_model_parallel_rank")
-get_tensor_model_parallel_src_rank = _of_engine(
-    "get_tensor_model_parallel_src_rank", lambda parallel: parallel.mesh.peers("tp")[0]
-)
-
-
-def get_sequence_parallel_world_size() -> int:
-    """Sequences are not divided over ranks."""
-    return 1
-
-
-def get_sequence_parallel_rank() -> int:
-    """The same."""
-    return 0

@@ -10,21 +10,24 @@ from typing import Any, Final
 
 from torch.optim import Optimizer
 
+from ..config.optimizer import OPTIMIZERS
 from ..optim import build
-
-BETAS: Final = (0.9, 0.999)
 
 ONLY: Final = {"amsgrad": False, "set_grad_none": True, "fp32_optimizer_states": True}
 """Option -> the one way that the engine has with it, DeepSpeed's default."""
 
 
-def _optimizer(name: str, kind: str, params: str, doc: str, **defaults: Any) -> Callable[..., Optimizer]:
-    """A function with DeepSpeed's arguments, `params` and options, that makes the engine's `kind` of optimizer of them.
+def _optimizer(name: str, kind: str, arguments: str, doc: str, **others: Any) -> Callable[..., Optimizer]:
+    """A function with these of DeepSpeed's arguments, parameters first, that makes the engine's `kind` of optimizer.
+    Defaults are the configuration's, but for `others`.
 
     It raises ValueError for what is not supported."""
-    names = [Parameter(params, Parameter.POSITIONAL_OR_KEYWORD)]
-    names += [Parameter(key, Parameter.POSITIONAL_OR_KEYWORD, default=value) for key, value in defaults.items()]
-    signature = Signature(names)
+    params, *names = arguments.split()
+    defaults = {**OPTIMIZERS[kind]().arguments(), **ONLY, **others}
+    signature = Signature([
+        Parameter(params, Parameter.POSITIONAL_OR_KEYWORD),
+        *(Parameter(key, Parameter.POSITIONAL_OR_KEYWORD, default=defaults[key]) for key in names),
+    ])  # fmt: skip
 
     def make(*args: Any, **kwargs: Any) -> Optimizer:
         bound = signature.bind(*args, **kwargs)
@@ -50,36 +53,32 @@ def _optimizer(name: str, kind: str, params: str, doc: str, **defaults: Any) -> 
 
 
 FusedAdam = _optimizer(
-    "FusedAdam", "Adam", "params", "torch's fused AdamW, or Adam without `adam_w_mode`.",
-    lr=1e-3, bias_correction=True, betas=BETAS, eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False,
-    set_grad_none=True,
+    "FusedAdam", "Adam", "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
+    "torch's fused AdamW, or Adam without `adam_w_mode`.",
 )  # fmt: skip
 
 DeepSpeedCPUAdam = _optimizer(
-    "DeepSpeedCPUAdam", "Adam", "model_params",
+    "DeepSpeedCPUAdam", "Adam",
+    "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states",
     "torch's fused AdamW, or Adam without `adamw_mode`: `zero_optimization.offload_optimizer` is what brings it to the "
     "CPU. Its states have the type of the masters, fp32.",
-    lr=1e-3, bias_correction=True, betas=BETAS, eps=1e-8, weight_decay=0.0, amsgrad=False, adamw_mode=True,
-    fp32_optimizer_states=True,
+    adamw_mode=True,
 )  # fmt: skip
 
 DeepSpeedCPUAdagrad = _optimizer(
-    "DeepSpeedCPUAdagrad", "Adagrad", "model_params", "torch's Adagrad.",
-    lr=1e-2, eps=1e-10, weight_decay=0.0, amsgrad=False, fp32_optimizer_states=True,
+    "DeepSpeedCPUAdagrad", "Adagrad", "model_params lr eps weight_decay amsgrad fp32_optimizer_states",
+    "torch's Adagrad.", lr=1e-2, eps=1e-10, weight_decay=0.0,
 )  # fmt: skip
 
-FusedLion = _optimizer(
-    "FusedLion", "Lion", "params", "Lion.", lr=1e-3, betas=BETAS, weight_decay=0.0, set_grad_none=True
-)
+FusedLion = _optimizer("FusedLion", "Lion", "params lr betas weight_decay set_grad_none", "Lion.")
 
 DeepSpeedCPULion = _optimizer(
-    "DeepSpeedCPULion", "Lion", "model_params", "Lion.",
-    lr=1e-3, betas=BETAS, weight_decay=0.0, fp32_optimizer_states=True,
-)  # fmt: skip
+    "DeepSpeedCPULion", "Lion", "model_params lr betas weight_decay fp32_optimizer_states", "Lion."
+)
 
 FusedLamb = _optimizer(
-    "FusedLamb", "Lamb", "params",
+    "FusedLamb", "Lamb",
+    "params lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff amsgrad",
     "LAMB, for ZeRO stage 0: in the others it must know what is sharded, and so be made from the configuration.",
-    lr=1e-3, bias_correction=True, betas=BETAS, eps=1e-8, eps_inside_sqrt=False, weight_decay=0.0, max_grad_norm=0.0,
-    max_coeff=10.0, min_coeff=0.01, amsgrad=False,
+    max_grad_norm=0.0,
 )  # fmt: skip

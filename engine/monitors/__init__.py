@@ -12,20 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from ..config import Config
 from ..hooks import Hooks, Listener
 from .comms_logger import CommsLogger, Gather
 from .flops import FlopsProfiler
 from .memory import MemoryBreakdown, meter_for
 from .wall_clock import WallClock, timer_for
 from .writers import CsvWriter, Curves, TensorBoardWriter, Writer
-
-if TYPE_CHECKING:
-    from ..config import Config
 
 Show = Callable[[str], None]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -21,11 +21,9 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..config.debugging import FlopsProfilerConfig
 from ..hooks import Span
 from .wall_clock import Timer, phase_of
-
-if TYPE_CHECKING:
-    from ..config.debugging import FlopsProfilerConfig
 
 T = TypeVar("T")
 

@@ -17,29 +17,13 @@ PHASES: Final = ("forward", "backward", "step")
 
 
 class Meter(Protocol):
-    """Reads the memory in use, in bytes."""
+    """Reads the memory in use, in bytes, under the names that `torch.cuda` has for what tensors take of a GPU."""
 
-    def reset_peak(self) -> None:
-        """Have `peak` look at what comes from now on."""
+    def reset_peak_memory_stats(self) -> None:
+        """Have the peak be of what comes from now on. Of a GPU it is the whole process's."""
 
-    def used(self) -> int: ...
-    def peak(self) -> int: ...
-
-
-class CudaMeter:
-    """What tensors take of a GPU, by the allocator's own count. Resets its peak, which the process shares."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def used(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+    def memory_allocated(self) -> int: ...
+    def max_memory_allocated(self) -> int: ...
 
 
 class HostMeter:
@@ -48,26 +32,26 @@ class HostMeter:
     def __init__(self, proc: Path = Path("/proc/self")) -> None:
         self._proc = proc
 
-    def reset_peak(self) -> None:
+    def reset_peak_memory_stats(self) -> None:
         """Where the kernel does not allow it the peak stays that since the process began."""
         try:
             (self._proc / "clear_refs").write_text("5")
         except OSError:
             return
 
-    def used(self) -> int:
+    def memory_allocated(self) -> int:
         return int((self._proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    def peak(self) -> int:
+    def max_memory_allocated(self) -> int:
         for line in (self._proc / "status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-        return self.used()
+        return self.memory_allocated()
 
 
 def meter_for(device: torch.device) -> Meter:
     """Of a GPU, or of the host where tensors are there."""
-    return CudaMeter(device) if device.type == "cuda" else HostMeter()
+    return torch.cuda if device.type == "cuda" else HostMeter()
 
 
 @dataclass
@@ -89,16 +73,16 @@ class MemoryBreakdown:
     def begin(self, span: Span) -> None:
         name = phase_of(span)
         if name is not None and name in PHASES:
-            self._meter.reset_peak()
-            self._phases.setdefault(name, _Phase(0)).before = self._meter.used()
+            self._meter.reset_peak_memory_stats()
+            self._phases.setdefault(name, _Phase(0)).before = self._meter.memory_allocated()
 
     def end(self, span: Span) -> None:
         name = phase_of(span)
         if name is None or name not in self._phases:
             return
         phase = self._phases[name]
-        phase.after = self._meter.used()
-        phase.peak = max(phase.peak, self._meter.peak())
+        phase.after = self._meter.memory_allocated()
+        phase.peak = max(phase.peak, self._meter.max_memory_allocated())
         if name == "step" and (span.step + 1) % self._every == 0:
             columns = (
                 f"{name}: {phase.before / 2**20:.1f} -> {phase.after / 2**20:.1f}, peak {phase.peak / 2**20:.1f}"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final, Protocol
+from typing import IO, Any, Final, Protocol
 
+from ..config.debugging import CsvMonitorConfig, TensorBoardConfig
 from ..hooks import Span
-
-if TYPE_CHECKING:
-    from ..config.debugging import CsvMonitorConfig, TensorBoardConfig
 
 GAUGES: Final = ("train_loss", "lr", "loss_scale")
 """Of the engine's gauges, those that are curves."""

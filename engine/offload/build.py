@@ -109,7 +109,7 @@ class Offload:
             for disk in self.disks.values()
             if disk.note
         ]
-        if self.shards is not None and self.shards.in_memory and not self.shards.in_file:
+        if self.shards is not None and self.shards.in_memory and not self.shards.records:
             found.append(
                 f"zero_optimization.offload_param.max_in_cpu: lets all {self.shards.in_memory} elements of rank 0 stay "
                 "in host memory, so nothing is on disk; write a smaller number, or 0"

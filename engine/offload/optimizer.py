@@ -101,7 +101,7 @@ class OnDisk:
             tile = _Tile(number, params)
             states = 0
             for param in params:
-                master = _master(param)
+                master = param.master
                 if not param.master_is_shard:
                     tile.add(param, MASTER, master)
                 states += _spaced(per_element.get(master, 0) * master.numel())
@@ -206,9 +206,8 @@ class OnDisk:
         """Have the tile in a buffer."""
         if not tile.room:
             return
-        if not self._start_reading(tile, wait=True):
-            raise AssertionError("one tile at a time is in use, so a buffer is free, or is going to be")
-        assert tile.buffer is not None
+        self._start_reading(tile, wait=True)
+        assert tile.buffer is not None  # one tile at a time is in use, so a buffer is free, or is going to be
         if tile.reading is not None:
             tile.reading.wait()
             tile.reading = None
@@ -232,7 +231,7 @@ class OnDisk:
             (param, key)
             for param, key in tile.places
             if key != MASTER
-            and self._optimizer.state.get(_master(param), {}).get(key) is not tile.hollow.get((param, key))
+            and self._optimizer.state.get(param.master, {}).get(key) is not tile.hollow.get((param, key))
         ]
         for place in gone:
             del tile.places[place]
@@ -290,7 +289,7 @@ class OnDisk:
         assert self._optimizer is not None
         found = []
         for param in tile.params:
-            master = _master(param)
+            master = param.master
             if not master.numel():
                 continue
             if (param, MASTER) in tile.places:
@@ -332,14 +331,9 @@ class OnDisk:
     def _put(self, param: ShardedParam, key: str, tensor: Tensor) -> None:
         assert self._optimizer is not None
         if key == MASTER:
-            _master(param).data = tensor
+            param.master.data = tensor
         else:
-            self._optimizer.state[_master(param)][key] = tensor
-
-
-def _master(param: ShardedParam) -> nn.Parameter:
-    assert param.master is not None
-    return param.master
+            self._optimizer.state[param.master][key] = tensor
 
 
 def _spaced(nbytes: int) -> int:

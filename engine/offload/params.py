@@ -43,10 +43,6 @@ class _Record:
     parts: list[_Part]
     writing: list[LaneTicket] = field(default_factory=list)
 
-    @property
-    def settled(self) -> bool:
-        return all(ticket.done for ticket in self.writing)
-
 
 class ShardFile:
     """Shards in a file, but for the first `max_in_cpu` elements, which stay in host memory.
@@ -59,16 +55,12 @@ class ShardFile:
         self._file = disk.open("what this rank has of the parameters")
         self._pool = Pool("parameters", section.buffer_count, device, section.pin_memory)
         self._section = section
-        self._records: dict[ShardedParam, _Record] = {}
+        self.records: dict[ShardedParam, _Record] = {}
+        """Of the shards that are on the disk."""
         self._ahead: dict[ShardedParam, deque[tuple[_Part, Buffer, LaneTicket]]] = {}
         """Parts that are being read, or have been, for shards that nobody has asked for yet; oldest first."""
         self.in_memory = 0
         """Elements that stay in host memory."""
-
-    @property
-    def in_file(self) -> bool:
-        """Whether anything is on the disk."""
-        return bool(self._records)
 
     def take(self, param: ShardedParam) -> None:
         """Move this rank's shard of `param` to the file, or, if `max_in_cpu` allows, to host memory.
@@ -82,7 +74,7 @@ class ShardFile:
             return
         each = round_up(self._section.buffer_size * shard.element_size()) // shard.element_size()
         offset = self._file.allocate(shard.nbytes)
-        self._records[param] = _Record([
+        self.records[param] = _Record([
             _Part(start, min(start + each, shard.numel()), offset + start * shard.element_size())
             for start in range(0, shard.numel(), each)
         ])  # fmt: skip
@@ -93,7 +85,7 @@ class ShardFile:
     def write(self, param: ShardedParam, shard: Tensor) -> None:
         """Begin to write `shard` [n]. Raises what an earlier write raised."""
         self._forget(param)
-        record = self._records[param]
+        record = self.records[param]
         tickets = []
         for part in record.parts:
             buffer = self._buffer(param, part)
@@ -108,8 +100,8 @@ class ShardFile:
         """Begin to read a shard; False if there is no buffer for all of it."""
         if param in self._ahead:
             return True
-        record = self._records[param]
-        if not record.settled:
+        record = self.records[param]
+        if not all(ticket.done for ticket in record.writing):
             return True  # soon
         for part in record.parts:
             buffer = self._pool.take(_room(param, part), wait=False)
@@ -120,7 +112,7 @@ class ShardFile:
 
     def read(self, param: ShardedParam, into: Tensor) -> None:
         """Copy the shard to `into` [n], and wait for the disk where it was not expected."""
-        record = self._records[param]
+        record = self.records[param]
         for ticket in record.writing:
             ticket.wait()
         record.writing = []

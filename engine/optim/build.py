@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..hooks import Hooks
-from .muon import ADAM_DEFAULTS, MUON_DEFAULTS, Muon
+from ..comm.comm import Comm
+from ..config.optimizer import OPTIMIZERS
+from ..config.values import checked
+from .muon import Muon
 from .onebit import OneBitAdam
-from .shard import Shards
+from .shard import Shards, comm_of
 from .tiled import Lamb, Lion
 
 Groups = list[dict[str, Any]]
@@ -29,37 +31,43 @@ ELEMENTWISE: Final = tuple(
 """torch's optimizers that treat each element by itself, so that they can step shards of parameters."""
 
 
+OURS: Final = ("Lamb", "Lion", "Muon", "OneBitAdam")
+"""Optimizers whose options have no defaults but those of the configuration."""
+
+HALVES: Final = (
+    (True, "muon_lr", 0.02, ("momentum", "weight_decay")),
+    (False, "adam_lr", 3e-4, ("betas", "eps", "weight_decay")),
+)
+"""Of Muon's two: whether it steps hidden matrices, the name of its own learning rate, DeepSpeed's, and its options."""
+
+
 def build(
     type: str,
     params: Mapping[str, Any],
     groups: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
     *,
     shards: Shards | None = None,
-    group: dist.ProcessGroup | None = None,
-    hooks: Hooks | None = None,
+    comm: Comm | None = None,
 ) -> Optimizer:
     """The optimizer `type` with the options `params` of a config, which has checked them, over masters or parameter
     groups of masters.
 
-    Options of a group win over `params`. `shards` describes masters that are shards to LAMB and Muon; `group` is the
-    data-parallel one, for OneBitAdam. Raises ValueError for values that the optimizer cannot take.
+    Options of a group win over `params`. `shards` describes masters that are shards to LAMB and Muon; `comm` is of
+    the data-parallel ranks, for OneBitAdam. Raises ValueError for values that the optimizer cannot take.
     """
+    if type in OURS:
+        params = checked(OPTIMIZERS[type], params, "optimizer.params").arguments()
     options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-    own = _as_groups(groups)
-    if type in ("Adam", "AdamW"):
-        return _adam(options, own)
-    if type == "Muon":
-        return _muon(options, own, shards, hooks)
-    if type == "OneBitAdam":
-        return OneBitAdam(own, **options, group=group, hooks=hooks)
-    if type == "Lamb":
-        return Lamb(own, **options, shards=shards, hooks=hooks)
-    if type == "Lion":
-        return Lion(own, **options)
-    if type == "SGD":
-        return _sgd(options, own)
-    optimizer: Optimizer = getattr(torch.optim, type)(own, **options)
-    return optimizer
+    make: dict[str, Callable[[Groups], Optimizer]] = {
+        "Adam": partial(_adam, options),
+        "AdamW": partial(_adam, options),
+        "Lamb": partial(Lamb, options=options, comm=comm_of(shards or {})),
+        "Lion": partial(Lion, options=options),
+        "Muon": partial(_muon, options, shards or {}),
+        "OneBitAdam": partial(OneBitAdam, options=options, comm=comm),
+        "SGD": partial(_sgd, options),
+    }
+    return (make.get(type) or partial(getattr(torch.optim, type), **options))(_as_groups(groups))
 
 
 def _sgd(options: dict[str, Any], groups: Groups) -> Optimizer:
@@ -113,22 +121,21 @@ def _start_at_infinity(optimizer: Optimizer, *_: Any) -> None:
                 }
 
 
-def _muon(options: dict[str, Any], groups: Groups, shards: Shards | None, hooks: Hooks | None) -> Optimizer:
+def _muon(options: dict[str, Any], shards: Shards, groups: Groups) -> Optimizer:
     """Every group falls into the matrices that Muon steps and the rest; `muon_lr` and `adam_lr` go before `lr`."""
     adam = torch.optim.AdamW if options.pop("adam_w_mode", True) else torch.optim.Adam
     rates = {key: options.pop(key, None) for key in ("lr", "muon_lr", "adam_lr")}
-    described = shards or {}
-    if any(param not in described for group in groups for param in group["params"]):
+    if any(param not in shards for group in groups for param in group["params"]):
         raise ValueError("Muon must know of every master whether it is a hidden matrix: give `shards` for all of them")
     halves: Groups = []
     for group in groups:
-        for use_muon, defaults, own_rate in ((True, MUON_DEFAULTS, "muon_lr"), (False, ADAM_DEFAULTS, "adam_lr")):
+        for use_muon, own_rate, default, keys in HALVES:
             # Both halves even if one is empty, so that all stages of a pipeline have the same groups.
-            params = [param for param in group["params"] if described[param].muon is use_muon]
-            rate = next((rates[key] for key in (own_rate, "lr") if rates[key] is not None), defaults["lr"])
-            shared = {key: value for key, value in options.items() if key in defaults}
+            params = [param for param in group["params"] if shards[param].muon is use_muon]
+            rate = next((rates[key] for key in (own_rate, "lr") if rates[key] is not None), default)
+            shared = {key: options[key] for key in keys}
             halves.append({**shared, "lr": rate, **group, "params": params, "use_muon": use_muon})
-    return Muon(halves, adam, fused=_can_fuse(groups), shards=shards, hooks=hooks)
+    return Muon(halves, adam, fused=_can_fuse(groups), shards=shards)
 
 
 def _fuse(options: dict[str, Any], groups: Groups) -> None:

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..hooks import Hooks
-from .tiled import collective
+from ..comm.comm import Comm
 
 _STRETCH: Final = 1 << 16
 
@@ -22,29 +21,23 @@ _STRETCH: Final = 1 << 16
 @torch.no_grad()
 def global_norm(
     grads: Sequence[Tensor],
-    groups: Sequence[dist.ProcessGroup],
-    hooks: Hooks | None = None,
+    comms: Sequence[Comm],
     *,
     device: torch.device | None = None,
     wait: Callable[[dist.Work, dist.ProcessGroup], None] | None = None,
 ) -> Tensor:
     """Norm of all gradients of all ranks: a float64 scalar, the same on every rank.
 
-    `grads` are this rank's, to be counted once each; they may be none. Their squares are summed over each of `groups`
-    in turn (data parallel, then model parallel); without a group, this rank has them all. `wait` is how to wait for the
+    `grads` are this rank's, to be counted once each; they may be none. Their squares are summed over each of `comms`
+    in turn (data parallel, then model parallel); without any, this rank has them all. `wait` is how to wait for the
     first of these sums. The sum is made on `device`, by default the gradients', or the CPU without any. Infinite or NaN
     if and only if an element is: finite gradients of any dtype but float64 do not overflow.
     """
     if device is None:
         device = grads[0].device if grads else torch.device("cpu")
     total = _sum_of_squares(grads, device)
-    hooks = hooks or Hooks()
-    for group in groups:
-        with collective(hooks, "all_reduce", "norm", total, group):
-            work = dist.all_reduce(total, group=group, async_op=wait is not None)
-            if wait is not None and work is not None:
-                wait(work, group)
-                wait = None
+    for number, comm in enumerate(comms):
+        comm.all_reduce(total, "norm", wait=None if number else wait).wait()
     return total.sqrt_()
 
 

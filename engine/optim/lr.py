@@ -10,23 +10,58 @@ import abc
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from inspect import Parameter, Signature
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
 
-PerGroup = float | Sequence[float]
-"""One value for all parameter groups, or one for each."""
+from ..config import scheduler
+from ..config.model import Params
+from ..config.values import checked
 
 
 class Schedule(abc.ABC):
-    """Sets the rates of an optimizer's parameter groups from the number of steps taken."""
+    """Sets the rates of an optimizer's parameter groups from the number of steps taken.
 
-    def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
-        self.optimizer = optimizer
-        self.last_batch_iteration = last_batch_iteration
-        if last_batch_iteration == -1:
+    It takes the optimizer, what its `section` of the configuration has, with those defaults, and
+    `last_batch_iteration`; by name, or in DeepSpeed's order. Raises ValueError for values that the section cannot have.
+    """
+
+    section: ClassVar[type[Params]]
+    __signature__: ClassVar[Signature]
+
+    def __init_subclass__(cls) -> None:
+        fields = [
+            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=Parameter.empty if f.is_required() else f.default)
+            for name, f in cls.section.model_fields.items()
+        ]
+        fields.sort(key=lambda field: field.default is not Parameter.empty)  # those that are needed come first
+        first = Parameter("optimizer", Parameter.POSITIONAL_OR_KEYWORD)
+        last = Parameter("last_batch_iteration", Parameter.POSITIONAL_OR_KEYWORD, default=-1)
+        cls.__signature__ = Signature([first, *fields, last])
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        given = self.__signature__.bind(*values, **named).arguments
+        self.optimizer: Optimizer = given.pop("optimizer")
+        self.last_batch_iteration: int = given.pop("last_batch_iteration", -1)
+        self.params: Any = checked(self.section, given, "scheduler.params")
+        groups = self.optimizer.param_groups
+        self._own = [float(group["lr"]) for group in groups]
+        """The optimizer's rates, one a parameter group."""
+        self._each: dict[str, list[Any]] = {}
+        """Parameters, one a parameter group; a rate that there is none of is the optimizer's own."""
+        for name, value in self.params:
+            self._each[name] = list(value) if isinstance(value, tuple) else [value] * len(groups)
+            if value is None:
+                self._each[name] = self._own
+            if len(self._each[name]) != len(groups):
+                raise ValueError(
+                    f"scheduler.params.{name} has {len(value)} values for {len(groups)} parameter groups; "
+                    f"write one number, or {len(groups)}"
+                )
+        if self.last_batch_iteration == -1:
             self._apply()
 
     @abc.abstractmethod
@@ -50,8 +85,7 @@ class Schedule(abc.ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from where `state_dict` was taken, with the rates set to those of that moment."""
-        self.last_batch_iteration = state_dict["last_batch_iteration"]
-        self._apply()
+        self.step(state_dict["last_batch_iteration"])
 
     def _apply(self) -> None:
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
@@ -60,16 +94,9 @@ class Schedule(abc.ABC):
             else:
                 group["lr"] = lr
 
-    def _per_group(self, optimizer: Optimizer, value: PerGroup, name: str) -> list[float]:
-        groups = len(optimizer.param_groups)
-        if not isinstance(value, Sequence):
-            return [value] * groups
-        if len(value) != groups:
-            raise ValueError(
-                f"scheduler.params.{name} has {len(value)} values for {groups} parameter groups; "
-                f"write one number, or {groups}"
-            )
-        return list(value)
+    def _between(self, low: str, high: str, share: float) -> list[float]:
+        """For each parameter group what is that share of the way from one parameter to another."""
+        return [least + (most - least) * share for least, most in zip(self._each[low], self._each[high], strict=True)]
 
 
 class LRRangeTest(Schedule):
@@ -79,25 +106,14 @@ class LRRangeTest(Schedule):
     Source: Smith 2018, arXiv 1803.09820.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        lr_range_test_min_lr: PerGroup = 1e-3,
-        lr_range_test_step_size: int = 2000,
-        lr_range_test_step_rate: float = 1.0,
-        lr_range_test_staircase: bool = False,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.min_lr = self._per_group(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
-        self.step_size = _positive(lr_range_test_step_size, "lr_range_test_step_size")
-        self.step_rate = lr_range_test_step_rate
-        self.staircase = lr_range_test_staircase
-        super().__init__(optimizer, last_batch_iteration)
+    section = scheduler.LRRangeTestParams
 
     def get_lr(self) -> list[float]:
-        interval = (self.last_batch_iteration + 1) / self.step_size
-        increase = 1 + self.step_rate * (math.floor(interval) if self.staircase else interval)
-        return [lr * increase for lr in self.min_lr]
+        interval = (self.last_batch_iteration + 1) / self.params.lr_range_test_step_size
+        if self.params.lr_range_test_staircase:
+            interval = math.floor(interval)
+        increase = 1 + self.params.lr_range_test_step_rate * interval
+        return [lr * increase for lr in self._each["lr_range_test_min_lr"]]
 
 
 class OneCycle(Schedule):
@@ -112,67 +128,37 @@ class OneCycle(Schedule):
     optimizer without betas keeps its momentum, with a warning. Source: Smith 2018, arXiv 1803.09820.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        cycle_min_lr: PerGroup,
-        cycle_max_lr: PerGroup,
-        decay_lr_rate: float = 0.0,
-        cycle_first_step_size: int = 2000,
-        cycle_second_step_size: int | None = None,
-        cycle_first_stair_count: int = 0,
-        cycle_second_stair_count: int | None = None,
-        decay_step_size: int = 0,
-        cycle_momentum: bool = True,
-        cycle_min_mom: PerGroup = 0.8,
-        cycle_max_mom: PerGroup = 0.9,
-        decay_mom_rate: float = 0.0,
-        last_batch_iteration: int = -1,
-    ) -> None:
-        if cycle_first_step_size <= 0:
-            raise ValueError(f"scheduler.params.cycle_first_step_size is {cycle_first_step_size}; it must be above 0")
-        if cycle_second_step_size is not None and cycle_second_step_size < 0:
-            raise ValueError(
-                f"scheduler.params.cycle_second_step_size is {cycle_second_step_size}; it must not be negative"
-            )
-        self.first_size = float(cycle_first_step_size)
-        self.second_size = self.first_size if cycle_second_step_size is None else float(cycle_second_step_size)
-        self.total_size = self.first_size + self.second_size
-        self.first_stairs = cycle_first_stair_count
-        self.second_stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.min_lrs = self._per_group(optimizer, cycle_min_lr, "cycle_min_lr")
-        self.max_lrs = self._per_group(optimizer, cycle_max_lr, "cycle_max_lr")
-        self.min_moms = self._per_group(optimizer, cycle_min_mom, "cycle_min_mom")
-        self.max_moms = self._per_group(optimizer, cycle_max_mom, "cycle_max_mom")
-        self.decay_lr_rate = decay_lr_rate
-        self.decay_mom_rate = decay_mom_rate
-        self.decay_step_size = decay_step_size
-        self.cycle_momentum = cycle_momentum and "betas" in optimizer.defaults
-        if cycle_momentum and not self.cycle_momentum:
+    section = scheduler.OneCycleParams
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        super().__init__(*values, **named)
+        if self.params.cycle_momentum and not self.cycle_momentum:
             warnings.warn(
-                f"scheduler OneCycle: cycle_momentum has no effect, {type(optimizer).__name__} has no betas",
+                f"scheduler OneCycle: cycle_momentum has no effect, {type(self.optimizer).__name__} has no betas",
                 stacklevel=2,
             )
-        super().__init__(optimizer, last_batch_iteration)
-        if self.cycle_momentum and last_batch_iteration == -1:
-            self._set_momentum(self.min_moms)
+        if self.cycle_momentum and self.last_batch_iteration == -1:
+            self._set_momentum(self._each["cycle_min_mom"])
+
+    @property
+    def cycle_momentum(self) -> bool:
+        """Whether momenta are cycled."""
+        return bool(self.params.cycle_momentum) and "betas" in self.optimizer.defaults
 
     def get_lr(self) -> list[float]:
-        if self.last_batch_iteration < self.total_size:
-            scale = self._scale()
-            return [low + (high - low) * scale for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-        decay = self._decay(self.decay_lr_rate)
-        return [low / decay for low in self.min_lrs]
+        if self.last_batch_iteration < sum(self._sizes):
+            return self._between("cycle_min_lr", "cycle_max_lr", self._scale())
+        decay = self._decay(self.params.decay_lr_rate)
+        return [low / decay for low in self._each["cycle_min_lr"]]
 
     def get_mom(self) -> list[float] | None:
         """The momenta at `last_batch_iteration`, one a parameter group; None if they are not cycled."""
         if not self.cycle_momentum:
             return None
-        if self.last_batch_iteration < self.total_size:
-            scale = self._scale()
-            return [high - (high - low) * scale for low, high in zip(self.min_moms, self.max_moms, strict=True)]
-        decay = self._decay(self.decay_mom_rate)
-        return [high * decay for high in self.max_moms]
+        if self.last_batch_iteration < sum(self._sizes):
+            return self._between("cycle_max_mom", "cycle_min_mom", self._scale())
+        decay = self._decay(self.params.decay_mom_rate)
+        return [high * decay for high in self._each["cycle_max_mom"]]
 
     def _apply(self) -> None:
         super()._apply()
@@ -184,24 +170,34 @@ class OneCycle(Schedule):
         for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
             group["betas"] = (momentum, 0.99)
 
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Steps up, and steps down."""
+        up, down = self.params.cycle_first_step_size, self.params.cycle_second_step_size
+        return up, up if down is None else down
+
     def _scale(self) -> float:
-        iteration = self.last_batch_iteration + 1
-        share = self.first_size / self.total_size
-        position = 1.0 + iteration / self.total_size - math.floor(1 + iteration / self.total_size)
+        iteration, (up, down) = self.last_batch_iteration + 1, self._sizes
+        total = up + down
+        share = up / total
+        position = 1.0 + iteration / total - math.floor(1 + iteration / total)
         rising = position <= share
-        stairs = self.first_stairs if rising else self.second_stairs
+        stairs: int = self.params.cycle_first_stair_count
+        if not rising and self.params.cycle_second_stair_count is not None:
+            stairs = self.params.cycle_second_stair_count
         if stairs <= 0:
             return position / share if rising else (position - 1) / (share - 1)
         # From the whole number of steps: the quotient above can lie a rounding error below a stair.
-        within = iteration % self.total_size
-        if within <= self.first_size:
-            return math.floor(within * stairs / self.first_size) / stairs
-        return math.floor((self.total_size - within) * stairs / self.second_size) / stairs
+        within = iteration % total
+        if within <= up:
+            return math.floor(within * stairs / up) / stairs
+        return math.floor((total - within) * stairs / down) / stairs
 
     def _decay(self, rate: float) -> float:
-        if self.decay_step_size == 0 or rate == 0:
+        each: int = self.params.decay_step_size
+        if each == 0 or rate == 0:
             return 1.0
-        return 1 + rate * (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size
+        return 1 + rate * (self.last_batch_iteration - sum(self._sizes) + 1) / each
 
 
 class WarmupLR(Schedule):
@@ -211,59 +207,31 @@ class WarmupLR(Schedule):
     `warmup_max_lr` is the optimizer's own rate by default.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup | None = None,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        if warmup_max_lr is None:
-            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        self.min_lrs = self._per_group(optimizer, warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = self._per_group(optimizer, warmup_max_lr, "warmup_max_lr")
-        self.warmup_num_steps = max(2, _positive(warmup_num_steps, "warmup_num_steps"))
-        self.warmup = _warmup(warmup_type)
-        super().__init__(optimizer, last_batch_iteration)
+    section: ClassVar[type[Params]] = scheduler.WarmupLRParams
 
     def get_lr(self) -> list[float]:
         if self.last_batch_iteration < 0:
-            return self.min_lrs
-        gamma = self._gamma()
-        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+            return self._each["warmup_min_lr"]
+        return self._between("warmup_min_lr", "warmup_max_lr", self._gamma())
 
     def _gamma(self) -> float:
-        if self.last_batch_iteration < self.warmup_num_steps:
-            return self.warmup(self.last_batch_iteration, self.warmup_num_steps)
-        return 1.0
+        return _warmth(self)
 
 
 class WarmupDecayLR(WarmupLR):
     """WarmupLR, then linearly back to the minimum at `total_num_steps` T: g = (T - i) / (T - n), not below 0."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_lr: PerGroup = 0.0,
-        warmup_max_lr: PerGroup = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.total_num_steps = total_num_steps
-        super().__init__(
-            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
-        )  # fmt: skip
-        _warn_if_never_warm(total_num_steps, self.warmup_num_steps)
+    section = scheduler.WarmupDecayLRParams
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        super().__init__(*values, **named)
+        _warn_if_never_warm(self)
 
     def _gamma(self) -> float:
-        if self.last_batch_iteration < self.warmup_num_steps:
+        warm, total = _warm_after(self), int(self.params.total_num_steps)
+        if self.last_batch_iteration < warm:
             return super()._gamma()
-        left = self.total_num_steps - self.last_batch_iteration
-        return max(0.0, left / max(1.0, self.total_num_steps - self.warmup_num_steps))
+        return max(0.0, (total - self.last_batch_iteration) / max(1.0, total - warm))
 
 
 class WarmupCosineLR(Schedule):
@@ -275,38 +243,26 @@ class WarmupCosineLR(Schedule):
     As in DeepSpeed, the very first step runs at a rate of 0 whatever `warmup_min_ratio` is.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_ratio: float = 0.0,
-        warmup_num_steps: int = 1000,
-        cos_min_ratio: float = 0.0001,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        self.total_num_steps = total_num_steps
-        self.warmup_min_ratio = warmup_min_ratio
-        self.warmup_num_steps = max(2, _positive(warmup_num_steps, "warmup_num_steps"))
-        self.cos_min_ratio = cos_min_ratio
-        self.warmup = _warmup(warmup_type)
-        self.own_lrs = [float(group["lr"]) for group in optimizer.param_groups]
-        _warn_if_never_warm(total_num_steps, self.warmup_num_steps)
-        super().__init__(optimizer, last_batch_iteration)
+    section = scheduler.WarmupCosineLRParams
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        super().__init__(*values, **named)
+        _warn_if_never_warm(self)
 
     def get_lr(self) -> list[float]:
         ratio = self.get_lr_ratio()
-        return [lr * ratio for lr in self.own_lrs]
+        return [lr * ratio for lr in self._own]
 
     def get_lr_ratio(self) -> float:
         """The share of the optimizer's own rate at `last_batch_iteration`."""
-        i, warm = self.last_batch_iteration, self.warmup_num_steps
+        i, warm = self.last_batch_iteration, _warm_after(self)
+        params: scheduler.WarmupCosineLRParams = self.params
         if i < 0:
             return 0.0
         if i < warm:
-            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * self.warmup(i, warm)
-        progress = min(1.0, (i - warm + 1) / max(1, self.total_num_steps - warm))
-        return max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+            return params.warmup_min_ratio + (1 - params.warmup_min_ratio) * _warmth(self)
+        progress = min(1.0, (i - warm + 1) / max(1, params.total_num_steps - warm))
+        return max(0.0, params.cos_min_ratio + (1 - params.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 SCHEDULES: Final[Mapping[str, type[Schedule]]] = {
@@ -327,22 +283,21 @@ def build(type: str, params: Mapping[str, Any], optimizer: Optimizer) -> Schedul
     return make(optimizer, **params)
 
 
-def _positive(value: int, name: str) -> int:
-    if not isinstance(value, int) or value <= 0:
-        raise ValueError(f"scheduler.params.{name} is {value!r}; it must be a whole number above 0")
-    return value
+def _warm_after(schedule: Schedule) -> int:
+    """Steps of its warm-up."""
+    return max(2, int(schedule.params.warmup_num_steps))
 
 
-def _warmup(type: str) -> Callable[[int, int], float]:
-    """How far the warm-up is, from 0 to 1, at one iteration of so many."""
-    if type == "log":
-        return lambda iteration, steps: 1.0 / math.log(steps) * math.log(iteration + 1)
-    if type == "linear":
-        return lambda iteration, steps: iteration / steps
-    raise ValueError(f"scheduler.params.warmup_type is {type!r}; write 'log' or 'linear'")
+def _warmth(schedule: Schedule) -> float:
+    """How far the warm-up is, from 0 to 1, where it remains."""
+    i, warm = schedule.last_batch_iteration, _warm_after(schedule)
+    if i >= warm:
+        return 1.0
+    return i / warm if schedule.params.warmup_type == "linear" else 1.0 / math.log(warm) * math.log(i + 1)
 
 
-def _warn_if_never_warm(total: int, warm: int) -> None:
+def _warn_if_never_warm(schedule: Schedule) -> None:
+    total, warm = schedule.params.total_num_steps, _warm_after(schedule)
     if total < warm:
         warnings.warn(
             f"scheduler.params: total_num_steps ({total}) is less than warmup_num_steps ({warm})", stacklevel=3

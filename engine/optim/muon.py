@@ -11,20 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..hooks import Hooks
-from .shard import Shard, Shards, whole
-from .tiled import Tile, TiledOptimizer, collective
-
-MUON_DEFAULTS: Final = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0}
-ADAM_DEFAULTS: Final = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
-"""DeepSpeed's."""
+from .shard import Shard, Shards, comm_of, whole
+from .tiled import Tile, TiledOptimizer
 
 
 class Muon(TiledOptimizer):
@@ -43,15 +37,10 @@ class Muon(TiledOptimizer):
         adam: type[torch.optim.Adam] = torch.optim.AdamW,
         *,
         fused: bool = False,
-        shards: Shards | None = None,
-        hooks: Hooks | None = None,
+        shards: Shards,
     ) -> None:
-        for group in params:
-            for key, value in (MUON_DEFAULTS if group["use_muon"] else ADAM_DEFAULTS).items():
-                group.setdefault(key, value)
-        super().__init__(params, {})
-        self._shards = shards or {}
-        self._hooks = hooks or Hooks()
+        super().__init__(params, {}, comm_of(shards))
+        self._shards = shards
         others = [group for group in self.param_groups if not group["use_muon"]]
         self._adam: Optimizer | None = adam(others, fused=fused) if others else None
         self._iterations = iterations()
@@ -88,31 +77,17 @@ class Muon(TiledOptimizer):
 
     def _orthogonal(self, pieces: list[Tensor], shards: list[Shard]) -> list[Tensor]:
         """This rank's piece of the orthogonalized matrix, for its piece of each."""
-        result = list(pieces)
-        by_group: dict[dist.ProcessGroup | None, list[int]] = {}
-        for at, shard in enumerate(shards):
-            by_group.setdefault(shard.group, []).append(at)
-        for group, places in by_group.items():
-            of_group, cuts = [pieces[at] for at in places], [shards[at] for at in places]
-            found = (
-                orthogonalize(of_group, cuts, self._iterations)
-                if group is None
-                else self._exchange(of_group, cuts, group)
-            )
-            for at, piece in zip(places, found, strict=True):
-                result[at] = piece
-        return result
-
-    def _exchange(self, pieces: list[Tensor], shards: list[Shard], group: dist.ProcessGroup) -> list[Tensor]:
-        owned = owners([shard.matrix for shard in shards], dist.get_world_size(group))
-        mine = owned[dist.get_rank(group)]
+        if self._comm.size == 1 or not pieces:
+            return orthogonalize(pieces, shards, self._iterations)
+        owned = owners([shard.matrix for shard in shards], self._comm.size)
+        mine = owned[self._comm.rank]
         sizes = {at: shards[at].sizes() for at in mine}
         # Elements of: each rank's piece of each matrix that this rank owns; this rank's pieces, owner by owner.
         theirs = [[sizes[at][rank] for at in mine] for rank in range(len(owned))]
         ours = [[pieces[at].numel() for at in places] for places in owned]
 
         sent = torch.cat([pieces[at] for places in owned for at in places])
-        got = self._all_to_all(sent, ours, theirs, group)
+        got = self._all_to_all(sent, ours, theirs)
         columns = list(zip(*got, strict=True))  # the pieces of one matrix, in the order of the ranks
         matrices = orthogonalize(
             [_assemble(column, shards[at]) for at, column in zip(mine, columns, strict=True)],
@@ -125,25 +100,18 @@ class Muon(TiledOptimizer):
             for at, matrix in zip(mine, matrices, strict=True)
             for start, stop in [shards[at].bounds[rank]]
         ]
-        back = self._all_to_all(torch.cat([sent[:0], *answers]), theirs, ours, group)
+        back = self._all_to_all(torch.cat([sent[:0], *answers]), theirs, ours)
         result = list(pieces)
         for places, parts in zip(owned, back, strict=True):
             for at, part in zip(places, parts, strict=True):
                 result[at] = part
         return result
 
-    def _all_to_all(
-        self, sent: Tensor, sizes: list[list[int]], expected: list[list[int]], group: dist.ProcessGroup
-    ) -> list[list[Tensor]]:
+    def _all_to_all(self, sent: Tensor, sizes: list[list[int]], expected: list[list[int]]) -> list[list[Tensor]]:
         """Send rank r parts of `sizes[r]` elements of `sent`; the parts of `expected[r]` elements that it sends."""
         incoming = [sum(parts) for parts in expected]
         got = sent.new_empty(sum(incoming))
-        with collective(self._hooks, "all_to_all", "optimizer", max(sent, got, key=len), group):
-            # As bytes: not every backend takes bf16.
-            dist.all_to_all_single(
-                got.view(torch.uint8), sent.view(torch.uint8),
-                [2 * size for size in incoming], [2 * sum(parts) for parts in sizes], group=group,
-            )  # fmt: skip
+        self._comm.all_to_all(sent, got, "optimizer", [sum(parts) for parts in sizes], incoming).wait()
         parts = iter(torch.split(got, [size for rank in expected for size in rank]))
         return [list(itertools.islice(parts, len(rank))) for rank in expected]
 

@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..hooks import Hooks
-from .tiled import Tile, TiledOptimizer, collective
+from ..comm.comm import Comm
+from .tiled import Tile, TiledOptimizer
 
 _BITS = 8
 _SCALE_BYTES = 4
@@ -30,35 +29,17 @@ _SCALE_BYTES = 4
 class OneBitAdam(TiledOptimizer):
     """AdamW for `freeze_step` training steps; then with the variance of that moment, and momenta of one bit a value.
 
-    In the warm-up it steps gradients that were reduced over `group`, afterwards those of this rank alone
+    In the warm-up it steps gradients that were reduced over `comm`, afterwards those of this rank alone
     (`wants_local_gradients`): then every rank must give the same parameters a gradient, of zeros where its batch used
-    none. The weights stay the same bit for bit on all ranks. Masters must be whole parameters. In a group of one
+    none. The weights stay the same bit for bit on all ranks. Masters must be whole parameters. Of one rank
     nothing is compressed. Without `bias_correction`, moments are used as they are; DeepSpeed takes the option, and
     never corrects.
 
     An element that had no gradient in the whole warm-up has no variance to be scaled by, and is not stepped afterwards.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        freeze_step: int = 100_000,
-        bias_correction: bool = True,
-        *,
-        group: dist.ProcessGroup | None = None,
-        hooks: Hooks | None = None,
-    ) -> None:
-        defaults = {
-            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "freeze_step": freeze_step,
-            "bias_correction": bias_correction, "training_steps": 0,
-        }  # fmt: skip
-        super().__init__(params, defaults)
-        self._group = group
-        self._hooks = hooks or Hooks()
+    def __init__(self, params: ParamsT, options: dict[str, Any], comm: Comm | None = None) -> None:
+        super().__init__(params, {**options, "training_steps": 0}, comm)
 
     @property
     def wants_local_gradients(self) -> bool:
@@ -75,17 +56,17 @@ class OneBitAdam(TiledOptimizer):
         return loss
 
     def _step(self, tiles: list[Tile]) -> None:
-        if self.wants_local_gradients:
+        warming_up = not self.wants_local_gradients
+        if not warming_up:
             self._exchange_momenta(tiles)
-        for group, params, grads in tiles:
+        for tile in tiles:
+            group, params, _ = tile
             lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-            first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
-            steps = self._count(params)
-            warming_up = not self.wants_local_gradients
             if warming_up:
-                torch._foreach_lerp_(first, grads, 1 - beta1)
-                torch._foreach_mul_(second, beta2)
-                torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+                first, second = self._adam_moments(tile)
+            else:
+                first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
+            steps = self._count(params)
             lengths = torch._foreach_sqrt(second)
             if warming_up and group["bias_correction"]:
                 torch._foreach_div_(lengths, [math.sqrt(1 - beta2**step) for step in steps])
@@ -102,7 +83,7 @@ class OneBitAdam(TiledOptimizer):
             torch._foreach_lerp_(self._moments(params, "exp_avg"), grads, 1 - group["betas"][0])
         states = [self.state[param] for tile in tiles for param in tile.params]
         live = [state["exp_avg_sq"] > 0 for state in states]
-        if self._group is None or dist.get_world_size(self._group) == 1:
+        if self._comm.size == 1:
             torch._foreach_mul_([state["exp_avg"] for state in states], live)
             return
         compressed_mean_(
@@ -110,13 +91,11 @@ class OneBitAdam(TiledOptimizer):
             [state["worker_error"] for state in states],
             [state["server_error"] for state in states],
             live,
-            self._group,
-            self._hooks,
+            self._comm,
         )
 
     def _freeze(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """Give parameters that are exchanged for the first time their errors, and their variance its final value."""
-        ranks = 1 if self._group is None else dist.get_world_size(self._group)
         for param in params:
             state = self.state[param]
             if "worker_error" in state:
@@ -130,7 +109,7 @@ class OneBitAdam(TiledOptimizer):
             elif group["bias_correction"]:
                 state["exp_avg_sq"].div_(1 - group["betas"][1] ** float(state["step"]))
             state["worker_error"] = torch.zeros_like(param)
-            state["server_error"] = param.new_zeros(-(-param.numel() // ranks))
+            state["server_error"] = param.new_zeros(-(-param.numel() // self._comm.size))
 
 
 # --- the exchange
@@ -142,29 +121,27 @@ def compressed_mean_(
     worker_errors: Sequence[Tensor],
     server_errors: Sequence[Tensor],
     live: Sequence[Tensor],
-    group: dist.ProcessGroup,
-    hooks: Hooks,
+    comm: Comm,
 ) -> None:
-    """Replace `values` by their compressed mean over the ranks of `group`, the same on each, and update the errors.
+    """Replace `values` by their compressed mean over the ranks of `comm`, the same on each, and update the errors.
 
-    For a tensor of n elements in a group of w ranks, `worker_errors` has n elements and `server_errors` n / w, rounded
+    For a tensor of n elements on w ranks, `worker_errors` has n elements and `server_errors` n / w, rounded
     up. `live` is boolean, like `values`, and the same on all ranks: elements where it is false become 0. Each tensor
     has a scale of its own in each chunk, the root mean square of what lives there: the message is as long a vector as
     what it stands for. (The mean magnitude has the smaller error, and learns slower.) Both messages have n / 8 bytes,
     and 4 bytes a tensor and rank.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    widths = [-(-value.numel() // ranks) for value in values]
-    alive = _rows(live, ranks)
+    rank = comm.rank
+    widths = [-(-value.numel() // comm.size) for value in values]
+    alive = _rows(live, comm.size)
 
-    wanted = _rows(torch._foreach_add(list(values), list(worker_errors)), ranks).mul_(alive)
+    wanted = _rows(torch._foreach_add(list(values), list(worker_errors)), comm.size).mul_(alive)
     message = encode(wanted, alive, widths)
     wanted.sub_(decode(message, widths, wanted.dtype)).mul_(alive)
     _from_rows(wanted, widths, worker_errors)
 
     received = torch.empty_like(message)
-    with collective(hooks, "all_to_all", "gradient", message, group):
-        dist.all_to_all_single(received, message, group=group)
+    comm.all_to_all(message, received, "gradient").wait()
 
     mean = decode(received, widths, wanted.dtype).mean(0, keepdim=True)
     mean[0, : sum(widths)] += torch.cat([error.view(-1) for error in server_errors])
@@ -174,8 +151,8 @@ def compressed_mean_(
     for error, lost in zip(server_errors, torch.split(mean[0, : sum(widths)], widths), strict=True):
         error.copy_(lost)
 
-    with collective(hooks, "all_gather", "gradient", message, group):
-        dist.all_gather(list(received.unbind()), answer[0], group=group)
+    received[rank] = answer[0]
+    comm.all_gather(received, "gradient").wait()
     _from_rows(decode(received, widths, wanted.dtype).mul_(alive), widths, values)
 
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from ..comm.comm import Comm
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
     """Which elements of a parameter each rank's master holds.
 
-    The ranks of `group` take their steps together, on the main thread: no lane may use it meanwhile. Without a group
+    The ranks of `comm` take their steps together, on the main thread: no lane may use its group meanwhile. Without one
     the master is the whole parameter, flattened or in its own shape.
     """
 
@@ -23,7 +24,7 @@ class Shard:
     """Of the whole parameter."""
     bounds: tuple[tuple[int, int], ...]
     """First element, and the one after the last, of each rank's shard of the flattened parameter; it may be empty."""
-    group: dist.ProcessGroup | None = None
+    comm: Comm | None = None
     muon: bool = False
     """Whether Muon is to step it (`wants_muon`)."""
 
@@ -35,7 +36,7 @@ class Shard:
     @property
     def whole(self) -> bool:
         """Whether the master is the whole parameter."""
-        return self.group is None
+        return self.comm is None
 
     def sizes(self) -> list[int]:
         """Elements of each rank's shard."""
@@ -43,13 +44,18 @@ class Shard:
 
     def mine(self, tensor: Tensor) -> Tensor:
         """This rank's elements of a tensor that has the parameter's shape, flattened."""
-        start, stop = self.bounds[0 if self.group is None else dist.get_rank(self.group)]
+        start, stop = self.bounds[0 if self.comm is None else self.comm.rank]
         return tensor.reshape(-1)[start:stop]
 
 
 Shards = Mapping[Any, Shard]
 """Master -> its shard. A master that is missing is whole. (Keys are Any because they are invariant: a mapping from
 parameters is none from tensors.)"""
+
+
+def comm_of(shards: Shards) -> Comm:
+    """Of the ranks that have the other shards of each; of one rank where masters are whole. It is one for all."""
+    return next((shard.comm for shard in shards.values() if shard.comm is not None), Comm(None, None))
 
 
 def whole(master: Tensor, muon: bool = False) -> Shard:

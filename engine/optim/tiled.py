@@ -5,26 +5,14 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ..hooks import Hooks, Purpose
-from .shard import Shards
-
-
-def collective(
-    hooks: Hooks, name: str, purpose: Purpose, payload: Tensor, group: dist.ProcessGroup
-) -> AbstractContextManager[None]:
-    """The span around a collective that runs here and now, on no lane. `payload` is the larger of what goes and
-    comes."""
-    dtype = str(payload.dtype).removeprefix("torch.")
-    return hooks.span("comm", name, purpose=purpose, bytes=payload.nbytes, dtype=dtype, group=group.group_name)
+from ..comm.comm import Comm
 
 
 class Tile(NamedTuple):
@@ -37,6 +25,12 @@ class Tile(NamedTuple):
 
 class TiledOptimizer(Optimizer, abc.ABC):
     """Finds the masters that have gradients; a subclass steps them."""
+
+    def __init__(self, params: ParamsT, options: dict[str, Any], comm: Comm | None = None) -> None:
+        """`options` are those of a section of the configuration (`build`). The ranks of `comm` have the other shards of
+        each master, or, of whole masters, the same."""
+        super().__init__(params, options)
+        self._comm = comm or Comm(None, None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -67,6 +61,16 @@ class TiledOptimizer(Optimizer, abc.ABC):
                 self.state[param][name] = torch.zeros_like(param)
         return [self.state[param][name] for param in params]
 
+    def _adam_moments(self, tile: Tile) -> tuple[list[Tensor], list[Tensor]]:
+        """The averages of the gradients and of their squares, with those of this step."""
+        group, params, grads = tile
+        beta1, beta2 = group["betas"]
+        first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
+        torch._foreach_lerp_(first, grads, 1 - beta1)
+        torch._foreach_mul_(second, beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        return first, second
+
     def _count(self, params: list[Tensor]) -> list[float]:
         """How many steps each parameter has taken, with this one. Kept as torch does: a scalar on the CPU."""
         for param in params:
@@ -81,15 +85,6 @@ class Lion(TiledOptimizer):
 
     Source: Chen et al. 2023, arXiv 2302.06675; the default betas are DeepSpeed's (the paper has b2 = 0.99).
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _step(self, tiles: list[Tile]) -> None:
         for group, params, grads in tiles:
@@ -111,30 +106,6 @@ class Lamb(TiledOptimizer):
     Source: You et al. 2019, arXiv 1904.00962, as in DeepSpeed (`csrc/lamb/fused_lamb_cuda_kernel.cu`).
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        eps_inside_sqrt: bool = False,
-        weight_decay: float = 0.0,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        *,
-        shards: Shards | None = None,
-        hooks: Hooks | None = None,
-    ) -> None:
-        defaults = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt, "weight_decay": weight_decay, "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-        }  # fmt: skip
-        super().__init__(params, defaults)
-        self._shards = shards or {}
-        self._hooks = hooks or Hooks()
-
     def _step(self, tiles: list[Tile]) -> None:
         updates = [self._updates(tile) for tile in tiles]
         norms = self._norms(
@@ -150,12 +121,8 @@ class Lamb(TiledOptimizer):
             torch._foreach_add_(tile.params, update, alpha=-1)
 
     def _updates(self, tile: Tile) -> list[Tensor]:
-        group, params, grads = tile
-        beta1, beta2 = group["betas"]
-        first, second = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
-        torch._foreach_lerp_(first, grads, 1 - beta1)
-        torch._foreach_mul_(second, beta2)
-        torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
+        group, params, _ = tile
+        first, second = self._adam_moments(tile)
         if group["eps_inside_sqrt"]:
             lengths = torch._foreach_add(second, group["eps"])
             torch._foreach_sqrt_(lengths)
@@ -178,14 +145,5 @@ class Lamb(TiledOptimizer):
         """Norms [2, n] of whole parameters and whole updates, in float64."""
         own = torch._foreach_norm([*params, *updates], 2.0)
         squares = torch.stack([norm.double() for norm in own]).square_().view(2, -1)
-        by_group: dict[dist.ProcessGroup, list[int]] = {}
-        for at, param in enumerate(params):
-            shard = self._shards.get(param)
-            if shard is not None and shard.group is not None:
-                by_group.setdefault(shard.group, []).append(at)
-        for group, columns in by_group.items():
-            sums = squares[:, columns]
-            with collective(self._hooks, "all_reduce", "optimizer", sums, group):
-                dist.all_reduce(sums, group=group)
-            squares[:, columns] = sums
+        self._comm.all_reduce(squares, "optimizer").wait()
         return squares.sqrt_()

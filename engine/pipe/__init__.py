@@ -4,7 +4,6 @@ layers          layers as a script gives them, to be built where they are needed
 module          which layers are here, and their calls
 placement       where they are
 topology        where ranks are, by DeepSpeed's names
-treespec        what lies in what a stage returns
 p2p             activations and gradients between stages
 split_backward  weight gradients put off, for zero-bubble schedules
 step_data       the micro-batches that a step reads

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..comm.comm import Comm, open_host_group
+from ..comm.consensus import gather_objects
 from ..comm.lane import Inline
 from ..hooks import Hooks
 from .p2p import Link, PeerError, PipelineError
@@ -90,6 +91,18 @@ class FailureConsensus:
             return self._of_cause(failed), True
         failures, halfway = counts.tolist()
         return (self._of_cause(failed) if failures else None), halfway > 0
+
+    def ends_alike(self, replicas: object, sent: Sequence[int], *, drained: bool) -> bool:
+        """On all ranks, after a run that failed: whether nothing of it is under way (`drained`) and those that reduce
+        their gradients together, whose `replicas` are equal, have sent each other equally much. Then the next run's
+        communications meet their like on all ranks, and the step can begin anew."""
+        try:
+            said = gather_objects((repr(replicas), list(sent), drained), self._everyone)
+        except RuntimeError:
+            self.give_up()
+            return False
+        same: dict[str, list[int]] = {}
+        return all(clean and same.setdefault(place, counts) == counts for place, counts, clean in said)
 
     def give_up(self) -> None:
         """Have all who wait for this rank fail, now or later."""

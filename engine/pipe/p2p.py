@@ -6,6 +6,7 @@ notify its neighbours, who would wait for it otherwise.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -14,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.comm import break_connections, close_group, open_group, open_host_group
+from ..comm.comm import break_connections, close_group, open_group, open_host_group, wait_all
 from ..comm.lane import Ticket, open_lane
 from ..comm.mesh import Mesh
 from ..hooks import Attributes, Hooks, Position
-from . import treespec
-from .treespec import SEVERAL, SINGLE
+from ..tree import SEVERAL, SINGLE, form_of
 
 Direction = Literal["F", "B"]
 """Activations to the next stage, or their gradients to the one before."""
@@ -54,7 +54,7 @@ class Message:
     wanted: list[bool]
     """Of each tensor, whether a gradient is to come back."""
     form: str = SEVERAL
-    """How the tensors lie in the output: see `treespec`."""
+    """How the tensors lie in the output: see `tree.form_of`."""
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,7 @@ class Message:
 def message_of(output: Any, what: str) -> Message:
     """`output` as what can be sent. Raises PipelineError, beginning with `what`, if it cannot be."""
     try:
-        shape, tensors = treespec.of(output)
+        shape, tensors = form_of(output)
     except TypeError as error:
         raise PipelineError(
             f"{what} returned {error}, which cannot be sent to the next stage; return tensors, in tuples, lists or "
@@ -123,7 +123,7 @@ class Link:
         self._to, self._from = (rank + AHEAD[direction]) % size, (rank - AHEAD[direction]) % size
         self._out = open_lane(f"pipe.send_{name}", device, hooks)
         self._in = open_lane(f"pipe.recv_{name}", device, hooks)
-        self._sent = self._received = 0
+        self._counts: Counter[str] = Counter()
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -136,8 +136,8 @@ class Link:
 
         def work() -> None:
             heads = self._post(_heads(message, at))
-            _wait([dist.isend(_bytes(t), group=self.group, group_dst=self._to) for t in tensors if t.numel()])
-            _wait(heads)
+            wait_all([dist.isend(_bytes(t), group=self.group, group_dst=self._to) for t in tensors if t.numel()])
+            wait_all(heads)
 
         return self._out.submit(work, "send", at, **self._attributes("send", self._to, message))
 
@@ -149,7 +149,7 @@ class Link:
             if self._ended is not None:
                 raise PeerError(self._ended)
             head = torch.empty(HEADER, dtype=torch.int64)
-            _wait([dist.irecv(head, group=self._host_group, group_src=self._from)])
+            wait_all([dist.irecv(head, group=self._host_group, group_src=self._from)])
             numbers = head.tolist()
             if numbers[0] == FAILED:
                 self._ended = self._read(numbers[1])
@@ -158,7 +158,7 @@ class Link:
             if numbers[1] >= len(PLAIN):
                 message.form = self._read(numbers[1] - len(PLAIN))
             parts = [_bytes(tensor) for tensor in message.tensors if tensor.numel()]
-            _wait([dist.irecv(part, group=self.group, group_src=self._from) for part in parts])
+            wait_all([dist.irecv(part, group=self.group, group_src=self._from) for part in parts])
             if microbatch != at[1]:
                 raise PipelineError(
                     f"stage {at[2]} of the pipeline got micro-batch {microbatch} where its plan has {at[1]}: the "
@@ -175,7 +175,7 @@ class Link:
         def work() -> None:
             head = torch.zeros(HEADER, dtype=torch.int64)
             head[0], head[1] = FAILED, text.numel()
-            _wait(self._post([head, text]))
+            wait_all(self._post([head, text]))
 
         return self._out.submit(work, "send", at, **self._attributes("send", self._to))
 
@@ -186,7 +186,7 @@ class Link:
     def settle(self) -> None:
         """Wait until the heads of all messages have been read."""
         posted, self._posted = self._posted, []
-        _wait([work for work, _ in posted])
+        wait_all([work for work, _ in posted])
 
     def poll(self) -> None:
         """Report what has ended on a device since."""
@@ -209,7 +209,7 @@ class Link:
     def _read(self, size: int) -> str:
         """The text that follows a head."""
         text = torch.empty(size, dtype=torch.uint8)
-        _wait([dist.irecv(text, group=self._host_group, group_src=self._from)])
+        wait_all([dist.irecv(text, group=self._host_group, group_src=self._from)])
         return bytes(text.tolist()).decode()
 
     def _post(self, parts: Sequence[Tensor]) -> Sequence[dist.Work | None]:
@@ -225,10 +225,8 @@ class Link:
         return []
 
     def _attributes(self, name: str, peer: int, message: Message | None = None) -> Attributes:
-        if name == "send":
-            seq, self._sent = self._sent, self._sent + 1
-        else:
-            seq, self._received = self._received, self._received + 1
+        seq = self._counts[name]
+        self._counts[name] += 1
         tensors = [] if message is None else message.tensors
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else None
         return {
@@ -299,9 +297,3 @@ def _empty(numbers: Sequence[int], device: torch.device) -> tuple[Message, int]:
 def _bytes(tensor: Tensor) -> Tensor:
     """The same memory as bytes: not every backend sends every dtype."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _wait(works: Sequence[dist.Work | None]) -> None:
-    for work in works:
-        assert work is not None
-        work.wait()

@@ -18,13 +18,13 @@ from torch import Tensor
 from ..comm.lane import Ticket
 from ..hooks import Hooks
 from ..schedule import Action, Plan
+from ..tree import filled
 from ..zero import BackwardPart, Zero
 from .failure import FailureConsensus, said
 from .module import PipelineModule
 from .p2p import AHEAD, Arrival, Direction, Link, Links, Message, PipelineError, message_of
 from .split_backward import Work, deferring
 from .step_data import StepData
-from .treespec import filled
 
 EARLY: Final = 2
 """Receives in one direction that are started before they are needed, where that costs the computation nothing."""
@@ -97,6 +97,8 @@ class PipelineRun:
         self._results: list[Any] = []
         self.begun = False
         """Whether a backward has begun to make gradients."""
+        self.drained = True
+        """Whether nothing that others send this rank, or it them, is on its way after a failure."""
 
     def run(self, open_batches: Callable[[], StepData], failures: FailureConsensus) -> list[Any]:
         """Run this rank's actions; the losses of the micro-batches, or without a loss function the outputs, where the
@@ -301,6 +303,7 @@ class PipelineRun:
             if _ends(ticket, deadline):
                 with suppress(Exception):
                     ticket.wait()
+        self.drained = deadline is None or time.monotonic() < deadline
         if deadline is None:
             with suppress(Exception):
                 for link in self._links.values():

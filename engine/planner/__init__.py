@@ -7,7 +7,6 @@ dependence        what depends on what in it
 solve             the cheapest styles of layers that fit
 adapt             modules that read their own shapes
 verify            the sharded forward held against the whole one
-verify_gradients  gradients between layers, summed over the tried ranks
 blocks            the blocks between which activations are sharded along the sequence, and their edges
 sequence_parallel where these blocks are, and what is done there in training
 stage_tracer, tied_vocab    pipelines: their stages tried, their vocabularies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
@@ -137,37 +137,45 @@ def _apply(model: nn.Module, plan: TensorPlan, comm: Comm) -> None:
 
 
 def _shard_column(module: nn.Module, role: Role, comm: Comm, entrance: layers.Entrance) -> None:
-    weight, bias = module._parameters["weight"], module._parameters.get("bias")
-    assert weight is not None
-    shard = _weight_shard(role, role.layer.shape, role.layer.output_dim, comm)
-    shard_in_place(weight, shard)
+    shard, bias = _weight_shard(role, role.layer.shape, role.layer.output_dim, comm), module._parameters.get("bias")
     if bias is not None:
         shard_in_place(bias, _weight_shard(role, (role.layer.outputs,), 0, comm))
-    layers.derive(module, layers.ColumnConv1D if role.layer.kind == "conv1d" else layers.ColumnLinear)
-    state: Any = layers.Column(comm, role.module, entrance, shard, role.style == "column_gather")
-    module.tensor = state
-    _set_counts(module, role, outputs=shard.local_shape[shard.dim])
+    state = layers.Column(comm, role.module, entrance, shard, role.style == "column_gather")
+    _shard_layer(
+        module, role, shard, state, layers.ColumnConv1D if role.layer.kind == "conv1d" else layers.ColumnLinear
+    )
 
 
-def _shard_row(module: nn.Module, role: Role, state: Any) -> None:
-    weight = module._parameters["weight"]
-    assert weight is not None
+def _shard_row(module: nn.Module, role: Role, state: layers.Row) -> None:
     shard = even_shard(role.layer.shape, 1 - role.layer.output_dim, state.comm.size, state.comm.rank)
-    shard_in_place(weight, shard)
-    layers.derive(module, layers.RowConv1D if role.layer.kind == "conv1d" else layers.RowLinear)
-    module.tensor = state
-    _set_counts(module, role, inputs=shard.local_shape[shard.dim])
+    _shard_layer(module, role, shard, state, layers.RowConv1D if role.layer.kind == "conv1d" else layers.RowLinear)
 
 
 def shard_vocabulary(module: nn.Module, role: Role, comm: Comm) -> None:
     """Leave in an embedding this rank's band of the rows."""
     assert isinstance(module, nn.Embedding)
     shard = even_shard(role.layer.shape, 0, comm.size, comm.rank)
-    shard_in_place(module.weight, shard)
-    layers.derive(module, layers.VocabularyEmbedding)
-    state: Any = layers.Vocabulary(comm, role.module, shard, module.padding_idx)
+    state = layers.Vocabulary(comm, role.module, shard, module.padding_idx)
+    _shard_layer(module, role, shard, state, layers.VocabularyEmbedding)
+
+
+_COUNTS: Final = {
+    ("linear", 0): "out_features", ("linear", 1): "in_features", ("conv1d", 0): "nx", ("conv1d", 1): "nf",
+    ("embedding", 0): "num_embeddings",
+}  # fmt: skip
+"""Kind of a layer, and dimension of its weight -> the attribute that says its size."""
+
+
+def _shard_layer(module: nn.Module, role: Role, shard: TensorShard, state: Any, base: type[nn.Module]) -> None:
+    """Leave in a layer this rank's shard of the weight, have it say its size, and compute as `base`."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    shard_in_place(weight, shard)
+    layers.derive(module, base)
     module.tensor = state
-    _set_counts(module, role, inputs=shard.local_shape[0])
+    count = _COUNTS[role.layer.kind, shard.dim]
+    if hasattr(module, count):
+        setattr(module, count, shard.local_shape[shard.dim])
 
 
 def _shard_attention(module: nn.Module, role: Role, state: Any) -> None:
@@ -202,15 +210,3 @@ def _weight_shard(role: Role, shape: tuple[int, ...], dim: int, comm: Comm) -> T
     if role.bands is None:
         return even_shard(shape, dim, comm.size, comm.rank)
     return role.bands.shard(shape, dim, comm.size, comm.rank)
-
-
-def _set_counts(module: nn.Module, role: Role, **local: int) -> None:
-    """Have the layer say the size of the part that it holds."""
-    names = {
-        "linear": {"inputs": "in_features", "outputs": "out_features"},
-        "conv1d": {"inputs": "nx", "outputs": "nf"},
-        "embedding": {"inputs": "num_embeddings"},
-    }[role.layer.kind]
-    for which, value in local.items():
-        if hasattr(module, names[which]):
-            setattr(module, names[which], value)

@@ -7,15 +7,17 @@ exactly zero there is no dependence, and where there is one, random numbers do n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..tensor.sharding import TensorShard
 from .tracer import Call, Trial
+
+K = TypeVar("K", bound=Hashable)
 
 
 class Source(NamedTuple):
@@ -95,17 +97,21 @@ class Flow:
         return found
 
     def _gradients(self, x: Tensor, sources: Sequence[Source]) -> dict[Source, Tensor]:
-        if not sources or not x.requires_grad or not x.numel():
-            return {}
-        weights = torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).add_(0.5).to(x.dtype)
-        gradients = torch.autograd.grad(
-            (x * weights).sum(), [self._tensors[source] for source in sources], retain_graph=True, allow_unused=True
-        )
-        return {
-            source: gradient
-            for source, gradient in zip(sources, gradients, strict=True)
-            if gradient is not None and _nonzero(gradient).any()
-        }
+        found = gradients(x, weights_like(x), {source: self._tensors[source] for source in sources})
+        return {source: gradient for source, gradient in found.items() if _nonzero(gradient).any()}
+
+
+def weights_like(x: Tensor) -> Tensor:
+    """Random weights of the elements of `x`, the same each time, and none of them near 0."""
+    return torch.rand(x.shape, generator=torch.Generator().manual_seed(1)).add_(0.5).to(x.dtype)
+
+
+def gradients(x: Tensor, weights: Tensor, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+    """The gradients of the weighted sum of `x`'s elements, for those of `tensors` that it depends on."""
+    if not tensors or not x.requires_grad or not x.numel():
+        return {}
+    found = torch.autograd.grad((x * weights).sum(), list(tensors.values()), retain_graph=True, allow_unused=True)
+    return {key: gradient for key, gradient in zip(tensors, found, strict=True) if gradient is not None}
 
 
 def _nonzero(gradient: Tensor) -> Tensor:
@@ -189,3 +195,79 @@ def _bands(reached: Sequence[Tensor]) -> Bands | None:
             return None
         sizes.append(sum(length for _, length in band))
     return Bands(tuple(sizes), copies)
+
+
+# --- gradients over the ranks
+# What lies between layers is differentiated on every rank, too: an autograd function whose forward works on parts may
+# have a backward that does not, as one that counts the features it is given. Each rank's trial gets its part of one
+# gradient for the input of a layer. What comes out, for the layers before and the parameters on the way, has to add up
+# over the ranks to what the whole model gives.
+
+RTOL: Final = 1e-3
+"""Of the largest element of a gradient: what may come of computing in fp32 in another order."""
+
+NotEqual = Callable[[int | None, str], Exception]
+"""Makes what is raised: of the region in which a gradient differs, and which one it is, in words."""
+
+
+@dataclass(eq=False)
+class _Point:
+    """The input of one call of a layer, of which each rank has a part."""
+
+    region: int | None
+    weights: Tensor
+    """The gradient of the whole input."""
+    expected: dict[str, Tensor] = field(default_factory=dict)
+    """Of what the input depends on, without a layer in between: its name, and its gradient in the whole model."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """The same over the ranks so far."""
+
+
+class GradientSums:
+    """Gradients of one trial, summed over the ranks that it is run as."""
+
+    def __init__(self, trial: Trial) -> None:
+        self._sources = dict(_sources(trial))
+        """What gradients lead back to: answers of layers, parameters and buffers."""
+        self._points: dict[tuple[str, int], _Point] = {}
+        self._seen: set[str] = set()
+
+    def add(self, call: Call, number: int, region: int | None, part: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        """`x` is what a rank has computed for the input of `call`, the layer's `number`-th: `part` of the whole.
+
+        Between regions residual branches lead far back: there, each source is looked at once.
+        """
+        key = (call.module, number)
+        if key not in self._points:
+            self._points[key] = self._point(call, region)
+        point = self._points[key]
+        sources = {name: self._sources[name] for name in point.expected}
+        for name, gradient in gradients(x, part(point.weights), sources).items():
+            point.sums[name] = point.sums[name] + gradient if name in point.sums else gradient
+
+    def check(self, error: NotEqual) -> None:
+        """After the last rank: raise `error` for the first gradient that is not the whole model's."""
+        for (module, _), point in self._points.items():
+            for name, expected in point.expected.items():
+                found = point.sums.get(name)
+                allowed = RTOL * float(expected.abs().max())
+                if found is None or not torch.allclose(found, expected, RTOL, allowed, equal_nan=True):
+                    raise error(
+                        point.region,
+                        f"the gradient of {name} through the input of {module} is not what the whole model computes",
+                    )
+
+    def _point(self, call: Call, region: int | None) -> _Point:
+        weights = weights_like(call.read)
+        asked = {name: x for name, x in self._sources.items() if region is not None or name not in self._seen}
+        found = gradients(call.read, weights, asked)
+        self._seen.update(found)
+        return _Point(region, weights, found)
+
+
+def _sources(trial: Trial) -> Iterator[tuple[str, Tensor]]:
+    for (module, number), call in trial.numbered().items():
+        yield f"the output of {module}" + (f" (call {number + 1})" if number else ""), call.wrote
+    for name, tensor in trial.stand_ins.items():
+        if tensor.requires_grad:
+            yield f"{trial.root}.{name}".strip("."), tensor

@@ -145,14 +145,12 @@ def made_up(*shape: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(0))
 
 
+_KINDS: Final = {nn.Embedding: "ids", nn.Conv2d: "image", nn.Conv1d: "signal"}
+
+
 def _kind(module: nn.Module) -> str | None:
-    if isinstance(module, nn.Embedding):
-        return "ids"
-    if isinstance(module, nn.Conv2d):
-        return "image"
-    if isinstance(module, nn.Conv1d):
-        return "signal"
-    return "features" if _width(module) else None
+    kind = next((kind for layer, kind in _KINDS.items() if isinstance(module, layer)), None)
+    return kind or ("features" if _width(module) else None)
 
 
 def _width(module: nn.Module) -> int:

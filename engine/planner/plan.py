@@ -151,15 +151,12 @@ class TensorPlan:
             lines.append(
                 f"  sequence (dimension {self.stack.dim}) sharded from {self.stack.first} to {self.stack.last}"
             )
-        if self.others:
-            named = [f"{name} ({kind})" for name, kind in _folded(self.others)]
-            lines.append(f"  whole, for they are no layers that can be sharded: {', '.join(named)}")
-        if self.arrangement.shares:
-            names = [name for (name,) in _folded([(name,) for name, _ in self.arrangement.shares])]
-            lines.append(f"  sharded with what they are applied to: {', '.join(names)}")
-        if self.partial:
-            names = [name for (name,) in _folded([(name,) for name in self.partial])]
-            lines.append(f"  gradients summed over the ranks: {', '.join(names)}")
+        lists: dict[str, list[tuple[str, ...]]] = {
+            "whole, for they are no layers that can be sharded": [(name, f"({kind})") for name, kind in self.others],
+            "sharded with what they are applied to": [(name,) for name, _ in self.arrangement.shares],
+            "gradients summed over the ranks": [(name,) for name in self.partial],
+        }
+        lines += [f"  {what}: {', '.join(map(' '.join, _folded(rows)))}" for what, rows in lists.items() if rows]
         return "\n".join(lines)
 
 

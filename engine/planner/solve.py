@@ -7,6 +7,7 @@ set is a sharded region: nothing inside it needs another rank until the row laye
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -73,7 +74,7 @@ class _Decision:
         """Layer -> those that have a parameter with it in common."""
         self._roles: dict[str, Role] = {}
         self._shares: dict[str, Share] = {}
-        self._tests: dict[str, RowSharding | str] = {}
+        self._test = functools.cache(self._tested)
         self._sizes: dict[str, tuple[list[Source], PlanError]] = {}
         """Row layer -> the layers that it reads, and the error that it is, if all of them are left without a region."""
 
@@ -157,13 +158,8 @@ class _Decision:
             self._roles[row] = Role(row, self._layers[row], "row", why, None, number, heads)
             self._shares.update(sharding.shares)
 
-    def _test(self, name: str) -> RowSharding | str:
-        """What is to be sharded for `name` to be a row layer, or why it cannot be one."""
-        if name not in self._tests:
-            self._tests[name] = self._tested(name)
-        return self._tests[name]
-
     def _tested(self, name: str) -> RowSharding | str:
+        """What is to be sharded for `name` to be a row layer, or why it cannot be one."""
         found: list[RowSharding] = []
         for use in self._uses.get(name, ()):
             sources = use.layers()

@@ -1,6 +1,6 @@
 """Trials of a pipeline: each stage on what the one before returned, wherever that is.
 
-Sent from one stage to the next is the form of it (pipe/treespec.py), and of its tensors their shapes and types; numbers
+Sent from one stage to the next is the form of it (tree.form_of), and of its tensors their shapes and types; numbers
 that are whole (token ids, masks, positions) are sent as they are, and others are made up anew.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
-from ..pipe import treespec
 from ..pipe.module import PipelineModule
+from ..tree import filled, form_of
 from .dependence import Flow
 from .example_inputs import Inputs, guesses, made_up
 from .tracer import Trial, brief, observe
@@ -54,7 +54,7 @@ class _StageOutput:
     def inputs(self) -> Inputs:
         """Of the stage after it."""
         fixed = frozenset(at for at, sent in enumerate(self.tensors) if sent.fixed)
-        return Inputs((treespec.filled(self.form, [sent.made() for sent in self.tensors]),), fixed=fixed)
+        return Inputs((filled(self.form, [sent.made() for sent in self.tensors]),), fixed=fixed)
 
 
 def try_stages(model: PipelineModule, tokens: int, example: Any, everyone: Comm | None = None) -> list[Trial] | str:
@@ -113,7 +113,7 @@ def _first(model: PipelineModule, stage: int, choices: Sequence[Inputs], made: I
 
 def _returned(model: PipelineModule, stage: int, trial: Trial) -> _StageOutput | str:
     try:
-        made, tensors = treespec.of(trial.returned)
+        made, tensors = form_of(trial.returned)
     except TypeError as error:
         return f"{model.end_of(stage)} returns {error}"
     flow = Flow(trial)

@@ -28,6 +28,7 @@ from .apply import ElsewhereError, parallelize, shard_vocabulary
 from .blocks import of_first
 from .plan import TensorPlan
 from .styles import PlanError, Role, Wanted, wanted_styles
+from .tracer import brief
 from .verify import ATOL, RTOL
 
 
@@ -195,7 +196,7 @@ def _not_by_rows(use: PipelineLayer, param: nn.Parameter, size: int) -> str:
                 if part.shape != expected.shape or not torch.allclose(part, expected, RTOL, ATOL):
                     return what
         except Exception as error:
-            return f"{what}: {type(error).__name__} {str(error).partition(chr(10))[0]}"
+            return f"{what}: {brief(error)}"
     return ""
 
 

@@ -7,12 +7,11 @@ little time and memory, wherever its weights are.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -27,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from ..tensor.batch_norm import is_batch_norm
 from ..tensor.layers import Layer, derived, layers_of
 from ..tensor.shape_override import plain
+from ..tree import leaves
 from ..words import joined
 from .example_inputs import Inputs
 
@@ -245,15 +245,7 @@ def _keeping() -> Iterator[None]:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The floating-point tensors in what a module returned, whatever holds them."""
-    if isinstance(value, Tensor):
-        return [plain(value)] if value.is_floating_point() else []
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in tensors_of(item)]
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [tensor for item in value for tensor in tensors_of(item)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return tensors_of(vars(value))
-    return []
+    return [plain(leaf) for _, leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 # --- stand-ins

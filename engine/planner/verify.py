@@ -2,14 +2,14 @@
 
 Column layers answer with this rank's part of what they answered then; the input of every layer must be this rank's part
 of its input then. So whatever lies between the layers has been shown to work on parts: nothing is taken on trust.
-Gradients are held against those of the whole model, too (`verify_gradients`).
+Gradients are held against those of the whole model, too (`dependence.GradientSums`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -21,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..tensor.layers import Layer
 from ..tensor.shape_override import ShapeOverride, override_shapes, plain
+from ..tree import leaves
 from ..words import joined
 from .blocks import Edges, Stack, on_first_activation, with_edges
-from .dependence import Share
+from .dependence import GradientSums, Share
 from .styles import Role
-from .tracer import Trial, run, tensors_of
-from .verify_gradients import GradientSums
+from .tracer import Trial, brief, run, tensors_of
 
 RTOL: Final = 1e-3
 ATOL: Final = 1e-4
@@ -135,8 +135,7 @@ def rehearse(
                     rank_run.region, f"{rank_run.last} is followed by {error}() of an activation"
                 ) from error
             except Exception as error:
-                text = f"{rank_run.last} is followed by {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                raise Mismatch(rank_run.region, text) from error
+                raise Mismatch(rank_run.region, f"{rank_run.last} is followed by {brief(error)}") from error
             rank_run.finish(found)
 
 
@@ -299,14 +298,14 @@ class Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             _refuse_no_heads(args, kwargs)
-        if self._aside or not (_is_marked(args) or _is_marked(kwargs.values())):
+        if self._aside or not _is_marked((args, kwargs)):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name in _READS:
             raise Decided(name.strip("_"))
         result = func(*args, **kwargs)
         if name not in _CHECKS:
-            for x in _tensors((result,)):
+            for x in _tensors(result):
                 mark(x)
         if name == "__setitem__":
             mark(args[0])
@@ -321,16 +320,9 @@ def _refuse_no_heads(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         raise ValueError("attention is asked for no heads")
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among what torch's functions take and return; of calls there are many thousands in a rehearsal."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
-        elif isinstance(value, dict):
-            yield from _tensors(value.values())
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
-def _is_marked(values: Iterable[Any]) -> bool:
-    return any(getattr(x, "of_one_rank", False) for x in _tensors(values))
+def _is_marked(value: Any) -> bool:
+    return any(getattr(x, "of_one_rank", False) for x in _tensors(value))

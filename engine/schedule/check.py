@@ -35,9 +35,9 @@ def check(plan: Plan) -> None:
     if not transfers:
         plan = with_transfers(plan)
     try:
-        _finish(plan, _needs(plan, buffered=False))
+        list(in_order(plan, _needs(plan, buffered=False)))
     except ScheduleError as error:
-        _finish(plan, _needs(plan, buffered=True))
+        list(in_order(plan, _needs(plan, buffered=True)))
         raise ScheduleError(
             f"{error}\n  It could if sends were buffered: some are not in the order of their receives."
         ) from None
@@ -69,11 +69,6 @@ def in_order(plan: Plan, needs: Needs) -> Iterator[Action]:
                 ready += waiting.pop(action)
     if waiting:
         raise ScheduleError(_dump(plan, at, {rank: action for action, ranks in waiting.items() for rank in ranks}))
-
-
-def _finish(plan: Plan, needs: Needs) -> None:
-    for _ in in_order(plan, needs):
-        pass
 
 
 def _needs(plan: Plan, buffered: bool) -> Needs:

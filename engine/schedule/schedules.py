@@ -1,10 +1,9 @@
-"""The schedules, each a function from the sizes of a pipeline to its plan, and their names in the configuration
-(`pipeline.schedule`). Micro-batches may be fewer than ranks."""
+"""The schedules, each a function from a rank and the sizes of a pipeline to what the rank does, and their names in the
+configuration (`pipeline.schedule`). Micro-batches may be fewer than ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Final
 
@@ -12,31 +11,25 @@ from ..words import did_you_mean
 from .plan import Action, Plan
 
 
-def gpipe(ranks: int, microbatches: int) -> Plan:
+def gpipe(rank: int, ranks: int, microbatches: int, virtual_stages: int) -> Iterable[Action]:
     """GPipe (Huang et al. 2019, arXiv 1811.06965): all forwards, then all backwards, in the same order.
 
     A rank holds the activations of all micro-batches at once.
     """
-    return _plan(
-        "gpipe", ranks, microbatches, lambda rank: [Action(op, rank, m) for op in "FB" for m in range(microbatches)]
-    )
+    return [Action(op, rank, m) for op in "FB" for m in range(microbatches)]
 
 
-def one_f_one_b(ranks: int, microbatches: int) -> Plan:
+def one_f_one_b(rank: int, ranks: int, microbatches: int, virtual_stages: int) -> Iterable[Action]:
     """1F1B (PipeDream-Flush, Narayanan et al. 2021, arXiv 2006.09503): one forward, one backward.
 
     As fast as GPipe, but rank r does only ranks - r - 1 forwards ahead, by which time the first backward comes back. So
     it holds no more activations than there are ranks from it to the last.
     """
-
-    def of(rank: int) -> Iterable[Action]:
-        forwards, backwards = ([Action(op, rank, m) for m in range(microbatches)] for op in "FB")
-        return _alternating(forwards, backwards, ahead=ranks - rank - 1)
-
-    return _plan("1f1b", ranks, microbatches, of)
+    forwards, backwards = ([Action(op, rank, m) for m in range(microbatches)] for op in "FB")
+    return _alternating(forwards, backwards, ahead=ranks - rank - 1)
 
 
-def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Plan:
+def interleaved(rank: int, ranks: int, microbatches: int, virtual_stages: int) -> Iterable[Action]:
     """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): each rank holds several parts of the model.
 
     The pipeline fills and drains in steps of one part, so the bubble is smaller by the number of parts a rank holds; in
@@ -48,11 +41,11 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Plan:
     (With a last group that is simply shorter, a backward can come before a forward that it waits for around the ranks.)
     """
     if virtual_stages == 1:
-        return replace(one_f_one_b(ranks, microbatches), schedule="interleaved")
+        return one_f_one_b(rank, ranks, microbatches, virtual_stages)
     full = -(-microbatches // ranks) * ranks
+    parts = range(rank, ranks * virtual_stages, ranks)
 
-    def walk(op: str, rank: int) -> list[Action]:
-        parts = range(rank, ranks * virtual_stages, ranks)
+    def walk(op: str) -> list[Action]:
         return [
             Action(op, stage, m)
             for first in range(0, full, ranks)
@@ -60,43 +53,29 @@ def interleaved(ranks: int, microbatches: int, virtual_stages: int) -> Plan:
             for m in range(first, first + ranks)
         ]
 
-    def of(rank: int) -> Iterable[Action]:
-        # Around the ranks for each part but the last, and twice the way to the last rank: there and back.
-        ahead = (virtual_stages - 1) * ranks + 2 * (ranks - rank - 1)
-        actions = _alternating(walk("F", rank), walk("B", rank), ahead)
-        return (action for action in actions if action.microbatch < microbatches)
-
-    return _plan("interleaved", ranks, microbatches, of, virtual_stages)
+    # Around the ranks for each part but the last, and twice the way to the last rank: there and back.
+    ahead = (virtual_stages - 1) * ranks + 2 * (ranks - rank - 1)
+    actions = _alternating(walk("F"), walk("B"), ahead)
+    return (action for action in actions if action.microbatch < microbatches)
 
 
-def zero_bubble(ranks: int, microbatches: int) -> Plan:
+def zero_bubble(rank: int, ranks: int, microbatches: int, virtual_stages: int) -> Iterable[Action]:
     """ZB-H1 (Qi et al. 2023, arXiv 2401.10241): the backward in two parts, at the peak memory of 1F1B.
 
     The next rank waits for input gradients (B) alone. Weight gradients (W) nobody waits for: put off by r micro-batches
     on rank r, they fill the time in which the pipeline drains. So micro-batches between F and W are as many on every
     rank as there are ranks, and those between F and B are 1F1B's.
     """
-
-    def of(rank: int) -> Iterable[Action]:
-        ahead = min(ranks - rank - 1, microbatches)
-        actions = [Action("F", rank, m) for m in range(ahead)]
-        for m in range(microbatches):
-            if ahead + m < microbatches:
-                actions.append(Action("F", rank, ahead + m))
-            actions.append(Action("B", rank, m))
-            if m >= rank:
-                actions.append(Action("W", rank, m - rank))
-        actions += [Action("W", rank, m) for m in range(max(0, microbatches - rank), microbatches)]
-        return actions
-
-    return _plan("zero-bubble", ranks, microbatches, of)
-
-
-def _plan(
-    schedule: str, ranks: int, microbatches: int, of: Callable[[int], Iterable[Action]], virtual_stages: int = 1
-) -> Plan:
-    """The plan in which each rank does the actions `of(rank)`."""
-    return Plan(schedule, ranks, microbatches, virtual_stages, tuple(tuple(of(rank)) for rank in range(ranks)))
+    ahead = min(ranks - rank - 1, microbatches)
+    actions = [Action("F", rank, m) for m in range(ahead)]
+    for m in range(microbatches):
+        if ahead + m < microbatches:
+            actions.append(Action("F", rank, ahead + m))
+        actions.append(Action("B", rank, m))
+        if m >= rank:
+            actions.append(Action("W", rank, m - rank))
+    actions += [Action("W", rank, m) for m in range(max(0, microbatches - rank), microbatches)]
+    return actions
 
 
 def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int) -> Iterable[Action]:
@@ -108,13 +87,13 @@ def _alternating(forwards: Sequence[Action], backwards: Sequence[Action], ahead:
 
 # --- by name
 
-SCHEDULES: Final[dict[str, Callable[..., Plan]]] = {
+SCHEDULES: Final[dict[str, Callable[[int, int, int, int], Iterable[Action]]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
 }
-"""Name -> what makes its plan from ranks and micro-batches, and those of `VIRTUAL` from virtual stages too."""
+"""Name -> what a rank does, of the rank and the numbers of ranks, of micro-batches and of stages each rank holds."""
 
 VIRTUAL: Final = frozenset({"interleaved"})
 """Schedules in which a rank can hold several parts of the model."""
@@ -134,11 +113,10 @@ def make_plan(schedule: str, ranks: int, microbatches: int, virtual_stages: int 
     for name, size in (("ranks", ranks), ("microbatches", microbatches), ("virtual_stages", virtual_stages)):
         if size < 1:
             raise ValueError(f"{name} is {size}; a pipeline needs at least 1")
-    if schedule in VIRTUAL:
-        return SCHEDULES[schedule](ranks, microbatches, virtual_stages)
-    if virtual_stages > 1:
+    if virtual_stages > 1 and schedule not in VIRTUAL:
         raise ValueError(
             f'virtual_stages is {virtual_stages}, and "{schedule}" knows one stage a rank; '
             f'write virtual_stages 1, or the schedule "interleaved"'
         )
-    return SCHEDULES[schedule](ranks, microbatches)
+    actions = tuple(tuple(SCHEDULES[schedule](rank, ranks, microbatches, virtual_stages)) for rank in range(ranks))
+    return Plan(schedule, ranks, microbatches, virtual_stages, actions)

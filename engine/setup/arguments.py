@@ -7,9 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..config import Config
 from ..tensor.sharding import sharded_parameters
+from ..zero.init import EarlyParam
+from ..zero.shard import find_sharded
+from ..zero.validate import abandoned, refuse_lazy
 
 PARAMETERS: Final = (
     "write model_parameters=model.parameters(), a list of parameters, or parameter groups such as "
@@ -17,9 +21,34 @@ PARAMETERS: Final = (
 )
 
 
-def check_arguments(args: Any, model_parameters: Any) -> None:
-    """Raise TypeError for an `args` without attributes, which cannot have a `deepspeed_config`, and for
-    `model_parameters` that are no list or other iterable."""
+def check_model(model: Any) -> nn.Module:
+    """The model. Raises ValueError or TypeError for what is none, or cannot be made an engine of."""
+    if model is None:
+        raise ValueError("initialize: no model; pass model=")
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}; make one of it" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TypeError(f"initialize: model must be an nn.Module, and is {what}")
+    refuse_lazy(model)
+    if not all(isinstance(find_sharded(param), EarlyParam | None) for param in model.parameters()):
+        raise ValueError(
+            "initialize: the model has an engine already; call its destroy() first, on all ranks, or, where "
+            "nothing refers to that engine any more, build the model anew"
+        )
+    if (left := abandoned(model)) is not None:
+        raise ValueError(
+            f"initialize: {left} is sharded (ZeRO stage 3), by an engine that is gone; build the model anew"
+        )
+    for name, _, _ in sharded_parameters(model):  # which destroy() does not make whole again
+        raise ValueError(
+            f"initialize: {name} is sharded over tensor-parallel ranks already, by an engine before: build the model "
+            "anew, and load_checkpoint what that one saved"
+        )
+    return model
+
+
+def check_arguments(args: Any, optimizer: Any, model_parameters: Any, unsupported: Mapping[str, Any]) -> None:
+    """Raise TypeError for an `args` without attributes, which cannot have a `deepspeed_config`, for an `optimizer` that
+    is none, and for `model_parameters` that are no list or other iterable; ValueError for what is `unsupported`."""
     if isinstance(args, nn.Module):
         raise TypeError(f"initialize: args is a {type(args).__name__}, a module; write model= before it")
     if args is not None and not (isinstance(args, Mapping) or hasattr(args, "__dict__") or hasattr(args, "__slots__")):
@@ -29,6 +58,13 @@ def check_arguments(args: Any, model_parameters: Any) -> None:
     many = isinstance(model_parameters, Iterable) and not isinstance(model_parameters, str | bytes | Mapping | Tensor)
     if model_parameters is not None and not many:
         raise TypeError(f"initialize: model_parameters is a {type(model_parameters).__name__}; {PARAMETERS}")
+    for name in (name for name, given in unsupported.items() if given is not None):
+        raise ValueError(
+            f"initialize: {name} is not supported: ranks are divided by the configuration; write "
+            '"tensor_parallel": {"autotp_size": ...} and "pipeline": {"stages": ...} there, and leave it out'
+        )
+    if not (optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)):
+        raise TypeError(f"initialize: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
 
 
 def config_of(args: Any, config: Any, config_params: Any) -> Any:
@@ -45,16 +81,6 @@ def config_of(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(given.values()))
 
 
-def refuse_sharded(model: nn.Module) -> None:
-    """Raise ValueError for a model whose layers an engine has sharded: destroy() does not make them whole again."""
-    name = next((name for name, _, _ in sharded_parameters(model)), None)
-    if name is not None:
-        raise ValueError(
-            f"initialize: {name} is sharded over tensor-parallel ranks already, by an engine before: build the model "
-            "anew, and load_checkpoint what that one saved"
-        )
-
-
 def check_parameters(model: nn.Module, config: Config) -> None:
     """Raise ValueError for what no setting of the engine can train."""
     for name, param in model.named_parameters():
@@ -68,10 +94,13 @@ def check_parameters(model: nn.Module, config: Config) -> None:
             )
 
 
-def check_listed(listed: list[Any] | None, model: nn.Module) -> None:
-    """Raise ValueError for `model_parameters` that are not those of `model`."""
-    if listed is None:
-        return
+def listed_parameters(given: Iterable[Any] | None, model: nn.Module) -> list[Any] | None:
+    """What was passed as `model_parameters`. Raises ValueError for those that `model` does not have."""
+    if given is None:
+        return None
+    listed = list(given)
+    if any(isinstance(item, Mapping) for item in listed):
+        listed = parameter_groups(listed)  # whose parameters may be a generator's
     known = set(model.parameters())
     for param in [p for group in parameter_groups(listed) for p in group["params"]]:
         if param not in known:
@@ -84,6 +113,7 @@ def check_listed(listed: list[Any] | None, model: nn.Module) -> None:
             "initialize: model_parameters is empty, and the model has parameters to train: leave it out, or list them "
             "when the model has its layers (a PipelineModule without num_stages has none before)"
         )
+    return listed
 
 
 def in_vain(optimizer: Any, scheduler: Any, config: Config) -> Iterator[str]:
@@ -104,7 +134,7 @@ def compare(listed: list[dict[str, Any]], stepped: list[dict[str, Any]]) -> None
         warnings.warn(
             f"initialize: model_parameters has {len(ours - theirs)} parameters to train that optimizer= has not, and "
             f"not {len(theirs - ours)} that it has; it has no effect: the optimizer's own are trained",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

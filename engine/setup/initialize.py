@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from ..comm.comm import Comm, open_comm
 from ..comm.consensus import failing_together
 from ..comm.lane import open_lane
 from ..comm.launch import init_distributed, local_device
-from ..comm.mesh import Mesh, mesh_of, open_parallel
+from ..comm.mesh import Mesh, Parallel, mesh_of, open_parallel
 from ..comm.peers import Peers
 from ..config import Config, load
 from ..data import ShardedLoader
@@ -34,8 +34,7 @@ from ..pipe.p2p import Links, open_links
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training_state import Training
-from ..zero import Comms, Zero, ZeroSettings
-from ..zero.init import EarlyParam
+from ..zero import Comms, Zero
 from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
 from . import arguments
@@ -77,140 +76,119 @@ def initialize(
     the model and the optimizer are as before, but where they are and in which precision, and what pipelines and tensor
     parallelism divided. Once layers are divided, what fails on one rank fails on all: SharedError on the others.
     """
-    arguments.check_arguments(args, model_parameters)
-    if model is None:
-        raise ValueError("initialize: no model; pass model=")
-    if not isinstance(model, nn.Module):
-        what = f"the class {model.__name__}; make one of it" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise TypeError(f"initialize: model must be an nn.Module, and is {what}")
+    model = arguments.check_model(model)
+    arguments.check_arguments(args, optimizer, model_parameters, {"mpu": mpu, "mesh_param": mesh_param})
     if training_data is not None and train_dataloader is not None:
         raise ValueError("initialize: training_data and train_dataloader: pass one of them")
-    for name, given in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if given is not None:
-            raise ValueError(
-                f"initialize: {name} is not supported: ranks are divided by the configuration; write "
-                '"tensor_parallel": {"autotp_size": ...} and "pipeline": {"stages": ...} there, and leave it out'
-            )
-    refuse_lazy(model)
-    for param in model.parameters():
-        if not isinstance(find_sharded(param), EarlyParam | None):
-            raise ValueError(
-                "initialize: the model has an engine already; call its destroy() first, on all ranks, or, where "
-                "nothing refers to that engine any more, build the model anew"
-            )
-    if (left := abandoned(model)) is not None:
-        raise ValueError(
-            f"initialize: {left} is sharded (ZeRO stage 3), by an engine that is gone; build the model anew"
-        )
-    if not (optimizer is None or callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
-        raise TypeError(f"initialize: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
-    arguments.refuse_sharded(model)
     source = arguments.config_of(args, config, config_params)
     if dist_init_required is not False:
         init_distributed(distributed_port=distributed_port)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
     settings = load(source, world_size=world_size, pipeline_stages=stages_of(model))
     check_same_config(settings)
-    if rank == 0:
-        for warning in settings.warnings:
+    mesh, device = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size), local_device()
+    hooks = Hooks()
+    if mesh.rank == 0:
+        for warning in (*settings.warnings, *arguments.in_vain(optimizer, lr_scheduler, settings)):
             warnings.warn(warning, stacklevel=2)
         if settings.dump_state:
             print(settings.model_dump_json(indent=2))
-
-    vain = list(arguments.in_vain(optimizer, lr_scheduler, settings))
+        warn_untried(device, world_size)
     own = {"optimizer": optimizer, "scheduler": lr_scheduler}
     settings = settings.model_copy(update={name: None for name, passed in own.items() if passed is not None})
-
-    hooks = Hooks()
-    device = local_device()
-    if rank == 0:
-        warn_untried(device, world_size)
-    mesh = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size)
     arrange(model, settings, mesh)
     refuse_lazy(model)  # a pipeline's layers may be new
     refuse_overlaps(model)
-    listed = None if model_parameters is None else list(model_parameters)
-    if listed and any(isinstance(item, Mapping) for item in listed):
-        listed = arguments.parameter_groups(listed)  # whose parameters may be a generator's
+    listed = arguments.listed_parameters(model_parameters, model)
     arguments.check_parameters(model, settings)
-    arguments.check_listed(listed, model)
     if isinstance(optimizer, torch.optim.Optimizer):
         trained = any(param.requires_grad for param in model.parameters())
         sharded = settings.zero_optimization.stage > 0 and mesh.dp > 1 and trained
         optim.check_client(optimizer, set(model.parameters()), sharded, settings.zero_allow_untested_optimizer)
-    loader = train_dataloader
-    if training_data is not None:
-        loader = _loader(training_data, settings, mesh, collate_fn)
-    _place(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
+    loader = train_dataloader if training_data is None else _loader(training_data, settings, mesh, collate_fn)
+    _bring(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     with _closed_on_failure(model) as opened:
-        parallel = open_parallel(mesh, hooks)
-        opened.callback(parallel.close)
-        check_same_model(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
-        broadcast_model([*(p for p in model.parameters() if find_sharded(p) is None), *model.buffers()], parallel)
-        shard_layers(model, settings, parallel, device, example)
-        shared = share_parameters(model, parallel, hooks)
-        opened.callback(shared.close)
-        shared.agree()
-        links: Links = {}
-        if isinstance(model, PipelineModule):
-            links = open_links(mesh, device, hooks, wraps=model.placement.virtual_stages > 1)
-        for each in links.values():
-            opened.callback(each.close)
-        comms = _open_comms(settings, mesh, device, hooks, link)
-        for comm in comms.all():
-            opened.callback(comm.close)
-        joined = (parallel.data, parallel.model, parallel.tensor, parallel.everyone, *comms.all())
-        between = [group for each in links.values() for group in each.groups]
-        peers = Peers(parallel.everyone, [*(comm.group for comm in joined), *between])
-        opened.callback(peers.close)
-        with failing_together("initialize", parallel.everyone):
-            activation_checkpoint.attach(hooks, settings.activation_checkpointing)
-            opened.callback(policies.from_config(settings.activation_checkpointing).apply(model, hooks))
-            offload = open_offload(settings, device, hooks, rank)
-            opened.callback(offload.close)
-        with failing_together("initialize", parallel.everyone):
-            zero = Zero(
-                model, ZeroSettings.of(settings), comms, hooks,
-                make_master=offload.states.make_master, offload_shard=offload.offload_shard,
-                names=model.names() if isinstance(model, PipelineModule) else None,
-                stages=model.stages_of_parameters() if isinstance(model, PipelineModule) else None,
-            )  # fmt: skip
-            opened.callback(zero.close, whole=False)  # others may have none
-        opened.callback(zero.close)
-        with failing_together("initialize", parallel.everyone):
-            made, adopted = _optimizer(optimizer, listed, settings, zero, parallel.data, hooks)
-            if adopted is not None:
-                opened.callback(adopted.give_back, in_memory=isinstance(offload.states, InMemory))
-            scheduler = _scheduler(lr_scheduler, settings, made)
-            for note in (*vain, *offload.notes) if rank == 0 else ():
-                warnings.warn(note, stacklevel=2)
-            training = Training(
-                model,
-                settings,
-                zero,
-                parallel,
-                shared,
-                made,
-                scheduler,
-                loss_scaler(settings.fp16),
-                offload.states,
-                hooks,
-                peers,
-                loader,
-            )
-        with failing_together("initialize", parallel.everyone):
-            engine: Engine | PipelineEngine
-            if isinstance(model, PipelineModule):
-                engine = PipelineEngine(training, opened, links=links)
-            else:
-                engine = Engine(training, opened)
-            for note in idle_pipelines(settings, engine.optimizer_step.tiles) if rank == 0 else ():
-                warnings.warn(note, stacklevel=2)
-        zero.settle()
+        parallel = _place(model, mesh, hooks, opened)
+        training, links = _divide(model, settings, parallel, device, hooks, opened, example, link)
+        training.training_dataloader = loader
+        engine = _assemble(training, optimizer, listed, lr_scheduler, links, opened)
+    return engine, training.optimizer, loader, training.lr_scheduler
+
+
+def _place(model: nn.Module, mesh: Mesh, hooks: Hooks, opened: contextlib.ExitStack) -> Parallel:
+    """This rank's groups, whose ranks have the same model from now on."""
+    parallel = open_parallel(mesh, hooks)
+    opened.callback(parallel.close)
+    check_same_model(model, parallel, model.names() if isinstance(model, PipelineModule) else None)
+    broadcast_model([*(p for p in model.parameters() if find_sharded(p) is None), *model.buffers()], parallel)
+    return parallel
+
+
+def _divide(
+    model: nn.Module, config: Config, parallel: Parallel, device: torch.device, hooks: Hooks,
+    opened: contextlib.ExitStack, example: Any, link: float | None,
+) -> tuple[Training, Links]:  # fmt: skip
+    """Leave this rank its part of each layer, and its shards of what data-parallel ranks divide among them: all that
+    is trained, with nothing yet that trains it."""
+    shard_layers(model, config, parallel, device, example)
+    shared = share_parameters(model, parallel, hooks)
+    opened.callback(shared.close)
+    shared.agree()
+    links: Links = {}
+    of_pipeline: dict[str, Any] = {}
+    if isinstance(model, PipelineModule):
+        links = open_links(parallel.mesh, device, hooks, wraps=model.placement.virtual_stages > 1)
+        of_pipeline = {"names": model.names(), "stages": model.stages_of_parameters()}
+    for each in links.values():
+        opened.callback(each.close)
+    comms = _open_comms(config, parallel.mesh, device, hooks, link)
+    for comm in comms.all():
+        opened.callback(comm.close)
+    joined = (parallel.data, parallel.model, parallel.tensor, parallel.everyone, *comms.all())
+    between = [group for each in links.values() for group in each.groups]
+    peers = Peers(parallel.everyone, [*(comm.group for comm in joined), *between])
+    opened.callback(peers.close)
+    with failing_together("initialize", parallel.everyone):
+        activation_checkpoint.attach(hooks, config.activation_checkpointing)
+        opened.callback(policies.from_config(config.activation_checkpointing).apply(model, hooks))
+        offload = open_offload(config, device, hooks, parallel.mesh.rank)
+        opened.callback(offload.close)
+    with failing_together("initialize", parallel.everyone):
+        zero = Zero(
+            model, config, comms, hooks,
+            make_master=offload.states.make_master, offload_shard=offload.offload_shard, **of_pipeline,
+        )  # fmt: skip
+        opened.callback(zero.close, whole=False)  # others may have none
+        for note in offload.notes if parallel.mesh.rank == 0 else ():
+            warnings.warn(note, stacklevel=3)
+    opened.callback(zero.close)
+    scaler = loss_scaler(config.fp16)
+    return Training(model, config, zero, parallel, shared, scaler, offload.states, hooks, peers), links
+
+
+def _assemble(
+    training: Training, optimizer: Any, listed: list[Any] | None, scheduler: Any, links: Links,
+    opened: contextlib.ExitStack,
+) -> Engine | PipelineEngine:  # fmt: skip
+    """The engine: what trains it, and takes its steps."""
+    config, parallel, module = training.config, training.parallel, training.module
+    with failing_together("initialize", parallel.everyone):
+        training.optimizer, adopted = _optimizer(optimizer, listed, config, training.zero, parallel.data)
         if adopted is not None:
-            adopted.settle()
-    return engine, made, loader, scheduler
+            opened.callback(adopted.give_back, in_memory=isinstance(training.states, InMemory))
+        training.lr_scheduler = _scheduler(scheduler, config, training.optimizer)
+    with failing_together("initialize", parallel.everyone):
+        engine: Engine | PipelineEngine
+        if isinstance(module, PipelineModule):
+            engine = PipelineEngine(training, opened, links=links)
+        else:
+            engine = Engine(training, opened)
+        for note in idle_pipelines(config, engine.optimizer_step.tiles) if parallel.mesh.rank == 0 else ():
+            warnings.warn(note, stacklevel=3)
+    training.zero.settle()
+    if adopted is not None:
+        adopted.settle()
+    return engine
 
 
 def warn_untried(device: torch.device, world_size: int) -> None:
@@ -243,7 +221,7 @@ def _closed_on_failure(model: nn.Module) -> Iterator[contextlib.ExitStack]:
         raise
 
 
-def _place(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+def _bring(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     """Bring the model to `device` and its floating-point tensors to `dtype`; what zero.Init has sharded, it has
     placed."""
     early = [param for param in model.parameters() if find_sharded(param) is not None]
@@ -264,17 +242,16 @@ def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks, 
     def comm(name: str, sets: list[list[int]]) -> Comm:
         return open_comm(sets, lambda: open_lane(name, device, hooks, link))
 
-    replicas = mesh.sets("dp")
-    near = None
-    size = config.zero_optimization.zero_hpz_partition_size
-    if config.zero_optimization.stage == 3 and size > 1:
+    replicas, near, zero = mesh.sets("dp"), None, config.zero_optimization
+    size = zero.zero_hpz_partition_size
+    if zero.stage == 3 and size > 1:
         neighbours = [ranks[first : first + size] for ranks in replicas for first in range(0, mesh.dp, size)]
         near = comm("near", neighbours)
     return Comms(comm("gradients", replicas), comm("parameters", replicas), near)
 
 
 def _optimizer(
-    given: Any, parameters: list[Any] | None, config: Config, zero: Zero, main: Comm, hooks: Hooks
+    given: Any, parameters: list[Any] | None, config: Config, zero: Zero, main: Comm
 ) -> tuple[torch.optim.Optimizer | None, optim.Adopted | None]:
     """The script's optimizer, and what gives it back, or the configuration's, over the masters."""
     masters = zero.masters
@@ -294,18 +271,15 @@ def _optimizer(
         {**group, "params": [masters[p] for p in group["params"] if p in masters]}
         for group in arguments.parameter_groups(listed)
     ]
-    built = optim.build(
-        config.optimizer.type, config.optimizer.params.arguments(), groups, shards=shards, group=main.group, hooks=hooks
-    )
-    return built, None
+    params = config.optimizer.params.arguments()
+    return optim.build(config.optimizer.type, params, groups, shards=shards, comm=main), None
 
 
 def _shard(param: ShardedParam, main: Comm) -> optim.Shard:
     """What the optimizer is to know of a master."""
     ranks = param.partition.num_shards
     bounds = tuple(param.partition.bounds(rank) for rank in range(ranks))
-    group = main.group if ranks > 1 else None
-    return optim.Shard(param.shape, bounds, group, optim.wants_muon(param.name, param.param))
+    return optim.Shard(param.shape, bounds, main if ranks > 1 else None, optim.wants_muon(param.name, param.param))
 
 
 def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -13,6 +13,8 @@ from torch import nn
 from ..comm.consensus import first_difference
 from ..comm.mesh import Parallel
 from ..config import Config
+from ..tree import leaves
+from ..words import joined
 
 OF_A_RANK: Final[Any] = {
     **dict.fromkeys(
@@ -31,20 +33,13 @@ OF_A_RANK: Final[Any] = {
 
 def check_same_config(config: Config) -> None:
     """Raise ValueError on all ranks of the job if they do not train by the same configuration. On all ranks."""
-    found = first_difference(_flat(config.model_dump(mode="json", exclude=OF_A_RANK)))
+    values = leaves(config.model_dump(mode="json", exclude=OF_A_RANK))
+    found = first_difference({joined(*path): value for path, value in values})
     if found is not None:
         raise ValueError(
             f"initialize: the ranks have different configurations, first in {found.key}: {found.listed(json.dumps)}: "
             "pass the same one on every rank"
         )
-
-
-def _flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Keys as in `zero_optimization.stage` -> values."""
-    flat: dict[str, Any] = {}
-    for name, value in section.items():
-        flat |= _flat(value, f"{above}{name}.") if isinstance(value, Mapping) else {f"{above}{name}": value}
-    return flat
 
 
 def check_same_model(model: nn.Module, parallel: Parallel, names: Mapping[nn.Parameter, str] | None = None) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.comm import Comm
+from ..tree import leaves
+from ..words import joined
 
 _MULTIPLIER: Final = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed integer
 
@@ -25,12 +26,12 @@ def check_same(batch: Any, comm: Comm) -> None:
     """
     if comm.group is None:
         return
-    tensors: list[Tensor] = []
-    described = repr(list(_describe(batch, tensors)))
+    found = list(leaves(batch))
+    described = ", ".join(f"{joined(*path)}: {_described(leaf)}".removeprefix(": ") for path, leaf in found)
     shapes = int.from_bytes(hashlib.blake2b(described.encode(), digest_size=7).digest(), "little")
     rows = torch.zeros((comm.size, 2), dtype=torch.int64, device=comm.device)
     values = torch.zeros((), dtype=torch.int64, device=comm.device)
-    for tensor in tensors:
+    for tensor in (leaf for _, leaf in found if isinstance(leaf, Tensor)):
         values = values * 31 + _hash(tensor).to(values.device)
     rows[comm.rank, 0] = shapes
     rows[comm.rank, 1] = values
@@ -63,22 +64,11 @@ def check_range(numbers: Tensor, limit: int, said: str) -> None:
         raise IndexError(said.format(int(lowest), int(highest)))
 
 
-def _describe(value: Any, tensors: list[Tensor]) -> Iterator[str]:
-    """What `value` consists of; its tensors go to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        yield f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    elif isinstance(value, Mapping):
-        for key in value:
-            yield f"{key}="
-            yield from _describe(value[key], tensors)
-    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        yield f"{len(value)} of"
-        for item in value:
-            yield from _describe(item, tensors)
-    else:
-        own = isinstance(value, str | bytes | int | float | complex | bool | type(None))
-        yield repr(value) if own else type(value).__name__
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    own = isinstance(leaf, str | bytes | int | float | complex | bool | type(None))
+    return repr(leaf) if own else type(leaf).__name__
 
 
 @torch.no_grad()

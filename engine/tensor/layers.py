@@ -207,24 +207,6 @@ class Column(State):
         return y
 
 
-class ColumnLinear(nn.Linear):
-    """Holds some of the rows of the weight."""
-
-    tensor: Column
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tensor.compute(F.linear, self, x)
-
-
-class ColumnConv1D(nn.Module):
-    """Holds some of the columns of the weight, which is transposed."""
-
-    tensor: Column
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tensor.compute(_addmm, self, x)
-
-
 def _addmm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As Conv1D itself computes it: what puts off weight gradients in a pipeline looks for this call."""
     bias = weight.new_zeros(weight.shape[1]) if bias is None else bias
@@ -267,22 +249,16 @@ class Row(Exit):
         return self.sum(product(x, layer.weight), layer.bias)
 
 
-class RowLinear(nn.Linear):
-    """Holds some of the columns of the weight."""
-
-    tensor: Row
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tensor.compute(F.linear, self, x)
+# --- what column and row layers become: each holds some of the weight, which a Conv1D has transposed
 
 
-class RowConv1D(nn.Module):
-    """Holds some of the rows of the weight, which is transposed."""
+def _computing(name: str, stock: type[nn.Module], product: Callable[..., Tensor]) -> type[nn.Module]:
+    """A layer whose `tensor`, a Column or a Row, computes."""
+    return type(name, (stock,), {"forward": lambda self, x: self.tensor.compute(product, self, x)})
 
-    tensor: Row
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tensor.compute(_addmm, self, x)
+ColumnLinear, RowLinear = (_computing(name, nn.Linear, F.linear) for name in ("ColumnLinear", "RowLinear"))
+ColumnConv1D, RowConv1D = (_computing(name, nn.Module, _addmm) for name in ("ColumnConv1D", "RowConv1D"))
 
 
 # --- vocabulary: each rank holds some of the rows of an embedding

@@ -4,7 +4,7 @@ base_engine      what both engines are: a training, its steps, its metrics, its 
 engine           a model that runs as one: forward, backward, step
 pipeline_engine  a model in stages: train_batch, eval_batch
 optimizer_step   norm, overflow, clipping, update, and the new weights to where they are needed
-clearing         `optimizer.zero_grad()` and `module.zero_grad()`, which reach what the engine keeps of gradients
+clipping         torch's functions that clip gradients, which find none there
 metrics          what is reported after a step
 deepspeed_api    DeepSpeed's names, in tables
 settings         the same of the configuration

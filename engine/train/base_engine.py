@@ -109,9 +109,10 @@ class BaseEngine(nn.Module):
         self.optimizer_step = OptimizerStep(training)
         opened.callback(self.optimizer_step.close)
         self.metrics = Metrics(training, progress)
-        opened.callback(self.metrics.close)
+        opened.callback(self.metrics.monitors.stop)
         self.tput_timer = Throughput()
         self._own_data: Iterator[Any] | None = None
+        self._frozen = [param for param in training.zero.params if not param.trainable]
         self._norm: float | None = None
         self._stepped = False
         self._destroyed = False
@@ -126,7 +127,10 @@ class BaseEngine(nn.Module):
 
     def log_summary(self, show_straggler: bool = False) -> None:
         """Print the table of communications so far (`comms_logger`); with `show_straggler` on all ranks at once."""
-        self.metrics.log_summary(show_straggler)
+        comms = self.metrics.monitors.comms
+        if comms is None:
+            raise RuntimeError('engine.log_summary: write "comms_logger": {"enabled": true} in the configuration')
+        comms.log_summary(show_straggler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients there are, and begin the step anew: its micro-batches so far count no more.

@@ -12,15 +12,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import activation_checkpoint
 from ..comm.deadlock import NORM
+from ..forward import watch_zero_grad
 from ..optim.loss_scaler import cast_floating
 from ..training_state import Training
 from ..tree import loss_of, to_device
 from ..zero.placeholder import no_torch_function
-from . import clearing
+from . import clipping
 from .base_engine import BaseEngine
 
 
@@ -29,7 +30,6 @@ class Engine(BaseEngine):
 
     def __init__(self, training: Training, opened: contextlib.ExitStack) -> None:
         super().__init__(training, opened)
-        self._frozen = [param for param in training.zero.params if param.master is None]
         self._in_no_sync = False
         self._boundary_override: bool | None = None
         self._counted = False
@@ -37,9 +37,10 @@ class Engine(BaseEngine):
         self._backward_done = False
         self._synchronized = False
         """Whether a backward outside `no_sync` has come since the last step."""
-        for owner in (training.module, training.optimizer):
+        clipping.refuse_for(self)
+        for owner in (training.module, training.optimizer):  # between backward and step gradients are in buckets, too
             if owner is not None:
-                opened.callback(clearing.watch(owner, self._cleared))
+                opened.callback(watch_zero_grad(owner, self._cleared))
 
     # --- training
 
@@ -233,6 +234,11 @@ class Engine(BaseEngine):
                 f"engine.{what}: the optimizer has no parameters: those of the model were frozen when the engine was "
                 "made; unfreeze what is to be trained before initialize"
             )
+
+    def held(self, param: Tensor) -> str | None:
+        """The name of a parameter whose gradient, or a part of it, is the engine's now; None for others."""
+        known = self.zero.by_param.get(param) if isinstance(param, nn.Parameter) else None
+        return known.name if known is not None and self.zero.reducer.holds(known) else None
 
     def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
         return loss_of(self, to_device(next(self._batches(data_iter)), self.state.device))

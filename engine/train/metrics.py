@@ -28,7 +28,13 @@ class Metrics:
         config = training.config
         self._curves = self._rank == 0 and (config.tensorboard.enabled or config.csv_monitor.enabled)
         """Whether anybody reads the losses: on a GPU that is a synchronization."""
-        self._monitors = self._start_monitors()
+        sizes = {str(comm.group.group_name): comm.size for comm in training.comms() if comm.group is not None}
+        everyone = training.parallel.everyone
+        self.monitors = monitors.start(
+            training.config, training.hooks, model=training.module, device=training.device, rank=self._rank,
+            group_size=lambda name: sizes.get(name or "", everyone.size), samples=lambda: training.global_samples,
+            gather=partial(gather_objects, comm=everyone),
+        )  # fmt: skip
 
     def start_clock(self) -> None:
         """A first micro-batch begins: samples a second count from here."""
@@ -60,26 +66,6 @@ class Metrics:
         every = training.config.steps_per_print
         if every and self._rank == 0 and (training.global_steps + 1) % every == 0:
             print(self._progress(self._samples_per_second()))
-
-    def log_summary(self, show_straggler: bool = False) -> None:
-        """Print the table of communications so far (`comms_logger`); with `show_straggler` on all ranks at once."""
-        if self._monitors.comms is None:
-            raise RuntimeError('engine.log_summary: write "comms_logger": {"enabled": true} in the configuration')
-        self._monitors.comms.log_summary(show_straggler)
-
-    def close(self) -> None:
-        """End the monitors."""
-        self._monitors.stop()
-
-    def _start_monitors(self) -> monitors.Monitors:
-        training = self._training
-        sizes = {str(comm.group.group_name): comm.size for comm in training.comms() if comm.group is not None}
-        everyone = training.parallel.everyone
-        return monitors.start(
-            training.config, training.hooks, model=training.module, device=training.device, rank=self._rank,
-            group_size=lambda name: sizes.get(name or "", everyone.size), samples=lambda: training.global_samples,
-            gather=partial(gather_objects, comm=everyone),
-        )  # fmt: skip
 
     def _samples_per_second(self) -> float:
         """Since the last line."""

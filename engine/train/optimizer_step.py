@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..checkpoint import CheckpointError
@@ -77,8 +76,10 @@ class OptimizerStep:
         grads = reducer.gradients(stepped)
         counted = grads if stepped <= self._counted else reducer.gradients(stepped & self._counted)
         scale = training.scaler.scale / reducer.postscale
-        wait = None if zero.deadlocks is None or not self._norm_is_sharded else zero.deadlocks.wait
-        value = global_norm(counted, self._norm_groups(), training.hooks, device=training.device, wait=wait).item()
+        sharded = zero.settings.stage > 0 or reducer.local  # each data-parallel rank has a part of what is counted
+        comms = [training.parallel.data, training.parallel.model] if sharded else [training.parallel.model]
+        wait = zero.deadlocks.wait if sharded and zero.deadlocks is not None else None
+        value = global_norm(counted, comms, device=training.device, wait=wait).item()
         training.peers.check("engine.step")  # the host has waited: what is aborted brings no numbers
         overflow = self._skips and overflowed(value)
         training.optimizer.overflow = overflow  # type: ignore[union-attr]  # where scripts look for it
@@ -148,24 +149,12 @@ class OptimizerStep:
         optimizer, scale = self._training.optimizer, self._training.scaler.scale
         optimizer.cur_scale = optimizer.loss_scale = scale  # type: ignore[union-attr]
 
-    def _norm_groups(self) -> list[dist.ProcessGroup]:
-        """Groups over which the squares of the counted gradients are to be summed, one after the other."""
-        parallel = self._training.parallel
-        groups = (parallel.data.group if self._norm_is_sharded else None, parallel.model.group)
-        return [group for group in groups if group is not None]
-
-    @property
-    def _norm_is_sharded(self) -> bool:
-        """Whether each data-parallel rank has a part of the gradients to be counted."""
-        zero = self._training.zero
-        return zero.settings.stage > 0 or zero.reducer.local
-
     def _update(self) -> None:
         """Tile by tile: the weights of one travel while the next is computed."""
         training, zero = self._training, self._training.zero
         several = len(self.tiles) > 1
         stepping = self._guard or contextlib.nullcontext()
-        grads = {p: p.master.grad for p in zero.trainable if p.master is not None} if several else {}
+        grads = {param: param.master.grad for param in zero.trainable} if several else {}
         _set_gradients(dict.fromkeys(grads))
         for number, tile in enumerate(training.states.through()):
             if several:
@@ -186,5 +175,4 @@ class OptimizerStep:
 
 def _set_gradients(grads: Mapping[ShardedParam, Tensor | None]) -> None:
     for param, grad in grads.items():
-        if param.master is not None:
-            param.master.grad = grad
+        param.master.grad = grad

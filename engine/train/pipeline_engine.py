@@ -59,7 +59,6 @@ class PipelineEngine(BaseEngine):
         training.hooks.stage = mesh.pp_rank
         self._batch_fn: Callable[[Any], Any] = _same
         self._last_loss: Tensor | None = None
-        self._frozen = [param for param in training.zero.params if param.master is None]
 
     # --- training
 
@@ -146,12 +145,14 @@ class PipelineEngine(BaseEngine):
         finally:
             self.train(training)
         last = self.module.placement.is_last()
-        if not compute_loss:
-            found: Any = results if last else None
-            return (found, found) if return_logits else found
-        found = results if reduce_output is None else self._mean(results, plan.microbatches)
-        found = found if last or bcast_loss else None
-        return (found, outputs if last else None) if return_logits else found
+        found: Any = results
+        if compute_loss and reduce_output is not None:
+            found = self._mean(results, plan.microbatches)
+        if not last and not (compute_loss and bcast_loss):
+            found = None
+        if not return_logits:
+            return found
+        return found, (outputs if compute_loss else results) if last else None
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """What `train_batch` reads when it is given nothing."""
@@ -244,10 +245,21 @@ class PipelineEngine(BaseEngine):
         raised, halfway = self._failures.agree(failed, begun=run.begun)
         self.zero.lost = self._failures.over
         if raised is not None:
-            if halfway:
+            if halfway and self._ends_alike(run):
+                self._begin_step_anew()
+            elif halfway:
                 self.state.fail("an earlier step of this engine", raised)
             raise raised
         return losses
+
+    def _ends_alike(self, run: PipelineRun) -> bool:
+        """Whether a step that failed before any weight was changed can begin anew. On all ranks."""
+        if self._failures.over:
+            return False
+        mesh, sent = self.parallel.mesh, [comm.begun for comm in self.zero.comms]
+        alike = self._failures.ends_alike((mesh.pp_rank, mesh.tp_rank), sent, drained=run.drained)
+        self.zero.lost = self._failures.over
+        return alike
 
     def _line(self, speed: float) -> str:
         """As DeepSpeed's pipelines report a step: its loss, and what a step takes at this many samples a second."""

@@ -1,18 +1,16 @@
 """ZeRO: how parameters, gradients and optimizer state are sharded over the data-parallel ranks.
 
 zero           the stages, put together
-settings       what they are to do
 shard          how one parameter is sharded
 reduce         gradients, in buckets, from backward to the masters
 bucket         gradients that are reduced together, and their collectives
 buffer_pool    memory of communications that is used again
 gather         masters to the weights, and parameters, in batches, back to full size
-order_check    whether the ranks gathered the same ones, in one order
 fetch          stage 3: when a module's parameters come and go
 fetch_order    one way through a model, as data
 param_hooks    uses of parameters that no module's call announces
 torch_code     whether modules are torch's own code, whose backward needs what autograd has saved and no more
-huge_pages     for large storages that come and go
+storage        the memory of a parameter, which comes and goes, and which are there
 placeholder    what a parameter is between its uses, and which are sharded
 sparse         gradients of embeddings, as rows
 init           zero.Init and zero.GatheredParameters
@@ -22,7 +20,6 @@ validate       parameters that are refused: without a shape, in shared memory, o
 
 from .init import GatheredParameters, Init
 from .reduce import BackwardPart
-from .settings import ZeroSettings
 from .zero import Comms, Zero
 
-__all__ = ["BackwardPart", "Comms", "GatheredParameters", "Init", "Zero", "ZeroSettings"]
+__all__ = ["BackwardPart", "Comms", "GatheredParameters", "Init", "Zero"]

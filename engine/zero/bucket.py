@@ -12,13 +12,47 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..comm.lane import Ticket
+from ..config import Config
+from ..optim.loss_scaler import DTYPES
 from .buffer_pool import BufferPool
-from .settings import ZeroSettings
 from .shard import ShardedParam
 
 RUN: Final = 1 << 17
 """Elements that are copied into a bucket at once, so that small gradients cost no call each: so few are still in the
 processor's cache, and take no more memory than a large gradient that comes."""
+
+
+def travels_in(param: ShardedParam, config: Config) -> torch.dtype:
+    """The dtype of its gradient on the wire: its own, unless the configuration says otherwise."""
+    return DTYPES.get(config.communication_data_type or "", param.dtype)
+
+
+def adds_up_in(param: ShardedParam, config: Config) -> torch.dtype:
+    """The dtype in which its gradients of several micro-batches are added up, in every stage: its master's, which is
+    fp32 for half precisions, unless the configuration says otherwise."""
+    return DTYPES.get(config.data_types.grad_accum_dtype or "", param.master_dtype)
+
+
+class MicrobatchSums(dict[ShardedParam, Tensor]):
+    """Sums of the micro-batches of a step, where autograd would add them up in another dtype; dense, or of rows."""
+
+    def __init__(self, params: Iterable[ShardedParam], config: Config) -> None:
+        super().__init__()
+        self._dtypes = {param: adds_up_in(param, config) for param in params}
+        self.needed = any(dtype != param.dtype for param, dtype in self._dtypes.items())
+        """Whether autograd does so of any."""
+
+    def add(self, params: Iterable[ShardedParam]) -> None:
+        """Add the gradients of these, if they are of another dtype; those are freed."""
+        for param in params:
+            dtype, grad = self._dtypes[param], param.param.grad
+            if grad is None or dtype == grad.dtype:
+                continue
+            if param in self:
+                self[param].add_(grad)
+            else:
+                self[param] = grad.to(dtype)
+            param.param.grad = None
 
 
 @dataclass(eq=False, slots=True)
@@ -60,11 +94,12 @@ class Bucket:
     copied: torch.cuda.Event | None = None
     """After it `reduced` is in host memory, where a GPU's gradients go there."""
 
-    def seal(self) -> None:
-        for param in self.params:
-            self.offsets.append(self.width)
-            self.width += param.partition.shard_size
-        self.waiting = set(self.params)
+    def add(self, param: ShardedParam) -> None:
+        self.params.append(param)
+        self.numel += param.numel
+        self.offsets.append(self.width)
+        self.width += param.partition.shard_size
+        self.waiting.add(param)
 
     @property
     def columns(self) -> int:
@@ -81,16 +116,9 @@ class Bucket:
         return [tensor for tensor in (self.rows, self.own, self.reduced, self.landing) if tensor is not None]
 
     @property
-    def master(self) -> nn.Parameter:
-        """That of the first parameter; all are on its device."""
-        master = self.params[0].master
-        assert master is not None
-        return master
-
-    @property
     def apart(self) -> bool:
         """Whether the masters, and with them the reduced gradients, are on another device than the parameters."""
-        return self.master.device != self.params[0].device
+        return self.params[0].master.device != self.params[0].device
 
     def reduce_into(self, reduced: Tensor) -> None:
         """From now on have the reduced gradients in `reduced` [columns]."""
@@ -141,24 +169,19 @@ class Bucket:
 
 
 def divide(
-    order: Iterable[ShardedParam], settings: ZeroSettings, stages: Mapping[ShardedParam, frozenset[int]] | None = None
+    order: Iterable[ShardedParam], config: Config, stages: Mapping[nn.Parameter, frozenset[int]] | None = None
 ) -> list[Bucket]:
     """Buckets of parameters whose gradients come in this `order`; of the same `stages`, where these are given."""
     open_buckets: dict[tuple[Any, ...], Bucket] = {}
     buckets: list[Bucket] = []
     for param in order:
-        owner = None if param.master is None else param.master.device
-        dtype = settings.communication_dtype or param.dtype
-        key = (dtype, param.device, owner, None if stages is None else stages[param])
+        dtype = travels_in(param, config)
+        key = (dtype, param.device, param.master.device, None if stages is None else stages[param.param])
         bucket = open_buckets.setdefault(key, Bucket([], dtype))
-        bucket.params.append(param)
-        bucket.numel += param.numel
-        if bucket.numel >= settings.reduce_bucket_size:
+        bucket.add(param)
+        if bucket.numel >= config.zero_optimization.reduce_bucket_size:
             buckets.append(open_buckets.pop(key))
-    buckets += open_buckets.values()
-    for bucket in buckets:
-        bucket.seal()
-    return buckets
+    return [*buckets, *open_buckets.values()]
 
 
 def await_host_copies(buckets: Iterable[Bucket]) -> None:
@@ -174,10 +197,11 @@ class BucketExchange:
     """Reduces buckets over one communicator: the buffers they are copied into, what is under way, and where the reduced
     gradients stay until the step."""
 
-    def __init__(self, comm: Comm, settings: ZeroSettings) -> None:
+    def __init__(self, comm: Comm, config: Config) -> None:
         self._comm = comm
-        self._settings = settings
-        self._scatters = settings.stage >= 1 and settings.reduce_scatter
+        self._config = config
+        self._settings = config.zero_optimization
+        self._scatters = self._settings.stage >= 1 and self._settings.reduce_scatter
         self.buffers = BufferPool()
         self._inflight: list[Bucket] = []
         self._copies: torch.cuda.Stream | None = None
@@ -227,7 +251,7 @@ class BucketExchange:
         assert bucket.rows is not None
         bucket.ticket.wait()
         arrived = self._arrived(bucket)
-        if self._settings.stage == 0 and bucket.master.dtype == bucket.dtype and not bucket.holds:
+        if self._settings.stage == 0 and bucket.params[0].master.dtype == bucket.dtype and not bucket.holds:
             if bucket.own is None:
                 bucket.own = bucket.rows
                 bucket.reduce_into(arrived)
@@ -255,10 +279,10 @@ class BucketExchange:
         masters, which may be in host memory.
         """
         if bucket.reduced is None:
-            master, dtype = bucket.master, self._settings.accumulate_dtype
-            if dtype is None or self._settings.stage == 0:
-                dtype = master.dtype
-            pin = bucket.params[0].device.type == "cuda" and master.device.type == "cpu"
+            first = bucket.params[0]
+            master = first.master
+            dtype = master.dtype if self._settings.stage == 0 else adds_up_in(first, self._config)
+            pin = first.device.type == "cuda" and master.device.type == "cpu"
             bucket.reduce_into(torch.empty(bucket.columns, dtype=dtype, device=master.device, pin_memory=pin))
         assert bucket.reduced is not None
         return bucket.reduced

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from ..config import ZeroConfig
 from ..hooks import Hooks
 from .fetch_order import CurrentPass, ModuleParams, Pass
 from .gather import Gatherer
 from .param_hooks import SavedParamHooks, WatchedParameters
-from .settings import ZeroSettings
-from .shard import LiveParams, ShardedParam
+from .shard import ShardedParam
+from .storage import LiveParams
 from .torch_code import Functions, is_torchs
 from .validate import UNCOMPILED, is_compiled
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +61,7 @@ class Fetcher:
         root: nn.Module,
         sharded: Mapping[nn.Parameter, ShardedParam],
         gatherer: Gatherer,
-        settings: ZeroSettings,
+        settings: ZeroConfig,
         hooks: Hooks,
     ) -> None:
         self.settings = settings
@@ -69,28 +72,26 @@ class Fetcher:
         self._handles: list[RemovableHandle] = []
         self._replaced: list[tuple[nn.Module, dict[str, nn.Parameter | None]]] = []
         self._calls: list[_ModuleCall] = []
-        self._records: dict[bool, Pass | None] = {True: None, False: None}
+        self._records = {True: Pass(()), False: Pass(())}
         """The recorded ways: with gradients, and without."""
         self._pass: CurrentPass | None = None
-        self._pass_with_grad = True
         self._weights = 0
         """How often the weights have changed, by a step or a load."""
-        self.live_params = LiveParams()
+        self.live_params: LiveParams[ShardedParam] = LiveParams()
         self.by_storage: dict[int, ShardedParam] = {}
         self._owners: dict[ShardedParam, list[ModuleParams]] = {}
         """Those that each is fetched for."""
-        self._all_owners: list[ModuleParams] = []
-        self._hooked: list[tuple[str, nn.Module]] = []
+        self._hooked: list[tuple[nn.Module, ModuleParams]] = []
         self._functions = Functions()
         self._install(root)
         if not self._functions.are_torchs:
-            self._distrust(self._all_owners)
+            self._distrust(owner for _, owner in self._hooked)
         self._sharded = [param for param in sharded.values() if not param.persistent]
         for param in self._sharded:
             param.live_params = self.live_params
             param.fetcher = self
             param.release()
-            self.by_storage[param.storage_key] = param
+            self.by_storage[param.storage.key] = param
 
     def remove(self) -> None:
         """Take every hook out of the model."""
@@ -104,12 +105,8 @@ class Fetcher:
     def finish_backward(self) -> None:
         """Backward is over: nothing is needed until the next forward, and a prefetch would be of old weights."""
         if self._pass is not None:
-            self._records[self._pass_with_grad] = self._pass.outcome()
-            self._pass = None
-        self._gatherer.drain()
-        for param in self._sharded:
-            param.users = 0
-            self._release(param)
+            self._records[self._pass.with_grad] = self._pass.outcome()
+        self._release_all()
 
     def weights_written(self) -> None:
         """A script has written weights: what autograd has saved of them before is out of date."""
@@ -119,13 +116,8 @@ class Fetcher:
         """A step or a load is about to change the weights: what is whole now, for a forward that no backward has
         followed, must not be taken for the new ones."""
         self._weights += 1
-        if not self.live_params.live:
-            return
-        self._pass = None
-        self._gatherer.drain()
-        for param in self._sharded:
-            param.users = 0
-            self._release(param)
+        if self.live_params.live:
+            self._release_all()
 
     def gradient_taken(self, param: ShardedParam) -> None:
         """The gradient of `param` is complete: in backward, its last use. If it was not, unpacking fetches it again."""
@@ -137,8 +129,7 @@ class Fetcher:
             call.interrupted = self._pass
         for param in [param for param in self.live_params if param.moved]:
             self._release(param)  # by a `module.to` that the first sharded one has ended
-        self._pass = CurrentPass(self._records[call.with_grad])
-        self._pass_with_grad = call.with_grad
+        self._pass = CurrentPass(self._records[call.with_grad], call.with_grad)
 
     def _end_pass_without_grad(self, call: _ModuleCall) -> None:
         if self._pass is not None:
@@ -148,7 +139,6 @@ class Fetcher:
             if not param.users:
                 self._release(param)
         self._pass = call.interrupted
-        self._pass_with_grad = True
 
     # --- hooks on modules
 
@@ -163,8 +153,7 @@ class Fetcher:
             own = [self._params[p] for p in dict.values(module._parameters) if self.sharded(p) is not None]
             owner = ModuleParams(name, own, backward=ModuleParams(name, []) if is_torchs(module) else None)
             owner.choose_for_backward()
-            self._all_owners.append(owner)
-            self._hooked.append((name, module))
+            self._hooked.append((module, owner))
             for param in own:
                 self._owners.setdefault(param, []).append(owner)
             self._handles += [
@@ -200,10 +189,10 @@ class Fetcher:
     def _look_at_code(self) -> None:
         """Before a forward: what the script has replaced since. Raises RuntimeError for what it has compiled."""
         if self._functions.were_replaced():
-            self._distrust(self._all_owners)
-        for name, module in self._hooked:
+            self._distrust(owner for _, owner in self._hooked)
+        for module, owner in self._hooked:
             if is_compiled(module):
-                raise RuntimeError(f"forward: {name or 'the model'} is compiled, and {UNCOMPILED}")
+                raise RuntimeError(f"forward: {owner.name or 'the model'} is compiled, and {UNCOMPILED}")
 
     def _distrust(self, owners: Iterable[ModuleParams]) -> None:
         """They run code of the script's own since the engine was made (a parametrization, another `F.linear`), which
@@ -231,38 +220,25 @@ class Fetcher:
     def _watch_outputs(self, owner: ModuleParams, output: Any) -> None:
         """Fetch for the module's backward when the first gradient of an output arrives."""
         needed = owner.backward or owner
-        if not needed.params:
-            return
-        begun = -1
-
-        def before_backward(grad: Tensor) -> None:
-            nonlocal begun
-            if begun != (begun := torch._C._current_graph_task_id()):
-                self._need(needed)
-
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(before_backward)
+        if needed.params:
+            _once_a_backward([tensor for tensor in _tensors(output) if tensor.requires_grad], self._need, needed)
 
     def _watch_inputs(self, owner: ModuleParams, inputs: Any) -> None:
         """Release frozen parameters when a gradient of the module's inputs is there: nothing else marks their end."""
         frozen = [param for param in owner.params if not param.trainable]
         if not frozen:
             return
-        ended = -1
         differentiable = False
 
-        def after_backward(grad: Tensor) -> None:
-            nonlocal ended, differentiable
+        def after_backward(frozen: list[ShardedParam]) -> None:
+            nonlocal differentiable
             # By create_graph. What a backward through that one needs of them, nothing announces.
             differentiable = differentiable or torch.is_grad_enabled()
-            if not differentiable and ended != (ended := torch._C._current_graph_task_id()):
-                for param in frozen:
-                    self.gradient_taken(param)
+            for param in () if differentiable else frozen:
+                self.gradient_taken(param)
 
-        for tensor in _tensors(inputs):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(after_backward)
+        tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
+        _once_a_backward(tensors, after_backward, frozen)
 
     # --- uses that no hook announces
 
@@ -311,10 +287,10 @@ class Fetcher:
         """A module's parameter was read. To list them is no sign that the module uses them each time."""
         sharded = self.sharded(param)
         if sharded is not None:
-            self._fetch_elsewhere(sharded, remember=by_name)
+            self.fetch_used(sharded, remember=by_name)
 
-    def _fetch_elsewhere(self, param: ShardedParam, *, remember: bool) -> None:
-        """A parameter was read while a module ran that it does not belong to, or whose turn it is not.
+    def fetch_used(self, param: ShardedParam, *, remember: bool = True) -> None:
+        """A parameter is used while a module runs that it does not belong to, or whose turn it is not.
 
         With `remember` it is fetched with that module from now on.
         """
@@ -335,11 +311,7 @@ class Fetcher:
     def replace_storage(self, key: int, param: ShardedParam) -> None:
         """`param` has a storage of its own instead of the one whose identity was `key`."""
         if self.by_storage.pop(key, None) is not None:
-            self.by_storage[param.storage_key] = param
-
-    def fetch_used(self, param: ShardedParam) -> None:
-        """`param` is used while it is sharded."""
-        self._fetch_elsewhere(param, remember=True)
+            self.by_storage[param.storage.key] = param
 
     # --- fetching
 
@@ -404,15 +376,17 @@ class Fetcher:
         First what came first: of what forward keeps for backward that is needed last.
         """
         excess = self.live_params.live + size - self.settings.stage3_max_live_parameters
-        idle = []
-        for param in self.live_params if excess > 0 else ():
-            if not param.users:
-                idle.append(param)
+        for param in list(self.live_params) if excess > 0 else ():
+            if excess > 0 and not param.users:
+                self._release(param)
                 excess -= param.numel
-                if excess <= 0:
-                    break
-        for param in idle:
-            self._release(param)
+
+    def _release_all(self) -> None:
+        """No pass is under way, and nothing is in use."""
+        self._pass = None
+        self._gatherer.drain()
+        for param in self._sharded:
+            self.gradient_taken(param)
 
     def _release(self, param: ShardedParam) -> None:
         if param.persistent or not param.resident:
@@ -426,6 +400,19 @@ class Fetcher:
 def _in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _once_a_backward(tensors: Iterable[Tensor], act: Callable[[T], object], argument: T) -> None:
+    """Have `act` called with its argument in each backward when the first gradient of `tensors` has come."""
+    last = -1
+
+    def hook(grad: Tensor) -> None:
+        nonlocal last
+        if last != (last := torch._C._current_graph_task_id()):
+            act(argument)
+
+    for tensor in tensors:
+        tensor.register_hook(hook)
 
 
 def _tensors(value: Any) -> list[Tensor]:

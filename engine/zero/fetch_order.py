@@ -57,30 +57,31 @@ class Pass:
 class CurrentPass:
     """A pass under way: it is recorded, and held against the `record` of an earlier one as long as it goes the same."""
 
-    def __init__(self, record: Pass | None) -> None:
+    def __init__(self, record: Pass, with_grad: bool = True) -> None:
+        self.with_grad = with_grad
         self._record = record
-        self._follows = record is not None
+        self._follows = True
         self._seen: list[ModuleParams] = []
         # Places of the record where something may have to be fetched, a heap.
-        self._open = list(range(len(record.owners))) if record is not None else []
+        self._open = list(range(len(record.owners)))
 
     def step(self, owner: ModuleParams) -> None:
         """The next who needs parameters is `owner`."""
-        if self._record is not None and self._follows:
+        if self._follows:
             place = len(self._seen)
             self._follows = place < len(self._record.owners) and self._record.owners[place] is owner
         self._seen.append(owner)
 
     def needed_within(self, param: ShardedParam, distance: int) -> bool:
         """Whether `param` is needed again after at most `distance` elements of parameters, as far as is known."""
-        if self._record is None or not self._follows:
+        if not self._follows:
             return False
         place = self._record.next_place(param, len(self._seen))
         return place is not None and self._record.elements(len(self._seen), place) <= distance
 
     def released(self, param: ShardedParam) -> None:
         """`param` is no longer whole: it is among the `upcoming` again, if it is needed again."""
-        if self._record is not None and self._follows:
+        if self._follows:
             place = self._record.next_place(param, len(self._seen))
             if place is not None:
                 heapq.heappush(self._open, place)
@@ -91,7 +92,7 @@ class CurrentPass:
         A place that the caller has gone beyond does not come again, unless something of it is `released`. Nothing may
         be while the caller iterates.
         """
-        while self._record is not None and self._follows and self._open:
+        while self._follows and self._open:
             place = self._open[0]
             if place >= len(self._seen):
                 yield from self._record.params[place]
@@ -99,14 +100,12 @@ class CurrentPass:
 
     def ahead(self) -> Iterator[ShardedParam]:
         """Everything that is needed from here on, in order."""
-        if self._record is not None and self._follows:
+        if self._follows:
             for place in range(len(self._seen), len(self._record.params)):
                 yield from self._record.params[place]
 
-    def outcome(self) -> Pass | None:
+    def outcome(self) -> Pass:
         """The record to go by from now on."""
-        if not self._seen or (
-            self._record is not None and self._follows and len(self._seen) == len(self._record.owners)
-        ):
+        if not self._seen or (self._follows and len(self._seen) == len(self._record.owners)):
             return self._record
         return Pass(self._seen)

@@ -12,20 +12,23 @@ from typing import Final
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.comm import Comm, Content
+from ..comm.consensus import difference, gather_objects
 from ..comm.lane import Ticket
+from ..config import ZeroConfig
 from ..tree import batches
 from .buffer_pool import BufferPool
-from .order_check import OrderCheck
-from .settings import ZeroSettings
 from .shard import Partition, ShardedParam
 
 DIRECT: Final = 1 << 22
 """Elements from which on a parameter is gathered by itself, into its own storage: that takes no buffer and no copy."""
 KEPT_BUFFERS: Final = 2
 """Of those that have been read: one is being filled while the other is."""
+
+NOTHING: Final = Content(0, ("nothing",))
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +87,7 @@ class Gatherer:
     has been gathered since the last step (ZeRO++, Wang et al. 2023, arXiv 2306.10209: hpZ).
     """
 
-    def __init__(self, comm: Comm, settings: ZeroSettings, near: Comm | None = None) -> None:
+    def __init__(self, comm: Comm, settings: ZeroConfig, near: Comm | None = None) -> None:
         self.comm = comm
         self._settings = settings
         self._near = near
@@ -190,7 +193,7 @@ class Gatherer:
         for param in batch.params:
             del self._inflight[param]
         if batch.direct:
-            batch.params[0].filled()
+            batch.params[0].fill(None)
             self._keep_near(batch.params[0])
             return
         if batch.persistent is not None:
@@ -210,6 +213,44 @@ class Gatherer:
                 param.secondary = param.flat[start:stop].clone()
 
 
+class OrderCheck:
+    """The gathers of this rank with the others of `comm` since the last step, to be held against theirs: NCCL has no
+    tags, nor have broadcasts. What mixed is found before the optimizer steps by it."""
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._contents: list[Content] = []
+
+    def add(self, content: Content) -> None:
+        """It is being gathered."""
+        self._contents.append(content)
+
+    def check(self, everyone: Comm) -> None:
+        """Begin anew. Raises RuntimeError on all ranks of the job if ranks that share parameters gathered different
+        ones. On all ranks; costs one collective of 16 bytes a rank."""
+        contents, self._contents = self._contents, []
+        rows = torch.zeros(everyone.size, 2, dtype=torch.int64, device=everyone.device)
+        tags = ",".join([str(content.tag) for content in contents])
+        first = 0 if self._comm.group is None else dist.get_global_rank(self._comm.group, 0)
+        mine = [first, crc32(tags.encode())]
+        rows[everyone.rank] = torch.tensor(mine, device=everyone.device)
+        everyone.all_gather(rows, "parameter").wait()
+        found = [tuple(row) for row in rows.tolist()]
+        firsts = {first for first, _ in found}
+        if len(set(found)) == len(firsts):
+            return
+        sets = [[rank for rank, (first, _) in enumerate(found) if first == each] for each in sorted(firsts)]
+        mixed = difference(gather_objects(dict(enumerate(contents)), everyone), sets)
+        assert mixed is not None  # equal contents have equal digests
+        wanted = mixed.listed(lambda content: ", ".join((content or NOTHING).names[:4]), ("wanted", "wanted"))
+        raise RuntimeError(
+            "ZeRO stage 3: the ranks ran different modules in this step, and what they gathered for each other is "
+            f"mixed up, first where {wanted}. All must run the same modules in the same order: where the data decide, "
+            "run the branch on all ranks (times 0 where it is not wanted), or write a lower stage. The weights are "
+            "those before this step"
+        )
+
+
 def _is_direct(param: ShardedParam) -> bool:
     return param.numel >= DIRECT and not param.persistent and param.partition.even and param.secondary is None
 
@@ -219,7 +260,7 @@ def update_shards(params: Iterable[ShardedParam]) -> None:
     changed, written = [], []
     for param in params:
         param.secondary = None
-        if param.master is None:
+        if not param.trainable:
             continue
         if param.persistent:
             changed.append(param.param)

@@ -20,13 +20,12 @@ from torch.nn.parameter import is_lazy
 from ..comm.comm import open_comm
 from ..comm.lane import Inline
 from ..comm.launch import init_distributed, local_device
-from ..config import load
+from ..config import ZeroConfig, load
 from ..hooks import Hooks
 from ..optim.loss_scaler import model_dtype
 from .gather import Gatherer
 from .param_hooks import WatchedParameters
 from .placeholder import REGISTRY
-from .settings import ZeroSettings
 from .shard import Partition, ShardedParam, find_sharded
 
 INSTEAD: Final = {
@@ -52,6 +51,7 @@ class EarlyParam(ShardedParam):
         comm = gatherer.comm
         partition = Partition(param.numel(), comm.size)
         super().__init__(name, param, partition, comm.rank, gatherer, persistent=False, index=0)
+        self.trainable = False  # not as long as there is no engine
         self.over = gatherer
         """What gathers it."""
         REGISTRY[param] = lambda: self
@@ -195,7 +195,7 @@ class Init:
         if self._gatherer is None:
             init_distributed()
             comm = open_comm([range(dist.get_world_size())], lambda: Inline(Hooks()))
-            self._gatherer = Gatherer(comm, ZeroSettings())
+            self._gatherer = Gatherer(comm, ZeroConfig())
         return self._gatherer
 
     # --- when to shard

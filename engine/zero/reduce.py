@@ -14,16 +14,16 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..comm.comm import Comm
-from .bucket import Bucket, BucketExchange, await_host_copies, divide
+from ..config import Config
+from .bucket import Bucket, BucketExchange, MicrobatchSums, adds_up_in, await_host_copies, divide, travels_in
 from .placeholder import no_torch_function
-from .settings import ZeroSettings
 from .shard import ShardedParam
 from .sparse import SparseReducer
 
@@ -51,16 +51,17 @@ class Reducer:
         params: Sequence[ShardedParam],
         sparse: SparseReducer,
         comm: Comm,
-        settings: ZeroSettings,
-        stages: Mapping[ShardedParam, frozenset[int]] | None = None,
+        config: Config,
+        stages: Mapping[nn.Parameter, frozenset[int]] | None = None,
     ) -> None:
         """`sparse` takes the gradients of few rows, of other parameters. `stages` are those of a pipeline that each
         parameter belongs to, where a rank has several; each has buckets of its own then."""
         self._params = list(params)
         self._sparse = sparse
         self._comm = comm
-        self._settings = settings
-        self._exchange = BucketExchange(comm, settings)
+        self._config = config
+        self._settings = config.zero_optimization
+        self._exchange = BucketExchange(comm, config)
         self._late: list[ShardedParam] = []
         self.local = comm.size == 1
         """Leave gradients as this rank has them: it is alone, or the optimizer communicates (stage 0 only)."""
@@ -75,7 +76,7 @@ class Reducer:
         """What this backward is a part of, if it is, and its gradients are reduced by itself."""
         self._came: dict[int, set[ShardedParam]] = {}
         """Micro-batch -> the parameters that have a gradient of it, where all must have one."""
-        self._stages = stages if settings.stage >= 2 else None
+        self._stages = stages if self._settings.stage >= 2 else None
         self._expected: Sequence[Bucket] = ()
         """The buckets that this backward may have gradients for."""
         self.open = False
@@ -84,15 +85,13 @@ class Reducer:
         self._ready: list[Tensor] = []
         """Parameters whose gradients have come in this backward and have not been processed."""
         self._by_id = {id(param.param): param for param in self._params}
-        self._with_grads = [tensor for p in self._params for tensor in {p.param: 0, p.master: 0} if tensor is not None]
+        self._with_grads = [tensor for p in self._params for tensor in {p.param: 0, p.master: 0}]
         """Parameters and masters; in stage 0 they may be the same."""
         self._buckets: list[Bucket] = []
         self._places: dict[ShardedParam, tuple[Bucket, int]] = {}
-        self._accumulated: dict[ShardedParam, Tensor] = {}
+        self._accumulated = MicrobatchSums(self._params, config)
         self._ready_hooks: list[RemovableHandle] = []
         self._run_hooks: dict[ShardedParam, RemovableHandle] = {}
-        self._widens = any(self._sums_in(param) != param.dtype for param in self._params)
-        """Whether gradients are added up otherwise than autograd does it."""
         self._left_whole = False
         """Whether a last backward has left its gradients where they were, on a rank that is alone."""
         self._divide(list(reversed(self._params)))
@@ -120,13 +119,17 @@ class Reducer:
         """A backward begins: the `last` of the step; and one whose gradients are then `complete`, so that they can be
         reduced. `part`: it is a part of its micro-batch's."""
         self._last, self._complete, self.open = last, complete, True
+        for param, handle in self._run_hooks.items():
+            hooks = param.param._post_accumulate_grad_hooks
+            if next(reversed(hooks)) != handle.id:  # the script's own come before the gradient is taken
+                hooks[handle.id] = hooks.pop(handle.id)
         self._part = part if self._settings.stage >= 2 and not self.local else None
         self._expected = self._buckets_of(self._part)
         self._ready.clear()
-        if self._widens and not self._ready_hooks and not (last and complete):
+        if self._accumulated.needed and not self._ready_hooks and not (last and complete):
             self._watch()  # a rank that is alone, and a first micro-batch that more are added to
         if self._left_whole:
-            self._accumulate(self._params)
+            self._accumulated.add(self._params)
             self._left_whole = False
 
     def _buckets_of(self, part: BackwardPart | None) -> Sequence[Bucket]:
@@ -134,7 +137,7 @@ class Reducer:
         stages = self._stages
         if part is None or stages is None:
             return self._buckets
-        found = [bucket for bucket in self._buckets if part.stage in stages[bucket.params[0]]]
+        found = [bucket for bucket in self._buckets if part.stage in stages[bucket.params[0].param]]
         # The last of a step sends one bucket at least, which shows whether anything was late.
         return found or (self._buckets[-1:] if self._last else [])
 
@@ -149,8 +152,8 @@ class Reducer:
         if not self.open:
             return
         if not self._complete or (self._stays_whole and not self._last):
-            if self._widens:
-                self._accumulate(params)
+            if self._accumulated.needed:
+                self._accumulated.add(params)
             return
         if self._stays_whole:
             return  # `collect` takes them
@@ -182,7 +185,7 @@ class Reducer:
         if self._part is not None and self._part.ends and not self._settings.ignore_unused_parameters:
             came = self._came.pop(self._part.microbatch, set())
             self._refuse(param for param in self._params if param not in came)
-        self._left_whole = self.local and self._last and self._widens
+        self._left_whole = self.local and self._last and self._accumulated.needed
         if not self._stays_whole and self._complete:
             self._reduce_rest()
         self.open = False
@@ -230,12 +233,17 @@ class Reducer:
                 "zero_optimization.ignore_unused_parameters to true"
             )
 
+    def holds(self, param: ShardedParam) -> bool:
+        """Whether a gradient of it, or a part of one, is here and not in the parameter's `grad`."""
+        reduced = param in self._places and self._places[param][0].holds and not self.local
+        return reduced or param in self._accumulated
+
     def reduced_gradient(self, param: ShardedParam) -> Tensor | None:
         """This rank's shard [n] of a gradient that has been reduced, in its own memory, before `postscale`; None where
         there is none. With one rank, or where the optimizer communicates, it is what this rank has [numel]."""
         if self.local:
             if param in self._accumulated:
-                self._accumulate([param])  # to one, which can be written to
+                self._accumulated.add([param])  # to one, which can be written to
             grad = self._accumulated.get(param, param.param.grad)
             if grad is not None and not grad.is_contiguous():
                 grad = grad.contiguous()
@@ -277,7 +285,7 @@ class Reducer:
             bucket.collected = [grad if flag else None for grad, flag in zip(bucket.grads, used[:-1], strict=True)]
             for param, grad in zip(bucket.params, bucket.collected, strict=True):
                 master = param.master
-                if grad is not None and master is not None:
+                if grad is not None:
                     master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
             self._ever_used.update(compress(bucket.params, used))
 
@@ -286,7 +294,7 @@ class Reducer:
         found = self._sparse.gradients(masters)
         for bucket in self._buckets:
             owners = [param.master for param in bucket.params]
-            grads = [None if owner is None else owner.grad for owner in owners]
+            grads = [owner.grad for owner in owners]
             as_collected = len(bucket.collected) == len(grads) and all(map(operator.is_, grads, bucket.collected))
             if as_collected and bucket.reduced is not None and masters >= set(map(id, owners)):
                 found.append(bucket.reduced[: bucket.width])
@@ -363,13 +371,13 @@ class Reducer:
         The first costs nothing, while copying into the bucket; the second is left to the step, with the other scaling.
         Dividing by a power of two commutes with a sum in fp32, so it is done before.
         """
-        size, factor = self._comm.size, self._settings.gradient_predivide_factor
-        wide = all((self._settings.communication_dtype or p.dtype).itemsize >= 4 for p in self._params)
+        size, factor = self._comm.size, self._config.gradient_predivide_factor
+        wide = all(travels_in(param, self._config).itemsize >= 4 for param in self._params)
         exact = size & (size - 1) == 0 and wide and factor == 1.0
-        return (1.0 / size, 1.0) if self._settings.prescale_gradients or exact else (1.0 / factor, factor / size)
+        return (1.0 / size, 1.0) if self._config.prescale_gradients or exact else (1.0 / factor, factor / size)
 
     def _divide(self, order: Iterable[ShardedParam]) -> None:
-        self._buckets = divide(order, self._settings, self._stages)
+        self._buckets = divide(order, self._config, self._stages)
         self._expected = self._buckets
         self._places = {p: (bucket, place) for bucket in self._buckets for place, p in enumerate(bucket.params)}
         self._next = 0
@@ -398,38 +406,21 @@ class Reducer:
         for param in wanted - self._run_hooks.keys():
             self._run_hooks[param] = _hook_gradient(param, process)
 
-    def _sums_in(self, param: ShardedParam) -> torch.dtype:
-        """What the gradients of several micro-batches are added up in: fp32 for half precisions, unless the
-        configuration says otherwise. The wire has a dtype of its own."""
-        return self._settings.accumulate_dtype or param.master_dtype
-
     def _watch(self) -> None:
         """Have gradients noted as they come, and those that have come processed."""
         self._ready_hooks = [_hook_gradient(param, self._ready.append) for param in self._params]
         self._hook_runs()
 
-    def _accumulate(self, params: Iterable[ShardedParam]) -> None:
-        """Add their gradients up where autograd would do it in another dtype; those are freed."""
-        for param in params:
-            dtype, grad = self._sums_in(param), param.param.grad
-            if grad is None or dtype == grad.dtype:
-                continue
-            if param in self._accumulated:
-                self._accumulated[param].add_(grad)
-            else:
-                self._accumulated[param] = grad.to(dtype)
-            param.param.grad = None
-
     def _take(self, params: Sequence[ShardedParam]) -> list[Tensor]:
         """Their gradients, sums of all micro-batches where they are summed here; the parameters' are freed."""
         if self._accumulated:
-            self._accumulate(param for param in params if param in self._accumulated)
+            self._accumulated.add(param for param in params if param in self._accumulated)
         grads = [self._accumulated.pop(param, param.param.grad) for param in params]
         for param in params:
             param.param.grad = None
         found = [grad for grad in grads if grad is not None]
         if any(grad.dtype != found[0].dtype for grad in found):  # not all have come in earlier micro-batches
-            found = [grad.to(self._sums_in(param)) for param, grad in zip(params, found, strict=True)]
+            found = [grad.to(adds_up_in(param, self._config)) for param, grad in zip(params, found, strict=True)]
         return found
 
     def _copy_in(self, bucket: Bucket, places: Iterable[int]) -> None:
@@ -440,12 +431,13 @@ class Reducer:
     def _launch_complete(self, stop: int) -> None:
         """Start every bucket before `stop` that is complete, in order: a complete one waits for those before it."""
         while self._next < stop and not self._expected[self._next].waiting:
-            self._launch(self._expected[self._next])
+            bucket = self._expected[self._next]
+            if not self._settings.contiguous_gradients:
+                self._copy_in(bucket, bucket.present)
+            self._launch(bucket)
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        if not self._settings.contiguous_gradients:
-            self._copy_in(bucket, bucket.present)
         bucket.flag(self._exchange.rows(bucket), bool(self._late))
         self._exchange.launch(bucket)
 
@@ -455,10 +447,9 @@ class Reducer:
         flags = torch.tensor([param in mine for param in self._params], device=self._params[0].device).int()
         self._comm.all_reduce(flags, "gradient").wait()
         late = list(compress(self._params, flags.tolist()))
-        for bucket in divide(late, self._settings):
+        for bucket in divide(late, self._config):
             bucket.absent = [at for at, param in enumerate(bucket.params) if param not in mine]
-            if self._settings.contiguous_gradients:
-                self._copy_in(bucket, bucket.present)
+            self._copy_in(bucket, bucket.present)
             self._launch(bucket)
             self._exchange.drain(0)
             await_host_copies([*self._buckets, bucket])
@@ -471,8 +462,6 @@ class Reducer:
         kept = self._accumulated.pop(param, None)
         if kept is not None:
             grad = kept if grad is None else kept.add_(grad)
-        if master is None:
-            return
         if grad is None:
             # Ranks that compress momenta together must all bring one, if any has ever had a gradient.
             if self._comm.size > 1 and param in self._ever_used:
@@ -495,11 +484,9 @@ def _flags(buckets: Sequence[Bucket]) -> list[list[float]]:
             places.setdefault(bucket.reduced.device, []).append((at, bucket.reduced[bucket.width :]))
     for here in places.values():
         rows = [row for _, row in here]
-        read = torch.cat([row.float() for row in rows]).tolist() if len(rows) > 1 else rows[0].tolist()
-        start = 0
+        read = iter(torch.cat([row.float() for row in rows]).tolist() if len(rows) > 1 else rows[0].tolist())
         for at, row in here:
-            found[at] = read[start : start + len(row)]
-            start += len(row)
+            found[at] = list(islice(read, len(row)))
     return found
 
 

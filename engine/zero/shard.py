@@ -7,7 +7,7 @@ is communicated together, so they can change at any time and no checkpoint depen
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, cast
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
-from .huge_pages import use_huge_pages
-from .placeholder import REGISTRY, Absent
+from .placeholder import REGISTRY
+from .storage import LiveParams, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,45 +113,6 @@ class ParamFetcher(Protocol):
         """Within this, what autograd saves of parameters is brought when backward needs it; None if it is already."""
 
 
-class LiveParams:
-    """Which parameters are whole at this moment, or on their way to be. Sizes in elements."""
-
-    def __init__(self) -> None:
-        self._whole: dict[ShardedParam, bool] = {}
-        """Those that count, the one that came first before the others, and whether they have come."""
-        self.coming = 0
-        self.live = 0
-        """Whole and coming."""
-
-    def __contains__(self, param: ShardedParam) -> bool:
-        return param in self._whole
-
-    def __iter__(self) -> Iterator[ShardedParam]:
-        """Those that are whole, first come first."""
-        return (param for param, whole in self._whole.items() if whole)
-
-    def expect(self, param: ShardedParam) -> None:
-        """`param` is on its way."""
-        if param not in self._whole:
-            self._whole[param] = False
-            self.coming += param.numel
-            self.live += param.numel
-
-    def arrive(self, param: ShardedParam) -> None:
-        """`param` has its storage."""
-        self.expect(param)
-        if not self._whole[param]:
-            self._whole[param] = True
-            self.coming -= param.numel
-
-    def leave(self, param: ShardedParam) -> None:
-        """The storage of `param` is free."""
-        whole = self._whole.pop(param, None)
-        if whole is not None:
-            self.live -= param.numel
-            self.coming -= 0 if whole else param.numel
-
-
 class ShardedParam:
     """One parameter of the model, this rank's shard of it, and the master that the optimizer steps.
 
@@ -189,21 +150,21 @@ class ShardedParam:
         hook on its gradient may read it, and would not fetch it (`release`)."""
         self.secondary: Tensor | None = None
         """This rank's shard in the hierarchical partition, as long as it is of the present weights."""
-        self.live_params = LiveParams()
+        self.live_params: LiveParams[ShardedParam] = LiveParams()
         """Where this is counted while it is whole; shared by those of a model that are fetched."""
         self.fetcher: ParamFetcher | None = None
         """What brings it when a module needs it."""
         self._version = param._version
         """Of the parameter, when the master was last seen to agree with it."""
-        self._whole = param.data
-        """What has the storage, full or emptied, and with it all views that autograd saved."""
-        self._stand_in: Tensor | None = None
+        self.storage = Storage(param)
         whole = param.data.reshape(-1)
         self.shard = whole[self.start : self.stop]
         if not persistent:
             self.shard = self.shard.clone()
         self.store: ShardStore | None = None
-        self.master: nn.Parameter | None = None
+        self.trainable = param.requires_grad
+        """Whether it was to be trained when it came here, and so has a master from `make_master` on."""
+        self.master: nn.Parameter
         self.master_is_shard = False
         """Whether a step of the optimizer changes the shard."""
         self.reload_master: Callable[[ShardedParam], None] | None = None
@@ -213,10 +174,6 @@ class ShardedParam:
     def flat(self) -> Tensor:
         """The whole parameter [numel], in its own storage."""
         return self.param.data.view(-1)
-
-    @property
-    def trainable(self) -> bool:
-        return self.master is not None
 
     @property
     def master_shape(self) -> torch.Size:
@@ -268,7 +225,7 @@ class ShardedParam:
             self.write_shard(shard)
         if self.reload_master is not None:
             self.reload_master(self)
-        elif self.master is not None and not self.master_is_shard:
+        elif self.trainable and not self.master_is_shard:
             self.master.data.view(-1).copy_(shard)
         self.secondary = None
 
@@ -276,7 +233,7 @@ class ShardedParam:
         """Before the master is stepped or saved: what the script has written to the parameter in place goes there, as
         `load_state_dict` does between steps. What is as it was published keeps the master's precision.
         """
-        if not self.edited or self.master is None:
+        if not self.edited:
             return
         self._version = self.param._version
         mine, shard = self.master.data.view(-1), self.shard.to(self.master.device)
@@ -290,8 +247,7 @@ class ShardedParam:
     def moved(self) -> bool:
         """Whether the script has put the values elsewhere than ZeRO has them, or in another order, while they are
         whole."""
-        here, whole = self.param.data, self._whole
-        return self.resident and (here.data_ptr() != whole.data_ptr() or here.stride() != whole.stride())
+        return self.resident and not self.storage.holds(self.param.data)
 
     def moved_back(self, doing: str) -> None:
         """The script has put the values elsewhere, as `module.to` there and back or a new `.data` does: have them in
@@ -313,9 +269,10 @@ class ShardedParam:
 
     def take_back(self, data: Tensor) -> None:
         """Have `data`, of the parameter's shape, in the parameter's own storage."""
-        in_place = data.data_ptr() == self._whole.data_ptr()  # and in another order, as `.data.t()` is
-        self._whole.copy_(data.clone() if in_place else data)
-        self.param.data = self._whole
+        whole = self.storage.whole
+        in_place = data.data_ptr() == whole.data_ptr()  # and in another order, as `.data.t()` is
+        whole.copy_(data.clone() if in_place else data)
+        self.param.data = whole
         self.written()
 
     def written(self) -> None:
@@ -339,73 +296,29 @@ class ShardedParam:
 
     def storage_rows(self) -> Tensor:
         """The parameter's own storage [num_shards, shard_size], of an even partition, for a gather to write to."""
-        self._take_storage()
-        return self._whole.view(self.partition.num_shards, self.partition.shard_size)
+        self.storage.take()
+        return self.storage.whole.view(self.partition.num_shards, self.partition.shard_size)
 
-    def fill(self, shards: Tensor, partition: Partition | None = None) -> None:
-        """Write the gathered `shards` [num_shards, shard_size], divided as `partition` has it, to the parameter's own
-        storage."""
-        self.allocate()
-        # A persistent parameter's own part is already there: the shard is a view of it.
-        (partition or self.partition).from_shards(shards, self.flat, self.rank if self.persistent else None)
+    def fill(self, shards: Tensor | None, partition: Partition | None = None) -> None:
+        """Be whole: of the gathered `shards` [num_shards, shard_size], divided as `partition` has it, or of what a
+        gather has written to `storage_rows` (None)."""
+        if not self.persistent:
+            self.live_params.arrive(self)
+            self.storage.show(self.param)
+        if shards is not None:
+            # A persistent parameter's own part is already there: the shard is a view of it.
+            (partition or self.partition).from_shards(shards, self.flat, self.rank if self.persistent else None)
         self.resident = True
-
-    def filled(self) -> None:
-        """A gather has written to `storage_rows`."""
-        self.allocate()
-        self.resident = True
-
-    def allocate(self) -> None:
-        """Give the parameter its storage back. Views of it that autograd saved come alive with it."""
-        if self.persistent:
-            return
-        self.live_params.arrive(self)
-        self._take_storage()
-        if type(self.param) is Absent:
-            self.param.__class__ = nn.Parameter  # type: ignore[assignment]
-        self.param.data = self._whole
 
     def release(self) -> None:
         """Free the parameter's storage; the shard stays."""
         if self.persistent:
             return
-        if self._stand_in is None:
-            # What a parameter of a class of the script's own, which cannot be made Absent, reads as: not the emptied
-            # storage, since to read that is to read anything, or the end of the process.
-            nothing = float("nan") if self._whole.is_floating_point() or self._whole.is_complex() else 0
-            self._stand_in = torch.full((), nothing, dtype=self._whole.dtype, device=self._whole.device)
-        if type(self.param) is not Absent:
-            self.param.data = self._stand_in.expand(self.shape)
-        if type(self.param) is nn.Parameter:
-            self.param.__class__ = Absent  # as torch does with lazy ones, the other way round
-        storage = self._whole.untyped_storage()
-        if storage.resizable():
-            storage.resize_(0)
-        else:
-            self._leave_storage()
+        left = self.storage.empty(self.param)
+        if left is not None and self.fetcher is not None:
+            self.fetcher.replace_storage(left, self)
         self.resident = False
         self.live_params.leave(self)
-
-    def _take_storage(self) -> None:
-        storage = self._whole.untyped_storage()
-        if storage.size() == 0:
-            storage.resize_(self.numel * self._whole.element_size())
-            if self.device.type == "cpu":
-                use_huge_pages(storage)
-
-    def _leave_storage(self) -> None:
-        """Take a new storage, empty: a numpy array, or another process, shares the present one, which stays theirs."""
-        key = self.storage_key
-        with torch.inference_mode(False):
-            self._whole = torch.empty_like(self._whole)
-        self._whole.untyped_storage().resize_(0)
-        if self.fetcher is not None:
-            self.fetcher.replace_storage(key, self)
-
-    @property
-    def storage_key(self) -> int:
-        """The identity of the parameter's own storage, full or emptied."""
-        return int(self._whole.untyped_storage()._cdata)
 
     def __repr__(self) -> str:
         return f"ShardedParam({self.name}, {tuple(self.shape)}, {self.start}:{self.stop})"

@@ -63,7 +63,7 @@ class SharedParameters:
         for sharing in self._sharings:
             if sharing.partial:
                 found = [find(param) for param in sharing.params]
-                masters = [each.master for each in found if each is not None and each.master is not None]
+                masters = [each.master for each in found if each is not None and each.trainable]
                 for batch in batches(masters, STRETCH, Tensor.numel, lambda master: (master.dtype, master.device)):
                     _sum(batch, sharing.comm)
 

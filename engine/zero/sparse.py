@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
-from .settings import ZeroSettings
+from ..config import Config
+from .bucket import MicrobatchSums, travels_in
 from .shard import ShardedParam
 
 
@@ -35,12 +36,11 @@ class SparseReducer:
     """The counterpart of `Reducer` for gradients of few rows (stages 0 and 1). Micro-batches add up on this rank, and
     the rows of all ranks are gathered when the last one's backward is over."""
 
-    def __init__(self, params: Sequence[ShardedParam], comm: Comm, settings: ZeroSettings) -> None:
+    def __init__(self, params: Sequence[ShardedParam], comm: Comm, config: Config) -> None:
         self._params = list(params)
         self._comm = comm
-        self._settings = settings
-        self._accumulated: dict[ShardedParam, Tensor] = {}
-        """Sums of micro-batches, where autograd would add them up in another precision; dense, or of rows."""
+        self._config = config
+        self._accumulated = MicrobatchSums(self._params, config)
         self._gathered: dict[ShardedParam, list[tuple[Tensor, Tensor]]] = {}
         """Indices and rows of all ranks, of each backward."""
 
@@ -49,11 +49,9 @@ class SparseReducer:
         if not self._params:
             return
         if not last:
-            for param in self._params:
-                self._accumulate(param)
+            self._accumulated.add(self._params)
             return
-        for param in self._accumulated:
-            self._accumulate(param)
+        self._accumulated.add(list(self._accumulated))
         rows = [_rows(self._accumulated.get(param, param.param.grad)) for param in self._params]
         self._accumulated.clear()
         for param in self._params:
@@ -71,8 +69,6 @@ class SparseReducer:
         """Put the means, dense and times `scale`, on the masters' `grad`: optimizers with momentum step every row."""
         for param, parts in self._gathered.items():
             master = param.master
-            if master is None:
-                continue
             whole = torch.zeros(param.shape, dtype=master.dtype, device=param.device)
             for indices, values in parts:
                 whole.index_add_(0, indices, values.to(master.dtype), alpha=scale)
@@ -80,8 +76,8 @@ class SparseReducer:
 
     def gradients(self, masters: Set[int]) -> list[Tensor]:
         """The gradients of those `masters`, by id."""
-        found = [param.master for param in self._params if id(param.master) in masters]
-        return [master.grad for master in found if master is not None and master.grad is not None]
+        grads = [param.master.grad for param in self._params if id(param.master) in masters]
+        return [grad for grad in grads if grad is not None]
 
     def clear(self) -> None:
         """After the step: forget the gradients."""
@@ -90,25 +86,16 @@ class SparseReducer:
         for param in self._params:
             param.param.grad = None
 
-    def _accumulate(self, param: ShardedParam) -> None:
-        """As `Reducer` does."""
-        dtype, grad = self._settings.accumulate_dtype or param.master_dtype, param.param.grad
-        if grad is None or grad.dtype == dtype:
-            return
-        kept = self._accumulated.get(param)
-        self._accumulated[param] = grad.to(dtype) if kept is None else kept + grad.to(dtype)
-        param.param.grad = None
-
     def _gather(
         self, param: ShardedParam, mine: tuple[Tensor, Tensor] | None, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
         """Indices [n] and rows [n, width] of all ranks, the latter divided by the number of ranks for the mean."""
-        width, wire = param.shape[1:].numel(), self._settings.communication_dtype or param.dtype
+        width = param.shape[1:].numel()
         if mine is None:
             empty = param.param.new_empty((0, width))
             mine = torch.empty(0, dtype=torch.int64, device=empty.device), empty
         if self._comm.size > 1:
-            mine = mine[0], mine[1].to(wire)
+            mine = mine[0], mine[1].to(travels_in(param, self._config))
         most = max(counts)
         if most == 0:
             return mine

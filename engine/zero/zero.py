@@ -18,13 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm.comm import Comm
 from ..comm.deadlock import DeadlockWatch
+from ..config import Config
 from ..hooks import Hooks, MemoryPart, holds_memory
 from ..tree import batches
 from .fetch import Fetcher
 from .gather import Gatherer
 from .init import EarlyParam
 from .reduce import BackwardPart, Reducer
-from .settings import ZeroSettings
 from .shard import Partition, ShardedParam, find_sharded, forget, register
 from .sparse import SparseReducer, sparse_params
 from .validate import UNCOMPILED, compiled_module
@@ -50,7 +50,7 @@ class Zero:
     def __init__(
         self,
         model: nn.Module,
-        settings: ZeroSettings,
+        config: Config,
         comms: Comms,
         hooks: Hooks,
         *,
@@ -62,7 +62,7 @@ class Zero:
         """`make_master` decides where masters are. `offload_shard` moves shards of stage 3 away, of a single rank too.
         `names` are those of the parameters in the whole model, where this is a part of it; `stages` the stages of a
         pipeline that each belongs to, where there are several here."""
-        self.settings = settings
+        self.settings = settings = config.zero_optimization
         self.comms = comms.all()
         self._comm = comms.gradients
         self.gatherer = Gatherer(comms.parameters, settings, comms.near)
@@ -105,13 +105,12 @@ class Zero:
             if sharded and offload_shard is not None:
                 offload_shard(self.params[-1])
         self.by_param = {p.param: p for p in self.params}
-        self.trainable = [p for p in self.params if p.param.requires_grad]
-        rows = sparse_params(model, dense_too=settings.sparse_gradients) if settings.stage <= 1 else set()
-        sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients, settings)
+        self.trainable = [p for p in self.params if p.trainable]
+        rows = sparse_params(model, dense_too=config.sparse_gradients) if settings.stage <= 1 else set()
+        sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients, config)
         self.masters = {param.param: make_master(param) for param in self.trainable}
         dense = [p for p in self.trainable if p.param not in rows]
-        belongs = None if stages is None else {p: stages[p.param] for p in dense}
-        self.reducer = Reducer(dense, sparse, comms.gradients, settings, belongs)
+        self.reducer = Reducer(dense, sparse, comms.gradients, config, stages)
         # Ranks of a pipeline have a consensus of their own.
         self.deadlocks = _watch(comms, hooks) if size > 1 and (settings.stage == 3 or names is None) else None
         self.fetcher: Fetcher | None = None
@@ -132,7 +131,7 @@ class Zero:
             yield "parameters", param.shard
             if param.secondary is not None:
                 yield "parameters", param.secondary
-            if param.master is not None and not param.master_is_shard:
+            if param.trainable and not param.master_is_shard:
                 yield "optimizer_states", param.master
         for tensor in self.gatherer.buffers.free:
             yield "parameters", tensor

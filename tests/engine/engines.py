@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from dsprof.engine import Engine, PipelineEngine, initialize
 from dsprof.engine.checkpoint import CheckpointError
 from dsprof.engine.comm.comm import Comm
-from dsprof.engine.zero import ZeroSettings
+from dsprof.engine.config import ZeroConfig
 from dsprof.engine.zero.fetch import Fetcher
 from dsprof.engine.zero.gather import Gatherer
-from dsprof.engine.zero.shard import LiveParams, ShardedParam
+from dsprof.engine.zero.shard import ShardedParam
+from dsprof.engine.zero.storage import LiveParams
 
 WIDTH = 8
 LAYER = WIDTH * WIDTH
@@ -83,16 +84,16 @@ def save_on_small_disk(engine: Engine | PipelineEngine, small: bool, folder: Pat
 
 # --- what ZeRO has of parameters
 
-ALONE = Gatherer(Comm(None, None), ZeroSettings())
+ALONE = Gatherer(Comm(None, None), ZeroConfig())
 """Gathers nothing: for parameters of a test that has no engine."""
 
 
 def stored_bytes(param: ShardedParam) -> int:
     """Bytes of the storage that a parameter has when it is whole, at this moment."""
-    return param._whole.untyped_storage().size()
+    return param.storage.whole.untyped_storage().size()
 
 
-class PeakLive(LiveParams):
+class PeakLive(LiveParams[ShardedParam]):
     """Remembers the most elements that were live."""
 
     peak: int

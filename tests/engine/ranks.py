@@ -25,6 +25,10 @@ import torch
 import torch.distributed as dist
 from patches import Bindings, bindings, changes
 
+from dsprof.engine.comm.comm import Comm
+from dsprof.engine.comm.lane import Inline
+from dsprof.engine.hooks import Hooks
+
 PRELOADED: Final = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.testing",
     "torch.utils.flop_counter", "dsprof.engine.checkpoint", "dsprof.engine.deepspeed.start",
@@ -96,11 +100,9 @@ class Ranks:
             self._started.append((process, here))
 
 
-def world() -> dist.ProcessGroup:
-    """The group of the job's ranks."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+def everyone() -> Comm:
+    """All ranks of the job."""
+    return Comm(dist.group.WORLD, Inline(Hooks()))
 
 
 def _serve(pipe: Connection, folder: str, port: int) -> None:

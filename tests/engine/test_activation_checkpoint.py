@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsprof.engine import activation_checkpoint, initialize
 from dsprof.engine.activation_checkpoint.policies import (
     Full,
-    Nothing,
-    Policy,
     Selective,
     find_blocks,
     named_blocks,
@@ -81,14 +79,14 @@ def gradients(model: nn.Module, rows: int = 3) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-POLICIES: list[Policy] = [
-    Nothing(), Full(), Full(on_host=True), Full(every=1), Full(every=3), Selective(), Selective(on_host=True),
+POLICIES: list[Full] = [
+    Full(blocks=()), Full(), Full(on_host=True), Full(every=1), Full(every=3), Selective(), Selective(on_host=True),
     Full(blocks=["stem", "blocks.*.up"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_gradients_are_the_very_same_dropout_included(policy: Policy) -> None:
+def test_gradients_are_the_very_same_dropout_included(policy: Full) -> None:
     expected = gradients(net())
     model = net()
     undo = policy.apply(model, Hooks())
@@ -99,17 +97,10 @@ def test_gradients_are_the_very_same_dropout_included(policy: Policy) -> None:
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_without_the_random_state_dropout_differs() -> None:
-    expected = gradients(net())
-    model = net()
-    Full(preserve_rng_state=False).apply(model, Hooks())
-    assert not torch.equal(gradients(model)["blocks.0.up.weight"], expected["blocks.0.up.weight"])
-
-
 @pytest.mark.parametrize(
     ("policy", "recomputed"),
     [
-        (Nothing(), []),
+        (Full(blocks=()), []),
         (Full(), ["blocks.3", "blocks.2", "blocks.1", "blocks.0"]),
         (Full(every=2), ["blocks.3", "blocks.1"]),
         (Full(every=3), ["blocks.2"]),
@@ -118,7 +109,7 @@ def test_without_the_random_state_dropout_differs() -> None:
     ],
     ids=str,
 )
-def test_which_blocks_are_recomputed(spans: list[Span], policy: Policy, recomputed: list[str]) -> None:
+def test_which_blocks_are_recomputed(spans: list[Span], policy: Full, recomputed: list[str]) -> None:
     model = net()
     undo = policy.apply(model, Hooks())
     gradients(model)
@@ -142,14 +133,14 @@ class Counting(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("policy", "alive", "products", "activations"),
     [
-        (Nothing(), {"product", "active"}, 0, 0),
+        (Full(blocks=()), {"product", "active"}, 0, 0),
         (Full(), set(), 4, 2),
         (Selective(), set(), 0, 2),  # a product is kept, but by another Python object
     ],
     ids=["nothing", "full", "selective"],
 )
 def test_what_is_kept_and_what_is_computed_again(
-    policy: Policy, alive: set[str], products: int, activations: int
+    policy: Full, alive: set[str], products: int, activations: int
 ) -> None:
     model = net(depth=2).eval()
     policy.apply(model, Hooks())
@@ -275,7 +266,7 @@ class Nested(nn.Module):
 @pytest.mark.parametrize(
     "policy", [Full(blocks=["0"]), Full(blocks=["0"], on_host=True), Selective(blocks=["0"])], ids=str
 )
-def test_arguments_of_any_structure(spans: list[Span], policy: Policy) -> None:
+def test_arguments_of_any_structure(spans: list[Span], policy: Full) -> None:
     def run(model: nn.Module) -> tuple[Tensor, Tensor]:
         log: list[Tensor] = []
         x = torch.tensor([[1.0, 2.0]], requires_grad=True)

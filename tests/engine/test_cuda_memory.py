@@ -16,10 +16,10 @@ from ranks import Ranks
 from dsprof.engine import initialize
 from dsprof.engine.comm.comm import Comm
 from dsprof.engine.comm.lane import _CudaTicket
+from dsprof.engine.config import Config, ZeroConfig
 from dsprof.engine.setup.initialize import warn_untried
 from dsprof.engine.zero.bucket import Bucket, BucketExchange, await_host_copies
 from dsprof.engine.zero.buffer_pool import BufferPool
-from dsprof.engine.zero.settings import ZeroSettings
 
 
 class Stream:
@@ -132,7 +132,7 @@ def test_gradients_go_to_host_memory_beside_the_computation(device: Device) -> N
     bucket.reduce_into(torch.zeros(bucket.columns))
     bucket.rows = torch.zeros(2, bucket.columns).as_subclass(OnGpu)
     bucket.landing = torch.ones(bucket.columns).as_subclass(OnGpu)
-    exchange = BucketExchange(Comm(None, None), ZeroSettings(stage=2))
+    exchange = BucketExchange(Comm(None, None), Config(zero_optimization=ZeroConfig(stage=2, overlap_comm=True)))
     lane, computing = Stream(), device.current
     with device.stream(lane):
         lane.run(5)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks, world
+from ranks import Ranks, everyone
 from spans import recorded
 from torch import nn
 
-from dsprof.engine.hooks import Hooks
 from dsprof.engine.optim.grad_norm import clip_coefficient, global_norm, unscale_and_clip_
 
 
@@ -79,7 +78,7 @@ def test_coefficient() -> None:
 def norm_of_shards(rank: int) -> tuple[float, list[tuple[Any, ...]]]:
     grads = [torch.tensor([3.0])] if rank == 0 else [] if rank == 1 else [torch.tensor([4.0, 12.0])]
     with recorded() as spans:
-        norm = global_norm(grads, [world()], Hooks()).item()
+        norm = global_norm(grads, [everyone()]).item()
     return norm, [(s.kind, s.name, s.lane, s.purpose, s.bytes, s.dtype) for s in spans]
 
 
@@ -92,7 +91,7 @@ def test_shards_of_three_ranks(ranks: Ranks) -> None:
 
 
 def overflow_on_one(rank: int) -> float:
-    return global_norm([torch.tensor([float("inf") if rank == 1 else 1.0])], [world()]).item()
+    return global_norm([torch.tensor([float("inf") if rank == 1 else 1.0])], [everyone()]).item()
 
 
 def test_an_overflow_on_one_rank_shows_on_all(ranks: Ranks) -> None:

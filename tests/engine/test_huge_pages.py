@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsprof.engine.zero.huge_pages import LEAST, use_huge_pages
+from dsprof.engine.zero.storage import LEAST, use_huge_pages
 
 HUGE = "hg"
 """Of VmFlags, proc_pid_smaps(5): huge pages have been asked for."""

@@ -207,15 +207,15 @@ def sharded_early(rank: int, fails: str) -> tuple[str, int, float]:
     config = configured(3, optimizer=SGD)
     with ds.zero.Init(config_dict_or_path=config):
         model = layers()
-    peak, allocate = 0, ShardedParam.allocate
+    peak, fill = 0, ShardedParam.fill
 
-    def watched(param: ShardedParam) -> None:
+    def watched(param: ShardedParam, *gathered: Any) -> None:
         nonlocal peak
-        allocate(param)
+        fill(param, *gathered)
         peak = max(peak, sum(param.numel() for param in model.parameters() if type(param) is not Absent))
 
     schedule = no_schedule if rank == 1 or fails == "all" else None
-    with mock.patch.object(ShardedParam, "allocate", watched), pytest.raises((ValueError, SharedError)) as caught:
+    with mock.patch.object(ShardedParam, "fill", watched), pytest.raises((ValueError, SharedError)) as caught:
         ds.initialize(model=model, config=config, lr_scheduler=schedule)
     engine, *_ = ds.initialize(model=model, config=config)
     expected = layers()

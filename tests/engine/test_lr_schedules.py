@@ -149,9 +149,10 @@ def test_build_takes_torchs_own_schedules() -> None:
     [
         ("WarmupLR", {"warmup_steps": 3}, "scheduler.params for WarmupLR: got an unexpected keyword argument"),
         ("WarmupDecayLR", {}, "scheduler.params for WarmupDecayLR: missing a required argument: 'total_num_steps'"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0; it must be a whole number above 0"),
-        ("WarmupLR", {"warmup_type": "exp"}, "warmup_type is 'exp'; write 'log' or 'linear'"),
-        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "it must be above 0"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "scheduler.params.warmup_num_steps: 0 is not a whole number at least 1"),
+        ("WarmupLR", {"warmup_type": "exp"}, 'warmup_type: "exp" is not "log" or "linear"; the default is "log"'),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0},
+         "cycle_first_step_size: 0 is not a whole number at least 1; the default is 2000"),
     ],
 )  # fmt: skip
 def test_build_says_what_is_wrong(type: str, params: dict[str, Any], message: str) -> None:

@@ -254,13 +254,13 @@ class Memory:
         self.now = mib * 2**20
         self.top = max(self.top, self.now)
 
-    def reset_peak(self) -> None:
+    def reset_peak_memory_stats(self) -> None:
         self.top = self.now
 
-    def used(self) -> int:
+    def memory_allocated(self) -> int:
         return self.now
 
-    def peak(self) -> int:
+    def max_memory_allocated(self) -> int:
         return self.top
 
 
@@ -284,12 +284,12 @@ def test_memory_at_the_ends_of_the_phases(engine: Engine, said: list[str]) -> No
 
 def test_the_hosts_memory_is_the_processs() -> None:
     meter = HostMeter()
-    before = meter.used()
+    before = meter.memory_allocated()
     block = bytearray(64 * 2**20)
     block[:: 2**12] = b"x" * (2**26 // 2**12)  # touched, so that it is there
-    grown = meter.used() - before
+    grown = meter.memory_allocated() - before
     assert 60 * 2**20 < grown < 128 * 2**20
-    assert meter.peak() >= before + 60 * 2**20
+    assert meter.max_memory_allocated() >= before + 60 * 2**20
     del block
 
 
@@ -297,13 +297,13 @@ def test_where_the_peak_cannot_be_reset(tmp_path: Path) -> None:
     (tmp_path / "statm").write_text("9 3 1\n")
     (tmp_path / "status").write_text("Name:\tx\nVmHWM:\t    20 kB\n")
     meter = HostMeter(tmp_path / "none")
-    meter.reset_peak()
+    meter.reset_peak_memory_stats()
     meter = HostMeter(tmp_path)
-    assert meter.peak() == 20 * 1024
-    meter.reset_peak()
+    assert meter.max_memory_allocated() == 20 * 1024
+    meter.reset_peak_memory_stats()
     assert (tmp_path / "clear_refs").read_text() == "5"
     (tmp_path / "status").write_text("Name:\tx\n")
-    assert meter.peak() == meter.used()
+    assert meter.max_memory_allocated() == meter.memory_allocated()
 
 
 # --- flops_profiler

@@ -168,7 +168,7 @@ def communicated(rank: int, stage: int) -> tuple[dict[tuple[str, int], int], dic
     config = configuration(stage, comms_logger={"enabled": True}, gradient_accumulation_steps=2)
     with engine_for(Layers(), config) as engine, contextlib.ExitStack() as spies:
         train(engine, 1)  # the first step settles the order of buckets
-        logger = engine.metrics._monitors.comms
+        logger = engine.metrics.monitors.comms
         assert logger is not None
         for comm in engine.zero.comms:
             comm.all_reduce(torch.zeros(1), "other").wait()  # what the lane had to do before is told

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dsprof.engine import initialize
 from dsprof.engine.comm.comm import open_comm
 from dsprof.engine.comm.lane import CpuLane
-from dsprof.engine.config import load
+from dsprof.engine.config import Config, ZeroConfig, load
 from dsprof.engine.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from dsprof.engine.hooks import Attributes, Hooks, Span
 from dsprof.engine.offload import InMemory, Offload, OffloadError, open_offload
@@ -40,7 +40,7 @@ from dsprof.engine.offload.disk import Disk
 from dsprof.engine.offload.optimizer import OnDisk
 from dsprof.engine.offload.params import ShardFile
 from dsprof.engine.optim import build as build_optimizer
-from dsprof.engine.zero import Comms, Zero, ZeroSettings
+from dsprof.engine.zero import Comms, Zero
 from dsprof.engine.zero.bucket import Bucket
 from dsprof.engine.zero.gather import update_shards
 from dsprof.engine.zero.shard import Partition, ShardedParam
@@ -580,7 +580,7 @@ def test_what_was_read_ahead_is_not_read_again_unless_it_was_written(tmp_path: P
         params = [sharded(10), sharded(20), sharded(30)]
         for param in params:
             file.take(param)
-        for ticket in [ticket for record in file._records.values() for ticket in record.writing]:
+        for ticket in [ticket for record in file.records.values() for ticket in record.writing]:
             ticket.wait()
         assert [file.expect(param) for param in params] == [True, True, False]
         assert shard_of(params[1]) == [float(n) for n in range(10, 20)]
@@ -616,12 +616,18 @@ def train(rank: int, zero_section: dict[str, Any], dtype: torch.dtype, accumulat
     everyone = list(range(size))
     comms = Comms(*(open_comm([everyone], lambda: CpuLane("lane", hooks)) for _ in range(2)))
     model: Small = build(dtype)
-    settings = ZeroSettings(
-        config.zero_optimization.stage, reduce_bucket_size=1000, stage3_param_persistence_threshold=20,
-        stage3_prefetch_bucket_size=500, stage3_max_live_parameters=3000, stage3_max_reuse_distance=0,
+    settings = ZeroConfig(
+        stage=config.zero_optimization.stage, overlap_comm=True, reduce_bucket_size=1000,
+        stage3_param_persistence_threshold=20, stage3_prefetch_bucket_size=500, stage3_max_live_parameters=3000,
+        stage3_max_reuse_distance=0,
     )  # fmt: skip
     zero = Zero(
-        model, settings, comms, hooks, make_master=offload.states.make_master, offload_shard=offload.offload_shard
+        model,
+        Config(zero_optimization=settings),
+        comms,
+        hooks,
+        make_master=offload.states.make_master,
+        offload_shard=offload.offload_shard,
     )
     masters = [param.master for param in zero.trainable if param.master is not None]
     optimizer = torch.optim.AdamW(masters, lr=1e-2, fused=True)
@@ -735,7 +741,7 @@ from dsprof.engine.comm.comm import Comm
 from dsprof.engine.config import load
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.offload import open_offload
-from dsprof.engine.zero import Comms, Zero, ZeroSettings
+from dsprof.engine.zero import Comms, Zero
 
 torch.set_num_threads(1)
 threading.stack_size(1 << 18)  # RLIMIT_DATA counts stacks, and how many threads there are is a matter of timing
@@ -746,7 +752,7 @@ config = load({"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload
 hooks = Hooks()
 offload = open_offload(config, torch.device("cpu"), hooks)
 alone = Comm(None, None)
-zero = Zero(model, ZeroSettings(2), Comms(alone, alone), hooks, make_master=offload.states.make_master)
+zero = Zero(model, config, Comms(alone, alone), hooks, make_master=offload.states.make_master)
 optimizer = torch.optim.AdamW([param.master for param in zero.trainable], fused=True)
 offload.states.attach(optimizer, [[param] for param in zero.trainable])
 model(torch.ones(1, 1024)).sum().backward()

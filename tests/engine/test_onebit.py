@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, world
+from ranks import Ranks, everyone
 from spans import recorded
 from torch import Tensor, nn
 
-from dsprof.engine.hooks import Hooks
+from dsprof.engine.comm.comm import Comm
+from dsprof.engine.optim import build
 from dsprof.engine.optim.onebit import OneBitAdam, compressed_mean_, decode, encode, pack_signs, unpack_signs
+
+
+def one_bit_adam(params: list[nn.Parameter], comm: Comm | None, **options: Any) -> OneBitAdam:
+    made = build("OneBitAdam", options, params, comm=comm)
+    assert isinstance(made, OneBitAdam)
+    return made
+
 
 # --- the codec
 
@@ -54,7 +62,7 @@ def means_and_errors(rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor
     for _ in range(50):
         values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         torch._foreach_add_(entered, values)
-        compressed_mean_(values, worker, server, live, world(), Hooks())
+        compressed_mean_(values, worker, server, live, everyone())
         torch._foreach_add_(left, values)
     return entered, left, worker, server
 
@@ -82,7 +90,7 @@ def test_the_warm_up_is_adamw() -> None:
     torch.manual_seed(3)
     ours = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(()))]
     theirs = copy.deepcopy(ours)
-    one_bit = OneBitAdam(ours, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, freeze_step=9)
+    one_bit = one_bit_adam(ours, None, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, freeze_step=9)
     adamw = torch.optim.AdamW(theirs, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
     for step in range(9):
         assert not one_bit.wants_local_gradients
@@ -100,7 +108,7 @@ def test_the_warm_up_is_adamw() -> None:
 
 def test_the_variance_is_frozen_after_the_warm_up() -> None:
     param = nn.Parameter(torch.tensor([1.0, 1.0]))
-    optimizer = OneBitAdam([param], lr=0.1, betas=(0.5, 0.75), eps=1e-12, freeze_step=1)
+    optimizer = one_bit_adam([param], None, lr=0.1, betas=(0.5, 0.75), eps=1e-12, freeze_step=1)
     param.grad = torch.tensor([2.0, 0.0])
     optimizer.step()  # corrected: m = 2, v = 4
     assert param.tolist() == pytest.approx([0.9, 1.0])
@@ -115,7 +123,7 @@ def test_the_variance_is_frozen_after_the_warm_up() -> None:
 
 def test_a_parameter_that_comes_after_the_warm_up_is_told() -> None:
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
-    optimizer = OneBitAdam(params, freeze_step=1)
+    optimizer = one_bit_adam(params, None, freeze_step=1)
     params[0].grad = torch.ones(2)
     optimizer.step()
     params[1].grad = torch.ones(3)
@@ -134,7 +142,7 @@ def least_squares(rank: int, kind: str, steps: int) -> tuple[float, Tensor]:
     if kind == "adam":
         optimizer = torch.optim.Adam([weight, bias], lr=0.05)
     else:
-        optimizer = OneBitAdam([weight, bias], lr=0.05, freeze_step=100, group=world())
+        optimizer = one_bit_adam([weight, bias], everyone(), lr=0.05, freeze_step=100)
     order = torch.Generator().manual_seed(rank)
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -162,7 +170,7 @@ def test_it_learns_as_well_as_adam(ranks: Ranks) -> None:
 
 def bytes_of_a_step(rank: int) -> list[tuple[Any, ...]]:
     params = [nn.Parameter(torch.randn(256, 255)), nn.Parameter(torch.randn(64))]
-    optimizer = OneBitAdam(params, freeze_step=1, group=world(), hooks=Hooks())
+    optimizer = one_bit_adam(params, everyone(), freeze_step=1)
     for _ in range(2):
         for param in params:
             param.grad = torch.randn(param.shape)
@@ -200,7 +208,7 @@ def resumed(rank: int) -> tuple[Tensor, Tensor, list[str]]:
 
     def fresh() -> tuple[OneBitAdam, list[nn.Parameter]]:
         params = [nn.Parameter(torch.ones(9, 5)), nn.Parameter(torch.ones(7))]
-        return OneBitAdam(params, lr=0.01, freeze_step=3, group=world()), params
+        return one_bit_adam(params, everyone(), lr=0.01, freeze_step=3), params
 
     whole, expected = fresh()
     run(whole, expected, range(10))

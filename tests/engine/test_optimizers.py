@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import Ranks, world
+from ranks import Ranks, everyone
 from spans import recorded
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsprof.engine import optim
-from dsprof.engine.hooks import Hooks
 from dsprof.engine.optim.muon import iterations, orthogonalize, owners
 from dsprof.engine.optim.shard import Shards, whole
 
@@ -246,10 +245,10 @@ def train_pieces(rank: int, ranks: int, type: str, params: dict[str, Any]) -> tu
     cuts = [bounds(value.numel(), ranks) for value in weights()]
     masters = [nn.Parameter(value.flatten()[slice(*cut[rank])]) for value, cut in zip(weights(), cuts, strict=True)]
     shards: Shards = {
-        master: optim.Shard(torch.Size(shape), cut, world(), muon=len(shape) >= 2)
+        master: optim.Shard(torch.Size(shape), cut, everyone(), muon=len(shape) >= 2)
         for master, shape, cut in zip(masters, SHAPES, cuts, strict=True)
     }
-    optimizer = optim.build(type, params, two_groups(masters), shards=shards, hooks=Hooks())
+    optimizer = optim.build(type, params, two_groups(masters), shards=shards)
     for step in range(4):
         for master, grad, cut in zip(masters, gradients(step), cuts, strict=True):
             master.grad = None if grad is None else grad.flatten()[slice(*cut[rank])]
@@ -301,14 +300,14 @@ def test_muon_sends_each_piece_once_and_back(ranks: Ranks) -> None:
 
 
 def partitioned(params: list[nn.Parameter], rank: int) -> tuple[dict[nn.Parameter, nn.Parameter], Shards]:
-    """Masters of one of two ranks; the group stands for itself, nothing is communicated."""
+    """Masters of one of two ranks; the ranks stand for themselves, nothing is communicated."""
     replace: dict[nn.Parameter, nn.Parameter] = {}
     shards: dict[Tensor, optim.Shard] = {}
     for param in params:
         cut = bounds(param.numel(), 2)
         master = nn.Parameter(param.detach().flatten()[slice(*cut[rank])].float())
         replace[param] = master
-        shards[master] = optim.Shard(param.shape, cut, world())
+        shards[master] = optim.Shard(param.shape, cut, everyone())
     return replace, shards
 
 

@@ -12,8 +12,9 @@ from pipeline_models import MICROBATCHES, configuration, start, weights
 from ranks import Ranks
 from torch import Tensor, nn
 
-from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule, treespec
+from dsprof.engine.pipe import LayerSpec, PipelineError, PipelineModule
 from dsprof.engine.pipe.layer_costs import measure
+from dsprof.engine.tree import form_of
 
 mse = nn.functional.mse_loss
 
@@ -86,10 +87,10 @@ def test_outputs_arrive_in_the_structure_they_had(ranks: Ranks) -> None:
 
 def test_the_structure_of_outputs_is_described_in_text() -> None:
     a, b = torch.ones(1), torch.ones(2)
-    assert treespec.of(a) == ('"tensor"', [a])
-    assert treespec.of((a, b)) == ('"tuple"', [a, b])
-    assert treespec.of([a]) == ('{"list": ["tensor"]}', [a])
-    assert treespec.of({"a": a, 2: ("tensor", None)}) == (
+    assert form_of(a) == ('"tensor"', [a])
+    assert form_of((a, b)) == ('"tuple"', [a, b])
+    assert form_of([a]) == ('{"list": ["tensor"]}', [a])
+    assert form_of({"a": a, 2: ("tensor", None)}) == (
         '{"dict": [["a", "tensor"], [2, {"tuple": [{"value": "tensor"}, {"value": null}]}]]}', [a],
     )  # fmt: skip
     odd: list[tuple[Any, str]] = [
@@ -99,7 +100,7 @@ def test_the_structure_of_outputs_is_described_in_text() -> None:
     ]
     for output, says in odd:
         with pytest.raises(TypeError, match=says):
-            treespec.of(output)
+            form_of(output)
 
 
 # --- layers

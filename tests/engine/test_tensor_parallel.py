@@ -586,7 +586,7 @@ def test_data_must_match_within_the_group(ranks: Ranks) -> None:
             "the data of global rank 3 (tensor-parallel rank 3) differs in its values",
             "the data of global rank 1 (tensor-parallel rank 1) differs in its values",
         ]
-    assert results[2][1].endswith("(this rank has ['2 of', 'int64[2, 8]', 'int64[2, 8]'])")
+    assert results[2][1].endswith("(this rank has 0: int64[2, 8], 1: int64[2, 8])")
 
 
 def one_rank(rank: int) -> None:

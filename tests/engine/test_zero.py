@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dsprof.engine.comm.comm import Comm, open_comm
 from dsprof.engine.comm.lane import CpuLane, LaneTicket
+from dsprof.engine.config import Config, ZeroConfig
 from dsprof.engine.hooks import Hooks, Purpose
-from dsprof.engine.zero import Comms, Zero, ZeroSettings
+from dsprof.engine.zero import Comms, Zero
 from dsprof.engine.zero.gather import Gatherer
 from dsprof.engine.zero.shard import Partition, ShardedParam
 
@@ -50,11 +50,17 @@ def fetch_settings(prefetch: int, live: int, reuse: int) -> dict[str, Any]:
     }
 
 
-def settings(stage: int, overlap: bool, sizes: str) -> ZeroSettings:
+def settings(stage: int, overlap: bool, sizes: str) -> Config:
     reduce, gather, fetch, persistence = SIZES[sizes]
-    return ZeroSettings(
-        stage, reduce, gather, overlap, stage3_param_persistence_threshold=persistence, **fetch_settings(*fetch)
-    )
+    return zero_config(stage, reduce, gather, overlap, persistence, fetch_settings(*fetch))
+
+
+def zero_config(stage: int, reduce: int, gather: int, overlap: bool, persistence: int, fetch: dict[str, Any]) -> Config:
+    section = ZeroConfig.model_validate({
+        "stage": stage, "reduce_bucket_size": reduce, "allgather_bucket_size": gather, "overlap_comm": overlap,
+        "stage3_param_persistence_threshold": persistence, **fetch,
+    })  # fmt: skip
+    return Config(zero_optimization=section)
 
 
 def train(model: Small, zero: Zero, optimizer: torch.optim.Optimizer, data: torch.Tensor, rank: int) -> None:
@@ -84,7 +90,7 @@ def whole(zero: Zero) -> dict[str, torch.Tensor]:
     return {p.name: p.param.detach().clone() for p in zero.params}
 
 
-def job(rank: int, chosen: ZeroSettings, kind: dict[str, Any], dtype: torch.dtype, adam: bool) -> float:
+def job(rank: int, chosen: Config, kind: dict[str, Any], dtype: torch.dtype, adam: bool) -> float:
     """The largest difference to the reference after training."""
     hooks = Hooks()
     comms = open_comms(hooks)
@@ -148,7 +154,7 @@ class Recomputing(torch.nn.Module):
         return self.last(x).square().mean()
 
 
-def in_parts(rank: int, chosen: ZeroSettings, times: list[int], accumulate: int) -> float:
+def in_parts(rank: int, chosen: Config, times: list[int], accumulate: int) -> float:
     """The largest difference to one process that runs all ranks' models."""
     hooks = Hooks()
     model = Recomputing(times[rank]).double()
@@ -187,7 +193,8 @@ def lives(rank: int, limit: int) -> tuple[int, int, int, int]:
     hooks = Hooks()
     model = build(odd=False)
     fetch = fetch_settings(10_000, limit, 10_000)
-    chosen = replace(settings(3, True, "some"), stage3_param_persistence_threshold=0, **fetch)
+    reduce, gather, _, _ = SIZES["some"]
+    chosen = zero_config(3, reduce, gather, True, 0, fetch)
     zero = Zero(model, chosen, open_comms(hooks), hooks)
     live = watch_peak(zero.fetcher)
     optimizer = torch.optim.SGD(masters(zero), lr=0.1)
@@ -226,7 +233,7 @@ class Sleeping(torch.nn.Module):
         return y
 
 
-def on_a_link(rank: int, chosen: ZeroSettings) -> tuple[float, list[str]]:
+def on_a_link(rank: int, chosen: Config) -> tuple[float, list[str]]:
     """Milliseconds of forward and backward of five sleeping layers, and the names of gradients' collectives."""
     hooks = Hooks()
     everyone = list(range(dist.get_world_size()))
@@ -261,7 +268,7 @@ def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
 
     def ms(stage: int, bucket: int, overlap: bool, prefetch: int = 0) -> tuple[float, int]:
         fetch = fetch_settings(prefetch, LARGE, 0)
-        chosen = ZeroSettings(stage, bucket, LARGE, overlap, stage3_param_persistence_threshold=0, **fetch)
+        chosen = zero_config(stage, bucket, LARGE, overlap, 0, fetch)
         found = ranks.run(2, on_a_link, chosen)
         return max(taken for taken, _ in found), len(found[0][1])
 
@@ -301,6 +308,6 @@ def test_an_error_of_any_broadcast_is_raised() -> None:
     param = torch.nn.Parameter(torch.ones(8))
     sharded = ShardedParam("weight", param, Partition(8, 2), 0, ALONE, persistent=False, index=0)
     sharded.release()
-    gatherer = Gatherer(FirstBroadcastFails(), ZeroSettings(allgather_partitions=False))
+    gatherer = Gatherer(FirstBroadcastFails(), ZeroConfig(allgather_partitions=False))
     with pytest.raises(ConnectionError, match="of the first"):
         gatherer.gather([sharded], 8)

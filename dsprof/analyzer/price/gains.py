@@ -8,6 +8,7 @@ from scipy.special import chdtri, stdtrit
 from ..arrays import Float
 from ..finding import MEASURED_EXCESS, Gain
 from ..study import Study
+from ..work.micro_batches import input_of_steps
 from .confidence_interval import interval
 
 
@@ -53,9 +54,9 @@ def noise_floor_ms(study: Study, durations: Float) -> float:
     Not counted is what differs for a reason: steps that were given more input, and slow drift, which a comparison
     in turns cancels. So it is told from the differences between neighbours (von Neumann).
     """
-    sizes = study.input_sizes
-    if sizes is not None and len(durations) > 2:
-        size = sizes[:, np.isin(study.step_numbers, study.replayed_steps)].mean(axis=0)
+    given = input_of_steps(study)
+    if given is not None and len(durations) > 2:
+        size = given[np.isin(study.step_numbers, study.replayed_steps)]
         if np.ptp(size) > 0:
             slope, level = np.polyfit(size, durations, 1)
             durations = durations - slope * size - level

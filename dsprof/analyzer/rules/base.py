@@ -48,11 +48,11 @@ class NotConcerned(Exception):
     """The job has nothing that the rule is about: it neither passed nor was left unjudged."""
 
 
-def replay_divided(study: Study, division: WhatIf, untried: str) -> Float:
+def replay_divided(study: Study, divisions: Sequence[WhatIf], untried: str) -> Float:
     """Step durations [S] with communications divided otherwise. Where most steps do not allow that it raises NotJudged:
     `untried`, and why."""
     try:
-        return replay(apply(study.need_graph(), [division])).durations
+        return replay(apply(study.need_graph(), divisions)).durations
     except Refused as refused:
         raise NotJudged(f"{untried}: {refused.why}") from None
 
@@ -60,12 +60,21 @@ def replay_divided(study: Study, division: WhatIf, untried: str) -> Float:
 INSTALLED: Final = ("/site-packages/", "/dist-packages/")
 
 
-def code_fix(title: str, argument: str, value: Any, site: str | None, gain: Gain | None = None) -> Fix:
+Knobs = Mapping[str, Any]
+"""A change as `dsprof run --set` takes it, by key."""
+NO_KNOBS: Final[Knobs] = {}
+
+
+def code_fix(
+    title: str, argument: str, value: Any, site: str | None, gain: Gain | None = None, knobs: Knobs = NO_KNOBS
+) -> Fix:
     """A change of one argument at `site` (`file:line`), or somewhere in the script where the call was not seen."""
-    return settings_fix(title, {argument: value}, site, gain)
+    return settings_fix(title, {argument: value}, site, gain, knobs)
 
 
-def settings_fix(title: str, settings: Mapping[str, Any], site: str | None, gain: Gain | None = None) -> Fix:
+def settings_fix(
+    title: str, settings: Mapping[str, Any], site: str | None, gain: Gain | None = None, knobs: Knobs = NO_KNOBS
+) -> Fix:
     """A change of several arguments of one call at `site`; without a site, of flags on the command line, or of a call
     that was not seen. A call in an installed package is not the user's to change: that is said, and no place given."""
     package = _installed(site)
@@ -74,7 +83,7 @@ def settings_fix(title: str, settings: Mapping[str, Any], site: str | None, gain
     file, _, line = ("" if package else site or "").rpartition(":")
     where = {"file": file or None, "line": int(line) if line.isdigit() else None}
     patch = tuple({**where, "argument": argument, "value": value} for argument, value in settings.items())
-    return Fix("code", title, patch, gain)
+    return Fix("code", title, patch, gain, tuple(knobs.items()))
 
 
 def ddp_argument_fix(
@@ -86,18 +95,19 @@ def ddp_argument_fix(
     framework's flag or call, and names no line.
     """
     framework, setting = fact.get("framework"), f"{argument}={written(value)}"
+    knobs = {f"ddp.{argument}": value}
     if framework == "transformers" and argument in TRANSFORMERS_DDP:
         flag = f"--ddp_{argument}"
         title = f"{flag} {written(value)}, or TrainingArguments(ddp_{setting})"
-        return settings_fix(title + note, {flag: value}, None, gain)
+        return settings_fix(title + note, {flag: value}, None, gain, knobs)
     if framework in DDP_CALLS:
         call = DDP_CALLS[framework].format(setting=setting)
-        return settings_fix(call + note, {call: value}, None, gain)
+        return settings_fix(call + note, {call: value}, None, gain, knobs)
     if framework:
         title = f"DistributedDataParallel({setting}), which {framework} makes"
-        return settings_fix(title + note, {argument: value}, None, gain)
+        return settings_fix(title + note, {argument: value}, None, gain, knobs)
     site = fact.get("site")
-    return settings_fix(f"DistributedDataParallel({setting}){at(site)}{note}", {argument: value}, site, gain)
+    return settings_fix(f"DistributedDataParallel({setting}){at(site)}{note}", {argument: value}, site, gain, knobs)
 
 
 def written(value: Any) -> str:

@@ -1,6 +1,6 @@
 """The answer.
 
 answer     what was measured and what was judged, as everything that the reports draw
-overrides  what became of the knobs that `dsprof run --set` turned
+overrides  what became of the knobs that `dsprof run --set` turned, and of fixes that were tried
 headline   what holds the job back, in one sentence
 """

@@ -22,7 +22,7 @@ from ..work.layer_costs import layer_costs
 from ..work.mfu import judge_efficiency
 from ..work.module_times import module_times
 from .headline import verdict_of
-from .overrides import applied_knobs, lost_knobs
+from .overrides import applied_knobs, lost_knobs, verified_fixes
 
 __all__ = ["answer"]
 
@@ -72,7 +72,11 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         passed=judgement.passed,
         not_judged=dict(judgement.not_judged),
         noise_ms=judgement.noise_ms,
-        notes=(*filter(None, (part, note, unknown_kernels(study.device, run))), *applied_knobs(run)),
+        notes=(
+            *filter(None, (part, note, unknown_kernels(study.device, run))),
+            *applied_knobs(run),
+            *verified_fixes(run),
+        ),
         verdict=Verdict("inconclusive", ""),
         capture=_quality(study),
     )

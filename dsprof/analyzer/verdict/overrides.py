@@ -1,4 +1,4 @@
-"""What became of the knobs that `dsprof run --set` turned."""
+"""What became of the knobs that `dsprof run --set` turned, and of those that `dsprof fix --verify` tried."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from dsprof.run import RunInfo
+
+from ..text import ms
 
 MOST_SITES: Final = 3
 
@@ -33,6 +35,17 @@ def lost_knobs(run: RunInfo) -> Iterator[str]:
         for reason in why:
             part = " everywhere" if any("why" not in fact for fact in told) else ""
             yield f"--set {key}={_shown(value)} was not applied{part}: {reason}"
+
+
+def verified_fixes(run: RunInfo) -> Iterator[str]:
+    """A sentence for each fix that was tried."""
+    for code, found in run.verified.items():
+        change = " ".join(f"{key}={_shown(value)}" for key, value in found["set"].items())
+        if "ms" in found:
+            measured = f"{ms(found['ms'])} a step [{found['low']:.3g}, {found['high']:.3g}]"
+            yield f"{code}: {change} was tried and saves {measured}: {found['outcome']}"
+        else:
+            yield f"{code}: {change} was tried: {found['outcome']}; {found.get('why', '')}"
 
 
 def _facts(run: RunInfo, key: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Bool, Float
+from ..arrays import Bool, Float, Int
 from ..budget.parts import OWN_WORK
 from ..graph.chain_work import chain_groups
 from ..graph.stalled import stalls_of
@@ -22,6 +22,40 @@ OFFLOAD: Final = "offload"
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Stretches of ranks' time from whose work a share goes, N of them; those of one rank do not overlap.
+
+    rank, step: [N] which of the graph's threads, and of its judged steps
+    start_ms:   [N] from the earliest rank's start of the step; `ms`: [N] how long
+    share:      [N] of the work in it that goes, up to 1; below 0 there is more to do
+    """
+
+    rank: Int
+    step: Int
+    start_ms: Float
+    ms: Float
+    share: Float
+
+    def share_between(self, thread: int, step: Int, begin: Float, end: Float) -> Float:
+        """What goes of the work between two moments of steps of one thread, mean over that time. step: [S]; the
+        moments: [.., S] ms from the earliest rank's start."""
+        mine = np.flatnonzero(self.rank == thread)
+        if not len(mine) or not begin.size:
+            return np.zeros(begin.shape)
+        mine = mine[np.lexsort((self.start_ms[mine], self.step[mine]))]
+        start, length = self.start_ms[mine], self.ms[mine]
+        latest, earliest = max((start + length).max(), end.max()), min(start.min(), begin.min())
+        line = latest - earliest + 1.0  # one step behind the other on one line of time
+        first = self.step[mine] * line + start
+        edges = np.stack([first, first + length], axis=1).ravel()
+        total = np.cumsum(self.share[mine] * length)
+        upto = np.stack([total - self.share[mine] * length, total], axis=1).ravel()
+        gone = np.interp(step * line + end, edges, upto) - np.interp(step * line + begin, edges, upto)
+        found: Float = gone / np.maximum(end - begin, 1e-9)
+        return found
+
+
+@dataclass(frozen=True)
 class Change:
     """Own work that would go away if one fault were mended.
 
@@ -30,10 +64,12 @@ class Change:
               What FSDP does for its units is compute; what a thread stood still for in lanes of its own is its work.
     where_beyond_peers: it goes from where the rank takes longer than those that do the same work, between the same
               collectives; else from all of the step in proportion.
+    spans:    it goes from these stretches of time, from each as much as it says; not from all of the step alike.
     """
 
     removed: Mapping[str, Float]
     where_beyond_peers: bool = False
+    spans: Spans | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +192,16 @@ def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[
     chosen = np.flatnonzero(graph.judged[columns])
     judged = (np.cumsum(graph.judged) - 1)[columns[chosen]]
     if not len(chosen):
+        return found
+    if change.spans is not None:
+        begin = steps.began[:, chosen]
+        end = begin + steps.work[:, chosen].sum(axis=-1) - steps.work[:, chosen, WAKE_UP_DELAY]
+        for thread in range(structure.threads):
+            mine = structure.of_thread(thread)
+            share = change.spans.share_between(thread, judged, begin[mine], end[mine])
+            for part in change.removed:
+                for k in _within(part):
+                    found.work[mine, chosen, k] = share
         return found
     if change.where_beyond_peers:
         removed = sum((of_part[:, judged] for of_part in change.removed.values()), np.zeros(()))

@@ -3,5 +3,7 @@
 mfu           floating-point operations, MFU, samples and tokens a second
 peaks         what devices can compute at most
 module_times  what each module takes
+passes        each forward and backward of a micro-batch on a rank
+micro_batches whether micro-batches are of unequal length, by what they take
 layer_costs   what each layer of the engine's pipelines takes
 """

@@ -1,7 +1,12 @@
-"""Communication: comm.small-messages, comm.exposed.
+"""Communication: comm.small-messages, comm.exposed, comm.tensor-parallel. Each dimension of the job by itself.
 
-ddp_buckets       DistributedDataParallel's buckets, and which of the other two a job is for
+collectives       which of the following each dimension is asked
+dimensions        what is communicated in each dimension, and how long ranks wait for it
+ddp_buckets       gradients reduced in buckets while backward goes on, as by DistributedDataParallel
+by_hand           gradients that a script reduces itself after backward
 shards            parameters that are gathered, gradients that are scattered: FSDP, ZeRO stage 3
+prefetch          the same, gathered before they are needed
 zero_buckets      DeepSpeed's ZeRO stages 1 and 2
 deepspeed_config  DeepSpeed's buckets, and how a fix names the keys of its configuration
+tensor_parallel   what the ranks that share layers communicate
 """

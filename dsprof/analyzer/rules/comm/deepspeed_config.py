@@ -33,7 +33,8 @@ def zero_fix(settings: Mapping[str, int], note: str, gain: Gain) -> Fix:
     """Other values for keys of the section zero_optimization, which is there."""
     patch = tuple({"op": "add", "path": f"/zero_optimization/{key}", "value": value} for key, value in settings.items())
     named = ", ".join(f"zero_optimization.{key}: {value}" for key, value in settings.items())
-    return Fix("config", f"{named}: {note}", patch, gain)
+    knobs = tuple((f"zero_optimization.{key}", value) for key, value in settings.items())
+    return Fix("config", f"{named}: {note}", patch, gain, knobs)
 
 
 def _told(study: Study, setting: str) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from ...arrays import Float
-from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import SHARDING_PART
 from ...price.contention import freed_ms
@@ -20,18 +22,18 @@ from ...whatif.merge import Merge
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, at, code_fix, replay_divided, zero_stage
 from .deepspeed_config import elements, told, zero_fix
+from .dimensions import Domain, waited_ms
 
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
 KINDS: Final = ("all_gather parameter", "reduce_scatter gradient")
-OF_SHARDS: Final = Communications(kinds=KINDS)
+OF_REPLICAS: Final = "all_reduce gradient"
 OF_A_UNIT: Final = 0.93
 """The share of the work for a unit, but for copying, that does not grow with what is in it: calibrated."""
 COPY_MS_PER_BYTE: Final = 5e-7
 """Of copying shards in and out, nominal: 2 GB/s."""
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
-UNJUDGED: Final = "prefetching of sharded parameters is not replayed in this version"
 
 
 @dataclass(frozen=True)
@@ -40,30 +42,62 @@ class _Merged:
     gain: Gain
 
 
-@once
-def of_shards(study: Study) -> pd.DataFrame:
-    """The collectives of the ordinary steps that gather sharded parameters or scatter their gradients."""
-    table = study.collectives
+def is_of_shards(table: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Which collectives gather sharded parameters or scatter their gradients."""
     kinds = [kind.split(" ") for kind in KINDS]
-    of_kind = np.any([(table["name"] == name) & (table["purpose"] == purpose) for name, purpose in kinds], axis=0)
-    return table[of_kind & table["step"].isin(study.step_numbers)]
+    found: npt.NDArray[np.bool_] = np.any(
+        [(table["name"] == name) & (table["purpose"] == purpose) for name, purpose in kinds], axis=0
+    )
+    return found
 
 
-def sharded(study: Study) -> bool:
-    """Whether parameters are gathered in every step."""
-    return bool((of_shards(study)["name"] == "all_gather").any())
+def gathers_parameters(domain: Domain) -> bool:
+    """Whether parameters are gathered in it in every step."""
+    return bool(((domain.table["name"] == "all_gather") & (domain.table["purpose"] == "parameter")).any())
 
 
-def small_shards(study: Study) -> list[Finding]:
-    """Many small gathers and scatters, each of which pays the latency: what merging neighbours would gain."""
-    table = of_shards(study)
-    steps = len(study.step_numbers)
-    a_step = len(table) / steps
+@dataclass(frozen=True)
+class _Units:
+    """What is communicated for sharded units in a dimension, and, where shards have replicas, in that of the replicas.
+
+    table:  of the dimension of the shards; `replicas`: the reductions of the other
+    a_step: collectives of a rank in a step, of the table
+    """
+
+    domain: Domain
+    table: pd.DataFrame
+    replicas: tuple[Domain, ...]
+    a_step: float
+    worked_ms: float
+    host_ms: float
+
+    def links(self) -> dict[Communications, Link]:
+        """What is merged, by group, and over which link it moves."""
+        groups = self.table["group"].astype(str)
+        found = {
+            Communications(kinds=KINDS, groups=(group,)): fit_link(self.table[groups == group])
+            for group in dict.fromkeys(groups)
+        }
+        for domain in self.replicas:
+            for group, link in domain.links().items():
+                found[Communications(kinds=(OF_REPLICAS,), groups=(group,))] = link
+        return found
+
+
+def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) -> list[Finding]:
+    """Many small gathers and scatters, each of which pays the latency: what merging neighbours would gain, in all
+    groups of the dimension alike.
+
+    replicas: the dimensions in which scattered gradients are reduced once more (HSDP): as many fewer, too
+    """
+    table = domain.table[is_of_shards(domain.table)]
+    a_step = len(table) / len(study.step_numbers) / table["group"].nunique()
     worked = _sharding_ms(study)
     # Where the work for units was seen, the calls to issue are in it.
     host_ms = 0.0 if worked else study.host_ms("gradient", "parameter")
+    units = _Units(domain, table, tuple(one.of("gradient") for one in replicas), a_step, worked, host_ms)
     link = fit_link(table)
-    best = max(_merges(study, link, host_ms, a_step), key=lambda merged: merged.gain.ms, default=None)
+    best = max(_merges(study, units), key=lambda merged: merged.gain.ms, default=None)
     if best is None or best.gain.ms < LEAST_SHARE * study.step_ms:
         return []
     median = float(table["bytes"].median())
@@ -74,26 +108,31 @@ def small_shards(study: Study) -> list[Finding]:
         Evidence("work for the units a step", round(worked, 3), "ms")
         if worked
         else Evidence("host time to issue one", round(host_ms, 4), "ms"),
-        Evidence("exposed communication a step", round(float(study.ordinary["comm_exposed"].mean()), 3), "ms", 0.0),
+        Evidence("exposed communication a step", round(waited_ms(study, domain), 3), "ms", 0.0),
     )
     title = f"{a_step:.0f} all-gathers and reduce-scatters a step, of {size(median)} each, are bound by latency"
-    where = Where(group=str(table["group"].mode().iloc[0]), op="all_gather", steps=study.step_range)
-    fixes = _fixes(study, best)
-    return [Finding("comm.small-messages", title, "info", where, evidence, best.gain, fixes)]
+    where = domain.where(study, "all_gather")
+    fixes = _fixes(study, domain, best)
+    return [Finding("comm.small-messages", title + domain.inside, "info", where, evidence, best.gain, fixes)]
 
 
-def _merges(study: Study, link: Link, host_ms: float, a_step: float) -> list[_Merged]:
-    """What each of TOGETHER gains that leaves several of the `a_step` collectives there are."""
-    tried = [together for together in TOGETHER if 2 * together <= a_step / 2]
+def _merges(study: Study, units: _Units) -> list[_Merged]:
+    """What each of TOGETHER gains that leaves several of the collectives there are."""
+    tried = [together for together in TOGETHER if 2 * together <= units.a_step / 2]
     if not tried:
         return []
-    links = links_around(link, float(of_shards(study)["bytes"].median()))
-    before = [_replay(study, each, host_ms, 1) for each in links]
-    freed = freed_ms(study, before[0], _moved_bytes(study))
+    median = float(units.table["bytes"].median())
+    around = {of: links_around(link, median) for of, link in units.links().items()}
+    most = max(map(len, around.values()))
+    each = [{of: links[min(i, len(links) - 1)] for of, links in around.items()} for i in range(most)]
+    before = [_replay(study, units, links, 1) for links in each]
+    freed = freed_ms(study, before[0], _moved_bytes(study, units))
     found = []
     for together in tried:
         fewer = freed * (1 - 1 / together)
-        saved = [now - _replay(study, each, host_ms, together) + fewer for now, each in zip(before, links, strict=True)]
+        saved = [
+            now - _replay(study, units, links, together) + fewer for now, links in zip(before, each, strict=True)
+        ]  # fmt: skip
         gain, ends = mean_gain(study, saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
         found.append(_Merged(together, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
     return found
@@ -117,12 +156,15 @@ def _by_bytes(link: Link, size: float) -> Link:
     return Link(whole - size * a_byte, a_byte, False, link.spread)
 
 
-def _replay(study: Study, link: Link, host_ms: float, together: int) -> Float:
-    worked = _sharding_ms(study)
-    copied = min(_moved_bytes(study) * COPY_MS_PER_BYTE / worked, 1.0) if worked else 1.0
+def _replay(study: Study, units: _Units, links: Mapping[Communications, Link], together: int) -> Float:
+    worked = units.worked_ms
+    copied = min(_moved_bytes(study, units) * COPY_MS_PER_BYTE / worked, 1.0) if worked else 1.0
     left = 1 - (1 - copied) * OF_A_UNIT * (1 - 1 / together)
-
-    merged = Merge(OF_SHARDS, link, together, host_ms=host_ms, unit_work=left)
+    # FSDP's own work is of no group, so one of these takes it along.
+    merged = [
+        Merge(of, link, together, host_ms=units.host_ms, unit_work=left if i == 0 else 1.0)
+        for i, (of, link) in enumerate(links.items())
+    ]
     return replay_divided(study, merged, "no other number of gathers was tried")
 
 
@@ -134,14 +176,13 @@ def _sharding_ms(study: Study) -> float:
     return whole / len(graph.numbers) / graph.leads
 
 
-@once
-def _moved_bytes(study: Study) -> float:
+def _moved_bytes(study: Study, units: _Units) -> float:
     """By the gathers and scatters of one rank in a step."""
-    table = of_shards(study)
+    table = units.table
     return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
 
-def _fixes(study: Study, best: _Merged) -> tuple[Fix, ...]:
+def _fixes(study: Study, domain: Domain, best: _Merged) -> tuple[Fix, ...]:
     fact = next(iter(study.facts.get("fsdp", [])[-1:]), None)
     if fact is not None:
         units = int(fact.get("units") or 0)
@@ -150,15 +191,16 @@ def _fixes(study: Study, best: _Merged) -> tuple[Fix, ...]:
         site = fact.get("site")
         title = f"wrap {best.together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
-        return (code_fix(title, grouped, "", site, best.gain),)
+        knobs = {"fsdp2.modules_per_unit": best.together} if fact.get("version") == 2 else {}
+        return (code_fix(title, grouped, "", site, best.gain, knobs),)
     if zero_stage(study) is not None:
-        return (_bucket_fix(study, best),)
+        return (_bucket_fix(study, domain, best),)
     return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)
 
 
-def _bucket_fix(study: Study, best: _Merged) -> Fix:
+def _bucket_fix(study: Study, domain: Domain, best: _Merged) -> Fix:
     """Of DeepSpeed's stage 3: as many parameters are gathered, and gradients reduced, at a time as a bucket holds."""
-    largest = of_shards(study).groupby("name", observed=True)["bytes"].max()
+    largest = domain.table[is_of_shards(domain.table)].groupby("name", observed=True)["bytes"].max()
     keys = {
         "all_gather": ("stage3_prefetch_bucket_size", "prefetch_bucket_size"),
         "reduce_scatter": ("reduce_bucket_size", "reduce_bucket_size"),

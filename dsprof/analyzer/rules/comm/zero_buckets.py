@@ -124,4 +124,4 @@ def _replay(study: Study, link: Link, host_ms: float, most: float) -> Float:
     """Step durations [S] with buckets of up to `most` bytes; 0: as they are, with modelled transfers."""
 
     larger = Merge(GRADIENTS, link, most_bytes=most, host_ms=host_ms, blocking=True)
-    return replay_divided(study, larger, "no other reduce_bucket_size was tried")
+    return replay_divided(study, [larger], "no other reduce_bucket_size was tried")

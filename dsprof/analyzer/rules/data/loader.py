@@ -154,27 +154,29 @@ def loader_fix(
 ) -> Fix:
     """Other values for arguments of the training's DataLoader, as its user would write them. `note` ends the title."""
     arguments = ", ".join(f"{name}={written(value)}" for name, value in settings.items())
-    site = loader_site(study, fact)
+    site, knobs = loader_site(study, fact), {f"loader.{name}": value for name, value in settings.items()}
     if fact is None:
         if study.run.imported:
             note += (
                 "; the trace does not tell how many workers there are: if it has some, more, as far as there are cores"
             )
-        return settings_fix(f"DataLoader({arguments}), where the training data are loaded{note}", settings, None, gain)
+        return settings_fix(
+            f"DataLoader({arguments}), where the training data are loaded{note}", settings, None, gain, knobs
+        )
     if fact.get("by_engine"):
         call = f"DataLoader(..., {arguments})"
         title = f"initialize(training_data={call}){at(site)}; of a data set it makes a DataLoader with "
         title += count(int(fact.get("num_workers") or 0), "worker")
-        return settings_fix(title + note, {"training_data": call}, site, gain)
+        return settings_fix(title + note, {"training_data": call}, site, gain, knobs)
     framework = fact.get("framework")
     if framework == "transformers":
         flags = {f"--dataloader_{name}": value for name, value in settings.items()}
         typed = " ".join(f"{flag} {written(value)}" for flag, value in flags.items())
-        return settings_fix(typed + ", or the same of TrainingArguments" + note, flags, None, gain)
+        return settings_fix(typed + ", or the same of TrainingArguments" + note, flags, None, gain, knobs)
     if framework == "deepspeed" and site is None:
         title = (
             f"engine.deepspeed_io(dataset, num_local_io_workers={settings.get('num_workers', '...')}) for the loader"
         )
-        return settings_fix(title + note, {"num_local_io_workers": settings.get("num_workers", "")}, None, gain)
+        return settings_fix(title + note, {"num_local_io_workers": settings.get("num_workers", "")}, None, gain, knobs)
     made = f", which {framework} prepares" if framework and site is None else ""
-    return settings_fix(f"DataLoader({arguments}){at(site)}{made}{note}", settings, site, gain)
+    return settings_fix(f"DataLoader({arguments}){at(site)}{made}{note}", settings, site, gain, knobs)

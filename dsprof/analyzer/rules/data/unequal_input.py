@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ... import signals
@@ -11,10 +13,22 @@ from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent
 from ...whatif.work import Change
+from ...work.micro_batches import UnequalMicroBatches, can_tell, unequal_micro_batches
 from ..base import NotJudged, at, code_fix
 from ..rule import Fault, Rule
 from .loader import loader_site, training_loader
 from .routed_tokens import routed_tokens
+
+
+@once
+def explained_by_input(study: Study) -> Float | None:
+    """The part of each rank's compute that its share of the input explains, ms above (+) or below (-) what an equal
+    share would cost, [R, S]: by the sizes of inputs, or where these are unknown by what micro-batches take. None where
+    neither tells, or nothing differs."""
+    if study.input_sizes is not None:
+        return explained_by_size(study)
+    found = unequal_micro_batches(study)
+    return None if found is None else found.excess
 
 
 @once
@@ -56,6 +70,9 @@ def unequal(study: Study) -> Change | None:
     routed = routed_tokens(study)
     if routed is not None:
         raise NotJudged(routed.reason)
+    if study.input_sizes is None and can_tell(study):
+        found = unequal_micro_batches(study)
+        return None if found is None else Change({"compute": found.excess}, spans=found.spans)
     signals.input_sizes(study)
     if all(peer_group.sum() < 2 for peer_group in study.peer_groups):
         raise NotJudged("each rank is another stage of a pipeline, so their inputs differ")
@@ -65,6 +82,28 @@ def unequal(study: Study) -> Change | None:
 
 def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """Ranks are given unequal amounts of work in the same step, so each step takes as long as its largest share."""
+    by_time = unequal_micro_batches(study) if study.input_sizes is None else None
+    title, evidence = _by_time(by_time) if by_time is not None else _by_size(study, change)
+    where = Where(ranks=study.ranks, steps=study.step_range)
+    fixes = _fixes(study, gain)
+    return Finding("data.imbalance", title, "info", where, evidence, gain, fixes, share=share)
+
+
+def _by_time(found: UnequalMicroBatches) -> tuple[str, tuple[Evidence, ...]]:
+    evidence = [
+        Evidence("standard deviation of what micro-batches take, of the mean", round(100 * found.spread, 1), "%", 0.0),
+        Evidence("correlation of a micro-batch's forward and backward", round(found.passes, 2), ""),
+    ]
+    if not math.isnan(found.stages):
+        evidence.append(Evidence("correlation of a micro-batch on one stage and another", round(found.stages, 2), ""))
+    everywhere = "in forward and backward" if math.isnan(found.stages) else "in forward and backward, on every stage"
+    title = (
+        f"micro-batches are of unequal length: what they take differs by {percent(100 * found.spread)}, {everywhere}"
+    )
+    return title, tuple(evidence)
+
+
+def _by_size(study: Study, change: Change) -> tuple[str, tuple[Evidence, ...]]:
     excess, compute = change.removed["compute"], study.work("compute")
     sizes = signals.input_sizes(study)
     spreads = [
@@ -79,10 +118,8 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         Evidence("extra compute of the rank with most input", round(float(excess.max(axis=0).mean()), 3), "ms", 0.0),
         Evidence("correlation of a rank's extra compute with its extra input", round(float(together), 2), ""),
     )
-    fixes = _fixes(study, gain)
     title = f"ranks get unequal inputs: {percent(100 * spread.mean())} between the largest and the smallest of a step"
-    where = Where(ranks=study.ranks, steps=study.step_range)
-    return Finding("data.imbalance", title, "info", where, evidence, gain, fixes, share=share)
+    return title, evidence
 
 
 def _fixes(study: Study, alone: Gain) -> tuple[Fix, ...]:

@@ -280,7 +280,8 @@ def _setting_fix(one: Played, now: Outcome, best: Outcome) -> Fix:
         gained += f", out of memory {count(best.ooms, 'time')} instead of {now.ooms} as far as the recording goes"
     calls = f"{count(best.device_calls, 'call')} of cudaMalloc and cudaFree (or to map and unmap)"
     calls += f" instead of {now.device_calls:,}"
-    return Fix("env", f"{CONF}={value}: {gained}, {calls} ({BASIS})", ({"name": CONF, "value": value},))
+    return Fix("env", f"{CONF}={value}: {gained}, {calls} ({BASIS})", ({"name": CONF, "value": value},),
+               knobs=((f"env.{CONF}", value),))  # fmt: skip
 
 
 KNOWN: Final = (

@@ -55,8 +55,8 @@ def garbage_collection(study: Study, change: Change, gain: Gain, share: Gain) ->
     once = "gc.collect(); gc.freeze() once, after set-up and before the loop"
     seldom = "or gc.disable(), and gc.collect() every few hundred steps on all ranks at once"
     fixes = (
-        code_fix(once, "gc.freeze()", True, script, gain),
-        code_fix(seldom, "gc.disable()", True, script),
+        code_fix(once, "gc.freeze()", True, script, gain, {"gc.freeze": True}),
+        code_fix(seldom, "gc.disable()", True, script, knobs={"gc.every": 200}),
     )
     title = f"garbage collection stops rank {listed(ranks)} for {ms(mean.max())} a step"
     where = Where(ranks=ranks, steps=study.step_range)

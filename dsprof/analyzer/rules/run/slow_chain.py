@@ -16,7 +16,7 @@ from ...study import Study, once
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, listed
 from ..data.routed_tokens import explained_by_tokens
-from ..data.unequal_input import explained_by_size
+from ..data.unequal_input import explained_by_input
 from .late import late_ones, lateness, typical
 
 HOST: Final = "host"
@@ -27,17 +27,17 @@ DEVICE: Final = "device"
 def _own_work(study: Study) -> Float:
     """Work of each chain in each judged step, less what the rank's input explains of its device's, ms, [T, S]."""
     own: Float = np.sum([chain_work(study.need_graph(), part) for part in OWN_WORK], axis=0)
-    explained = explained_by_input(study)
+    explained = explained_by_data(study)
     if explained is not None:
         own[: len(explained)] -= explained
     return own
 
 
-def explained_by_input(study: Study) -> Float | None:
+def explained_by_data(study: Study) -> Float | None:
     """The part of each rank's compute that its share of the input explains, or the tokens that are routed to it, ms,
     [R, S]; None: nothing does."""
     explained = explained_by_tokens(study)
-    return explained_by_size(study) if explained is None else explained
+    return explained_by_input(study) if explained is None else explained
 
 
 @once

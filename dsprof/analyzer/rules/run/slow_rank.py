@@ -17,7 +17,7 @@ from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
 from ..rule import Fault, Rule
 from .late import late_ones, lateness, typical
-from .slow_chain import explained_by_input, slow_chain, slow_chains
+from .slow_chain import explained_by_data, slow_chain, slow_chains
 
 OUTSIDE = "time outside the phases"
 LONGEST_LINE_NS = 1 << 62
@@ -46,7 +46,7 @@ def _own_work(study: Study) -> Float:
     """Work of a step less what the rank's share of the input explains, or of the tokens that are routed to it, ms,
     [R, S]."""
     own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0)
-    explained = explained_by_input(study)
+    explained = explained_by_data(study)
     return own if explained is None else own - explained
 
 

@@ -1,0 +1,124 @@
+"""comm.small-messages and comm.exposed: each dimension of the job is judged by itself, by how it communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from ... import signals
+from ...align.groups import REPLICATE
+from ...finding import Finding
+from ...price.calibration import ModelError
+from ...study import Study
+from ..base import NotConcerned, NotJudged, PartlyJudged, zero_stage
+from ..rule import Look, Rule
+from .by_hand import reduced_together
+from .ddp_buckets import bucket_size
+from .dimensions import GRADIENT, Domain, domains, waits_mostly_for_layers
+from .prefetch import exposed_gathers
+from .shards import gathers_parameters, small_shards
+from .zero_buckets import blocking_buckets
+
+CODES: Final = ("comm.small-messages", "comm.exposed")
+
+
+def collectives(study: Study) -> list[Finding]:
+    """What is communicated too often, or in the way although it could overlap the computation."""
+    signals.steps(study)
+    if study.on_gpu and any(gathers_parameters(domain) for domain in domains(study)):
+        raise NotJudged("other gathers of sharded parameters are not tried in this version where devices communicate")
+    if study.ranks_missing:
+        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    stage = zero_stage(study)
+    if stage in (1, 2):
+        _need_gradients_to_matter(study)
+        return blocking_buckets(study)
+    judges = _judges(study, stage)
+    if not judges:
+        if not domains(study) or waits_mostly_for_layers(study):
+            raise NotConcerned
+        raise NotJudged("no collective was seen to carry gradients: none reduces inside backward")
+    found: list[Finding] = []
+    unjudged: dict[str, list[str]] = {}
+    for domain, judge in judges:
+        try:
+            found += judge()
+        except PartlyJudged as part:
+            found += part.findings
+            for code in part.unjudged:
+                unjudged.setdefault(_named(domain, str(part)), []).append(code)
+        except NotJudged as reason:
+            unjudged.setdefault(_named(domain, str(reason)), []).extend(CODES)
+    if unjudged:
+        codes = tuple(dict.fromkeys(code for of in unjudged.values() for code in of))
+        raise PartlyJudged(found, codes, "; ".join(unjudged))
+    return found
+
+
+def _named(domain: Domain, reason: str) -> str:
+    return f"dimension {domain.name}: {reason}" if domain.name else reason
+
+
+def _judges(study: Study, stage: int | None) -> list[tuple[Domain, Callable[[], list[Finding]]]]:
+    """What is to be asked of each dimension that moves gradients or parameters."""
+    every = domains(study)
+    replicas = [one for one in every if one.role == REPLICATE and len(one.of(GRADIENT).table)]
+    found: list[tuple[Domain, Callable[[], list[Finding]]]] = []
+    sharded = [one for one in every if gathers_parameters(one)]
+    for domain in sharded:
+        of_domain = [one for one in replicas if one is not domain]
+        found.append((domain, partial(small_shards, study, domain, of_domain)))
+        found.append((domain, partial(exposed_gathers, study, domain)))
+    for domain in every:
+        if domain in sharded or (sharded and domain in replicas) or domain.of(GRADIENT).table.empty:
+            continue
+        found.append((domain, partial(_reduced, study, domain, stage)))
+    return found
+
+
+def _reduced(study: Study, domain: Domain, stage: int | None) -> list[Finding]:
+    """Of gradients that every rank has whole."""
+    if stage is not None:
+        _need_gradients_to_matter(study)
+        raise NotJudged(
+            "DeepSpeed reduces gradients when backward is over, in pieces whose size no key tells (stage 0)"
+        )
+    try:
+        return bucket_size(study, domain)
+    except NotJudged as unjudged:
+        if study.facts.get("ddp"):
+            raise
+        try:
+            return reduced_together(study, domain)
+        except NotJudged:
+            raise unjudged from None
+
+
+def _need_gradients_to_matter(study: Study) -> None:
+    """Raises NotJudged where waiting for collectives is mostly for those of tensor parallelism."""
+    if waits_mostly_for_layers(study):
+        raise NotJudged("waiting for collectives is mostly for tensor-parallel ones: see comm.tensor-parallel")
+
+
+_LOOK = Look(collectives, needs=(signals.replay,))
+RULES = (
+    Rule(
+        "comm.small-messages",
+        "many small collectives are bound by latency",
+        explains=("comm_exposed",),
+        looks=(_LOOK,),
+        error=ModelError(of_gain=0.25, of_step=0.02, busy=0.02, busy_above=0.05),
+        came_true=(48, 50),
+        place=90,
+    ),
+    Rule(
+        "comm.exposed",
+        "collectives block the computation although they could overlap it",
+        explains=("comm_exposed",),
+        looks=(_LOOK,),
+        error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
+        came_true=(25, 25),
+        place=100,
+    ),
+)

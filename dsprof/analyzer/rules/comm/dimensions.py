@@ -1,0 +1,110 @@
+"""What is communicated in each dimension of the job, and how long ranks wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from ...align.groups import TENSOR_PARALLEL, Dimension
+from ...align.match import SEND_RECV
+from ...finding import Where
+from ...graph.link import Link, fit_link
+from ...study import Study, once
+
+GRADIENT: Final = "gradient"
+
+
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """The collectives of one dimension, or of one group whose ranks are not known, in the ordinary steps.
+
+    table: `match.COLLECTIVE_COLUMNS` of them
+    name:  of the dimension; empty where it has none, or the job has no other
+    alone: whether nothing else is communicated but messages
+    """
+
+    dimension: Dimension | None
+    name: str
+    table: pd.DataFrame
+    alone: bool
+
+    @property
+    def role(self) -> str:
+        return self.dimension.role if self.dimension is not None else ""
+
+    @property
+    def inside(self) -> str:
+        """` in dimension dp`, or nothing."""
+        return f" in dimension {self.name}" if self.name else ""
+
+    def of(self, *purposes: str) -> Domain:
+        """The part of it that is for these purposes."""
+        chosen = self.table[self.table["purpose"].isin(purposes)]
+        return Domain(self.dimension, self.name, chosen, self.alone)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Of the table, in order of their first collective."""
+        return tuple(dict.fromkeys(self.table["group"].astype(str)))
+
+    def links(self) -> dict[str, Link]:
+        """Each group's link, fitted to its own collectives of the table."""
+        return {group: fit_link(self.table[self.table["group"] == group]) for group in self.groups}
+
+    def a_step(self, study: Study) -> float:
+        """How many collectives each rank takes part in a step, mean over the ranks that do in any."""
+        return len(self.table) / len(study.step_numbers) / max(len(self.groups), 1)
+
+    def where(self, study: Study, op: str) -> Where:
+        group = str(self.table["group"].mode().iloc[0])
+        return Where(group=group, op=op, steps=study.step_range, dimension=self.name or None)
+
+
+@once
+def domains(study: Study) -> list[Domain]:
+    """Of the collectives of the ordinary steps, those with most bytes first."""
+    every = study.collectives
+    table = every[every["step"].isin(study.step_numbers) & (every["name"] != SEND_RECV)]
+    of_group = {group: study.mesh.of_group(str(group)) for group in table["group"].unique()}
+    number = {group: id(one) if one is not None else group for group, one in of_group.items()}
+    parts = [part for _, part in table.groupby(table["group"].map(number), sort=False)]
+    divided = len(study.mesh.dimensions) > 1 or any(len(one.teams) > 1 for one in study.mesh.dimensions)
+    found = []
+    for part in parts:
+        dimension = of_group[part["group"].iloc[0]]
+        name = dimension.name if dimension is not None and divided else ""
+        found.append(Domain(dimension, name, part, len(parts) == 1))
+    return sorted(found, key=lambda one: -float(one.table["bytes"].sum()))
+
+
+@once
+def _waited(study: Study) -> pd.DataFrame:
+    """group, purpose, ms that ranks wait in a step for collectives of it once all were there, mean over all ranks."""
+    waits, named = study.waits, ["group", "seq"]
+    start, arrival, end = (waits[name].astype("Float64") for name in ("start_ns", "arrival_ns", "end_ns"))
+    exposed = (end - np.maximum(start, arrival.fillna(start))).clip(lower=0).astype(float)
+    issued = study.collectives[study.collectives["step"].isin(study.step_numbers)]
+    table = waits[named].astype(object).assign(ms=exposed.to_numpy(np.float64) / 1e6)
+    table = table.merge(issued[[*named, "purpose"]].astype(object), "inner", on=named)
+    each = table.groupby(["group", "purpose"], as_index=False)["ms"].sum()
+    return each.assign(ms=each["ms"] / max(len(study.step_numbers) * len(study.ranks), 1))
+
+
+def waited_ms(study: Study, domain: Domain) -> float:
+    """How long a step waits for the collectives of a domain's table, mean over all ranks: of a job that has no others,
+    all of its exposed communication."""
+    table = _waited(study)
+    if domain.alone and not (table["purpose"] == TENSOR_PARALLEL).any():
+        return float(study.ordinary["comm_exposed"].mean())
+    chosen = table["group"].isin(domain.groups) & table["purpose"].isin(domain.table["purpose"].unique())
+    return float(table["ms"][chosen].sum())
+
+
+def waits_mostly_for_layers(study: Study) -> bool:
+    """Whether what is waited for is mostly tensor parallelism's."""
+    table = _waited(study)
+    of_layers = float(table["ms"][table["purpose"] == TENSOR_PARALLEL].sum())
+    return of_layers > float(table["ms"].sum()) / 2

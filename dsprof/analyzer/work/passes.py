@@ -1,0 +1,37 @@
+"""Each forward and backward of a micro-batch on one rank: when it was, and what it computed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from ..budget.step_budget import RankTime
+
+PASS_COLUMNS: Final = ("rank", "step", "stage", "micro", "name", "start_ns", "dur_ns", "own_ns")
+"""own_ns: of `dur_ns` what is compute, and no waiting for others or pause."""
+FORWARD: Final = "F"
+BACKWARD: Final = "B"
+WEIGHTS: Final = "W"
+
+
+def find_passes(rows: pd.DataFrame, time: RankTime) -> pd.DataFrame:
+    """PASS_COLUMNS of the actions of a pipeline's schedule; without one, of the training thread's forwards with
+    gradients and backwards, of which `micro` counts those of a step and `stage` is 0. `rows`: of one rank."""
+    ended = rows["dur_ns"].notna()
+    acted = rows[(rows["kind"] == "pipe") & ended & rows["stage"].notna() & rows["microbatch"].notna()]
+    acted = acted[acted["name"].isin([FORWARD, BACKWARD, WEIGHTS])]
+    if len(acted):
+        found = acted.assign(micro=acted["microbatch"], name=acted["name"].astype(str))
+    else:
+        phases = rows[(rows["kind"] == "phase") & (rows["lane"] == "main") & ended]
+        forward = (phases["name"] == "forward") & phases["grad"].fillna(True).astype(bool)
+        found = phases[forward | (phases["name"] == "backward")]
+        found = found.assign(name=np.where(found["name"] == "forward", FORWARD, BACKWARD), stage=0)
+        found = found.assign(micro=found.groupby(["step", "name"]).cumcount())
+    start, length = found["start_ns"].to_numpy(np.int64), found["dur_ns"].to_numpy(np.int64)
+    own = time.before(start + length)["compute"] - time.before(start)["compute"]
+    columns = ["rank", "step", "stage", "micro"]
+    found = found.assign(own_ns=own)[list(PASS_COLUMNS)].astype(dict.fromkeys([*columns, "dur_ns"], "int64"))
+    return found.reset_index(drop=True)

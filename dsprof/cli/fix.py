@@ -1,0 +1,220 @@
+"""`dsprof fix`: what to change, and on request the proof: both jobs in turns, predicted against measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from dsprof.launch import LaunchError
+from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
+
+from .run import read_changes
+from .runs import UNREADABLE, RunArgument, fail, find_run, reading
+from .split import split_at_job
+
+STATUS: Final = {"kept": 0, "withdrawn": 1, "undecided": 4}
+"""Outcome -> exit status."""
+OF_THE_FIRST_RUN: Final = {
+    "-o": True, "--output": True, "--force": False, "--json": False, "-q": False, "--quiet": False,
+    "--no-report": False, "--set": True,
+}  # fmt: skip
+"""Flags that are not those of the jobs that are compared -> whether a value follows."""
+
+
+def command(
+    run: RunArgument = Path(DEFAULT_PARENT),
+    *,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", show_default=False, help="Try this instead of what the run's findings offer."
+        ),
+    ] = None,
+    number: Annotated[
+        int, typer.Option("--number", "-n", metavar="N", min=1, help="Which of the changes that are listed.")
+    ] = 1,
+    verify: Annotated[
+        bool, typer.Option("--verify", metavar="", help="Run the job with and without the change, in turns.")
+    ] = False,
+    pairs: Annotated[
+        int, typer.Option("--pairs", metavar="N", min=3, max=50, help="Pairs of jobs after which it stays undecided.")
+    ] = 6,
+    yes: Annotated[
+        bool,
+        typer.Option("--yes", metavar="", help="Also where the job writes checkpoints, which each job overwrites."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="The result as JSON, on stdout.")] = False,
+) -> int:
+    """List the changes that a run's findings offer; with --verify, prove one.
+
+    The job is run again as it was and with the change, in turns and in processes of their own, until the difference of
+    the pairs decides. It has to end by itself, and should take at least 50 steps. The exit status is 0 if the change is
+    kept, 1 if it is withdrawn as it does not pay, 4 if that is undecided. Interrupted, it goes on where it stopped.
+    """
+    from dsprof.fix import Proposal, proposals
+
+    try:
+        folder = find_run(run)
+        with reading(folder):
+            findings = _findings(folder)
+    except RunError as error:
+        fail(error, UNREADABLE)
+    offered = list(proposals(findings))
+    if changes:
+        knobs = read_changes(changes)
+        same = [one for one in offered if dict(one.knobs) == knobs]
+        chosen = same[0] if same else Proposal("", "what --set asks for", knobs)
+    elif not offered:
+        raise LaunchError(
+            f"{folder.path}: no finding of this run offers a change that --set can make; give one with --set KEY=VALUE "
+            "(`dsprof knobs` lists them)"
+        )
+    elif number > len(offered):
+        raise LaunchError(f"-n {number}: there are {len(offered)}; `dsprof fix {folder.path}` lists them")
+    else:
+        chosen = offered[number - 1]
+    if not verify:
+        return _list(folder, [chosen] if changes else offered, as_json=as_json)
+    return _verify(folder, findings, chosen, pairs, yes=yes, as_json=as_json)
+
+
+def _findings(folder: RunFolder) -> dict[str, Any]:
+    from dsprof import reports
+
+    if not folder.findings_json.exists():
+        reports.finish(folder, report=False)
+    found: dict[str, Any] = json.loads(folder.findings_json.read_text())
+    return found
+
+
+def _list(folder: RunFolder, offered: Sequence[Any], *, as_json: bool) -> int:
+    if as_json:
+        print(
+            json.dumps(
+                [{"code": one.code, "title": one.title, "set": dict(one.knobs), "gain": one.gain} for one in offered]
+            )
+        )
+        return 0
+    for place, one in enumerate(offered, 1):
+        print(f"{place}. {one.code}  {one.title}")
+        print(f"   {_predicted(one.gain)}")
+        print(f"   try    dsprof run {' '.join(one.flags)} ...")
+        print(f"   prove  dsprof fix {folder.path} -n {place} --verify")
+    return 0
+
+
+def _predicted(gain: Mapping[str, Any] | None) -> str:
+    if not gain or gain.get("method") == "none":
+        return "gain   not predicted"
+    return f"gain   saves {gain['ms']:.3g} ms a step ({gain['percent']:.2g} %) [{gain['low']:.3g}, {gain['high']:.3g}]"
+
+
+def _verify(
+    folder: RunFolder, findings: Mapping[str, Any], chosen: Any, pairs: int, *, yes: bool, as_json: bool
+) -> int:
+    from dsprof.fix import TrialFailed, Turns
+
+    words, cwd = _job(folder)
+    if not yes and _saves(folder):
+        raise LaunchError(
+            f"{folder.path}: this job writes checkpoints, and each job of the comparison would write them again, to "
+            "the same place; give --yes if that does no harm"
+        )
+    place = folder.path.with_name(f"{folder.path.name}-fix-{_slug(chosen.knobs)}")
+    place.mkdir(mode=0o700, exist_ok=True)
+    _say(f"comparing in {place}: {' '.join(chosen.flags)}")
+
+    def start(path: Path, knobs: Mapping[str, Any]) -> None:
+        flags = type(chosen)("", "", knobs).flags
+        line = [sys.executable, "-m", "dsprof", "run", "-o", str(path), "--force", "--no-report", "-q", *flags, *words]
+        with open(path.with_suffix(".txt"), "w", encoding="utf-8") as output:  # a log of its own
+            subprocess.run(line, cwd=cwd, check=False, stdout=output, stderr=output)
+
+    try:
+        comparison = Turns(place, chosen.knobs, start, _say, pairs).compare()
+    except TrialFailed as failed:
+        _keep(folder, chosen, {"outcome": "withdrawn" if failed.side == "changed" else "undecided", "why": str(failed)})
+        raise LaunchError(str(failed), status=1 if failed.side == "changed" else 4) from failed
+    decision = comparison.decision
+    assert decision is not None
+    verified = {**decision.to_dict(), "pairs": [list(pair) for pair in comparison.pairs]}
+    _keep(folder, chosen, verified)
+    if as_json:
+        print(
+            json.dumps({"code": chosen.code, "set": dict(chosen.knobs), "predicted": chosen.gain, "measured": verified})
+        )
+    else:
+        measured = f"saves {decision.saved_ms:.3g} ms a step ({decision.percent:.2g} %)"
+        print(f"predicted  {_predicted(chosen.gain).removeprefix('gain   ')}")
+        print(f"measured   {measured} [{decision.low:.3g}, {decision.high:.3g}], {len(comparison.pairs)} pairs")
+        print(f"{decision.outcome}: {' '.join(chosen.flags)}")
+    return STATUS[decision.outcome]
+
+
+def _job(folder: RunFolder) -> tuple[list[str], str]:
+    """The words of `dsprof run` that run the job again, without those of the first run alone, and where. Raises
+    LaunchError."""
+    try:
+        again = json.loads(folder.rerun_json.read_text())
+        words, cwd = [str(word) for word in again["command"]], str(again["cwd"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise LaunchError(
+            f"{folder.path}: how to run this job again is not known, as `dsprof run` did not start it here; run it "
+            "once with `dsprof run`"
+        ) from None
+    if words[:2] != ["dsprof", "run"]:
+        raise LaunchError(f"{folder.path}: it was started by {words[0]}; run it once with `dsprof run`")
+    if not Path(cwd).is_dir():
+        raise LaunchError(f"{cwd}: the job ran there, and there is no such folder now")
+    return _without(words[2:]), cwd
+
+
+def _without(words: list[str]) -> list[str]:
+    from . import takes_value
+
+    job = split_at_job(words, takes_value())
+    kept: list[str] = []
+    flags = iter(words[:job])
+    for word in flags:
+        name = word.partition("=")[0] if word.startswith("--") else word[:2]
+        if name not in OF_THE_FIRST_RUN:
+            kept.append(word)
+        elif OF_THE_FIRST_RUN[name] and word == name:
+            next(flags, None)
+    return kept + words[job:]
+
+
+def _saves(folder: RunFolder) -> bool:
+    """Whether the job was seen to write checkpoints."""
+    from dsprof.trace import load
+
+    return any(fact.get("fact") == "checkpoint" for fact in load(folder).run.facts)
+
+
+def _slug(knobs: Mapping[str, Any]) -> str:
+    """A folder's name for a change."""
+    text = "-".join(f"{key}-{value}" for key, value in knobs.items())
+    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:80]
+
+
+def _keep(folder: RunFolder, chosen: Any, verified: Mapping[str, Any]) -> None:
+    """Have findings.json and the reports of the run tell what was measured."""
+    from dsprof import reports
+    from dsprof.trace import load
+
+    if not chosen.code:
+        return
+    info = load(folder).run
+    info.verified = {**info.verified, chosen.code: {"set": dict(chosen.knobs), **verified}}
+    folder.write_info(info)
+    reports.finish(folder, report=folder.report_html.exists())
+
+
+def _say(text: str) -> None:
+    print(f"[dsprof] {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,43 @@
+"""The changes that a run's findings offer and `--set` can make, as findings.json has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change to try.
+
+    code:     of the finding that offers it; empty: the user's own
+    title:    what the user would change, in words
+    knobs:    the same as `--set` takes it, by key
+    gain:     what is predicted, as in findings.json: ms, low, high, percent; None: nothing is
+    """
+
+    code: str
+    title: str
+    knobs: Mapping[str, Any]
+    gain: Mapping[str, Any] | None = field(default=None)
+
+    @property
+    def flags(self) -> list[str]:
+        """As one types them: `--set`, `ddp.bucket_cap_mb=50`, ..."""
+        return [word for key, value in self.knobs.items() for word in ("--set", f"{key}={typed(value)}")]
+
+
+def typed(value: Any) -> str:
+    """A knob's value as it is typed."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def proposals(findings: Mapping[str, Any]) -> Iterator[Proposal]:
+    """The fixes that `--set` can make, those of the worst finding first. findings: a findings.json."""
+    for finding in findings.get("findings", ()):
+        for fix in finding.get("fixes", ()):
+            if fix.get("set"):
+                yield Proposal(
+                    str(finding["code"]), str(fix["title"]), fix["set"], fix.get("gain") or finding.get("gain")
+                )

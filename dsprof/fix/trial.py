@@ -1,0 +1,39 @@
+"""One job of a comparison, from its run folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsprof.run import RunError, RunFolder
+
+
+@dataclass(frozen=True)
+class Trial:
+    """step_ms: mean of the ordinary steps; None: there was none, or the job failed, and `why` says so
+    lost:     knobs that were not applied, as warnings say it
+    """
+
+    step_ms: float | None
+    why: str
+    lost: tuple[str, ...] = ()
+
+
+def read_trial(folder: Path) -> Trial | None:
+    """What became of the job in a run folder; None: there is none that has ended."""
+    run = RunFolder(folder)
+    try:
+        info: dict[str, Any] = json.loads(run.run_json.read_text())
+        found: dict[str, Any] = json.loads(run.findings_json.read_text())
+    except (OSError, ValueError, RunError):
+        return None
+    if info.get("status") is None:
+        return None
+    if info["status"] != 0:
+        return Trial(None, f"it ended with status {info['status']}: {found['verdict']['headline']}")
+    warnings = found["capture"]["warnings"]
+    lost = tuple(warning for warning in warnings if warning.startswith("--set ") and "was not applied" in warning)
+    step_ms = (found["run"]["step_ms"] or {}).get("mean")
+    return Trial(step_ms, "" if step_ms else "none of its steps is ordinary: run more steps", lost)
