@@ -219,7 +219,10 @@ class _Judging:
                 return gain
             counted = rule.fault is not None and not rule.fault.counts_cores
             contention_ms = gain.ms * self.lost / (1 - self.lost) if counted else 0.0
-            return with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms)
+            gain = with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms)
+            if gain.method == "replay" and gain.ms > 0:  # as much idle time may go, or turn up
+                gain = replace(gain, low=gain.low - study.unseen_idle_ms, high=gain.high + study.unseen_idle_ms)
+            return gain
 
         together = finding.together
         finding = replace(

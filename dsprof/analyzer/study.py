@@ -185,15 +185,16 @@ class Study:
         return "the job ran on a device, and what that did was not timed in every step"
 
     @cached_property
-    def bound_ms(self) -> float:
-        """How long the devices' phases of a step are that end as soon as their host has launched the last of them, mean
-        over ranks and ordinary steps: in these a device may stand idle, unseen."""
+    def unseen_idle_ms(self) -> float:
+        """How long a step the devices may stand idle at most where that is not seen: inside of phases of which the host
+        has not launched the last yet. Mean over ranks and ordinary steps, ms."""
         ordinary, found = self.ordinary, 0
         for rank, summary in self.summaries.items():
             mine = ordinary[ordinary["rank"] == rank]
             begin = mine["start_ns"].to_numpy(np.int64)
-            bound = summary.chains.bound
-            found += int((bound.before(begin + mine["dur_ns"].to_numpy(np.int64)) - bound.before(begin)).sum())
+            end = begin + mine["dur_ns"].to_numpy(np.int64)
+            launching = summary.chains.launching
+            found += int((launching.before(end) - launching.before(begin)).sum())
         return found / 1e6 / max(len(ordinary), 1)
 
     @property

@@ -116,15 +116,15 @@ class Chain:
 class RankChains:
     """All chains of one rank. The first one *leads*: its steps are the rank's, and what it communicates it is that
     waits for it. own: what it issued to lanes of its own; flows: between its chains, whose targets follow those of
-    `own`. bound: phases of the device that end as soon as the host has launched the last of them: how long it stands
-    idle inside is not known. incomplete: why not all of the time of its device is known; empty: it is, or it has none.
+    `own`. launching: when the device was in phases of which the host had not launched the last yet: how long it stood
+    idle then is not known. incomplete: why not all of the time of its device is known; empty: it is, or it has none.
     """
 
     chains: tuple[Chain, ...]
     time: RankTime
     own: LaneTasks
     flows: Flows = field(default_factory=Flows.none)
-    bound: Intervals = field(default_factory=Intervals.empty)
+    launching: Intervals = field(default_factory=Intervals.empty)
     incomplete: str = ""
 
     @property

@@ -74,7 +74,7 @@ def phase_chain(
         time,
         time.lane_tasks,
         flows,
-        made.bound,
+        made.launching,
     )
 
 
@@ -105,7 +105,7 @@ class _PhaseStream:
         self._idle: list[tuple[Int, Int]] = []
         self._unknown = Intervals.empty()
         self.stood = Intervals.empty()
-        self.bound = Intervals.empty()
+        self.launching = Intervals.empty()
         # Order of launch, and among what is launched at one moment; what, when (NaN: not known), target, flow or not.
         self._key: list[Int] = []
         self._turn: list[Int] = []
@@ -163,7 +163,8 @@ class _PhaseStream:
             usual[mine] = np.percentile(length[mine], USUAL)
         longer = np.where(bound, np.maximum(length - usual, 0), 0).astype(np.int64)
         self._idle.append((of.end - longer, of.end))
-        self.bound = Intervals.union(of.start[bound], of.end[bound])
+        # Until the host has launched the last of it the device may stand idle inside, which is not seen.
+        self.launching = Intervals.union(of.start, np.minimum(of.host_end + self.latency, of.end))
         reached = np.minimum(of.host_end + self.latency, of.end)
         self._flow_to_stream(LAUNCH, of.host_end, 0, of.host_end, reached, of.end)
 

@@ -34,8 +34,8 @@ MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
 FLOWS: Final = (LAUNCH, SYNC, DEPENDS, STEP)
 """Kinds of tasks that carry nothing between ranks."""
-MOST_BOUND: Final = 0.1
-"""Share of the step that phases may take that end with their launches, before launches are worth a look."""
+MOST_UNSEEN: Final = 0.1
+"""Share of the step for which devices may stand idle unseen, before launches are worth a look."""
 LEAST_LATE: Final = 0.5
 """Of the collectives that make others wait, those to which a straggler is the last to come."""
 
@@ -113,15 +113,15 @@ def _no_more_than(idle: Gain, half_ms: float, all_ms: float) -> Gain:
 
 
 def _refuse_phases(study: Study) -> None:
-    """Raises NotJudged where only whole phases were timed, of which much ends when the host has launched it."""
+    """Raises NotJudged where only whole phases were timed, in which the device may stand idle."""
     if study.device is not None or not study.led_by_devices:
         return
-    share = study.bound_ms / study.step_ms if study.step_ms else 0.0
-    if share > MOST_BOUND:
+    share = study.unseen_idle_ms / study.step_ms if study.step_ms else 0.0
+    if share > MOST_UNSEEN:
         raise NotJudged(
-            f"phases that take {percent(100 * share)} of the step end on the device when the host has launched the "
-            "last of them, and how long the device stands idle inside a phase is not seen when only whole phases are "
-            "timed: run again with `dsprof run --deep 10:13`, which traces the kernels of three steps"
+            f"for {percent(100 * share)} of the step the device is in phases that its host is still launching, and how "
+            "long it stands idle inside a phase is not seen where only whole phases are timed: run again with "
+            "`dsprof run --deep 10:13`, which traces the kernels of three steps"
         )
 
 
