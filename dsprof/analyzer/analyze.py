@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
+
 from dsprof.trace import Trace
 
 from .analysis import Analysis
 from .judge import judge
+from .map_ranks import Observer
 from .study import study
 from .verdict.answer import answer
 
 __all__ = ["analyze"]
 
 
-def analyze(trace: Trace) -> Analysis:
-    """Explain a run. Never raises for a poor capture: what cannot be judged is named in `not_judged`."""
-    measured = study(trace)  # everything measured, and nothing judged
+def analyze(trace: Trace, executor: Executor | None = None, observer: Observer | None = None) -> Analysis:
+    """Explain a run. Never raises for a poor capture: what cannot be judged is named in `not_judged`. `executor`,
+    `observer`: as in `study`."""
+    measured = study(trace, executor, observer)  # everything measured, and nothing judged
     judgement = judge(measured)  # what every rule says of it
     return answer(measured, judgement)  # what holds the job back, and what that rests on

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import pandas as pd
 
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
+from dsprof.trace.merge import warn
 
 from .align.match import Matches
 from .align.steps import steps_taken
@@ -17,6 +19,7 @@ from .budget.wall_time import spans_outside_training
 from .device import DeviceTime, device_time
 from .graph.chains import RankChains
 from .graph.find_chains import find_chains
+from .map_ranks import Observer, map_ranks
 from .memory.use_by_step import sum_memory
 from .work.layer_costs import staged_rows
 from .work.mfu import RankWork, sum_work
@@ -52,14 +55,39 @@ class RankSummary:
     device: DeviceTime | None
 
 
-def summarize_ranks(trace: Trace, collectives: pd.DataFrame, matches: Matches) -> dict[int, RankSummary]:
-    """The summary of each rank that has rows, read one at a time. `collectives`, `matches`: of all ranks."""
-    found = {}
-    for rank in trace.ranks:
-        rows = trace.read(rank)
-        if len(rows):
-            found[rank] = _summarize(rows, collectives, matches, rank, trace.run)
-    return found
+@dataclass(frozen=True)
+class SummarizeRank:
+    """The summary of a rank, and the warnings that reading it gave; without rows there is no summary. `collectives`,
+    `matches`: of all ranks."""
+
+    trace: Trace
+    collectives: pd.DataFrame
+    matches: Matches
+
+    def __call__(self, rank: int) -> tuple[RankSummary | None, tuple[str, ...]]:
+        run = self.trace.run
+        known = len(run.warnings)
+        rows = self.trace.read(rank)
+        summary = _summarize(rows, self.collectives, self.matches, rank, run) if len(rows) else None
+        return summary, tuple(run.warnings[known:])
+
+
+def summarize_ranks(
+    trace: Trace,
+    collectives: pd.DataFrame,
+    matches: Matches,
+    executor: Executor | None = None,
+    observer: Observer | None = None,
+) -> dict[int, RankSummary]:
+    """The summary of each rank that has rows. One that cannot be summarized is left out; `trace.run` warns of it."""
+    told = Trace(trace.run, trace.source)  # what allocators held is not asked here, and need not travel
+    every = map_ranks(SummarizeRank(told, collectives, matches), trace.ranks, executor, observer, "summarize")
+    for _, warnings in every.found.values():
+        for text in warnings:
+            warn(trace.run, text)
+    for rank, why in every.failed.items():
+        warn(trace.run, f"rank {rank}: it could not be analyzed and is left out ({why})")
+    return {rank: summary for rank, (summary, _) in every.found.items() if summary is not None}
 
 
 def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo) -> RankSummary:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any, Final, TypeVar
@@ -35,6 +36,7 @@ from .graph.build_graph import build_graph
 from .graph.chain_work import chain_work, hosts
 from .graph.step_graph import StepGraph
 from .graph.validate import ReplayCheck, check
+from .map_ranks import Observer
 from .memory.use_by_step import MemoryUse, memory_uses, nothing
 from .rank_summary import RankSummary, summarize_ranks
 
@@ -289,18 +291,23 @@ def once(function: Callable[[Study], Found]) -> Callable[[Study], Found]:
     return kept
 
 
-def study(trace: Trace) -> Study:
-    """Measure a run. Never raises for a poor capture: what is not there is None or empty."""
+def study(trace: Trace, executor: Executor | None = None, observer: Observer | None = None) -> Study:
+    """Measure a run. Never raises for a poor capture: what is not there is None or empty.
+
+    executor: runs what is of one rank alone, such as a ProcessPoolExecutor, or a Dask client's (`get_executor()`);
+              None: this process does. The result is the same. A rank that fails costs that rank, with a warning.
+    observer: told what is done, for how many ranks it is done and how many there are.
+    """
     run = trace.run
 
     # One clock, one numbering of steps, one name for each communication on all ranks.
-    aligned = align(trace)
+    aligned = align(trace, executor, observer)
     rows = aligned.compared
     collectives = match_collectives(rows, run)
     matches = Matches(collectives)
 
     # Each rank by itself: what it did when it was not training, and where its training thread's time went.
-    ranks = summarize_ranks(aligned.trace, collectives, matches)
+    ranks = summarize_ranks(aligned.trace, collectives, matches, executor, observer)
     times = {rank: summary.time for rank, summary in ranks.items()}
 
     # All ranks together: their steps, and which of them are ordinary.

@@ -7,6 +7,7 @@ else is read a rank at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +21,7 @@ from dsprof.trace.load import EVERY_COLUMN
 from dsprof.trace.merge import warn
 
 from ..arrays import Int
+from ..map_ranks import Observer, map_ranks
 from .clock import Clocks, find_clocks, find_jumps
 from .numbering import number_by_order
 from .steps import late_beginnings, renumber_steps
@@ -56,16 +58,36 @@ class Aligned:
     warnings: tuple[str, ...]
 
 
-def align(trace: Trace) -> Aligned:
+@dataclass(frozen=True)
+class _ReadCompared:
+    """Of a rank, the rows of COMPARED_KINDS, their places among all of its last attempt, how many those are, and the
+    warnings that reading gave."""
+
+    trace: Trace
+    last: Mapping[int, int]
+
+    def __call__(self, rank: int) -> tuple[pd.DataFrame, Int, int, tuple[str, ...]]:
+        known = len(self.trace.run.warnings)
+        rows = _last_attempt(self.trace.read(rank, COMPARED), self.last)
+        place = np.flatnonzero(_is_compared(rows))
+        return rows.iloc[place], place, len(rows), tuple(self.trace.run.warnings[known:])
+
+
+def align(trace: Trace, executor: Executor | None = None, observer: Observer | None = None) -> Aligned:
     """Find what puts the ranks of a trace beside each other."""
     run = trace.run
     last = {item.rank: item.restart for item in last_processes(run.ranks)}
-    tables, places, lengths = [], {}, {}
-    for rank in trace.ranks:
-        rows = _last_attempt(trace.read(rank, COMPARED), last)
-        lengths[rank] = len(rows)
-        places[rank] = np.flatnonzero(_is_compared(rows))
-        tables.append(rows.iloc[places[rank]])
+    told = Trace(run, trace.source)  # what allocators held is not asked here, and need not travel
+    every = map_ranks(_ReadCompared(told, last), trace.ranks, executor, observer, "read")
+    for _, _, _, warnings in every.found.values():
+        for text in warnings:
+            warn(run, text)
+    for rank, why in every.failed.items():
+        warn(run, f"rank {rank}: it could not be read and is left out ({why})")
+    tables = [table for table, _, _, _ in every.found.values()]
+    places = {rank: place for rank, (_, place, _, _) in every.found.items()}
+    lengths = {rank: length for rank, (_, _, length, _) in every.found.items()}
+    del every
     rows = concat_rows(tables) if tables else trace.rows[list(COMPARED)]
     tables.clear()
     numbered = number_by_order(rows, run)
@@ -76,7 +98,7 @@ def align(trace: Trace) -> Aligned:
     rows = renumber_steps(rows, late)
     jump_us, jumps = find_jumps(rows)
     topology = find_topology(rows, run)
-    source = _Corrected(trace, last, lengths, places, numbers, clocks, late, topology)
+    source = _Corrected(told, last, lengths, places, numbers, clocks, late, topology)
     return Aligned(
         compared=name_pipeline_messages(rows, topology),
         trace=Trace(run, source, trace.memory),
@@ -135,7 +157,7 @@ class _Corrected:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        return self._trace.ranks
+        return tuple(rank for rank in self._trace.ranks if rank in self._lengths)
 
     def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
         needed = tuple(dict.fromkeys((*columns, *CORRECTED_BY)))

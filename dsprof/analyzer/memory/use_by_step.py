@@ -41,6 +41,8 @@ def nothing() -> pd.DataFrame:
 def sum_memory(rows: pd.DataFrame, rank: int) -> pd.DataFrame:
     """The table (COLUMNS) of one rank, by place and step."""
     mem = rows.loc[rows["kind"] == "mem", ["name", "lane", "purpose", "step", "start_ns", "bytes", "value"]]
+    if mem.empty:
+        return nothing()
     lane = mem["lane"].astype(str)
     mem = mem[lane.str.startswith(MEMORY_LANE) & mem["purpose"].isna() & mem["name"].isin(NUMBERS)]
     if mem.empty:

@@ -192,7 +192,8 @@ def counted_step(rows: pd.DataFrame) -> tuple[int, int] | str:
 
 def _counted_spans(rows: pd.DataFrame) -> list[tuple[int, int, int]]:
     """When operations were counted, in order: begin, end, and how many steps of optimizers there were in between."""
-    told = rows[(rows["kind"] == "gauge") & (rows["name"] == COUNTED)].sort_values("start_ns")
+    counted = (rows["kind"] == "gauge") & (rows["name"] == COUNTED)
+    told = rows.loc[counted, ["start_ns", "dur_ns", "value"]].sort_values("start_ns")
     if len(told):
         starts, counts = told["start_ns"].to_numpy(np.int64), told["value"].to_numpy(np.int64)
         ends = starts + told["dur_ns"].to_numpy(np.int64)
@@ -207,14 +208,16 @@ def _counted_spans(rows: pd.DataFrame) -> list[tuple[int, int, int]]:
 
 
 def _counted(rows: pd.DataFrame) -> pd.DataFrame:
-    return rows[(rows["kind"] == "gauge") & rows["name"].astype(str).str.startswith(FLOPS)]
+    gauges = rows.loc[rows["kind"] == "gauge", ["name", "module", "purpose", "start_ns", "dur_ns", "value"]]
+    return gauges[gauges["name"].isin([name for name in gauges["name"].unique() if str(name).startswith(FLOPS)])]
 
 
 def _operations(rows: pd.DataFrame) -> pd.Series[float] | None:
     """Floating-point operations of forward and backward by module, of the step that was counted; None without one."""
-    counted, span = _counted(rows), counted_step(rows)
+    span = counted_step(rows)
     if isinstance(span, str):
         return None
+    counted = _counted(rows)
     counted = counted[counted["purpose"].isin(["forward", BACKWARD]) & counted["module"].notna()]
     counted = counted[counted["start_ns"].between(*span)]
     found: pd.Series[float] = counted.groupby(counted["module"].astype(str))["value"].sum()

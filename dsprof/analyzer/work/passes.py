@@ -19,19 +19,21 @@ WEIGHTS: Final = "W"
 def find_passes(rows: pd.DataFrame, time: RankTime) -> pd.DataFrame:
     """PASS_COLUMNS of the actions of a pipeline's schedule; without one, of the training thread's forwards with
     gradients and backwards, of which `micro` counts those of a step and `stage` is 0. `rows`: of one rank."""
-    ended = rows["dur_ns"].notna()
-    acted = rows[(rows["kind"] == "pipe") & ended & rows["stage"].notna() & rows["microbatch"].notna()]
+    columns = ["rank", "step", "name", "stage", "start_ns", "dur_ns"]
+    acted = rows.loc[rows["kind"] == "pipe", [*columns, "microbatch"]]
+    acted = acted[acted[["dur_ns", "stage", "microbatch"]].notna().all(axis=1)]
     acted = acted[acted["name"].isin([FORWARD, BACKWARD, WEIGHTS])]
     if len(acted):
         found = acted.assign(micro=acted["microbatch"], name=acted["name"].astype(str))
     else:
-        phases = rows[(rows["kind"] == "phase") & (rows["lane"] == "main") & ended]
+        phases = rows.loc[(rows["kind"] == "phase") & (rows["lane"] == "main"), [*columns, "grad"]]
+        phases = phases[phases["dur_ns"].notna()]
         forward = (phases["name"] == "forward") & phases["grad"].fillna(True).astype(bool)
         found = phases[forward | (phases["name"] == "backward")]
         found = found.assign(name=np.where(found["name"] == "forward", FORWARD, BACKWARD), stage=0)
         found = found.assign(micro=found.groupby(["step", "name"]).cumcount())
     start, length = found["start_ns"].to_numpy(np.int64), found["dur_ns"].to_numpy(np.int64)
     own = time.before(start + length)["compute"] - time.before(start)["compute"]
-    columns = ["rank", "step", "stage", "micro"]
-    found = found.assign(own_ns=own)[list(PASS_COLUMNS)].astype(dict.fromkeys([*columns, "dur_ns"], "int64"))
+    whole = ["rank", "step", "stage", "micro", "dur_ns"]
+    found = found.assign(own_ns=own)[list(PASS_COLUMNS)].astype(dict.fromkeys(whole, "int64"))
     return found.reset_index(drop=True)

@@ -1,0 +1,85 @@
+"""A function of one rank, called for all of them: in this process, or by an executor that is passed in.
+
+    with ProcessPoolExecutor(8) as pool:
+        measured = study(trace, pool)
+
+Whatever runs it, the result is the same. A rank whose call fails costs that rank alone: it is counted, with what went
+wrong. Where a process of the executor dies, its ranks are done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
+from dataclasses import dataclass, field
+from typing import Final, Generic, TypeVar
+
+from dsprof.trace.files import brief
+
+Result = TypeVar("Result")
+
+MOST_PARTS: Final = 32
+"""Ranks go to the executor in so many parts at most, as what the function holds travels with each."""
+
+
+RankFunction = Callable[[int], Result]
+"""What is called for each rank. To run in another process it, and what it returns, can be pickled."""
+Observer = Callable[[str, int, int], None]
+"""Told of progress: what is done to ranks, for how many of them it is done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class OfRanks(Generic[Result]):
+    """found: rank -> what the function returned, in order of rank. failed: rank -> what went wrong."""
+
+    found: dict[int, Result] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+def map_ranks(
+    function: RankFunction[Result],
+    ranks: Sequence[int],
+    executor: Executor | None = None,
+    observer: Observer | None = None,
+    what: str = "",
+) -> OfRanks[Result]:
+    """`function` of each of `ranks`. `what` is done, for the observer."""
+    every: dict[int, tuple[Result | None, str]] = {}
+
+    def done(part: dict[int, tuple[Result | None, str]]) -> None:
+        every.update(part)
+        if observer is not None:
+            observer(what, len(every), len(ranks))
+
+    if executor is None:
+        for rank in ranks:
+            done(_call(function, (rank,)))
+    else:
+        parts = [tuple(ranks[first::MOST_PARTS]) for first in range(min(MOST_PARTS, len(ranks)))]
+        futures: dict[Future[dict[int, tuple[Result | None, str]]], tuple[int, ...]] = {}
+        for part in parts:
+            try:
+                futures[executor.submit(_call, function, part)] = part
+            except BrokenExecutor:
+                done(_call(function, part))
+        for future in as_completed(futures):
+            try:
+                done(future.result())
+            except BrokenExecutor:
+                done(_call(function, futures[future]))
+    order = sorted(every)
+    return OfRanks(
+        {rank: result for rank in order if (result := every[rank][0]) is not None},
+        {rank: every[rank][1] for rank in order if every[rank][1]},
+    )
+
+
+def _call(function: RankFunction[Result], ranks: Sequence[int]) -> dict[int, tuple[Result | None, str]]:
+    """Rank -> the result, or what went wrong."""
+    found: dict[int, tuple[Result | None, str]] = {}
+    for rank in ranks:
+        try:
+            found[rank] = function(rank), ""
+        except Exception as error:  # whatever is wrong with one rank, the others count
+            found[rank] = None, f"{type(error).__name__}: {brief(error)}"
+    return found
