@@ -15,6 +15,7 @@ from dsprof.analyzer.align.steps import StepTime
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
 from dsprof.analyzer.memory.allocator_state import DeviceMemory, Holder
+from dsprof.analyzer.rules.registry import ends_run
 from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans, unit_of
 from dsprof.run import RankExit, last_processes
 from dsprof.schema import TIME_KINDS
@@ -325,7 +326,7 @@ def capture_warnings(analysis: Analysis) -> list[str]:
 
 def _bad_ends(analysis: Analysis) -> list[str]:
     """`ranks 1-3 killed by SIGTERM (143), last complete step 11`: of those that no `run.*` finding names."""
-    broken = [finding for finding in analysis.findings if finding.code.startswith("run.")]
+    broken = [finding for finding in analysis.findings if ends_run(finding.code)]
     told = {rank for finding in broken for rank in finding.where.ranks or ()}
     last_step = {info.rank: info.last_step for info in analysis.run.ranks}
     alike: dict[str, list[int]] = {}

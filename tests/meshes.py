@@ -16,11 +16,13 @@ from records import Record, capture_of
 
 from dsprof.ondisk import Flag
 from dsprof.run import RankInfo, RunInfo
-from dsprof.schema import Kind
-from dsprof.trace import Trace
+from dsprof.schema import COLUMNS, Kind
+from dsprof.trace import Trace, concat_rows
 from dsprof.trace.derive import trace_rows
 
 FLOAT32 = 7
+HOST_NS = 20_000
+"""Of issuing a collective."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,11 @@ class MeshJob:
     jitter: float = 0.01
     seed: int = 0
     facts: list[dict[str, Any]] = field(default_factory=list)
+    parameters: int = 0
+    """Bytes of them on each rank, as its memory tells after each step; 0: it was not captured."""
 
-    def trace(self) -> Trace:
+    def _simulated(self) -> tuple[list[_Rank], dict[tuple[str, int], float]]:
+        """The ranks at the end, and when each collective ended."""
         ranks = [_Rank(rank, self) for rank in range(self.ranks)]
         ends: dict[tuple[str, int], float] = {}
         free: dict[str, float] = {}
@@ -86,11 +91,19 @@ class MeshJob:
                     ends[key] = free[group] = begin + self.latency_ms + size / 2**20 * self.ms_per_mib
                     went_on.append(True)
             assert any(went_on), "the programs wait for each other"
+        return ranks, ends
+
+    def trace(self) -> Trace:
+        ranks, ends = self._simulated()
         tables = []
         for one in ranks:
             facts = [fact for fact in self.facts if fact.get("rank", one.rank) == one.rank]
             tables.append(trace_rows(capture_of(*one.records(ends), facts=facts), one.rank, 0))
         rows = pd.concat([table.astype({"name": object, "lane": object}) for table in tables], ignore_index=True)
+        if self.parameters:
+            rows = concat_rows([rows, self._memory(rows)]).sort_values(
+                ["rank", "start_ns"], kind="stable", ignore_index=True
+            )  # fmt: skip
         processes = [{"fact": "process", "rank": rank, "cores": 64, "threads": 1} for rank in range(self.ranks)]
         info = RunInfo(
             id="job", name="job", command=["dsprof", "run", "train.py"], world_size=self.ranks,
@@ -106,11 +119,23 @@ class MeshJob:
         )  # fmt: skip
         return Trace.of(info, rows)
 
+    def _memory(self, rows: pd.DataFrame) -> pd.DataFrame:
+        steps = rows[rows["kind"] == "step"]
+        more = [
+            {"rank": rank, "restart": 0, "step": step + 1, "kind": "mem", "name": name, "lane": "memory.host",
+             "start_ns": end, "dur_ns": 0, "ended": True, "source": "measured", "bytes": held}
+            for rank, step, end in zip(steps["rank"], steps["step"], steps["start_ns"] + steps["dur_ns"], strict=True)
+            for name, held in (("resident", 1 << 30), ("parameters", self.parameters), ("capacity", 1 << 40))
+        ]  # fmt: skip
+        return pd.DataFrame(more).reindex(columns=list(COLUMNS)).astype(COLUMNS)
+
     def step_ms(self) -> float:
-        """The mean step, after the first ten."""
-        rows = self.trace().rows
-        steps = rows[(rows["kind"] == "step") & (rows["step"] >= 10)]
-        return float(steps["dur_ns"].mean()) / 1e6
+        """The mean step, after the first few."""
+        found = []
+        for one in self._simulated()[0]:
+            ends = [end for kind, name, _, end, _ in one.seen if (kind, name) == (Kind.PHASE, "optimizer") and end]
+            found.append((ends[-1] - ends[4]) / (len(ends) - 5))
+        return sum(found) / len(found)
 
 
 class _Rank:
@@ -127,7 +152,7 @@ class _Rank:
         self._at = 0
         self._now = 1000.0
         self._open: list[tuple[str, float]] = []
-        self._found: list[Record] = []
+        self.seen: list[Record] = []
         self._calls: dict[tuple[str, int], tuple[Call, float]] = {}
         self._later: dict[str, tuple[str, int]] = {}
         self._seq: dict[str, int] = {}
@@ -154,7 +179,7 @@ class _Rank:
                 call, _ = self._calls[self._blocked]
                 end = max(ends[self._blocked], self._now)
                 named = {"group": call.group, "seq": self._blocked[1]}
-                self._found.append((Kind.WAIT, call.name, self._now, end, named))
+                self.seen.append((Kind.WAIT, call.name, self._now, end, named))
                 self._now, self._blocked, moved = end, None, True
                 continue
             one = self._todo[self._at]
@@ -166,7 +191,7 @@ class _Rank:
                 key = one.group, seq
                 self._calls[key], self.sizes[key] = (one, self._now), one.bytes
                 arrived.setdefault(key, {})[self.rank] = self._now
-                self._now += 0.02
+                self._now += HOST_NS / 1e6
                 if one.later:
                     self._later[one.later] = key
                 else:
@@ -178,15 +203,15 @@ class _Rank:
             else:
                 name, begin = self._open.pop()
                 more = {"flags": Flag.GRAD} if name == "forward" else {}
-                self._found.append((Kind.PHASE, name, begin, self._now, more))
+                self.seen.append((Kind.PHASE, name, begin, self._now, more))
         return moved
 
     def records(self, ends: Mapping[tuple[str, int], float]) -> list[Record]:
         """Everything, with the collectives as they ended."""
-        found = list(self._found)
+        found = list(self.seen)
         for key, (call, issued) in self._calls.items():
             more: dict[str, Any] = {
-                "group": call.group, "seq": key[1], "bytes": call.bytes, "dtype": FLOAT32,
+                "group": call.group, "seq": key[1], "bytes": call.bytes, "dtype": FLOAT32, "host_ns": HOST_NS,
                 "flags": Flag.ASYNC | Flag.START_MEASURED,
             }  # fmt: skip
             if call.purpose:

@@ -13,7 +13,9 @@ import pytest
 
 from dsprof.cli import fix as verb
 from dsprof.cli import main
-from dsprof.fix import TrialFailed, Turns, decide, proposals
+from dsprof.fix import CannotEdit, TrialFailed, Turns, decide, proposals
+from dsprof.fix.edit_call import set_argument
+from dsprof.fix.edit_json import set_value
 from dsprof.run import RunFolder, RunInfo
 
 STALL = {
@@ -221,3 +223,93 @@ def test_a_job_that_writes_checkpoints_wants_to_be_asked(
     monkeypatch.setattr(verb, "_saves", lambda _: True)
     assert main(["fix", str(run.path), "--verify"]) == 2
     assert "give --yes" in capsys.readouterr().err
+
+
+# --- the user's files
+
+
+TEXT = """{
+  // as the cluster wants it
+  "train_batch_size": 16,
+  "zero_optimization": {
+    "stage": 2,
+    "reduce_bucket_size": 20000, # small
+    "offload": {"device": "none"}
+  },
+  "bf16": {}
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "old", "new"),
+    [
+        ("zero_optimization.reduce_bucket_size", 5000, "20000", "5000"),
+        ("train_batch_size", 32, "16,", "32,"),
+        ("zero_optimization.offload", {"device": "cpu"}, '{"device": "none"}', '{"device": "cpu"}'),
+        ("zero_optimization.overlap_comm", True, '"none"}', '"none"},\n    "overlap_comm": true'),
+        ("bf16.enabled", True, '"bf16": {}', '"bf16": {"enabled": true}'),
+        ("fp16.enabled", False, '"bf16": {}', '"bf16": {},\n  "fp16": {"enabled": false}'),
+    ],
+)
+def test_a_json_text_keeps_all_but_the_value(keys: str, value: object, old: str, new: str) -> None:
+    assert set_value(TEXT, keys.split("."), value) == TEXT.replace(old, new)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"a": }', '{"a": 1} 2', "", '{"a" 1}'])
+def test_what_is_no_json_object_is_refused(text: str) -> None:
+    with pytest.raises(CannotEdit):
+        set_value(text, ["a"], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("x = DataLoader(data)\n", "x = DataLoader(data, num_workers=2)\n"),
+        ("x = DataLoader()\n", "x = DataLoader(num_workers=2)\n"),
+        ("x = DataLoader(data, num_workers=0, shuffle=1)\n", "x = DataLoader(data, num_workers=2, shuffle=1)\n"),
+        ("ö = é(DataLoader(\n    data,  # ü\n))", "ö = é(DataLoader(\n    data, num_workers=2,  # ü\n))"),
+        ("for x in Loads(f(data)):\n    pass\n", None),
+        ("x = make(data)\n", "x = make(data, num_workers=2)\n"),
+        ("x = DataLoader(a), DataLoader(b)\n", None),
+        ("x = (\n", None),
+    ],
+)  # fmt: skip
+def test_a_call_keeps_all_but_the_argument(text: str, wanted: str | None) -> None:
+    if wanted is None:
+        with pytest.raises(CannotEdit):
+            set_argument(text, 1, "loader", "num_workers", 2)
+    else:
+        assert set_argument(text, 1, "loader", "num_workers", 2) == wanted
+
+
+def test_files_are_written_beside_the_originals_and_never_over_what_is_there(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, configuration = tmp_path / "train.py", tmp_path / "ds.json"
+    script.write_text("import x\nloader = DataLoader(data)\n")
+    configuration.write_text('{"zero_optimization": {"stage": 2}}')
+    info = run.read_info()
+    info.cwd = str(tmp_path)
+    info.facts = [
+        {"fact": "dataloader", "site": f"{script}:2", "framework": None},
+        {"fact": "config", "path": str(configuration), "content": {"zero_optimization": {"stage": 2}}},
+    ]
+    run.write_info(info)
+
+    assert main(["fix", str(run.path)]) == 0
+    assert "+loader = DataLoader(data, num_workers=2)" in capsys.readouterr().out
+    both = ["--set", "loader.num_workers=4", "--set", "zero_optimization.stage=1", "--set", "env.A=b"]
+    assert main(["fix", str(run.path), *both, "--write"]) == 0
+    assert (tmp_path / "train.fixed.py").read_text() == "import x\nloader = DataLoader(data, num_workers=4)\n"
+    assert (tmp_path / "ds.fixed.json").read_text() == '{"zero_optimization": {"stage": 1}}'
+    assert "by hand: export A=b" in capsys.readouterr().out
+
+    assert main(["fix", str(run.path), *both, "--write"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    configuration.write_text('{"zero_optimization": {"stage": 3}}')
+    assert main(["fix", str(run.path), *both, "--in-place"]) == 2
+    assert "it has been edited since the run" in capsys.readouterr().err
+    assert script.read_text() == "import x\nloader = DataLoader(data)\n"
+    assert main(["fix", str(run.path), "--in-place"]) == 0
+    assert script.read_text() == "import x\nloader = DataLoader(data, num_workers=2)\n"

@@ -7,14 +7,14 @@ import os
 import resource
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import pytest
-from hostile import CANARY, Outside, all_runs, impatient, traces
+from hostile import CANARY, Change, Outside, all_runs, impatient, traces
 from synthetic import Job, write_capture
 
 from dsprof import cli
@@ -25,7 +25,8 @@ from dsprof.live.tail import Tail, captures
 from dsprof.run import RunError, RunFolder, RunInfo, open_run
 from dsprof.trace import load
 
-LONGEST_S = 30
+LONGEST_S = 120
+"""What waits for somebody hostile does so for good; a busy machine is only slow."""
 ADDRESS_SPACE = 8 << 30
 """Bytes beyond what the process has: what would take more fails."""
 
@@ -40,6 +41,20 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info = RunInfo(id="run", name="run", command=["dsprof", "run", "train.py"], world_size=1, cwd="/")
     (run / "run.json").write_text(info.to_json())
     return run
+
+
+@pytest.fixture(scope="module")
+def read(good: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, whose table has been made: to make one takes most of what it takes to read a run."""
+    run = tmp_path_factory.mktemp("read") / "run"
+    shutil.copytree(good, run)
+    load(open_run(run))
+    return run
+
+
+OF_THE_TABLE: Final = ("capture", "trace", "memory", "meta.json", "fact ", "a chunk", "records of", "half a", "nobody",
+                       "five", "copying", "a trace")  # fmt: skip
+"""How the names of cases begin that change what a table is made of, or where it is written."""
 
 
 @pytest.fixture
@@ -114,7 +129,7 @@ VERBS: Final = (["analyze"], ["report"], ["tensorboard", "--no-serve"], ["runs"]
 @pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize("part", range(4))
 def test_hostile_run_folders(
-    tmp_path: Path, good: Path, outside: Outside, capfd: pytest.CaptureFixture[str], part: int
+    tmp_path: Path, good: Path, read: Path, outside: Outside, capfd: pytest.CaptureFixture[str], part: int
 ) -> None:
     """All are read, those with strange content are analyzed, and some of all kinds are reported, which writes more."""
     wrong: dict[str, str] = {}
@@ -122,18 +137,22 @@ def test_hostile_run_folders(
     def said() -> str:
         return "".join(capfd.readouterr())
 
-    for number, (name, change) in enumerate(CASES[part::4]):
+    def problems_of(name: str, change: Change, verbs: Sequence[list[str]]) -> dict[str, str]:
         run = tmp_path / "run"
-        shutil.copytree(good, run)
+        shutil.copytree(good if name.startswith(OF_THE_TABLE) else read, run)
         change(run, outside.path)
         acts: list[tuple[str, Callable[[], object]]] = [("read", partial(read_all, run))]
-        verbs = VERBS if number % 9 == part else VERBS[:1] if "=" in name or "fact" in name else ()
         acts += [(verb[0], partial(cli.main, [*verb, str(run)])) for verb in verbs]
-        for what, act in acts:
-            problem = problem_of(act, outside, run, said)
-            if problem:
-                wrong[f"{name}: {what}"] = problem
+        found = {f"{name}: {what}": problem_of(act, outside, run, said) for what, act in acts}
         shutil.rmtree(run)
+        return {what: problem for what, problem in found.items() if problem}
+
+    for number, (name, change) in enumerate(CASES[part::4]):
+        verbs = VERBS if number % 9 == part else VERBS[:1] if "=" in name or "fact" in name else ()
+        found = problems_of(name, change, verbs)
+        if any(problem.startswith("touched") for problem in found.values()):
+            found = problems_of(name, change, verbs)  # a program that searches the whole disk does not come by twice
+        wrong.update(found)
     assert len(CASES) > 300
     assert not wrong, "\n".join(f"{name}: {problem}" for name, problem in wrong.items())
 

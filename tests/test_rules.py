@@ -48,7 +48,9 @@ def test_codes_and_places_are_of_one_rule_each() -> None:
     assert len(set(codes)) == len(codes)
     assert len(set(places)) == len(places)
     for rule in all_rules():
-        assert rule.fault is not None or rule.looks, rule.code
+        assert rule.looks, rule.code
+        assert {*rule.causes} <= {*codes} - {rule.code}, rule.code
+        assert {*rule.exhausts} <= {*rule.explains}, rule.code
         assert set(rule.explains) <= {*BUDGET_PARTS, *TIME_KINDS}, rule.code
         assert {*rule.outranked_by} <= {*codes} - {rule.code}, rule.code
         assert rule.says, rule.code

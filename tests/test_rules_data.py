@@ -15,7 +15,8 @@ from synthetic import Job, constant
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding, Gain
-from dsprof.analyzer.rules.base import at, ddp_argument_fix, settings_fix, widened
+from dsprof.analyzer.price.excess import widened
+from dsprof.analyzer.rules.base import at, ddp_argument_fix, settings_fix
 from dsprof.analyzer.rules.registry import rule_of
 from dsprof.trace import Trace
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed._symmetric_memory as symm_mem
 from armed import train
+from synthetic import Job
 from torch._C import _distributed_c10d as c10d
 
-from dsprof.analyzer.rules.missing_collectors import IN_SYMMETRIC_MEMORY, reasons
+from dsprof.analyzer import analyze
 from dsprof.collectors.communication import symmetric_memory
 from dsprof.collectors.hooking import statements
 
@@ -106,12 +107,12 @@ def test_an_error_of_torch_is_the_jobs(stated: list[dict[str, Any]], monkeypatch
 
 
 def test_communication_is_then_not_judged() -> None:
-    codes = ("comm.exposed", "comm.small-messages", "data.stall")
-    assert reasons({"symmetric_memory": [STATED]}, codes) == {
-        "comm.exposed": IN_SYMMETRIC_MEMORY,
-        "comm.small-messages": IN_SYMMETRIC_MEMORY,
-    }
-    assert reasons({}, codes) == {}
+    of = {"comm.exposed", "comm.small-messages", "comm.tensor-parallel"}
+    plain = analyze(Job(steps=12).trace())
+    assert not of & {*plain.not_judged}
+    hidden = analyze(Job(steps=12, facts=[STATED]).trace())
+    assert {*hidden.not_judged} - {*plain.not_judged} == of
+    assert all("ranks communicate through symmetric memory" in hidden.not_judged[code] for code in of)
 
 
 JOB = """

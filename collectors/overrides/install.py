@@ -38,9 +38,12 @@ Install = Callable[[list[Override]], Uninstall]
 def asked() -> dict[str, Any]:
     """Keys and values of DSPROF_SET. Raises ValueError where it is no JSON object."""
     text = os.environ.get(VARIABLE, "")
-    found = json.loads(text) if text else {}
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        found = None
     if not isinstance(found, dict):
-        raise ValueError(f'{VARIABLE} is no JSON object, such as {{"ddp.bucket_cap_mb": 50}}')
+        raise ValueError(f'{VARIABLE} is no JSON object, such as {{"ddp.bucket_cap_mb": 50}}; nothing of it is applied')
     return found
 
 

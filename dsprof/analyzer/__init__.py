@@ -6,6 +6,7 @@
     rank_summary a rank by itself: all that is kept of its rows
     signals      what a capture tells, or why it does not
     judge        ask every rule, price what they find, and rank it
+    candidate    what a rule finds before it is priced
     finding      findings, their evidence, gains and fixes
     analysis     what comes out: everything the reports draw
     text         how numbers and names are said
@@ -17,7 +18,7 @@ The rooms; the docstring of each is its table of contents:
     align/       the ranks beside each other: one clock, one numbering, one name for each communication
     budget/      where the time went
     graph/       the step graph, its replay, and whether to believe it
-    whatif/      functions from graph to graph
+    whatif/      what-ifs, which compose
     price/       from a what-if to a gain with an interval
     rules/       what is known of each finding: one record a code
     device/      what devices' streams did, where their kernels were traced; NVML

@@ -133,6 +133,7 @@ class Finding:
     gain:       what fixing it alone saves
     share:      its part of what fixing all that was found by replay saves; None: it was priced by itself
     together:   of a fault that another one hides: which one, and what fixing both saves
+    by_rank:    of one on several ranks: what fixing it on one of them alone saves
     confidence: the share of such predictions that came true (`Rule.confidence`); None: none was ever tried
     """
 
@@ -146,6 +147,7 @@ class Finding:
     confidence: float | None = None
     share: Gain | None = None
     together: Together | None = None
+    by_rank: Mapping[int, Gain] = field(default_factory=dict)
 
     @property
     def weight(self) -> Gain:
@@ -156,7 +158,7 @@ class Finding:
     @property
     def is_problem(self) -> bool:
         """Whether it is more than a remark."""
-        return self.severity != "info" or self.code.startswith("run.")
+        return self.severity != "info"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -169,6 +171,7 @@ class Finding:
             "gain": self.gain.to_dict(),
             "share": None if self.share is None else self.share.to_dict(),
             "together": None if self.together is None else self.together.to_dict(),
+            **({"by_rank": {str(rank): gain.to_dict() for rank, gain in self.by_rank.items()}} if self.by_rank else {}),
             "fixes": [fix.to_dict() for fix in self.fixes],
         }
 

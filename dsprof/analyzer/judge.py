@@ -12,6 +12,7 @@ import numpy as np
 
 from . import signals
 from .budget.irregular import FEWEST_JUDGED
+from .candidate import Candidate
 from .finding import (
     ALLOCATOR_TWIN,
     MEASURED_MEMORY,
@@ -20,24 +21,21 @@ from .finding import (
     SEVERITIES,
     Evidence,
     Finding,
+    Fix,
     Gain,
-    Together,
     severity_of,
 )
-from .graph.chain_work import chain_groups
-from .price.attribution import attribute
 from .price.calibration import with_model_error
-from .price.contention import busy, lost_by_waiting_less
-from .price.gains import mean_gain, noise_floor_ms
+from .price.contention import busy
+from .price.gains import noise_floor_ms
+from .price.pricing import Priced, price_by_itself, price_together
 from .rules import missing_collectors
-from .rules.base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
-from .rules.compute.throttle import with_cause
+from .rules.base import NotConcerned, NotJudged, PartlyJudged
 from .rules.registry import all_rules
-from .rules.rule import Look, Rule
+from .rules.rule import Found, Look, Rule
 from .signals import Absent, Missing
 from .study import Study
-from .whatif.on_chains import on_chains
-from .whatif.work import Change, LessWork
+from .whatif import WhatIf
 
 Answer = TypeVar("Answer")
 
@@ -66,16 +64,18 @@ class _Judging:
     """What is found while rules are asked.
 
     absent: code -> why it cannot be judged, before it is asked
-    lost:   the share of the gains of faults that is taken off since cores are busy
+    lost:   the share that was taken off gains by replay, of the codes `on_busy_cores`, since cores are busy
     """
 
     def __init__(self, study: Study, rules: Sequence[Rule]) -> None:
         self.study = study
         self.rules = {rule.code: rule for rule in rules}
+        self.candidates: list[Candidate] = []
         self.found: dict[str, list[Finding]] = {rule.code: [] for rule in rules}
         self.not_judged: dict[str, str] = {}
         self.not_concerned: set[str] = set()
         self.noise_ms, self.lost = math.nan, 0.0
+        self.on_busy_cores: set[str] = set()
         self.absent = missing_collectors.reasons(study.facts, self.rules)
         self.asked = [rule for rule in rules if self._has(rule)]
 
@@ -84,10 +84,10 @@ class _Judging:
         if refusal is None:
             graph = signals.replay.look(self.study)
             refusal = graph.reason if isinstance(graph, Absent) else None
-        self._faults(refusal)
         self._looks(refusal)
+        self._prices(refusal)
         self._keep_one_of_two()
-        with_cause(self.found)
+        self._link_causes()
         rated = {code: [self._rated(finding) for finding in of] for code, of in self.found.items()}
         left_out = {*self.not_judged, *self.not_concerned}
         passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]
@@ -126,41 +126,9 @@ class _Judging:
             self.not_judged.update(dict.fromkeys(codes, f"the rule failed: {type(error).__name__}: {error}"))
         return None
 
-    def _faults(self, refusal: str | None) -> None:
-        """Replay what would go away, alone and together. refusal: why no gain can be told by replay."""
-        study = self.study
-        faults = {rule.code: rule.fault for rule in self.asked if rule.fault is not None}
-        if refusal is not None:
-            self.not_judged |= {code: self.absent.get(code, refusal) for code in faults}
-            if study.graph is not None and not study.chains_unknown:
-                self.noise_ms = noise_floor_ms(study, study.graph.measured)
-            return
-        changes: dict[str, Change] = {}
-        for code, fault in faults.items():
-            change = self._ask((code,), partial(fault.change, study))
-            if change is not None:
-                changes[code] = change
-        graph = signals.replay(study)
-        groups = chain_groups(graph, study.peer_groups)
-        whatifs = {code: LessWork(code, on_chains(graph, change), groups) for code, change in changes.items()}
-        shares = attribute(graph, whatifs)
-        self.noise_ms = noise_floor_ms(study, shares.left)
-        whole = shares.before - shares.left
-        self.lost = lost_by_waiting_less(study, float(whole.mean()) if len(whole) else 0.0)
-        for code, change in changes.items():
-            kept = 1.0 if faults[code].counts_cores else 1 - self.lost
-            alone, share = (mean_gain(study, kept * of[code]) for of in (shares.alone, shares.shares))
-            if share.ms < LEAST_SHARE * study.step_ms:
-                continue
-            finding = self._ask((code,), partial(faults[code].describe, study, change, alone, share))
-            if finding is not None and code in shares.together:
-                other, saved = shares.together[code]
-                finding = replace(finding, together=Together(other, mean_gain(study, kept * saved)))
-            if finding is not None:
-                self.found[code].append(finding)
-
     def _looks(self, refusal: str | None) -> None:
-        """Ask what prices itself. One that several rules have is asked once, for all of them."""
+        """Ask every rule. A look that several of them have is asked once, for all of them. refusal: why no gain can be
+        told by replay."""
         codes_of: dict[Look, list[str]] = {}
         for rule in self.asked:
             for look in rule.looks:
@@ -173,13 +141,16 @@ class _Judging:
             if said is None:
                 continue
             for code, reason in missing_collectors.unproved(self.study.facts, codes).items():
-                if all(finding.code != code for finding in said):
+                if all(one.code != code for one in said):
                     self.not_judged[code] = reason
             if self.study.device is not None:
                 for code in look.settles:
                     self.not_judged.pop(code, None)
-            for finding in said:
-                self.found.setdefault(finding.code, []).append(finding)
+            for one in said:
+                if isinstance(one, Finding):
+                    self.found.setdefault(one.code, []).append(one)
+                else:
+                    self.candidates.append(one)
 
     def _keep_one_of_two(self) -> None:
         """Of what is both replayed and measured of the devices' operations, the former; of a few traced steps the
@@ -197,7 +168,37 @@ class _Judging:
                 place = self.found[code].index(traced[0])
                 self.found[code][place] = replace(traced[0], gain=gain)
 
-    def _whole(self, look: Look) -> list[Finding]:
+    def _prices(self, refusal: str | None) -> None:
+        """Price the candidates, and say what they are."""
+        study = self.study
+        replayed = [one for one in self.candidates if isinstance(one.change, WhatIf)]
+        if refusal is None:
+            replays = price_together(study, signals.replay(study), replayed)
+            self.not_judged |= replays.refused
+            self.noise_ms, self.lost = replays.noise_ms, replays.lost
+            for priced in replays.priced:
+                self._say(priced)
+        else:
+            self.not_judged |= {one.code: refusal for one in replayed}
+            if study.graph is not None and not study.chains_unknown:
+                self.noise_ms = noise_floor_ms(study, study.graph.measured)
+        for one in self.candidates:
+            if not isinstance(one.change, WhatIf):
+                priced_alone = self._ask((one.code,), partial(price_by_itself, study, one))
+                if priced_alone is not None:
+                    self._say(priced_alone)
+
+    def _say(self, priced: Priced) -> None:
+        candidate = priced.candidate
+        finding = self._ask((candidate.code,), partial(candidate.say, priced.price))
+        if finding is None:
+            return
+        finding = replace(finding, together=priced.together or finding.together, by_rank=priced.by_rank)
+        self.found.setdefault(finding.code, []).append(finding)
+        if isinstance(candidate.change, WhatIf) and not candidate.counts_cores:
+            self.on_busy_cores.add(finding.code)
+
+    def _whole(self, look: Look) -> Found:
         """What was found, also where not all of the codes could be judged."""
         try:
             for signal in look.needs:
@@ -207,18 +208,33 @@ class _Judging:
             self.not_judged |= dict.fromkeys(part.unjudged, str(part))
             return part.findings
 
+    def _link_causes(self) -> None:
+        """Where one finding is the reason of another one of the same ranks, each tells of the other, and what mending
+        the one gains is what mending the other does."""
+        for rule in self.rules.values():
+            for code in rule.causes:
+                self._link(rule.code, code)
+
+    def _link(self, cause: str, effect: str) -> None:
+        for late in self.found.get(effect, []):
+            for place, reason in enumerate(self.found.get(cause, [])):
+                if reason.where.ranks and late.where.ranks and set(late.where.ranks) <= set(reason.where.ranks):
+                    self.found[cause][place] = replace(reason, gain=late.gain, share=late.share)
+                    fix = Fix("code", f"see {cause}: {reason.title}")
+                    self.found[effect] = [replace(one, fixes=(fix, *one.fixes)) for one in self.found[effect]]
+                    return
+
     def _rated(self, finding: Finding) -> Finding:
         """With the model's error in its intervals, and as severe as they allow."""
-        if finding.code.startswith("run.") or finding.gain.method in (ALLOCATOR_TWIN, MEASURED_MEMORY):
-            return finding
         study, rule = self.study, self.rules[finding.code]
+        if rule.ends_run or finding.gain.method in (ALLOCATOR_TWIN, MEASURED_MEMORY):
+            return finding
         measured = finding.gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE)
 
         def surely(gain: Gain) -> Gain:
             if gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE):
                 return gain
-            counted = rule.fault is not None and not rule.fault.counts_cores
-            contention_ms = gain.ms * self.lost / (1 - self.lost) if counted else 0.0
+            contention_ms = gain.ms * self.lost / (1 - self.lost) if finding.code in self.on_busy_cores else 0.0
             gain = with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms)
             if gain.method == "replay" and gain.ms > 0:  # as much idle time may go, or turn up
                 gain = replace(gain, low=gain.low - study.unseen_idle_ms, high=gain.high + study.unseen_idle_ms)
@@ -230,6 +246,7 @@ class _Judging:
             gain=surely(finding.gain),
             share=None if finding.share is None else surely(finding.share),
             together=None if together is None else replace(together, gain=surely(together.gain)),
+            by_rank={rank: surely(gain) for rank, gain in finding.by_rank.items()},
             fixes=tuple(fix if fix.gain is None else replace(fix, gain=surely(fix.gain)) for fix in finding.fixes),
             confidence=None if measured else rule.confidence,
         )
@@ -257,4 +274,9 @@ def ranked(findings: list[Finding], rules: Mapping[str, Rule]) -> list[Finding]:
             )
             weight[id(capped)] = min(finding.weight.ms, float(np.nextafter(other.weight.ms, -math.inf)))
             findings[place] = capped
-    return sorted(findings, key=lambda f: (not f.code.startswith("run."), SEVERITIES.index(f.severity), -weight[id(f)]))
+
+    def place_of(finding: Finding) -> tuple[bool, int, float]:
+        ends_run = finding.code in rules and rules[finding.code].ends_run
+        return not ends_run, SEVERITIES.index(finding.severity), -weight[id(finding)]
+
+    return sorted(findings, key=place_of)

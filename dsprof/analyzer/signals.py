@@ -13,6 +13,7 @@ from typing import Final, Generic, TypeVar
 
 import pandas as pd
 
+from dsprof.schema import CUDA_GRAPH_FACT, SYMMETRIC_MEMORY_FACT
 from dsprof.trace import Memory
 
 from .arrays import Float
@@ -113,6 +114,22 @@ def replay(study: Study) -> StepGraph | Absent:
         )
     refusal = study.checked.refusal if study.checked is not None else None
     return graph if refusal is None else Absent(refusal)
+
+
+@Signal
+def communications(study: Study) -> bool | Absent:
+    """That what ranks communicate is seen."""
+    if any(fact.get("communications") != 0 for fact in study.facts.get(CUDA_GRAPH_FACT, [])):
+        return Absent(
+            "communications are in a CUDA graph that is replayed, where dsprof does not see them; profile a run "
+            "without graphs"
+        )
+    if study.facts.get(SYMMETRIC_MEMORY_FACT):
+        return Absent(
+            "ranks communicate through symmetric memory (torch.distributed._symmetric_memory), where dsprof does not "
+            "see it; profile a run without it"
+        )
+    return True
 
 
 @Signal

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from dsprof.atomic import write_atomically
 from dsprof.launch import LaunchError
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
 from .run import read_changes
 from .runs import UNREADABLE, RunArgument, fail, find_run, reading
 from .split import split_at_job
+
+if TYPE_CHECKING:
+    from dsprof.fix import Changes, Proposal
 
 STATUS: Final = {"kept": 0, "withdrawn": 1, "undecided": 4}
 """Outcome -> exit status."""
@@ -49,9 +54,14 @@ def command(
         bool,
         typer.Option("--yes", metavar="", help="Also where the job writes checkpoints, which each job overwrites."),
     ] = False,
+    write: Annotated[
+        bool,
+        typer.Option("--write", metavar="", help="Write the changed files beside the originals, as NAME.fixed.EXT."),
+    ] = False,
+    in_place: Annotated[bool, typer.Option("--in-place", metavar="", help="Change the files themselves.")] = False,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="The result as JSON, on stdout.")] = False,
 ) -> int:
-    """List the changes that a run's findings offer; with --verify, prove one.
+    """List the changes that a run's findings offer; write one into your files, or prove that it pays.
 
     The job is run again as it was and with the change, in turns and in processes of their own, until the difference of
     the pairs decides. It has to end by itself, and should take at least 50 steps. The exit status is 0 if the change is
@@ -79,6 +89,8 @@ def command(
         raise LaunchError(f"-n {number}: there are {len(offered)}; `dsprof fix {folder.path}` lists them")
     else:
         chosen = offered[number - 1]
+    if write or in_place:
+        return _write(folder, chosen, in_place=in_place)
     if not verify:
         return _list(folder, [chosen] if changes else offered, as_json=as_json)
     return _verify(folder, findings, chosen, pairs, yes=yes, as_json=as_json)
@@ -93,7 +105,7 @@ def _findings(folder: RunFolder) -> dict[str, Any]:
     return found
 
 
-def _list(folder: RunFolder, offered: Sequence[Any], *, as_json: bool) -> int:
+def _list(folder: RunFolder, offered: Sequence[Proposal], *, as_json: bool) -> int:
     if as_json:
         print(
             json.dumps(
@@ -104,8 +116,55 @@ def _list(folder: RunFolder, offered: Sequence[Any], *, as_json: bool) -> int:
     for place, one in enumerate(offered, 1):
         print(f"{place}. {one.code}  {one.title}")
         print(f"   {_predicted(one.gain)}")
+        _show_files(folder, one.knobs)
         print(f"   try    dsprof run {' '.join(one.flags)} ...")
         print(f"   prove  dsprof fix {folder.path} -n {place} --verify")
+    return 0
+
+
+def _show_files(folder: RunFolder, knobs: Mapping[str, Any]) -> None:
+    """The diff, indented; or why there is none."""
+    from dsprof.fix import CannotEdit
+
+    try:
+        found, cwd = _files(folder, knobs)
+    except (CannotEdit, OSError) as error:
+        print(f"   files  {error}")
+        return
+    for line in [*found.left, *found.diff(cwd).splitlines()]:
+        print(f"     {line}".rstrip())
+
+
+def _files(folder: RunFolder, knobs: Mapping[str, Any]) -> tuple[Changes, Path]:
+    """What is to be changed in the user's files, and where the job ran. Raises CannotEdit or OSError."""
+    from dsprof.fix import changes
+
+    run = folder.read_info()
+    facts: dict[str, list[dict[str, Any]]] = {}
+    for fact in run.facts:
+        facts.setdefault(str(fact.get("fact")), []).append(fact)
+    cwd = Path(run.cwd or ".")
+    return changes(knobs, facts, cwd, run.knobs), cwd
+
+
+def _write(folder: RunFolder, chosen: Proposal, *, in_place: bool) -> int:
+    """Write the changed files. Raises LaunchError, with nothing written, where one of them cannot be."""
+    from dsprof.fix import CannotEdit
+
+    try:
+        found, _ = _files(folder, chosen.knobs)
+        places = {path: path if in_place else path.with_name(f"{path.stem}.fixed{path.suffix}") for path in found.texts}
+        there = [str(place) for place in places.values() if place.exists() and not in_place]
+        if there:
+            raise LaunchError(f"{there[0]}: is there already; move it away, or give --in-place to change the original")
+        for path, place in places.items():
+            write_atomically(place, found.texts[path], mode=stat.S_IMODE(path.stat().st_mode))
+    except (CannotEdit, OSError) as error:
+        raise LaunchError(f"{error}; nothing was written") from error
+    for place in places.values():
+        print(f"written: {place}")
+    for line in found.left:
+        print(f"by hand: {line}")
     return 0
 
 
@@ -116,7 +175,7 @@ def _predicted(gain: Mapping[str, Any] | None) -> str:
 
 
 def _verify(
-    folder: RunFolder, findings: Mapping[str, Any], chosen: Any, pairs: int, *, yes: bool, as_json: bool
+    folder: RunFolder, findings: Mapping[str, Any], chosen: Proposal, pairs: int, *, yes: bool, as_json: bool
 ) -> int:
     from dsprof.fix import TrialFailed, Turns
 
@@ -192,9 +251,8 @@ def _without(words: list[str]) -> list[str]:
 
 def _saves(folder: RunFolder) -> bool:
     """Whether the job was seen to write checkpoints."""
-    from dsprof.trace import load
 
-    return any(fact.get("fact") == "checkpoint" for fact in load(folder).run.facts)
+    return any(fact.get("fact") == "checkpoint" for fact in folder.read_info().facts)
 
 
 def _slug(knobs: Mapping[str, Any]) -> str:
@@ -203,14 +261,13 @@ def _slug(knobs: Mapping[str, Any]) -> str:
     return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:80]
 
 
-def _keep(folder: RunFolder, chosen: Any, verified: Mapping[str, Any]) -> None:
+def _keep(folder: RunFolder, chosen: Proposal, verified: Mapping[str, Any]) -> None:
     """Have findings.json and the reports of the run tell what was measured."""
     from dsprof import reports
-    from dsprof.trace import load
 
     if not chosen.code:
         return
-    info = load(folder).run
+    info = folder.read_info()
     info.verified = {**info.verified, chosen.code: {"set": dict(chosen.knobs), **verified}}
     folder.write_info(info)
     reports.finish(folder, report=folder.report_html.exists())

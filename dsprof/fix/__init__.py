@@ -1,13 +1,21 @@
 """Trying what a run's findings advise, and whether it pays.
 
 proposals  the changes that a run's findings offer, as knobs
+files      the files of the user's that a change is made in: a diff, and the changed texts
+edit_json  another value for a key of a JSON text, which otherwise stays as it is
+edit_call  another value for an argument of a call in a Python text, likewise
 turns      original and changed job in turns, until the paired difference decides
 decide     kept, withdrawn or undecided: the statistics
 trial      one job of a comparison, from its run folder
 """
 
 from .decide import Decision, decide
+from .edit_json import CannotEdit
+from .files import Changes, changes
 from .proposals import Proposal, proposals
 from .turns import Comparison, TrialFailed, Turns
 
-__all__ = ["Comparison", "Decision", "Proposal", "TrialFailed", "Turns", "decide", "proposals"]
+__all__ = [
+    "CannotEdit", "Changes", "Comparison", "Decision", "Proposal", "TrialFailed", "Turns", "changes", "decide",
+    "proposals",
+]  # fmt: skip

@@ -123,6 +123,8 @@ class Zero:
                 self._handles.append(sharded_param.param.register_post_accumulate_grad_hook(hook))
         if any(not p.persistent for p in self.params):
             self.fetcher = Fetcher(model, self.by_param, self.gatherer, settings, hooks)
+            if self.deadlocks is not None:
+                self.deadlocks.replaced = self.fetcher.functions.replaced
         holds_memory(self)
 
     def memory(self) -> Iterator[tuple[MemoryPart, torch.Tensor]]:

@@ -22,6 +22,7 @@ from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.budget.irregular import profiled_steps
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.memory.allocator_state import segment_uses
+from dsprof.analyzer.rules.registry import ends_run
 from dsprof.run import last_processes
 from dsprof.trace import concat_rows
 
@@ -181,7 +182,7 @@ def _figures(analysis: Analysis) -> dict[str, Any]:
 
 def _step_to_show(analysis: Analysis) -> tuple[int | None, str]:
     """The step of the timeline: where the run broke, else a typical one."""
-    broken = any(finding.code.startswith("run.") for finding in analysis.findings)
+    broken = any(ends_run(finding.code) for finding in analysis.findings)
     if analysis.ranks_captured and (broken or analysis.step_ms is None):
         numbers = (analysis.trace.read(rank, ("step",))["step"] for rank in analysis.trace.ranks)
         last = max((int(of_rank.max()) for of_rank in numbers if len(of_rank)), default=-1)

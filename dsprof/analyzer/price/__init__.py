@@ -1,5 +1,7 @@
 """From a what-if to a gain that can be believed.
 
+pricing              what candidates gain: each alone, and its share of what all of them gain
+excess               the gain of costs that were measured by themselves
 gains                the ms that a step gets shorter by, each with its interval; the run's noise floor
 confidence_interval  intervals of the mean of a series of steps
 attribution          the lost time, shared between the faults that cost it

@@ -4,21 +4,20 @@ where, how ranks and occasions are named, and how wide an interval is."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ..arrays import Float
+from ..candidate import Candidate
 from ..finding import Finding, Fix, Gain
 from ..graph.replay import replay
+from ..price.pricing import LEAST_SHARE as LEAST_SHARE
 from ..study import Study
 from ..text import count
 from ..whatif import Refused, WhatIf, apply
 
-LEAST_SHARE: Final = 0.001
-"""What costs less than this share of the step is not worth a line, not even as `info`."""
 MOST_LISTED: Final = 8
 """Ranks that a title names."""
 
@@ -36,9 +35,9 @@ class NotJudged(Exception):
 
 
 class PartlyJudged(Exception):
-    """Of a rule's codes some were judged, with these findings; for the others see the message."""
+    """Of a rule's codes some were judged, with what was found; for the others see the message."""
 
-    def __init__(self, findings: list[Finding], unjudged: tuple[str, ...], reason: str) -> None:
+    def __init__(self, findings: Sequence[Candidate | Finding], unjudged: tuple[str, ...], reason: str) -> None:
         super().__init__(reason)
         self.findings = findings
         self.unjudged = unjudged
@@ -151,14 +150,3 @@ def script_of(study: Study) -> str | None:
     """The training script, as a site without a line."""
     script = next((fact.get("script") for fact in study.facts.get("process", [])), None)
     return f"{script}:" if script else None
-
-
-def widened(gain: Gain, low_ms: float, high_ms: float) -> Gain:
-    """`gain` with an interval that reaches down to `low_ms` and up to `high_ms` at least, and has a width.
-
-    Without a width it would claim that the next run can't differ: then it reaches down to nothing.
-    """
-    low, high = min(gain.low, low_ms, gain.ms), max(gain.high, high_ms, gain.ms)
-    if low >= high:
-        low, high = min(low, 0.0), max(high, 0.0)
-    return replace(gain, low=low, high=high)

@@ -8,21 +8,13 @@ from typing import Any, Final
 
 from dsprof.collectors.catalogue import COLLECTORS
 from dsprof.collectors.catalogue import EVERYTHING as EVERYTHING
-from dsprof.schema import CUDA_GRAPH_FACT, LOST_FACT, SYMMETRIC_MEMORY_FACT
+from dsprof.schema import LOST_FACT
 
 NEEDED_FOR: Final = {name: collector.judges for name, collector in COLLECTORS.items()}
 """Collector -> codes of what cannot be judged without it."""
 
 NEEDED_TO_PASS: Final = {name: collector.proves for name, collector in COLLECTORS.items()}
 """Collector -> codes that may be found without it, but where nothing is found, nothing is proved."""
-
-IN_GRAPHS: Final = (
-    "communications are in a CUDA graph that is replayed, where dsprof does not see them; profile a run without graphs"
-)
-IN_SYMMETRIC_MEMORY: Final = (
-    "ranks communicate through symmetric memory (torch.distributed._symmetric_memory), where dsprof does not see it; "
-    "profile a run without it"
-)
 
 
 def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[str]) -> dict[str, str]:
@@ -34,10 +26,6 @@ def reasons(facts: Mapping[str, Sequence[Mapping[str, Any]]], codes: Iterable[st
             for collector in fact.get("collectors", ()):
                 for code in NEEDED_FOR.get(str(collector), ()):
                     why.setdefault(code, f"{fact.get('what')} ({fact.get('because')})")
-    if any(fact.get("communications") != 0 for fact in facts.get(CUDA_GRAPH_FACT, [])):
-        why |= {code: IN_GRAPHS for code in codes if code.startswith("comm.") and code not in why}
-    if facts.get(SYMMETRIC_MEMORY_FACT):
-        why |= {code: IN_SYMMETRIC_MEMORY for code in codes if code.startswith("comm.") and code not in why}
     return {code: why[code] for code in (*codes, EVERYTHING) if code in why}
 
 

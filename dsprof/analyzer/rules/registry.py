@@ -36,3 +36,14 @@ def rule_of(code: str) -> Rule | None:
 def explaining(part: str) -> tuple[str, ...]:
     """The codes that can explain a part of the budget."""
     return tuple(rule.code for rule in all_rules() if part in rule.explains)
+
+
+def ends_run(code: str) -> bool:
+    """Whether a finding of this code says that the run has failed."""
+    rule = rule_of(code)
+    return rule is not None and rule.ends_run
+
+
+def with_(mark: str) -> tuple[Rule, ...]:
+    """The rules whose records have this mark: `told_by_replay`, `of_snapshot`."""
+    return tuple(rule for rule in all_rules() if getattr(rule, mark))

@@ -7,6 +7,7 @@ optimizer is small or explained. Explained is what every lever that there is was
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Final
 
@@ -24,7 +25,8 @@ from ..budget.label import PHASE_PART
 from ..budget.parts import TRAINING
 from ..finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Finding
 from ..memory.allocator_state import STATE_COLUMNS
-from ..rules.registry import explaining
+from ..rules.registry import all_rules, ends_run, explaining, with_
+from ..rules.rule import Rule
 from ..text import clean, count, ms, percent, ranks, size
 
 LARGE: Final = 0.1
@@ -36,13 +38,8 @@ MUCH: Final = 0.25
 NOTHING_TO_GAIN: Final = 1.0
 """A lever that gains less, in percent, explains why the time stays lost."""
 
-GAINS: Final = "pause.gc"
-"""It can be judged wherever gains can be told by replay at all."""
 LAUNCHES: Final = "compute.launch-bound"
 """Where it concerns a job and was not judged, what counts as computing may be waiting for the host."""
-FRAGMENTATION: Final = "memory.fragmentation"
-LEVERS: Final = ("comm_exposed", "bubble")
-"""Parts for which a rule replays every lever there is: where none gains anything, the part is explained."""
 LOST: Final = {
     "comm_exposed": "waiting for collectives",
     "peer_wait": "waiting for late ranks",
@@ -75,7 +72,7 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Ve
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
-    worst = next((finding for finding in analysis.findings if finding.is_problem), None)
+    worst = next((one for one in analysis.findings if one.is_problem or ends_run(one.code)), None)
     if worst is not None:
         return _of_finding(analysis, worst)
     if analysis.memory and not len(analysis.steps):
@@ -105,8 +102,9 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Ve
     early = early_ends(analysis.steps)
     if early:
         return Verdict("inconclusive", f"{found}, but {clean(early[0])}")
-    if GAINS in analysis.not_judged:
-        return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[GAINS])}")
+    untold = _why_not(analysis, with_("told_by_replay"))
+    if untold is not None:
+        return Verdict("inconclusive", f"{found}: {clean(untold)}")
     if LAUNCHES in analysis.not_judged:
         return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[LAUNCHES])}")
     lost = _lost(analysis)
@@ -138,7 +136,7 @@ def _beside(analysis: Analysis) -> str:
 
 def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
     title, gain, step = clean(finding.title), finding.gain, analysis.step_ms
-    if finding.code.startswith("run."):
+    if ends_run(finding.code):
         return Verdict("failed", title)
     if step is not None and finding.together is not None:
         return Verdict("bottleneck", f"{title}; {_hidden(finding, step.mean)}")
@@ -150,8 +148,25 @@ def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
         share = f"{percent(gain.percent)} of the run's time per step"
         saved = f"fixing it saves {ms(gain.ms)} a step on average ({share})"
     else:
-        saved = f"fixing it saves {ms(gain.ms)} of each {ms(step.mean)} step ({percent(gain.percent)})"
+        saved = f"fixing {_what(finding)} saves {ms(gain.ms)} of each {ms(step.mean)} step ({percent(gain.percent)})"
+        saved += _one_alone(finding)
     return Verdict("bottleneck", f"{title}; {saved}")
+
+
+def _what(finding: Finding) -> str:
+    """What must be fixed for the gain of a finding."""
+    return "it" if len(finding.by_rank) < 2 else "both" if len(finding.by_rank) == 2 else f"all {len(finding.by_rank)}"
+
+
+def _one_alone(finding: Finding) -> str:
+    """What fixing one of the ranks of a finding gains: less than a part of it where the others hide it."""
+    if len(finding.by_rank) < 2:
+        return ""
+    rank, most = max(finding.by_rank.items(), key=lambda one: one[1].ms)
+    if most.ms >= finding.gain.ms / len(finding.by_rank):
+        return f"; rank {rank} alone {ms(most.ms)}"
+    gained = f"no more than {ms(most.ms)}" if most.percent >= NOTHING_TO_GAIN else "next to nothing"
+    return f"; one of them alone {gained}, as the others hold the step up too"
 
 
 def _hidden(finding: Finding, step_ms: float) -> str:
@@ -174,7 +189,7 @@ def _of_memory(analysis: Analysis) -> str:
     ]
     text = f"{size(held['reserved'])} of device memory reserved when the snapshot was taken: "
     text += f"{', '.join(parts[:-1])} and {parts[-1]}"
-    reason = analysis.not_judged.get(FRAGMENTATION)
+    reason = _why_not(analysis, with_("of_snapshot"))
     judged = "fragmentation costs next to nothing in its history" if reason is None else f"not judged: {clean(reason)}"
     return f"{text}; {judged}. How fast the job is, a snapshot does not tell"
 
@@ -207,10 +222,15 @@ def _lost(analysis: Analysis) -> dict[str, float]:
 
 def _explained(analysis: Analysis, part: str) -> bool:
     """Whether every lever for this part was replayed, is listed among the findings, and gains next to nothing."""
-    if part not in LEVERS or _unjudged(analysis, part):
+    if not any(part in rule.exhausts for rule in all_rules()) or _unjudged(analysis, part):
         return False
     about = [finding for finding in analysis.findings if finding.code in explaining(part)]
     return bool(about) and all(finding.gain.percent < NOTHING_TO_GAIN for finding in about)
+
+
+def _why_not(analysis: Analysis, rules: Iterable[Rule]) -> str | None:
+    """Why the first of these rules that was not judged was not."""
+    return next((analysis.not_judged[rule.code] for rule in rules if rule.code in analysis.not_judged), None)
 
 
 def _unjudged(analysis: Analysis, part: str) -> str | None:

@@ -6,7 +6,6 @@
 apply           `apply`, and what every what-if is: `WhatIf`; `Refused`: two that do not go together
 select          which operations a what-if is about: by purpose, process group, rank
 work            own work taken away, scaled, or made equal on ranks that do the same
-on_chains       of ranks' work, as of their chains' work
 faster_hosts    what hosts compute to launch takes less
 without_flows   no chain waits for another of its rank
 communications  collectives and messages removed, added, issued earlier, or moved over another link
@@ -19,6 +18,6 @@ edit            the structure of equal steps edited: edges, tasks and segments t
 
 from __future__ import annotations
 
-from .apply import Refused, Turn, WhatIf, apply
+from .apply import Refused, Turn, WhatIf, apply, clash
 
-__all__ = ["Refused", "Turn", "WhatIf", "apply"]
+__all__ = ["Refused", "Turn", "WhatIf", "apply", "clash"]

@@ -75,8 +75,9 @@ def apply(graph: StepGraph, whatifs: Sequence[WhatIf]) -> StepGraph:
     origin = measured(graph)
     every: tuple[WhatIf, ...] = graph.applied
     for whatif in whatifs:
-        for other in every:
-            _need_to_go_together(whatif, other)
+        why = clash(whatif, every)
+        if why is not None:
+            raise Refused(whatif.name, why)
         every = (*every, whatif)
     every = tuple(sorted(every, key=lambda one: (one.turn, one.name)))
     changed = origin
@@ -85,9 +86,12 @@ def apply(graph: StepGraph, whatifs: Sequence[WhatIf]) -> StepGraph:
     return replace(changed, origin=origin, applied=every)
 
 
-def _need_to_go_together(one: WhatIf, other: WhatIf) -> None:
-    if one.name == other.name:
-        raise Refused(one.name, "this is applied already")
-    why = one.against(other) or other.against(one)
-    if why is not None:
-        raise Refused(one.name, f"it does not go together with {other.name}: {why}")
+def clash(whatif: WhatIf, others: Sequence[WhatIf]) -> str | None:
+    """Why a what-if cannot be applied beside others; None: it can, as far as they say so themselves."""
+    for other in others:
+        if whatif.name == other.name:
+            return "this is applied already"
+        why = whatif.against(other) or other.against(whatif)
+        if why is not None:
+            return f"it does not go together with {other.name}: {why}"
+    return None

@@ -13,6 +13,7 @@ def training_thread(rows: pd.DataFrame) -> int:
 
     An optimizer that is stepped inside backward may be on a thread of the autograd engine's.
     """
+    rows = rows[["kind", "name", "thread"]]
     phases = rows[rows["kind"] == "phase"]
     backward, optimizer = phases[phases["name"] == "backward"], phases[phases["name"] == "optimizer"]
     both = optimizer[optimizer["thread"].isin(backward["thread"])]

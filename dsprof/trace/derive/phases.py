@@ -55,7 +55,8 @@ class Phases:
 
 def main_phases(rows: pd.DataFrame, main: int) -> Phases:
     """The phases of thread `main`."""
-    table = rows[(rows["kind"] == "phase") & (rows["thread"] == main) & rows["dur_ns"].notna()]
+    chosen = (rows["kind"] == "phase") & (rows["thread"] == main) & rows["dur_ns"].notna()
+    table = rows.loc[chosen, ["name", "start_ns", "dur_ns", "value", "grad"]]
     table = table.sort_values(["start_ns", "dur_ns"], ascending=[True, False], kind="stable")
     start, end = table["start_ns"].to_numpy(np.int64), ends(table)
     number = table["value"].where(table["name"] == "optimizer").fillna(0).clip(0, np.iinfo(np.int32).max)
@@ -94,6 +95,8 @@ def phases_between(
     order = np.argsort(phases.parent, kind="stable")
     before, after = order[:-1], order[1:]
     gap = (phases.parent[before] == phases.parent[after]) & (phases.start[after] > phases.end[before])
+    columns = ["kind", "name", "lane", "thread", "start_ns", "dur_ns", "issue_ns", "bytes", "peer"]
+    rows = rows[columns]  # to select rows takes as long as there are columns
     lost = rows[(rows["kind"] == "mark") & (rows["name"] == CAPTURE_GAP)]
     for begin, stop in zip(lost["start_ns"].tolist(), ends(lost).tolist(), strict=True):  # nobody knows what was there
         gap &= (phases.start[after] <= begin) | (phases.end[before] >= stop)

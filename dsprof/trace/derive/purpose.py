@@ -94,7 +94,7 @@ def activations_by_hand(
 
 def _issued_in(rows: pd.DataFrame, phase: str) -> npt.NDArray[np.bool_]:
     """Which rows were issued in a phase of this name by the thread that was in it."""
-    phases = rows[(rows["kind"] == "phase") & (rows["name"] == phase)]
+    phases = rows.loc[(rows["kind"] == "phase") & (rows["name"] == phase), ["thread", "start_ns", "dur_ns"]]
     inside = np.zeros(len(rows), bool)
     threads = rows["thread"].to_numpy()
     for thread in phases["thread"].unique():
@@ -106,7 +106,7 @@ def _issued_in_backward(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
     """Which rows were issued in a backward by the thread that was in it, or by one of the autograd engine's own: they
     communicate then only, but for backwards whose begin was not captured. One that does at other times, too, is a
     thread of the script's with business of its own."""
-    phases = rows[(rows["kind"] == "phase") & (rows["name"] == "backward")]
+    phases = rows.loc[(rows["kind"] == "phase") & (rows["name"] == "backward"), ["start_ns", "dur_ns"]]
     during = _issued_during(rows, phases)
     comm = (rows["kind"] == "comm").to_numpy(bool)
     share = pd.Series(during[comm]).groupby(rows["thread"].to_numpy()[comm]).mean()
@@ -124,6 +124,7 @@ def reduced_by_hand(rows: pd.DataFrame, small_gradients: Sequence[Sequence[int]]
     small_gradients: of each optimizer whose gradients are all smaller than norms may be, how many elements they have.
     """
     found: list[int] = []
+    rows = rows[["kind", "name", "thread", "start_ns", "dur_ns", "issue_ns", "bytes", "dtype"]]
     reduces = (rows["kind"] == "comm") & rows["name"].isin(REDUCTIONS)
     phases = rows[(rows["kind"] == "phase") & rows["name"].ne("clip") & rows["dur_ns"].notna()]
     reduced = rows[reduces & (rows["bytes"] > ONE_NUMBER).fillna(False).astype(bool) & ~rows["dtype"].isin(INTEGERS)]

@@ -21,8 +21,8 @@ NAMED_APART: Final = 4
 
 def measured_rows(capture: Capture) -> pd.DataFrame:
     """A row a record, with the columns of `rows.GIVEN`, and one for each gap between them."""
-    gaps = _gap_rows(capture)
     rows = _rows(capture)
+    gaps = _gap_rows(capture) if capture.gaps else ()
     return pd.concat([rows, gaps], ignore_index=True) if len(gaps) else rows
 
 

@@ -53,7 +53,7 @@ def completed(rows: pd.DataFrame) -> pd.DataFrame:
 
 def ends(rows: pd.DataFrame) -> Int:
     """End of each row; of one that never ended, its start."""
-    end: Int = (rows["start_ns"] + rows["dur_ns"].fillna(0)).to_numpy(np.int64)
+    end: Int = rows["start_ns"].to_numpy(np.int64) + rows["dur_ns"].to_numpy(np.int64, na_value=0)
     return end
 
 

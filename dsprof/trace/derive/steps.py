@@ -79,14 +79,20 @@ class _Gap:
 
 
 def _gaps(rows: pd.DataFrame) -> list[_Gap]:
-    marks = rows[(rows["kind"] == "mark") & (rows["name"] == CAPTURE_GAP)].sort_values("start_ns")
+    marks = _marks(rows, CAPTURE_GAP)
     values = zip(marks["start_ns"].tolist(), ends(marks).tolist(), marks["value"].fillna(0).tolist(), strict=True)
     return [_Gap(begin, end, int(value)) for begin, end, value in values]
 
 
 def _turned_on(rows: pd.DataFrame) -> pd.DataFrame:
     """Where the rank began to record anew: nothing is known of what came before."""
-    return rows[(rows["kind"] == "mark") & (rows["name"] == CAPTURE_ON)].sort_values("start_ns")
+    return _marks(rows, CAPTURE_ON)
+
+
+def _marks(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+    """When each mark of that name was, and what it says, in order."""
+    found = rows.loc[(rows["kind"] == "mark") & (rows["name"] == name), ["start_ns", "dur_ns", "value"]]
+    return found.sort_values("start_ns")
 
 
 def _numbers(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
@@ -133,8 +139,8 @@ def _units(rows: pd.DataFrame, phases: Phases, main: int) -> _Units:
     stepped = np.stack([event[is_optimizer], number], axis=1)
 
     # Those that a device's autograd thread steps.
-    elsewhere = rows[(rows["kind"] == "phase") & (rows["name"] == "optimizer") & (rows["thread"] != main)]
-    elsewhere = elsewhere[elsewhere["dur_ns"].notna()]
+    chosen = (rows["kind"] == "phase") & (rows["name"] == "optimizer") & (rows["thread"] != main)
+    elsewhere = rows.loc[chosen & rows["dur_ns"].notna(), ["start_ns", "dur_ns"]]
     start = elsewhere["start_ns"].to_numpy(np.int64)
     at = np.searchsorted(phases.start[top], start, "right") - 1
     within = (at >= 0) & inside[at] & (ends(elsewhere) <= phases.end[top][at]) if len(top) else np.zeros(len(at), bool)

@@ -16,10 +16,18 @@ FINALIZER_BYTES_PER_NS: Final = 0.5
 """After its last all-reduce DDP copies the gradients out. If backward goes on longer than this many bytes would
 take, it was computing, not waiting."""
 
+OF_WAITS: Final = (
+    "kind", "name", "lane", "thread", "start_ns", "dur_ns", "issue_ns", "host_ns", "group", "engine", "device", "seq",
+    "peer", "bytes",
+)  # fmt: skip
+"""Columns that tell of DDP's waits: to select rows takes as long as there are columns."""
+
 
 def name_inner_waits(rows: pd.DataFrame) -> None:
     """Give a wait of c10d's inside a communication of the engine, such as a norm, what the engine says of that."""
     engine = rows["engine"].eq(True)
+    if not engine.any():
+        return
     comm = rows[(rows["kind"] == "comm") & engine & rows["dur_ns"].notna()].sort_values("start_ns", kind="stable")
     waits = rows[(rows["kind"] == "wait") & ~engine & rows["dur_ns"].notna()]
     for thread, inner in waits.groupby("thread"):
@@ -40,6 +48,7 @@ def backward_waits(rows: pd.DataFrame) -> pd.DataFrame:
     mark they begin when the last collective has been issued, unless backward goes on for longer than it takes to copy
     the gradients, or something unknown is waited for in it.
     """
+    rows = rows[[*OF_WAITS]]
     backward = rows[(rows["kind"] == "phase") & (rows["name"] == "backward") & rows["dur_ns"].notna()]
     backward = backward.sort_values("start_ns", ignore_index=True)
     begin, stop = backward["start_ns"].to_numpy(np.int64), ends(backward)

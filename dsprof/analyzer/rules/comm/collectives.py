@@ -8,11 +8,12 @@ from typing import Final
 
 from ... import signals
 from ...align.groups import REPLICATE
+from ...candidate import Candidate
 from ...finding import Finding
 from ...price.calibration import ModelError
 from ...study import Study
 from ..base import NotConcerned, NotJudged, PartlyJudged, zero_stage
-from ..rule import Look, Rule
+from ..rule import Found, Look, Rule
 from .by_hand import reduced_together
 from .ddp_buckets import bucket_size
 from .dimensions import GRADIENT, Domain, domains, waits_mostly_for_layers
@@ -23,7 +24,7 @@ from .zero_buckets import blocking_buckets
 CODES: Final = ("comm.small-messages", "comm.exposed")
 
 
-def collectives(study: Study) -> list[Finding]:
+def collectives(study: Study) -> Found:
     """What is communicated too often, or in the way although it could overlap the computation."""
     signals.steps(study)
     if study.on_gpu and any(gathers_parameters(domain) for domain in domains(study)):
@@ -39,7 +40,7 @@ def collectives(study: Study) -> list[Finding]:
         if not domains(study) or waits_mostly_for_layers(study):
             raise NotConcerned
         raise NotJudged("no collective was seen to carry gradients: none reduces inside backward")
-    found: list[Finding] = []
+    found: list[Candidate | Finding] = []
     unjudged: dict[str, list[str]] = {}
     for domain, judge in judges:
         try:
@@ -107,7 +108,9 @@ RULES = (
         "comm.small-messages",
         "many small collectives are bound by latency",
         explains=("comm_exposed",),
+        exhausts=("comm_exposed",),
         looks=(_LOOK,),
+        needs=(signals.communications,),
         error=ModelError(of_gain=0.25, of_step=0.02, busy=0.02, busy_above=0.05),
         came_true=(48, 50),
         place=90,
@@ -116,7 +119,9 @@ RULES = (
         "comm.exposed",
         "collectives block the computation although they could overlap it",
         explains=("comm_exposed",),
+        exhausts=("comm_exposed",),
         looks=(_LOOK,),
+        needs=(signals.communications,),
         error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
         came_true=(25, 25),
         place=100,

@@ -8,25 +8,25 @@ from typing import Final
 
 import numpy as np
 
-from ...arrays import Float
+from ...arrays import Float, Int
 from ...finding import Evidence, Finding, Fix, Gain
-from ...graph.replay import replay
-from ...graph.step_graph import Edges, StepGraph, Steps
+from ...graph.step_graph import Costs, Edges, StepGraph, Steps, Structure
 from ...price.contention import kept_of_overlap
 from ...price.gains import beside_other_work, mean_gain
 from ...study import Study
 from ...text import ms
-from ...whatif import Turn, WhatIf, apply
+from ...whatif import Turn, WhatIf
 from ...whatif.edit import Recut, Restructure
-from ...whatif.merge import families
+from ...whatif.merge import Merge, families
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, at, code_fix, zero_stage
+from ..base import LEAST_SHARE, at, code_fix, replay_divided, zero_stage
 from .deepspeed_config import elements, told, zero_fix
 from .dimensions import Domain, waited_ms
 
 AHEAD: Final = (1, 2)
 """So many gathers ahead are tried."""
 GATHER: Final = "all_gather parameter"
+SCATTER: Final = "reduce_scatter gradient"
 PREFETCH_KEY: Final = "stage3_prefetch_bucket_size"
 
 
@@ -71,8 +71,42 @@ class Prefetched(WhatIf):
                     source[edge], moved = earlier, True
         if not moved:
             return None
-        changed = replace(structure, edges=Edges(source, target))
-        return Recut(changed, np.arange(segments + len(structure.tasks)), lambda steps: steps.costs)
+        taken = _in_order_of_issue(structure, source)
+        number = np.arange(segments + len(taken) + structure.outside)
+        number[segments + taken] = segments + np.arange(len(taken))
+        changed = replace(
+            structure,
+            tasks=tuple(structure.tasks[c] for c in taken.tolist()),
+            edges=Edges(number[source], number[target]),
+            ids=np.concatenate([structure.ids[:segments], structure.ids[segments + taken]]),
+        )
+
+        def costs(steps: Steps) -> Costs:
+            return Costs(steps.work, steps.transfer[taken], steps.wire[taken], steps.size[taken])
+
+        return Recut(changed, number[: segments + len(taken)], costs)
+
+
+def _in_order_of_issue(structure: Structure, source: Int) -> Int:
+    """The tasks, those of a lane in the order in which the first rank that issues one of them does; `source`: of the
+    edges, as they are now."""
+    segments, count = structure.segments, len(structure.tasks)
+    issue = (source < segments) & (structure.edges.target >= segments)
+    lead: dict[str, int] = {}
+    at = np.full(count, -1)
+    tasks = structure.edges.target[issue] - segments
+    for segment, c in sorted(zip(source[issue].tolist(), tasks.tolist(), strict=True)):
+        lane, thread = structure.tasks[c].lane, int(structure.thread[segment])
+        if lead.setdefault(lane, thread) == thread and at[c] < 0:
+            at[c] = segment
+    order = np.arange(count)
+    places: dict[str, list[int]] = {}
+    for c, task in enumerate(structure.tasks):
+        if at[c] >= 0:
+            places.setdefault(task.lane, []).append(c)
+    for mine in places.values():
+        order[mine] = sorted(mine, key=lambda c: (at[c], c))
+    return order
 
 
 def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
@@ -81,11 +115,13 @@ def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
     if waited < LEAST_SHARE * study.step_ms:
         return []
     best, ahead = Gain(0.0, 0.0, 0.0, 0.0), 0
-    before = study.need_graph().measured
+    before = _replay(study, domain, 0)
     for tried in AHEAD:
-        gain = mean_gain(study, _saved(study, domain, tried, before))
+        gain = mean_gain(study, _saved(study, before, _replay(study, domain, tried)))
         if gain.ms > best.ms + LEAST_SHARE * study.step_ms:
             best, ahead = gain, tried
+    if study.facts.get("fsdp"):  # no public setting of torch's does it where collectives run on the CPU: a remark
+        best = replace(best, low=min(best.low, 0.0))
     gathers = len(domain.of("parameter").table) / len(study.step_numbers) / max(len(domain.groups), 1)
     evidence = (
         Evidence("exposed communication a step", round(waited, 3), "ms", 0.0),
@@ -98,11 +134,22 @@ def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
     return [Finding("comm.exposed", title, "info", domain.where(study, "all_gather"), evidence, best, fixes)]
 
 
-def _saved(study: Study, domain: Domain, ahead: int, before: Float) -> Float:
+def _replay(study: Study, domain: Domain, ahead: int) -> Float:
+    """Step durations [S] with gathers issued so many ahead. Transfers are modelled, even where nothing is moved: what
+    is under way at once shares the link."""
+    kinds, of_shards = (GATHER, SCATTER), domain.of("parameter", "gradient")
+    changes: list[WhatIf] = [
+        Merge(Communications(kinds=kinds, groups=(group,)), link, together=1)
+        for group, link in of_shards.links().items()
+    ]
+    if ahead:
+        changes.append(Prefetched(Communications(kinds=(GATHER,), groups=domain.groups), ahead))
+    return replay_divided(study, changes, "gathering earlier was not tried")
+
+
+def _saved(study: Study, before: Float, after: Float) -> Float:
     """ms saved in each step, [S]: as much as there are cores for, since a backend needs them, too."""
-    earlier = Prefetched(Communications(kinds=(GATHER,), groups=domain.groups), ahead)
-    saved: Float = before - replay(apply(study.need_graph(), [earlier])).durations
-    saved = before - beside_other_work(study, before, before - saved)
+    saved: Float = before - beside_other_work(study, before, after)
     return np.where(saved > 0, kept_of_overlap(study) * saved, saved)
 
 
@@ -112,7 +159,7 @@ def _fix(study: Study, domain: Domain, ahead: int, gain: Gain) -> Fix:
     if fact is not None and fact.get("version") == 2:
         site = fact.get("site")
         title = f"gather {what} while one computes{at(site)}: set_modules_to_forward_prefetch([...]) of each unit, and "
-        title += "_set_unshard_async_op(True) of the model where its collectives run on the CPU"
+        title += "where collectives run on the CPU _set_unshard_async_op(True) of the model, which is no public setting"
         return code_fix(title, "set_modules_to_forward_prefetch", ahead, site, gain)
     if fact is not None:
         title = f"FullyShardedDataParallel(forward_prefetch=True, backward_prefetch=BACKWARD_PRE){at(fact.get('site'))}"

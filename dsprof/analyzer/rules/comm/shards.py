@@ -57,7 +57,7 @@ def gathers_parameters(domain: Domain) -> bool:
 
 
 @dataclass(frozen=True)
-class _Units:
+class _ShardUnits:
     """What is communicated for sharded units in a dimension, and, where shards have replicas, in that of the replicas.
 
     table:  of the dimension of the shards; `replicas`: the reductions of the other
@@ -95,7 +95,7 @@ def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) 
     worked = _sharding_ms(study)
     # Where the work for units was seen, the calls to issue are in it.
     host_ms = 0.0 if worked else study.host_ms("gradient", "parameter")
-    units = _Units(domain, table, tuple(one.of("gradient") for one in replicas), a_step, worked, host_ms)
+    units = _ShardUnits(domain, table, tuple(one.of("gradient") for one in replicas), a_step, worked, host_ms)
     link = fit_link(table)
     best = max(_merges(study, units), key=lambda merged: merged.gain.ms, default=None)
     if best is None or best.gain.ms < LEAST_SHARE * study.step_ms:
@@ -116,7 +116,7 @@ def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) 
     return [Finding("comm.small-messages", title + domain.inside, "info", where, evidence, best.gain, fixes)]
 
 
-def _merges(study: Study, units: _Units) -> list[_Merged]:
+def _merges(study: Study, units: _ShardUnits) -> list[_Merged]:
     """What each of TOGETHER gains that leaves several of the collectives there are."""
     tried = [together for together in TOGETHER if 2 * together <= units.a_step / 2]
     if not tried:
@@ -156,7 +156,7 @@ def _by_bytes(link: Link, size: float) -> Link:
     return Link(whole - size * a_byte, a_byte, False, link.spread)
 
 
-def _replay(study: Study, units: _Units, links: Mapping[Communications, Link], together: int) -> Float:
+def _replay(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> Float:
     worked = units.worked_ms
     copied = min(_moved_bytes(study, units) * COPY_MS_PER_BYTE / worked, 1.0) if worked else 1.0
     left = 1 - (1 - copied) * OF_A_UNIT * (1 - 1 / together)
@@ -176,7 +176,7 @@ def _sharding_ms(study: Study) -> float:
     return whole / len(graph.numbers) / graph.leads
 
 
-def _moved_bytes(study: Study, units: _Units) -> float:
+def _moved_bytes(study: Study, units: _ShardUnits) -> float:
     """By the gathers and scatters of one rank in a step."""
     table = units.table
     return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -19,7 +19,6 @@ from ..base import NotJudged, listed
 from ..rule import Look, Rule
 
 CODE: Final = "compute.throttle"
-STRAGGLER: Final = "rank.straggler"
 
 FEWEST: Final = 5
 """Readings at work, one a second, before anything is said of a clock."""
@@ -232,27 +231,13 @@ def _finding(study: Study, device: WatchedDevice, what: str, evidence: list[Evid
     return Finding(CODE, title, "info", where, tuple(evidence), NO_GAIN, (fix,))
 
 
-# --- beside the straggler -------------------------------------------------------------------------
-
-
-def with_cause(found: dict[str, list[Finding]]) -> None:
-    """Where the ranks that are late are those whose devices are slowed down, the one finding tells of the other, and
-    what mending the delay gains is what mending the device does."""
-    for late in found.get(STRAGGLER, []):
-        for place, slowed in enumerate(found.get(CODE, [])):
-            if slowed.where.ranks and late.where.ranks and set(late.where.ranks) <= set(slowed.where.ranks):
-                found[CODE][place] = replace(slowed, gain=late.gain, share=late.share)
-                cause = Fix("code", f"see {CODE}: {slowed.title}")
-                found[STRAGGLER] = [replace(each, fixes=(cause, *each.fixes)) for each in found[STRAGGLER]]
-                return
-
-
 RULES = (
     Rule(
         CODE,
         "a device's clock is held down, or its links or memory are failing",
         explains=("compute",),
         looks=(Look(throttle),),
+        causes=("rank.straggler",),
         needs=(signals.gpus,),
         place=200,
     ),

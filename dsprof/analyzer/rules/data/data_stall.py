@@ -15,16 +15,16 @@ from ... import signals
 from ...arrays import Float
 from ...budget.host_load import SharedCores
 from ...budget.parts import WAITING
+from ...candidate import Between, Candidate, Excess, Price
 from ...finding import LOW_PERCENT, Evidence, Finding, Gain, Where
 from ...price.calibration import ModelError
 from ...price.confidence_interval import interval
-from ...price.gains import cost_outside_steps
 from ...study import Study, once
 from ...text import count, ms
 from ...whatif.work import Change
-from ..base import LEAST_SHARE, NotConcerned, at, widened
+from ..base import LEAST_SHARE, NotConcerned, at
 from ..compute.host_work import LOADS_OR_SAVES
-from ..rule import Fault, Look, Rule
+from ..rule import Found, Look, Rule, fault
 from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
 
 MOST_WORKERS: Final = 32
@@ -211,19 +211,16 @@ def stall(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """The training loop stands still until its next batch is there."""
     found = supply(study)
     assert found is not None
-    return _stall(study, found, _with_ends(gain, found), _with_ends(share, found))
+    return _stall(study, found, gain, share)
 
 
-def _with_ends(gain: Gain, found: Supply) -> Gain:
-    """`gain` of `found.saved`, with an interval that holds what `low` and `high` would have gained.
-
-    A step is as long as the longest of many paths through it, so its length is convex in the work: a part of the
-    saving gains that part of the gain or more, a multiple of it that multiple or less.
-    """
+def known_up_to(study: Study) -> Between | None:
+    """What `low` and `high` would save, as parts of `saved`."""
+    found = supply(study)
+    if found is None:
+        return None
     saved = max(float(found.saved.sum()), 1e-9)
-    part, multiple = float(found.low.sum()) / saved, float(found.high.sum()) / saved
-    low = gain.low * part if min(gain.low, part) > 0 else gain.ms * min(part, 0.0)
-    return widened(gain, low, min(gain.high * multiple, found.worst_ms))
+    return Between(float(found.low.sum()) / saved, float(found.high.sum()) / saved, found.worst_ms)
 
 
 def _stall(study: Study, found: Supply, gain: Gain, share: Gain | None = None) -> Finding:
@@ -294,11 +291,11 @@ def _workers_were(study: Study) -> list[Evidence]:
 # --- what no fault of ordinary steps tells -------------------------------------------------------
 
 
-def loaders(study: Study) -> list[Finding]:
+def loaders(study: Study) -> Found:
     """Workers that are started anew again and again; and a wait for input that workers would not shorten."""
     signals.steps(study)
     signals.replay(study)
-    found = _restarted(study)
+    found: list[Candidate | Finding] = [*_restarted(study)]
     wait = supply(study)
     if wait is not None and not _worth(study, wait) and wait.worst_ms >= LOW_PERCENT / 100 * study.step_ms:
         ends = interval(wait.low.mean(axis=0))[0], interval(wait.high.mean(axis=0))[1]
@@ -307,7 +304,7 @@ def loaders(study: Study) -> list[Finding]:
     return found
 
 
-def _restarted(study: Study) -> list[Finding]:
+def _restarted(study: Study) -> list[Candidate]:
     """Workers of the training's loader that end with each epoch and are started anew, where epochs are short."""
     anew = restarts(study)
     if anew.empty:
@@ -319,9 +316,6 @@ def _restarted(study: Study) -> list[Finding]:
     # Ranks that communicate wait for the last of them.
     together = study.collectives["step"].isin(study.step_numbers).any()
     costs = by_step.max() if together else by_step.sum() / len(study.ranks)
-    gain = _less_first_batch(study, cost_outside_steps(study, costs.to_numpy(np.float64)), fact, anew)
-    if gain.ms < LEAST_SHARE * study.irregular.mean_ms:
-        return []
     steps = len(study.irregular.steps)
     between = int(np.median(np.diff(costs.index.to_numpy()))) if len(costs) > 1 else steps
     often = (
@@ -340,14 +334,19 @@ def _restarted(study: Study) -> list[Finding]:
         Evidence("starts in the judged steps", len(costs), "count", 0),
         Evidence("persistent_workers", "False", "", "True"),
     )
-    fix = loader_fix(study, fact, {"persistent_workers": True}, gain)
     who = tuple(int(each) for each in np.sort(anew["rank"].unique()))
     where = Where(ranks=who, op="DataLoader", steps=(int(costs.index.min()), int(costs.index.max())))
-    return [Finding("data.stall", title, "info", where, evidence, gain, (fix,))]
+    excess = Excess(costs.to_numpy(np.float64), "occasion", less_ms=_first_batches(study, fact, anew))
+
+    def say(price: Price) -> Finding:
+        fix = loader_fix(study, fact, {"persistent_workers": True}, price.gain)
+        return Finding("data.stall", title, "info", where, evidence, price.gain, (fix,))
+
+    return [Candidate("data.stall", excess, say)]
 
 
-def _less_first_batch(study: Study, gain: Gain, fact: Fact, anew: pd.DataFrame) -> Gain:
-    """What keeping the workers saves, of what starting them costs.
+def _first_batches(study: Study, fact: Fact, anew: pd.DataFrame) -> float:
+    """What of starting the workers is not saved by keeping them, at most: ms, divided over the steps.
 
     The loop would still wait for the first batch of an epoch. What it takes to load is not known: no longer than the
     wait outside of `__iter__`, and than `num_workers` steps, or the workers would not keep up.
@@ -355,7 +354,7 @@ def _less_first_batch(study: Study, gain: Gain, fact: Fact, anew: pd.DataFrame) 
     outside = float((anew["excess_ms"] - anew["start_ms"]).clip(lower=0).mean())
     first_batch = min(outside, study.step_ms * int(fact.get("num_workers") or 0))
     occasions = anew["step"].nunique() / max(len(study.irregular.steps), 1)
-    return widened(gain, gain.low - occasions * first_batch, gain.high)
+    return float(occasions * first_batch)
 
 
 RULES = (
@@ -363,8 +362,11 @@ RULES = (
         "data.stall",
         "the loop waits for its DataLoader",
         explains=("data",),
-        fault=Fault(waiting, stall, counts_cores=True),
-        looks=(Look(loaders), LOADS_OR_SAVES),
+        looks=(
+            fault("data.stall", waiting, stall, counts_cores=True, between=known_up_to),
+            Look(loaders),
+            LOADS_OR_SAVES,
+        ),
         error=ModelError(of_gain=0.056, of_step=0.014, busy=0.021),
         came_true=(99, 100),
         place=20,

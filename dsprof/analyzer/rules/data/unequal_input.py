@@ -15,7 +15,7 @@ from ...text import percent
 from ...whatif.work import Change
 from ...work.micro_batches import UnequalMicroBatches, can_tell, unequal_micro_batches
 from ..base import NotJudged, at, code_fix
-from ..rule import Fault, Rule
+from ..rule import Rule, fault
 from .loader import loader_site, training_loader
 from .routed_tokens import routed_tokens
 
@@ -149,7 +149,7 @@ RULES = (
         "data.imbalance",
         "the ranks of a step get unequal amounts of input",
         explains=("peer_wait",),
-        fault=Fault(unequal, imbalance),
+        looks=(fault("data.imbalance", unequal, imbalance),),
         error=ModelError(of_gain=0.035, of_step=0.01, busy=0.01),
         came_true=(25, 25),
         place=30,

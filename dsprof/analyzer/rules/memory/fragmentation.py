@@ -326,5 +326,11 @@ def _site(one: Played, stack: int) -> str:
 
 
 RULES = (
-    Rule("memory.fragmentation", "device memory is reserved and of no use", looks=(Look(fragmentation),), place=150),
+    Rule(
+        "memory.fragmentation",
+        "device memory is reserved and of no use",
+        looks=(Look(fragmentation),),
+        of_snapshot=True,
+        place=150,
+    ),
 )

@@ -13,19 +13,17 @@ from dsprof.trace import Memory
 from ... import signals
 from ...arrays import Float
 from ...budget.irregular import warm_up
+from ...candidate import Candidate, Price
 from ...finding import MEASURED_MEMORY, Evidence, Finding, Fix, Gain, Severity, Where
-from ...graph.replay import replay_all
 from ...graph.validate import check
 from ...memory.allocator_state import UNKNOWN, sites_of
 from ...memory.slope import FEWEST, Slope, climb
 from ...memory.use_by_step import HELD, MemoryUse, main_place
-from ...price.gains import mean_gain
 from ...study import Study
 from ...text import count, percent, size
-from ...whatif import apply
 from ...whatif.work import Change, LessWork
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, sharded_stage
-from ..rule import Look, Rule
+from ..rule import Found, Look, Rule
 
 MiB: Final = 1 << 20
 LEAST_RISE: Final = {False: (8 * MiB, 0.01), True: (48 * MiB, 0.05)}
@@ -184,7 +182,7 @@ def _step_range(series: pd.DataFrame) -> tuple[int, int]:
 # --- headroom -------------------------------------------------------------------------------------
 
 
-def headroom(study: Study) -> list[Finding]:
+def headroom(study: Study) -> Found:
     """Much memory that nobody uses, while time is paid to save it; what it gains not to is replayed."""
     uses = [use for rank in study.ranks if (use := main_place(study.memory_uses, rank)) is not None]
     if not uses:
@@ -213,10 +211,7 @@ def headroom(study: Study) -> list[Finding]:
     return [_unused(study, worst, unused, what, change) for what, change in paid]
 
 
-def _unused(study: Study, use: MemoryUse, unused: str, what: str, change: Change) -> Finding:
-    graph = study.need_graph()
-    (before, after) = replay_all([graph, apply(graph, [LessWork(what, change, study.peer_groups)])])
-    gain = mean_gain(study, before.durations - after.durations)
+def _unused(study: Study, use: MemoryUse, unused: str, what: str, change: Change) -> Candidate:
     spent = float(sum(of.mean() for of in change.removed.values()))
     words, advice = PAID[what]
     title = f"{unused} of {size(use.capacity or 0)} are unused while {words}"
@@ -225,10 +220,14 @@ def _unused(study: Study, use: MemoryUse, unused: str, what: str, change: Change
         Evidence(f"{what} a step", round(spent, 3), "ms", 0.0),
         *(Evidence(part.replace("_", " "), number, "bytes") for part, number in use.parts.items() if number),
     )
-    note = f"{advice}; {percent(gain.percent)} is what doing without all of it would save, if all of it fits"
-    return Finding(
-        "memory.headroom", title, "info", Where(steps=study.step_range), evidence, gain, (Fix("code", note),)
-    )
+
+    def say(price: Price) -> Finding:
+        gain, where = price.gain, Where(steps=study.step_range)
+        note = f"{advice}; {percent(gain.percent)} is what doing without all of it would save, if all of it fits"
+        return Finding("memory.headroom", title, "info", where, evidence, gain, (Fix("code", note),))
+
+    less = LessWork(what, change, study.peer_groups)
+    return Candidate("memory.headroom", less, say, counts_cores=True, a_trade=True)
 
 
 PAID: Final = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -12,15 +12,15 @@ from dsprof.engine import schedule as schedules
 
 from ... import signals
 from ...arrays import Float
+from ...candidate import Candidate, Excess, OneOf, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
-from ...price.confidence_interval import interval
 from ...study import Study
 from ...text import count, number, percent
 from ...whatif.schedule import makespan, schedule_graph
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, NotJudged, at, code_fix
-from ..rule import Fault, Look, Rule
+from ..rule import Found, Look, Rule, fault
 
 MULTIPLES: Final = (2, 4)
 """Of the micro-batches there are, that are tried."""
@@ -121,7 +121,7 @@ class _Shape:
         return makespan(schedule_graph(plan, lambda action: taken[action.op], steps=len(self.forward)))
 
 
-def bubble(study: Study) -> list[Finding]:
+def bubble(study: Study) -> Found:
     """Warm-up and drain of the pipeline cost more than they need: with more micro-batches, or parts of stages."""
     signals.steps(study)
     signals.stages(study)
@@ -139,60 +139,62 @@ def bubble(study: Study) -> list[Finding]:
     busy = float((ordinary["dur_ns"] / 1e6 - ordinary[["data", "optimizer", "pause"]].sum(axis=1)).mean())
     fixed = max(busy - shape.uneven_ms(), 0.0) / shape.microbatches
     ideal = 1 - shape.microbatches * shape.virtual * float(taken.mean()) / float(now.mean())
-    gains = {}
-    for times, saved in tried.items():
-        gain = _gain(study, np.minimum(saved, waited))
-        smaller = gain.low - fixed * shape.microbatches * (times - 1)
-        if ideal > ACCEPTED:
-            smaller = max(smaller, gain.low / 2)
-        gains[times] = replace(gain, low=min(gain.low, smaller))
-    best = max(MULTIPLES, key=lambda times: gains[times].low)
-    gain = gains[best]
+    larger = tuple(
+        Excess(
+            np.minimum(saved, waited), "step", "simulation", less_ms=fixed * shape.microbatches * (times - 1),
+            least_part=0.5 if ideal > ACCEPTED else None,
+        )
+        for times, saved in tried.items()
+    )  # fmt: skip
     fact = _schedule_fact(study)
     acted = bool((study.rows["kind"] == "pipe").any())
     by_config = acted and (not fact or fact.get("framework") == DEEPSPEED)
     argument = "gradient_accumulation_steps" if by_config else "n_microbatches" if fact else "micro-batches"
     site = fact.get("site")
-    fixes = [
-        code_fix(
+
+    def batch_fix(times: int, gain: Gain) -> Fix:
+        title = (
             f"{argument}={shape.microbatches * times}{at(site)} with {times} times the batch: micro-batches of the "
-            "same size, and the gain is per sample; smaller ones from the same batch gain less",
-            argument, shape.microbatches * times, site, gains[times],
+            "same size, and the gain is per sample; smaller ones from the same batch gain less"
         )
-        for times in sorted(MULTIPLES, key=lambda times: -gains[times].low)
-    ]  # fmt: skip
-    if fact.get("framework") != DEEPSPEED:
-        fixes += _other_schedules(study, shape, now, waited, site)
-    evidence = (
+        return code_fix(title, argument, shape.microbatches * times, site, gain)
+
+    interleaved = _interleaved(shape, now, waited) if fact.get("framework") != DEEPSPEED else None
+
+    def say(price: Price) -> Finding:
+        best_first = sorted(zip(MULTIPLES, price.tried, strict=False), key=lambda one: -one[1].low)
+        fixes = [batch_fix(times, gain) for times, gain in best_first]
+        if interleaved is not None and price.tried[-1].ms >= LEAST_SHARE * study.step_ms:
+            other = f"or an interleaved schedule, with {VIRTUAL} parts of the model on each rank{at(site)}"
+            fixes.append(code_fix(other, "ScheduleInterleaved1F1B", "", site, price.tried[-1]))
+        evidence = _evidence(study, shape, waited, ideal, MULTIPLES[price.chosen])
+        return Finding("pipeline.bubble", title, "info", where, evidence, price.gain, tuple(fixes))
+
+    title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
+    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {count(shape.ranks, 'rank')}"
+    where = Where(ranks=study.ranks, steps=study.step_range)
+    choice = OneOf(larger, () if interleaved is None else (interleaved,))
+    return [Candidate("pipeline.bubble", choice, say)]
+
+
+def _evidence(study: Study, shape: _Shape, waited: float, ideal: float, best: int) -> tuple[Evidence, ...]:
+    return (
         Evidence("waiting for another stage, mean of the ranks", round(waited, 3), "ms"),
         Evidence("share of the step", round(100 * waited / study.step_ms, 1), "%"),
         Evidence("bubble of this schedule with equal stages", round(100 * ideal, 1), "%"),
         Evidence("micro-batches a step", shape.microbatches, "count", shape.microbatches * best),
         Evidence("ranks in the pipeline", shape.ranks, "count"),
-        Evidence("schedule", fact.get("schedule") or shape.schedule, ""),
+        Evidence("schedule", _schedule_fact(study).get("schedule") or shape.schedule, ""),
     )
-    title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
-    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {count(shape.ranks, 'rank')}"
-    where = Where(ranks=study.ranks, steps=study.step_range)
-    return [Finding("pipeline.bubble", title, "info", where, evidence, gain, tuple(fixes))]
 
 
-def _gain(study: Study, saved: Float) -> Gain:
-    low, high = interval(saved)
-    mean = float(saved.mean())
-    return Gain(mean, 100 * mean / study.step_ms, low, high, method="simulation")
-
-
-def _other_schedules(study: Study, shape: _Shape, now: Float, waited: float, site: str | None) -> list[Fix]:
+def _interleaved(shape: _Shape, now: Float, waited: float) -> Excess | None:
+    """What an interleaved schedule would save; None where it is none for this pipeline."""
     if shape.virtual > 1 or shape.schedule not in ("gpipe", "1f1b") or shape.microbatches % shape.ranks:
-        return []
-    saved = now - shape.step_ms(shape.microbatches, "interleaved", VIRTUAL)
-    gain = _gain(study, np.minimum(saved, waited))
-    gain = replace(gain, low=0.0)  # each part's messages and fixed costs are its own
-    if gain.ms < LEAST_SHARE * study.step_ms:
-        return []
-    title = f"or an interleaved schedule, with {VIRTUAL} parts of the model on each rank{at(site)}"
-    return [code_fix(title, "ScheduleInterleaved1F1B", "", site, gain)]
+        return None
+    saved = np.minimum(now - shape.step_ms(shape.microbatches, "interleaved", VIRTUAL), waited)
+    # Each part's messages and fixed costs are its own: they may take all of it.
+    return Excess(saved, "step", "simulation", less_ms=max(float(saved.mean()), 0.0), least_part=0.0)
 
 
 def _shape(study: Study) -> _Shape:
@@ -286,7 +288,8 @@ RULES = (
         "pipeline.imbalance",
         "one stage of a pipeline is slower than the others",
         explains=("bubble",),
-        fault=Fault(unbalanced, imbalance),
+        exhausts=("bubble",),
+        looks=(fault("pipeline.imbalance", unbalanced, imbalance),),
         error=ModelError(of_gain=0.08, of_step=0.015, busy=0.06),
         came_true=(73, 75),
         place=50,
@@ -295,6 +298,7 @@ RULES = (
         "pipeline.bubble",
         "filling and draining a pipeline costs more than it needs",
         explains=("bubble",),
+        exhausts=("bubble",),
         looks=(Look(bubble, needs=(signals.replay,)),),
         outranked_by=("pipeline.imbalance",),
         error=ModelError(of_gain=0.072, of_step=0.0225, busy=0.036),

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from ... import signals
-from ...finding import Evidence, Finding, Fix, Where
-from ...price.gains import cost_outside_steps, mean_gain
+from ...candidate import Candidate, Excess, Price
+from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study
 from ...text import ms
 from ..base import LEAST_SHARE, at, code_fix, often
 from ..compute.host_work import LOADS_OR_SAVES
-from ..rule import Look, Rule
+from ..rule import Found, Look, Rule
 
+CODE: Final = "checkpoint.stall"
 KIND = "checkpointing"
 TRAINER = "transformers.Trainer"
 """Who saves by its own settings, as a fact has it."""
 
 
-def stall(study: Study) -> list[Finding]:
+def stall(study: Study) -> Found:
     """Saving blocks the training loop."""
     signals.steps(study)
     irregular = study.irregular
@@ -28,7 +31,7 @@ def stall(study: Study) -> list[Finding]:
     usual = study.ordinary[every].mean() if every in study.ordinary else 0.0
     if saved.any():
         lost = irregular.excess_ms[KIND][saved]
-        gain = cost_outside_steps(study, lost)
+        excess = Excess(lost, "occasion")
         longest = own[:, saved].max(axis=0)
         ranks = study.ranks_where(own.sum(axis=1) > 0)
         numbers = irregular.steps[saved]
@@ -38,13 +41,11 @@ def stall(study: Study) -> list[Finding]:
         return []  # what of it the device stands idle for, `host_work` tells
     elif usual > LEAST_SHARE * study.step_ms:  # in every step
         series = study.work(every)
-        gain, longest = mean_gain(study, series.max(axis=0)), series.max(axis=0)
+        excess, longest = Excess(series.max(axis=0), "step"), series.max(axis=0)
         ranks = study.ranks_where(series.sum(axis=1) > 0)
         steps = study.step_range or (0, 0)
         times = "in every step"
     else:
-        return []
-    if gain.ms < LEAST_SHARE * study.step_ms:
         return []
     fact = next(iter(study.facts.get("checkpoint", [])), {})
     site, function = fact.get("site"), fact.get("function") or "saving"
@@ -53,22 +54,27 @@ def stall(study: Study) -> list[Finding]:
         Evidence("saved", times, ""),
         Evidence("ordinary step", round(study.step_ms, 3), "ms"),
     )
-    half = "save half as often, which halves the cost"
-    fixes: tuple[Fix, ...]
-    if function == TRAINER:
-        less = "or --save_only_model true, where nothing need be resumed from: it leaves the optimizer's state out"
-        fixes = Fix("code", f"{half}: twice the --save_steps, or the same of TrainingArguments"), Fix("code", less)
-    else:
-        asynchronous = (
-            f"save while training goes on: torch.distributed.checkpoint.async_save{at(site)}; it waits for a copy only"
-        )
-        fixes = (
-            code_fix(asynchronous, "torch.distributed.checkpoint.async_save(...)", "", site, gain),
-            Fix("code", f"or {half}"),
-        )
     title = f"saving a checkpoint ({function}) stops training for {ms(longest.mean())}, {times}"
     where = Where(ranks=ranks, op="checkpoint", steps=steps)
-    return [Finding("checkpoint.stall", title, "info", where, evidence, gain, fixes)]
+
+    def say(price: Price) -> Finding:
+        return Finding(CODE, title, "info", where, evidence, price.gain, _fixes(function, site, price.gain))
+
+    return [Candidate(CODE, excess, say)]
+
+
+def _fixes(function: str, site: str | None, gain: Gain) -> tuple[Fix, ...]:
+    half = "save half as often, which halves the cost"
+    if function == TRAINER:
+        less = "or --save_only_model true, where nothing need be resumed from: it leaves the optimizer's state out"
+        return Fix("code", f"{half}: twice the --save_steps, or the same of TrainingArguments"), Fix("code", less)
+    asynchronous = (
+        f"save while training goes on: torch.distributed.checkpoint.async_save{at(site)}; it waits for a copy only"
+    )
+    return (
+        code_fix(asynchronous, "torch.distributed.checkpoint.async_save(...)", "", site, gain),
+        Fix("code", f"or {half}"),
+    )
 
 
 RULES = (

@@ -10,16 +10,16 @@ import pandas as pd
 from ... import signals
 from ...budget.host_load import Gauges
 from ...budget.parts import WAITING
+from ...candidate import Candidate, Excess, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...hang.transient_hang import TransientHang, transient_hangs
 from ...price.calibration import ModelError
-from ...price.gains import cost_outside_steps
 from ...signals import Absent
 from ...study import Study
 from ...text import count, ms
 from ...whatif.work import Change
-from ..base import LEAST_SHARE, at, code_fix, listed, often, script_of
-from ..rule import Fault, Look, Rule
+from ..base import at, code_fix, listed, often, script_of
+from ..rule import Found, Look, Rule, fault
 
 MOSTLY: Final = 0.5
 """Of a stop: a rank that was ready to run for so much of it, and had no core, did nothing else."""
@@ -63,22 +63,21 @@ def garbage_collection(study: Study, change: Change, gain: Gain, share: Gain) ->
     return Finding("pause.gc", title, "info", where, evidence, gain, fixes, share=share)
 
 
-def stops(study: Study) -> list[Finding]:
+def stops(study: Study) -> Found:
     """The job stood still: hangs that resolved themselves, and stops for none of the known reasons."""
     hangs = transient_hangs(study)
-    found = [_passed(study, hangs)] if hangs else []
+    found: list[Candidate | Finding] = [_passed(study, hangs)] if hangs else []
     if found and isinstance(signals.steps.look(study), Absent):
         return found
     signals.steps(study)
-    return found + _stops(study, [hang.step for hang in hangs if hang.step is not None])
+    return [*found, *_stops(study, [hang.step for hang in hangs if hang.step is not None])]
 
 
-def _passed(study: Study, hangs: tuple[TransientHang, ...]) -> Finding:
+def _passed(study: Study, hangs: tuple[TransientHang, ...]) -> Candidate | Finding:
     """What is said of hangs that resolved themselves. Their cost is that of the steps after warm-up."""
     longest = max(hangs, key=lambda hang: hang.seconds)
     irregular = study.irregular
     lost = [1e3 * hang.seconds for hang in hangs if hang.step is not None and hang.step in irregular.steps]
-    gain = cost_outside_steps(study, np.array(lost), rare=True) if lost else Gain(0.0, 0.0, 0.0, 0.0, method="none")
     title = longest.words
     if len(hangs) > 1:
         whole = sum(hang.seconds for hang in hangs)
@@ -96,10 +95,16 @@ def _passed(study: Study, hangs: tuple[TransientHang, ...]) -> Finding:
         ranks=tuple(sorted({rank for hang in hangs for rank in hang.ranks})) or None, group=longest.group,
         op=longest.op, steps=(min(steps), max(steps)) if steps else None,
     )  # fmt: skip
-    return Finding("pause.stop", title, "info", where, tuple(evidence), gain, (Fix("code", fix, patch),))
+
+    def say(price: Price) -> Finding:
+        return Finding("pause.stop", title, "info", where, tuple(evidence), price.gain, (Fix("code", fix, patch),))
+
+    if not lost:
+        return say(Price(Gain(0.0, 0.0, 0.0, 0.0, method="none")))
+    return Candidate("pause.stop", Excess(np.array(lost), "rare occasion"), say)
 
 
-def _stops(study: Study, told: list[int]) -> list[Finding]:
+def _stops(study: Study, told: list[int]) -> list[Candidate]:
     """The job stands still now and then, for none of the known reasons: where each rank stood in the longest stop. Of
     the steps that are `told` more is known."""
     irregular = study.irregular
@@ -110,9 +115,6 @@ def _stops(study: Study, told: list[int]) -> list[Finding]:
     if not own.any():
         return []
     stopped = own.max(axis=0) > 0
-    gain = cost_outside_steps(study, irregular.excess_ms["stop"][stopped], rare=True)
-    if gain.ms < LEAST_SHARE * irregular.mean_ms:
-        return []
     longest = int(own.max(axis=0).argmax())
     step = int(irregular.steps[longest])
     stood = own.sum(axis=1)
@@ -144,7 +146,12 @@ def _stops(study: Study, told: list[int]) -> list[Finding]:
     title = f"the job stands still {often(stopped)}, for up to {ms(length)} (rank {culprit}, {place})"
     numbers = irregular.steps[stopped]
     where = Where(ranks=who, steps=(int(numbers[0]), int(numbers[-1])))
-    return [Finding("pause.stop", title, "info", where, tuple(evidence), gain, fixes)]
+    excess = Excess(irregular.excess_ms["stop"][stopped], "rare occasion")
+
+    def say(price: Price) -> Finding:
+        return Finding("pause.stop", title, "info", where, tuple(evidence), price.gain, fixes)
+
+    return [Candidate("pause.stop", excess, say)]
 
 
 def _without_core(study: Study, rank: int, step: int) -> float:
@@ -181,7 +188,8 @@ RULES = (
         "pause.gc",
         "Python's garbage collector stops a rank, and so all",
         explains=("pause",),
-        fault=Fault(collections, garbage_collection),
+        looks=(fault("pause.gc", collections, garbage_collection),),
+        told_by_replay=True,
         error=ModelError(of_gain=0.05, of_step=0.014, busy=0.014),
         came_true=(25, 25),
         place=40,

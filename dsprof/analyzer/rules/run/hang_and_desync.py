@@ -284,12 +284,14 @@ RULES = (
         "run.hang",
         "ranks waited for one that did not come",
         looks=(_LOOK,),
+        ends_run=True,
         place=60,
     ),
     Rule(
         "run.desync",
         "ranks disagreed about a collective: its name, order, size or type",
         looks=(_LOOK,),
+        ends_run=True,
         place=70,
     ),
 )

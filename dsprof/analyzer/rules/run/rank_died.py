@@ -162,4 +162,8 @@ def _advice(item: RankExit) -> str:
     return "see the rank's own output above for the exception or the call that ended it"
 
 
-RULES = (Rule("run.rank-died", "a rank ended by a signal or with an error", looks=(Look(rank_died),), place=80),)
+RULES = (
+    Rule(
+        "run.rank-died", "a rank ended by a signal or with an error", looks=(Look(rank_died),), ends_run=True, place=80
+    ),
+)

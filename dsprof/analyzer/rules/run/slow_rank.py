@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 
@@ -15,7 +17,7 @@ from ...study import Study, once
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
-from ..rule import Fault, Rule
+from ..rule import Rule, fault
 from .late import late_ones, lateness, typical
 from .slow_chain import explained_by_data, slow_chain, slow_chains
 
@@ -39,6 +41,20 @@ def slow_ranks(study: Study) -> Change | None:
     if share is None:
         return None
     return Change({part: study.work(part) * share for part in OWN_WORK}, where_beyond_peers=True)
+
+
+def of_each_rank(study: Study, change: Change) -> dict[int, Change]:
+    """The same with one of the slow ranks alone as fast as the typical one; of a few of them."""
+    whose = np.array(study.need_graph().ranks if study.led_by_devices else study.ranks)
+    slow = np.unique(whose[np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)])
+    if len(slow) > MOST_LISTED:
+        return {}
+
+    def alone(rank: int) -> Change:
+        mine = (whose == rank)[:, None]
+        return replace(change, removed={part: removed * mine for part, removed in change.removed.items()})
+
+    return {rank: alone(rank) for rank in slow.tolist()}
 
 
 @once
@@ -170,8 +186,7 @@ RULES = (
         "rank.straggler",
         "one rank is late in every step and the others wait",
         explains=("peer_wait",),
-        fault=Fault(slow_ranks, straggler),
-        looks=(COLLECTIVES,),
+        looks=(fault("rank.straggler", slow_ranks, straggler, by_rank=of_each_rank), COLLECTIVES),
         error=ModelError(of_gain=0.084, of_step=0.024, busy=0.024),
         came_true=(119, 125),
         place=10,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from ... import signals
+from ...candidate import Candidate, Excess, Price
 from ...finding import Evidence, Finding, Fix, Where
-from ...price.gains import cost_outside_steps
 from ...study import Study
 from ...text import ms, ranks
-from ..base import LEAST_SHARE, often
-from ..rule import Look, Rule
+from ..base import often
+from ..rule import Found, Look, Rule
 
 KIND = "evaluation"
 MOST_OF_LONGEST = 0.9
@@ -19,7 +19,7 @@ LEAST_UNEVEN = 0.2
 """Of the longest evaluation of an occasion: ranks that differ by less evaluate alike."""
 
 
-def uneven(study: Study) -> list[Finding]:
+def uneven(study: Study) -> Found:
     """Ranks evaluate unequally. What is lost is the longest share less the mean, which equal shares would take."""
     signals.steps(study)
     signals.peers(study)
@@ -32,9 +32,6 @@ def uneven(study: Study) -> list[Finding]:
     if not unequal.any():
         return []
     lost = np.minimum(longest - mean, irregular.excess_ms[KIND])[unequal]
-    gain = cost_outside_steps(study, lost)
-    if gain.ms < LEAST_SHARE * irregular.mean_ms:
-        return []
     of_rank = own[:, unequal].mean(axis=1)
     who = study.ranks_where(of_rank > MOST_OF_LONGEST * of_rank.max())
     numbers = irregular.steps[unequal]
@@ -44,14 +41,6 @@ def uneven(study: Study) -> list[Finding]:
         Evidence("evaluated", times, ""),
         Evidence("the same, shared among all ranks", round(float(mean[unequal].mean()), 3), "ms"),
     )
-    fixes = (
-        Fix(
-            "code",
-            "evaluate on every rank a part of the data (DistributedSampler) and all_reduce the metric",
-            gain=gain,
-        ),
-        Fix("code", "or evaluate less often, or in another process on a saved checkpoint"),
-    )
     if (of_rank > 0).sum() > len(who):
         title = f"ranks evaluate unequally, {times}: {ranks(who)} for up to {ms(longest[unequal].mean())}, "
         title += f"{ms(mean[unequal].mean())} on average, and the others wait"
@@ -59,7 +48,14 @@ def uneven(study: Study) -> list[Finding]:
         title = f"{ranks(who)} {'evaluates' if len(who) == 1 else 'evaluate'} for {ms(longest[unequal].mean())}, "
         title += f"{times}, while the others wait"
     where = Where(ranks=who, op="evaluation", steps=(int(numbers[0]), int(numbers[-1])))
-    return [Finding("eval.uneven", title, "info", where, evidence, gain, fixes)]
+
+    def say(price: Price) -> Finding:
+        share = "evaluate on every rank a part of the data (DistributedSampler) and all_reduce the metric"
+        less = "or evaluate less often, or in another process on a saved checkpoint"
+        fixes = Fix("code", share, gain=price.gain), Fix("code", less)
+        return Finding("eval.uneven", title, "info", where, evidence, price.gain, fixes)
+
+    return [Candidate("eval.uneven", Excess(lost, "occasion"), say)]
 
 
 RULES = (

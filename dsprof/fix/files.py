@@ -1,0 +1,117 @@
+"""The files of the user's that a change is made in: a diff to look at, and the changed texts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from dsprof.redact import REDACTED
+
+from .edit_call import CALLS, set_argument
+from .edit_json import CannotEdit, set_value
+
+Facts = Mapping[str, Sequence[Mapping[str, Any]]]
+
+SITES: Final = {"ddp": "ddp", "loader": "dataloader"}
+"""Framework of a knob -> the fact that tells where what takes it is made."""
+NOT_ARGUMENTS: Final = {"ddp.comm_hook", "ddp.accumulate", "fsdp2.modules_per_unit"}
+
+
+@dataclass
+class Changes:
+    """texts: what each file is to be; before: what it is; left: what no file can be changed for, and what to type."""
+
+    texts: dict[Path, str] = field(default_factory=dict)
+    before: dict[Path, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def edit(self, path: Path, change: Any) -> None:
+        """Apply `change` to a file's text. Raises CannotEdit or OSError."""
+        if path not in self.texts:
+            self.before[path] = self.texts[path] = path.read_text(encoding="utf-8")
+        try:
+            self.texts[path] = change(self.texts[path])
+        except CannotEdit as error:
+            raise CannotEdit(f"{path}: {error}") from None
+
+    def diff(self, cwd: Path) -> str:
+        """A unified diff of all files."""
+        parts: list[str] = []
+        for path, text in self.texts.items():
+            name = str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
+            lines = self.before[path].splitlines(keepends=True), text.splitlines(keepends=True)
+            parts += difflib.unified_diff(*lines, f"a/{name}", f"b/{name}")
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in parts)
+
+
+def changes(knobs: Mapping[str, Any], facts: Facts, cwd: Path, turned: Collection[str] = ()) -> Changes:
+    """How the user's files are to be changed for `knobs`, by what the run says of itself. Raises CannotEdit or OSError.
+
+    cwd: where the job ran; a relative path is of there
+    turned: keys that `--set` turned in that run, whose configuration is then not that of the file
+    """
+    found = Changes()
+    for key, value in knobs.items():
+        framework, _, name = key.partition(".")
+        if framework == "env":
+            found.left.append(f"export {name}={value}")
+        elif framework in CALLS and key not in NOT_ARGUMENTS:
+            _edit_calls(found, facts, cwd, framework, name, value)
+        elif framework in (
+            "ddp",
+            "fsdp2",
+            "pipelining",
+            "optimizer",
+            "gc",
+            "affinity",
+            "trainer",
+            "accelerate",
+            "lightning",
+        ):
+            found.left.append(f"{key}={value}: change it where the script sets it")
+        else:
+            _edit_configurations(found, facts, cwd, key, value, check=not turned)
+    return found
+
+
+def _edit_calls(found: Changes, facts: Facts, cwd: Path, framework: str, name: str, value: Any) -> None:
+    told = facts.get(SITES.get(framework, ""), ())
+    sites = dict.fromkeys(str(fact["site"]) for fact in told if fact.get("site") and not fact.get("framework"))
+    if not sites:
+        found.left.append(f"{CALLS[framework][0]}({name}={value!r}): where it is called was not seen")
+    for site in sites:
+        file, _, line = site.rpartition(":")
+        found.edit(cwd / file, lambda text, at=int(line): set_argument(text, at, framework, name, value))
+
+
+def _edit_configurations(found: Changes, facts: Facts, cwd: Path, key: str, value: Any, *, check: bool) -> None:
+    configurations = {str(fact["path"]): fact for fact in facts.get("config", ()) if fact.get("path")}
+    if not configurations:
+        sites = [str(fact["site"]) for fact in facts.get("config", ()) if fact.get("site")]
+        where = f" ({sites[0]})" if sites else ""
+        found.left.append(f"{key}={json.dumps(value)}: the configuration is no file of its own{where}")
+    for path, fact in configurations.items():
+        if check and cwd / path not in found.texts:
+            _check_same(cwd / path, fact.get("content"))
+        found.edit(cwd / path, lambda text: set_value(text, key.split("."), value))
+
+
+def _check_same(path: Path, ran: Any) -> None:
+    """Raises CannotEdit if a configuration is not the one that ran any more."""
+    try:
+        now = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return  # with comments: what cannot be edited is told later
+    if ran is not None and not _equal(ran, now):
+        raise CannotEdit(f"{path}: it has been edited since the run; run the job again, then fix that run")
+
+
+def _equal(ran: Any, now: Any) -> bool:
+    """Whether they are equal, but for what was redacted."""
+    if isinstance(ran, Mapping) and isinstance(now, Mapping):
+        return ran.keys() == now.keys() and all(_equal(ran[key], now[key]) for key in ran)
+    return bool(ran == now) or (isinstance(ran, str) and REDACTED in ran)
