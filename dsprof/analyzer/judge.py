@@ -235,7 +235,8 @@ class _Judging:
             if gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE):
                 return gain
             contention_ms = gain.ms * self.lost / (1 - self.lost) if finding.code in self.on_busy_cores else 0.0
-            gain = with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms)
+            seen = None if study.checked is None else study.checked.held_out
+            gain = with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms, seen)
             if gain.method == "replay" and gain.ms > 0:  # as much idle time may go, or turn up
                 gain = replace(gain, low=gain.low - study.unseen_idle_ms, high=gain.high + study.unseen_idle_ms)
             return gain

@@ -92,8 +92,8 @@ def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunI
     """One rank's events: of its `rows` the communications, phases and actions, of its `time` the waits and tasks."""
     kind, main = rows["kind"], rows["lane"] == "main"
     backward_at = rows.loc[(kind == "phase") & (rows["name"] == "backward") & main, "start_ns"].to_numpy(np.int64)
-    comm = rows.loc[(kind == "comm") & is_issued(rows) & rows["seq"].notna(), COMM]
-    acted = rows.loc[(kind == "pipe") & main & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE), ACTED]
+    comm = rows[COMM][(kind == "comm") & is_issued(rows) & rows["seq"].notna()]
+    acted = rows[ACTED][(kind == "pipe") & main & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE)]
     parts = [
         _issues(comm, matches, run),
         _own_issues(time.lane_tasks),

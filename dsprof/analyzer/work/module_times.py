@@ -41,10 +41,8 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
     empty = pd.DataFrame(columns=list(SUMS), index=pd.Index([], name="module", dtype=object), dtype=float)
     chosen = (rows["kind"] == "module") & (rows["name"] != SHARDING)
     again = (rows["kind"] == "phase") & (rows["name"] == RECOMPUTE)
-    table = rows.loc[
-        (chosen | again) & rows["dur_ns"].notna() & (rows["step"] >= 0),
-        ["step", "kind", "name", "thread", "start_ns", "dur_ns", "purpose", "corr", "value"],
-    ]
+    columns = ["step", "kind", "name", "thread", "start_ns", "dur_ns", "purpose", "corr", "value"]
+    table = rows[columns][(chosen | again) & rows["dur_ns"].notna() & (rows["step"] >= 0)]
     whole = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]  # none that a gap has cut
     table = table[table["step"].isin(whole) & (table["step"] > table["step"].min())]
     in_forward = _in_forward(table, rows)
@@ -160,7 +158,7 @@ def _nest_by_thread(table: pd.DataFrame) -> tuple[Int, Int]:
 def _in_forward(table: pd.DataFrame, rows: pd.DataFrame) -> Bool:
     """Which calls began in a forward of their thread that was for training."""
     forward = (rows["kind"] == "phase") & (rows["name"] == "forward") & (rows["source"] == "measured")
-    trains = rows.loc[forward & rows["dur_ns"].notna() & rows["grad"].fillna(True), ["thread", "start_ns", "dur_ns"]]
+    trains = rows[["thread", "start_ns", "dur_ns"]][forward & rows["dur_ns"].notna() & rows["grad"].fillna(True)]
     found = np.zeros(len(table), bool)
     thread, start = table["thread"].to_numpy(np.int64), table["start_ns"].to_numpy(np.int64)
     for one, phases in trains.groupby("thread"):
@@ -193,7 +191,7 @@ def counted_step(rows: pd.DataFrame) -> tuple[int, int] | str:
 def _counted_spans(rows: pd.DataFrame) -> list[tuple[int, int, int]]:
     """When operations were counted, in order: begin, end, and how many steps of optimizers there were in between."""
     counted = (rows["kind"] == "gauge") & (rows["name"] == COUNTED)
-    told = rows.loc[counted, ["start_ns", "dur_ns", "value"]].sort_values("start_ns")
+    told = rows[["start_ns", "dur_ns", "value"]][counted].sort_values("start_ns")
     if len(told):
         starts, counts = told["start_ns"].to_numpy(np.int64), told["value"].to_numpy(np.int64)
         ends = starts + told["dur_ns"].to_numpy(np.int64)
@@ -208,7 +206,7 @@ def _counted_spans(rows: pd.DataFrame) -> list[tuple[int, int, int]]:
 
 
 def _counted(rows: pd.DataFrame) -> pd.DataFrame:
-    gauges = rows.loc[rows["kind"] == "gauge", ["name", "module", "purpose", "start_ns", "dur_ns", "value"]]
+    gauges = rows[["name", "module", "purpose", "start_ns", "dur_ns", "value"]][rows["kind"] == "gauge"]
     return gauges[gauges["name"].isin([name for name in gauges["name"].unique() if str(name).startswith(FLOPS)])]
 
 
