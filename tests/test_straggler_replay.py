@@ -82,7 +82,8 @@ def test_the_graph_agrees_with_what_was_measured(name: str) -> None:
     assert found.error < 1e-9
     assert found.contradicted == 0
     assert found.held_out is not None
-    assert found.held_out < 0.005
+    assert found.held_out.missed < 0.005
+    assert found.held_out.differs < 0.05
 
 
 @pytest.mark.parametrize(("name", "percent"), [("AR", 0.3), ("ST", 0.1)])

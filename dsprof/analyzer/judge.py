@@ -217,7 +217,8 @@ class _Judging:
             if gain.method == MEASURED_ON_DEVICE:
                 return gain
             contention_ms = gain.ms * self.lost / (1 - self.lost) if finding.code in self.on_busy_cores else 0.0
-            return with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms)
+            seen = None if study.checked is None else study.checked.held_out
+            return with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms, seen)
 
         together = finding.together
         finding = replace(
