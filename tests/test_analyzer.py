@@ -72,8 +72,8 @@ def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
 
     analysis = analyze(Job(jitter=0.05).trace())
     ranks = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
-    times, programs = ({rank: getattr(of, name) for rank, of in ranks.items()} for name in ("time", "program"))
-    graph = build_graph(times, programs, analysis.collectives, analysis.steps)
+    chains = {rank: of.chains for rank, of in ranks.items()}
+    graph = build_graph(chains, analysis.collectives, analysis.steps)
     assert graph is not None
     middle = analysis.steps[analysis.steps["ordinary"]].groupby("step")["dur_ns"].mean() / 1e6
     assert replay(graph).durations == pytest.approx(middle.to_numpy(), rel=1e-6)
