@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import torch.distributed as dist
-
+from ..comm.launch import rank_and_size
 from ..config import load
 from ..config.config import ActivationCheckpointingConfig
 from ..hooks import Hooks
@@ -76,8 +75,8 @@ def configure(
         if value:
             warnings.warn(f"checkpointing.configure({name}={value!r}) has no effect", stacklevel=2)
     if checkpoint_in_cpu is None and deepspeed_config is not None:
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        checkpoint_in_cpu = load(deepspeed_config, world_size=world_size).activation_checkpointing.cpu_checkpointing
+        loaded = load(deepspeed_config, world_size=rank_and_size()[1])
+        checkpoint_in_cpu = loaded.activation_checkpointing.cpu_checkpointing
     _settings.on_host = bool(checkpoint_in_cpu)
     _settings.configured = True
     _settings.mpu = mpu_

@@ -15,7 +15,7 @@ from ..zero import Zero
 from ..zero.shard import Partition, ShardedParam
 from .dcp import Contents, Piece
 from .folder import CheckpointError
-from .reshard import Wanted, alike, part_name, tensor_shard
+from .reshard import Wanted, part_name, same_sharding, tensor_shard
 
 PER_RANK: Final = ("worker_error", "server_error")
 """Optimizer state that differs from rank to rank although the parameters do not: what 1-bit Adam still owes. The first
@@ -168,7 +168,7 @@ class OptimizerLoading:
         for key, (kind, *about) in self._saved.entries.get(param.name, {}).items():
             name, numel, start, shape = f"optimizer/{key}/{param.name}", param.numel, param.start, master.shape
             if kind == "whole":
-                if param.partition.num_shards > 1 or not alike(shard, saved):
+                if param.partition.num_shards > 1 or not same_sharding(shard, saved):
                     raise CheckpointError(
                         f"the optimizer's state {key!r} of {param.name} has shape {tuple(about[0])}, which cannot be "
                         "sharded as parameters are: load it with ZeRO stage 0 and as many tensor-parallel ranks as it "

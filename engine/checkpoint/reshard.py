@@ -39,7 +39,7 @@ def join(shard: TensorShard, parts: Sequence[Tensor]) -> Tensor:
     return shard.join([parts[rank // shard.copies].view(shard.local_shape) for rank in range(shard.size)])
 
 
-def alike(one: TensorShard | None, other: TensorShard | None) -> bool:
+def same_sharding(one: TensorShard | None, other: TensorShard | None) -> bool:
     """Whether two shardings make the same parts, whichever of them a rank has, and however many ranks have the same."""
     if one is None or other is None:
         return one is other
@@ -60,7 +60,7 @@ class Wanted:
     @property
     def direct(self) -> bool:
         """Whether the part that the checkpoint has is the one that is wanted."""
-        return alike(self.shard, self.saved)
+        return same_sharding(self.shard, self.saved)
 
     def sources(self, device: str) -> list[Piece]:
         """What is to be read: to where it belongs, or parts that are to be `put` there, with memory on `device`."""

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from .comm import Comm
+from .launch import rank_and_size
 
 T = TypeVar("T")
 
@@ -114,9 +115,7 @@ class World:
 
     def __init__(self, error: type[SharedError] = SharedError) -> None:
         self._error = error
-        there = dist.is_initialized()
-        self.rank = dist.get_rank() if there else 0
-        self.size = dist.get_world_size() if there else 1
+        self.rank, self.size = rank_and_size()
 
     def together(self, doing: str, work: Callable[[], T]) -> T:
         """Do `work`, which must not communicate, on every rank.

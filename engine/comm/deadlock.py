@@ -67,6 +67,8 @@ class Post:
     failed: str = ""
     """In what, and the error, if it has; then it begins nothing of the kinds `withheld` before the next recovery."""
     withheld: Sequence[str] = ()
+    replaced: str = ""
+    """Which functions of torch have been replaced in this process."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -131,6 +133,8 @@ class DeadlockWatch:
         self._ranks = {
             kind: dist.get_process_group_ranks(comm.group) for kind, comm in comms.items() if comm.group is not None
         }
+        self.replaced: Callable[[], str] = str
+        """Names the functions of torch that this rank runs otherwise than others may."""
         self._norms = 0
         self._recoveries = 0
         self._failed = ""
@@ -262,7 +266,7 @@ class DeadlockWatch:
         here = kind == RECOVERY
         awaited = self._recoveries - here if here or self._failed else None
         fronts[RECOVERY] = Front(self._everyone, self._recoveries, awaited)
-        return Post(kind, fronts, self._failed, self._withheld)
+        return Post(kind, fronts, self._failed, self._withheld, self.replaced())
 
     def _posts(self) -> dict[int, Post]:
         found = {}
@@ -296,6 +300,8 @@ def _error_of(posts: Mapping[int, Post]) -> RuntimeError:
             f"the ranks now wait for each other: {waits}. All must call the engine's methods equally often and in the "
             "same order. The training cannot go on"
         )
+    if len({post.replaced for post in posts.values()}) > 1:
+        waits += "".join(f"; on rank {r} {post.replaced} was replaced" for r, post in posts.items() if post.replaced)
     return RuntimeError(
         f"ZeRO stage 3: the ranks ran different modules, and now wait for each other: {waits}. Every rank has a shard "
         "of all parameters, so all must run the same modules in the same order: where the data decide, run the branch "

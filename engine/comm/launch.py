@@ -59,6 +59,11 @@ def _learn_rank(port: int | None) -> None:
             return
 
 
+def rank_and_size() -> tuple[int, int]:
+    """Which of the job's ranks this process is, and how many there are; 0 and 1 without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def local_device() -> torch.device:
     """The GPU of this local rank, made the current one, or the CPU."""
     if torch.cuda.is_available():

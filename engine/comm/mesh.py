@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-import torch.distributed as dist
-
 from ..hooks import Hooks
 from .comm import Comm, open_comm
 from .lane import Inline
+from .launch import rank_and_size
 
 Axis = Literal["pp", "dp", "tp"]
 AXES: Final[tuple[Axis, ...]] = ("pp", "dp", "tp")
@@ -85,9 +84,13 @@ class Parallel:
     """Of those, the ones on the same stage."""
     everyone: Comm
 
+    def all(self) -> list[Comm]:
+        """Each of them."""
+        return [self.data, self.model, self.tensor, self.everyone]
+
     def close(self) -> None:
         """Destroy the groups. On all ranks."""
-        for comm in (self.data, self.model, self.tensor, self.everyone):
+        for comm in self.all():
             comm.close()
 
 
@@ -108,6 +111,5 @@ def open_parallel(mesh: Mesh, hooks: Hooks) -> Parallel:
 
 def mesh_of(pp: int, tp: int) -> Mesh:
     """The mesh of this job, whose ranks `pp` and `tp` must divide."""
-    there = dist.is_initialized()
-    size = dist.get_world_size() if there else 1
-    return Mesh(pp, size // (pp * tp), tp, dist.get_rank() if there else 0)
+    rank, size = rank_and_size()
+    return Mesh(pp, size // (pp * tp), tp, rank)

@@ -99,16 +99,10 @@ def _with_stages(config: Config, stages: int, notes: Notes) -> Config:
         notes.warnings.extend(map(str, remarks))
     if pipeline.stages == max(1, stages):
         return config
-    if "stages" in pipeline.model_fields_set and stages == 0:
-        notes.problems.append(
-            f"pipeline.stages: {pipeline.stages}, and the model is not a pipeline; wrap it, "
-            "PipelineModule(layers, loss_fn=...), or write 1"
-        )
-    elif "stages" in pipeline.model_fields_set:
-        notes.problems.append(
-            f"pipeline.stages: {pipeline.stages}, and the PipelineModule has num_stages={stages}; write {stages}, or "
-            "leave one of them out"
-        )
+    if "stages" in pipeline.model_fields_set:
+        not_one = "the model is not a pipeline; wrap it, PipelineModule(layers, loss_fn=...), or write 1"
+        other = f"the PipelineModule has num_stages={stages}; write {stages}, or leave one of them out"
+        notes.problems.append(f"pipeline.stages: {pipeline.stages}, and {other if stages else not_one}")
     return config.model_copy(update={"pipeline": pipeline.model_copy(update={"stages": max(1, stages)})})
 
 

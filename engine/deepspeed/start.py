@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..activation_checkpoint import ask
-from ..comm.launch import init_distributed
+from ..comm.launch import init_distributed, rank_and_size
 from ..config import Config, ConfigError, load
 from ..config.loading import read
 from ..setup.initialize import initialize as initialize_engine
@@ -208,10 +208,10 @@ def _counted_once(source: Source) -> Source:
     raw = _raw(source)
     total, micro = raw.get("train_batch_size"), raw.get("train_micro_batch_size_per_gpu")
     steps, size = raw.get("gradient_accumulation_steps", 1), max([1, *_sizes(raw).values()])
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank, ranks = rank_and_size()
     if total is None or micro is None or size == 1 or ranks % size or total != micro * steps * ranks:
         return source
-    if dist.get_rank() == 0:
+    if rank == 0:
         warnings.warn(
             f"train_batch_size = {total} counts each sample once for each of the {size} ranks that share its layers; "
             f"a step takes {total // size} samples ({micro} x {steps} micro-batches x {ranks // size} replicas)",
@@ -234,7 +234,7 @@ def _check_mpu(mpu: Any, config: Config) -> None:
     """Raise ValueError unless the script's own idea of who shares layers is the engine's."""
     size, rank = ask(mpu, "world_size", "initialize"), ask(mpu, "rank", "initialize")
     ours = config.tensor_parallel.size
-    mine = dist.get_rank() % ours if dist.is_initialized() else 0
+    mine = rank_and_size()[0] % ours
     if (size, rank) != (ours, mine):
         raise ValueError(
             f"initialize: by mpu this rank is number {rank} of {size} that share each layer, and by the configuration "

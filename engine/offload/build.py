@@ -8,21 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..config import Config
 from ..hooks import Hooks
 from ..zero.shard import ShardedParam
 from ..zero.zero import tiles_of
 from .disk import Disk
 from .optimizer import OnDisk, Tiles
 from .params import ShardFile, to_host
-
-if TYPE_CHECKING:
-    from ..config import Config
 
 
 class States(Protocol):

@@ -16,17 +16,15 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from ..comm.lane import CpuLane, LaneTicket
+from ..config.zero import AioConfig
 from ..hooks import Attributes, Hooks
 from .buffers import PAGE, aligned, as_bytes, round_up
-
-if TYPE_CHECKING:
-    from ..config.zero import AioConfig
 
 
 class OffloadError(RuntimeError):

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.lane import LaneTicket
+from ..config.zero import OffloadOptimizerConfig
 from ..hooks import Attributes
 from ..optim.build import bytes_per_element
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
 from .disk import Disk, File, OffloadError
-
-if TYPE_CHECKING:
-    from ..config.zero import OffloadOptimizerConfig
 
 Tiles = Sequence[Sequence[ShardedParam]]
 

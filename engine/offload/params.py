@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..comm.lane import LaneTicket
+from ..config.zero import OffloadParamConfig
 from ..hooks import Attributes
 from ..zero.shard import ShardedParam
 from .buffers import Buffer, Pool, hollow, round_up
 from .disk import Disk
-
-if TYPE_CHECKING:
-    from ..config.zero import OffloadParamConfig
 
 
 def to_host(param: ShardedParam, pin: bool = True) -> None:

@@ -7,14 +7,12 @@ it before the step. Where it is dynamic, an overflow lowers it and a long stretc
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
+from ..config.config import Fp16Config
 from ..tree import each_tensor
-
-if TYPE_CHECKING:
-    from ..config.config import Fp16Config
 
 DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """By their names in a configuration."""

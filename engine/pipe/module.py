@@ -53,8 +53,8 @@ class PipelineModule(nn.Module):
     partition_method: `uniform`, `parameters`, `type:REGEX`, bounds as a list, or `measured`, by the `costs`, which are
         seconds for each layer or a file of them; see `dsprof.engine.partition`.
     activation_checkpoint_interval: layers between two activation checkpoints; 0 keeps all activations.
-        `checkpointable_layers` names the classes that are worth it; the stretches without one keep theirs.
-        `activation_checkpoint_func(stretch, inputs)` calls a stretch in the place of the engine's own.
+        `checkpointable_layers` names the classes that are worth it; the spans without one keep theirs.
+        `activation_checkpoint_func(run, inputs)` calls a span in the place of the engine's own.
     dynamic_shape: shapes may always differ between micro-batches, so nothing depends on it.
     virtual_stages: stages that each rank has, for the schedule `interleaved`.
 
@@ -241,16 +241,14 @@ class PipelineModule(nn.Module):
         every = self.activation_checkpoint_interval
         passage = None if self.passage is None else self.passage(start, stop)
         if not every or not torch.is_grad_enabled():
-            return self._stretch(start, stop, passage)(inputs)
+            return self._in_turn(start, stop, passage)(inputs)
         for at in range(start, stop, every):
-            stretch = self._stretch(at, min(at + every, stop), passage)
-            if self._is_worth_it(at, min(at + every, stop)):
-                inputs = self._checkpointed(stretch, inputs)
-            else:
-                inputs = stretch(inputs)
+            end = min(at + every, stop)
+            run = self._in_turn(at, end, passage)
+            inputs = self._checkpointed(run, inputs) if self._is_worth_it(at, end) else run(inputs)
         return inputs
 
-    def _stretch(self, start: int, stop: int, passage: Passage | None) -> Callable[[Any], Any]:
+    def _in_turn(self, start: int, stop: int, passage: Passage | None) -> Callable[[Any], Any]:
         def run(inputs: Any) -> Any:
             for at, layer in enumerate(self.pipeline_layers[start:stop], start):
                 assert layer.built is not None
@@ -266,10 +264,10 @@ class PipelineModule(nn.Module):
         run.__qualname__ = f"layers {start} to {stop - 1}"
         return run
 
-    def _checkpointed(self, stretch: Callable[[Any], Any], inputs: Any) -> Any:
+    def _checkpointed(self, run: Callable[[Any], Any], inputs: Any) -> Any:
         if self._checkpoint is activation_checkpoint.checkpoint:  # which would make a tuple of a list
-            return activation_checkpoint.region_of(stretch)(stretch, inputs)
-        return self._checkpoint(stretch, inputs)
+            return activation_checkpoint.region_of(run)(run, inputs)
+        return self._checkpoint(run, inputs)
 
     def _is_worth_it(self, start: int, stop: int) -> bool:
         layers = self.pipeline_layers[start:stop]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import torch.distributed as dist
-
+from ..comm.launch import rank_and_size
 from .topology import PipeDataParallelTopology, PipelineGrid, ProcessTopology
 
 UNKNOWN: Final = "PipelineModule: its stages are not known yet; pass num_stages, or give it to initialize first"
@@ -82,9 +81,8 @@ class Placement:
             return self.asked
         if self.grid is not None:
             return self.grid.topology()
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
         stages = self.num_pipeline_stages()
-        return PipeDataParallelTopology(stages, ranks // stages)
+        return PipeDataParallelTopology(stages, rank_and_size()[1] // stages)
 
     def mpu(self) -> PipelineGrid:
         """Where this rank is. Raises RuntimeError before there is an engine, which divides the ranks."""

@@ -42,7 +42,9 @@ class _Kind:
     first_error: str = ""
 
 
-def fit(model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | None, size: int) -> Arrangement:
+def find_arrangement(
+    model: nn.Module, trials: Sequence[Trial], found: Roles, stack: Stack | None, size: int
+) -> Arrangement:
     """What is to be arranged for all ranks to pass a rehearsal; PlanError if nothing helps."""
     roles = found.roles
     always = Arrangement(_without_fast_paths(model, roles), shares=tuple(found.shares.items()))

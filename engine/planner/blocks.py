@@ -15,8 +15,8 @@ from .tracer import Trial
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """A stretch of a pipeline's layers, over however many stages: those from number `first` to `last`, of `count`."""
+class LayerSpan:
+    """A span of a pipeline's layers, over however many stages: those from number `first` to `last`, of `count`."""
 
     first: int
     last: int
@@ -33,7 +33,7 @@ class Stack:
 
     blocks: tuple[str, ...]
     dim: int
-    stretch: Stretch | None = None
+    span: LayerSpan | None = None
     """Where they are, in a pipeline."""
 
     @property
@@ -98,25 +98,25 @@ class Edges:
         """The last block of a stage has returned."""
 
 
-def passage(stretch: Stretch, start: int, stop: int, edges: Edges) -> Passage:
+def passage(span: LayerSpan, start: int, stop: int, edges: Edges) -> Passage:
     """One pass through layers `start` to before `stop` of a pipeline."""
-    first_here, last_here = max(start, stretch.first), min(stop - 1, stretch.last)
+    first_here, last_here = max(start, span.first), min(stop - 1, span.last)
 
     def call_layer(at: int, call: Callable[[Any], Any], value: Any) -> Any:
-        if at == start and stretch.arrives_sharded(start):
+        if at == start and span.arrives_sharded(start):
             value = of_first(edges.arrive, value)
-        if at == stretch.last + 1:
+        if at == span.last + 1:
             value = of_first(edges.join, value)
-        if at == stretch.first == 0:
+        if at == span.first == 0:
             value = of_first(edges.split, value)
         if at == first_here <= last_here:
             value = of_first(edges.begin, value)
         value = call(value)
         if first_here <= last_here == at:
             edges.end()
-        if at + 1 == stretch.first:
+        if at + 1 == span.first:
             value = of_first(edges.split, value)
-        if at == stretch.last == stretch.count - 1:
+        if at == span.last == span.count - 1:
             value = of_first(edges.join, value)
         return value
 
@@ -151,11 +151,11 @@ def passed_by(model: nn.Module, made: Callable[[int, int], Passage]) -> Iterator
 def with_edges(trial: Trial, stack: Stack | None, edges: Edges) -> Iterator[None]:
     """Have `edges` done to activations in the tried module for a while, if it has the blocks, or is a pipeline's."""
     modules = trial.modules
-    if stack is None or (stack.stretch is None and stack.first not in modules):
+    if stack is None or (stack.span is None and stack.first not in modules):
         yield
-    elif stack.stretch is not None:
-        stretch = stack.stretch
-        with passed_by(trial.module, lambda start, stop: passage(stretch, start, stop, edges)):
+    elif stack.span is not None:
+        span = stack.span
+        with passed_by(trial.module, lambda start, stop: passage(span, start, stop, edges)):
             yield
     else:
         handles = hook_edges(modules[stack.first], modules[stack.last], edges)

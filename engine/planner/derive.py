@@ -14,8 +14,8 @@ from ..comm.comm import Comm
 from ..pipe.module import PipelineModule
 from ..tensor.layers import layer_of, layers_of
 from ..words import joined
-from .adapt import fit
-from .blocks import Edges, Stack, Stretch, with_edges
+from .adapt import find_arrangement
+from .blocks import Edges, LayerSpan, Stack, with_edges
 from .example_inputs import given_inputs, guesses, variants
 from .plan import TensorPlan
 from .sequence_parallel import NO_BLOCKS, blocks_here, find_stack, whole_in, widest
@@ -56,7 +56,7 @@ def plan_for(
     pipeline = model if isinstance(model, PipelineModule) else None
     tried = None if pipeline is None else try_stages(pipeline, tokens, example, everyone)
     blocks: list[int] = []
-    stretch: Stretch | None = None
+    span: LayerSpan | None = None
     try:
         wanted = _wanted(model, plan)
         trials = _trials(model, tokens, wanted, example, tried)
@@ -65,15 +65,15 @@ def plan_for(
             blocks = blocks_here(pipeline, trials, found.roles)
     finally:  # the other ranks go on to this, too, if this one cannot plan
         if pipeline is not None and sequence_parallel:
-            stretch = widest(blocks, everyone or Comm(None, None), pipeline.placement.bounds[-1])
-    if pipeline is not None and sequence_parallel and stretch is None:
+            span = widest(blocks, everyone or Comm(None, None), pipeline.placement.bounds[-1])
+    if pipeline is not None and sequence_parallel and span is None:
         raise PlanError(NO_BLOCKS)
     trials += _variants(trials)
     shards = any(role.style != "whole" for role in found.roles.values())
     if not shards and "auto" in wanted.values() and pipeline is None:
         reasons = "; ".join(f"{role.module}: {role.why}" for role in list(found.roles.values())[:5])
         raise PlanError(f"tensor parallelism over {size} ranks: found nothing to shard ({reasons or 'no layers'})")
-    stack = find_stack(model, found.roles, sequence_dim, stretch) if sequence_parallel else None
+    stack = find_stack(model, found.roles, sequence_dim, span) if sequence_parallel else None
     partial = list(found.partial)
     if stack is not None:
         whole = whole_in(model, stack, found.roles)
@@ -83,7 +83,7 @@ def plan_for(
             _note_end(trial, stack)
     for trial in trials:
         note_randomness(trial)
-    arrangement = fit(model, trials, found, stack, size)
+    arrangement = find_arrangement(model, trials, found, stack, size)
     random = _random_regions(trials, found.roles)
     element_size = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
     return TensorPlan(
@@ -211,7 +211,7 @@ class _Noted(Edges):
 def _note_end(trial: Trial, stack: Stack) -> None:
     """Keep what the blocks of `stack` return, if they are among what was tried; they must all be, or none."""
     used = [block for block in (stack.first, stack.last) if any(c.module.startswith(f"{block}.") for c in trial.calls)]
-    if stack.stretch is not None or len(used) == 2:
+    if stack.span is not None or len(used) == 2:
         with with_edges(trial, stack, _Noted(trial)):
             run_again(trial)
     elif used and stack.first != stack.last:

@@ -1,6 +1,6 @@
 """Activations that are sharded along the sequence, in one model or on their way from stage to stage of a pipeline.
 
-In a pipeline the blocks are a stretch of its layers. Where its edges fall together with those of stages, it is the
+In a pipeline the blocks are a span of its layers. Where its edges fall together with those of stages, it is the
 smaller thing that is sent: who has the layer before the first block shards its output, and who has the layer after the
 last one joins its input. In between every rank passes its part on to the rank of the next stage that has the same.
 """
@@ -18,7 +18,7 @@ from ..pipe.module import Passage, PipelineModule
 from ..tensor.collectives import join, split
 from ..tensor.rng import RankStream
 from ..words import joined
-from .blocks import Edges, Stack, Stretch, hook_edges, of_first, passage, passed_by
+from .blocks import Edges, LayerSpan, Stack, hook_edges, of_first, passage, passed_by
 from .styles import PlanError, Role
 from .tracer import Trial, run_again
 
@@ -65,21 +65,21 @@ def blocks_here(model: PipelineModule, trials: Sequence[Trial], roles: Mapping[s
     ]  # fmt: skip
 
 
-def widest(mine: Sequence[int], comm: Comm, count: int) -> Stretch | None:
-    """The stretch of the `count` layers from the first to the last block that any rank of `comm` has; None if
+def widest(mine: Sequence[int], comm: Comm, count: int) -> LayerSpan | None:
+    """The span of the `count` layers from the first to the last block that any rank of `comm` has; None if
     there are none. On all its ranks."""
     firsts, lasts = zip(*gather_objects((min(mine, default=count), max(mine, default=-1)), comm), strict=True)
     first, last = min(firsts), max(lasts)
-    return Stretch(first, last, count) if first <= last else None
+    return LayerSpan(first, last, count) if first <= last else None
 
 
-def stack_of(model: nn.Module, stretch: Stretch, dim: int) -> Stack:
+def stack_of(model: nn.Module, span: LayerSpan, dim: int) -> Stack:
     """The blocks that activations pass one after the other. Raises PlanError for what is a block and something else."""
     assert isinstance(model, PipelineModule)
-    layers = model.pipeline_layers[stretch.first : stretch.last + 1]
-    stack = Stack(tuple(layer.path for layer in layers), dim, stretch)
+    layers = model.pipeline_layers[span.first : span.last + 1]
+    stack = Stack(tuple(layer.path for layer in layers), dim, span)
     for name, places in model.tied_layers().items():
-        inside = [stretch.first <= at <= stretch.last for at in places]
+        inside = [span.first <= at <= span.last for at in places]
         if any(inside) and not all(inside):
             raise PlanError(
                 f"sequence_parallel: {name} is used by layers {places[inside.index(True)]}, where the sequence is "
@@ -99,13 +99,13 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return found[0] if found else None
 
 
-def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int, stretch: Stretch | None = None) -> Stack:
+def find_stack(model: nn.Module, roles: Mapping[str, Role], dim: int, span: LayerSpan | None = None) -> Stack:
     """The blocks that activations pass one after the other: those with sharded regions in one ModuleList, Sequential,
-    or other module whose children are numbered; in a pipeline, the layers of `stretch`.
+    or other module whose children are numbered; in a pipeline, the layers of `span`.
 
     Raises PlanError if there are none, or if a layer in one of them needs the whole sequence.
     """
-    stack = _numbered(model, roles, dim) if stretch is None else stack_of(model, stretch, dim)
+    stack = _numbered(model, roles, dim) if span is None else stack_of(model, span, dim)
     for layer, role in roles.items():
         if stack.holds(layer) and role.region is None and role.style not in ("whole", "heads"):
             raise PlanError(
@@ -164,8 +164,8 @@ def shard_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
 
     In between dropout draws for this rank's part alone.
     """
-    stretch = stack.stretch
-    if stretch is None:
+    span = stack.span
+    if span is None:
         first, last = model.get_submodule(stack.first), model.get_submodule(stack.last)
         hook_edges(first, last, _SequenceSplit(first, stack, comm, repeats=False))
         return
@@ -176,7 +176,7 @@ def shard_sequence(model: nn.Module, stack: Stack, comm: Comm) -> None:
         if passes:
             passes.pop().give_up()
         passes.append(_SequenceSplit(model, stack, comm, repeats=True))
-        return passage(stretch, start, stop, passes[-1])
+        return passage(span, start, stop, passes[-1])
 
     model.passage = made
 

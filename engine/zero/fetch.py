@@ -17,25 +17,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ..config import ZeroConfig
 from ..hooks import Hooks
 from .fetch_order import CurrentPass, ModuleParams, Pass
 from .gather import Gatherer
-from .param_hooks import SavedParamHooks, WatchedParameters
+from .param_hooks import SavedParams, WatchedParameters, in_backward, once_a_backward, tensors_in
 from .shard import ShardedParam
 from .storage import LiveParams
 from .torch_code import Functions, is_torchs
 from .validate import UNCOMPILED, is_compiled
-
-T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +50,7 @@ class _ModuleCall:
     """The pass that goes on when this call, without gradients, is over."""
 
 
-class Fetcher:
+class Fetcher(SavedParams):
     """Fetches, prefetches and releases the parameters of a module tree."""
 
     def __init__(
@@ -64,6 +61,7 @@ class Fetcher:
         settings: ZeroConfig,
         hooks: Hooks,
     ) -> None:
+        super().__init__()
         self.settings = settings
         self._params = sharded
         self._gatherer = gatherer
@@ -75,16 +73,13 @@ class Fetcher:
         self._records = {True: Pass(()), False: Pass(())}
         """The recorded ways: with gradients, and without."""
         self._pass: CurrentPass | None = None
-        self._weights = 0
-        """How often the weights have changed, by a step or a load."""
         self.live_params: LiveParams[ShardedParam] = LiveParams()
-        self.by_storage: dict[int, ShardedParam] = {}
         self._owners: dict[ShardedParam, list[ModuleParams]] = {}
         """Those that each is fetched for."""
         self._hooked: list[tuple[nn.Module, ModuleParams]] = []
-        self._functions = Functions()
+        self.functions = Functions()
         self._install(root)
-        if not self._functions.are_torchs:
+        if not self.functions.are_torchs:
             self._distrust(owner for _, owner in self._hooked)
         self._sharded = [param for param in sharded.values() if not param.persistent]
         for param in self._sharded:
@@ -100,17 +95,11 @@ class Fetcher:
         for module, params in self._replaced:
             module._parameters = params
 
-    # --- a pass
-
     def finish_backward(self) -> None:
         """Backward is over: nothing is needed until the next forward, and a prefetch would be of old weights."""
         if self._pass is not None:
             self._records[self._pass.with_grad] = self._pass.outcome()
         self._release_all()
-
-    def weights_written(self) -> None:
-        """A script has written weights: what autograd has saved of them before is out of date."""
-        self._weights += 1
 
     def weights_change(self) -> None:
         """A step or a load is about to change the weights: what is whole now, for a forward that no backward has
@@ -179,7 +168,7 @@ class Fetcher:
             call.saved_hooks = self.hook_saved_tensors()
             if call.saved_hooks is not None:
                 call.saved_hooks.__enter__()
-            if is_root and not _in_backward() and not any(other.starts_pass for other in self._calls):
+            if is_root and not in_backward() and not any(other.starts_pass for other in self._calls):
                 call.starts_pass = True
                 self._begin_pass(call)
             call.using = self._need(owner)
@@ -188,7 +177,7 @@ class Fetcher:
 
     def _look_at_code(self) -> None:
         """Before a forward: what the script has replaced since. Raises RuntimeError for what it has compiled."""
-        if self._functions.were_replaced():
+        if self.functions.were_replaced():
             self._distrust(owner for _, owner in self._hooked)
         for module, owner in self._hooked:
             if is_compiled(module):
@@ -210,7 +199,7 @@ class Fetcher:
             if torch.is_grad_enabled() and owner.params:
                 self._watch_outputs(owner, output)
                 self._watch_inputs(owner, (args, kwargs))
-            if not _in_backward():  # what a recomputed forward brought, backward needs next
+            if not in_backward():  # what a recomputed forward brought, backward needs next
                 self._done(call)
             if call.starts_pass and not call.with_grad:
                 self._end_pass_without_grad(call)
@@ -221,7 +210,7 @@ class Fetcher:
         """Fetch for the module's backward when the first gradient of an output arrives."""
         needed = owner.backward or owner
         if needed.params:
-            _once_a_backward([tensor for tensor in _tensors(output) if tensor.requires_grad], self._need, needed)
+            once_a_backward(tensors_in(output), self._need, needed)
 
     def _watch_inputs(self, owner: ModuleParams, inputs: Any) -> None:
         """Release frozen parameters when a gradient of the module's inputs is there: nothing else marks their end."""
@@ -237,25 +226,7 @@ class Fetcher:
             for param in () if differentiable else frozen:
                 self.gradient_taken(param)
 
-        tensors = [tensor for tensor in _tensors(inputs) if tensor.requires_grad and not tensor.is_leaf]
-        _once_a_backward(tensors, after_backward, frozen)
-
-    # --- uses that no hook announces
-
-    def hook_saved_tensors(self) -> saved_tensors_hooks | None:
-        """Have `_unpacked` called for the parameters that autograd saves from now on; None if it is already.
-
-        Hooks that are there, as those of a checkpoint, do their part within ours.
-        """
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        present = None if outer is None else getattr(outer[0], "__self__", None)
-        if isinstance(present, SavedParamHooks) and present.by_storage is self.by_storage:
-            return None
-        weights = self._weights
-        ours = SavedParamHooks(
-            self.by_storage, self._first_saved, lambda param: self._unpacked(param, weights), outer
-        )  # fmt: skip
-        return saved_tensors_hooks(ours.pack, ours.unpack)
+        once_a_backward([tensor for tensor in tensors_in(inputs) if not tensor.is_leaf], after_backward, frozen)
 
     def sharded(self, param: nn.Parameter | None) -> ShardedParam | None:
         """`param` as it is divided; None if it is always whole."""
@@ -268,21 +239,6 @@ class Fetcher:
         for owner in self._owners[param]:
             owner.choose_for_backward()
 
-    def _unpacked(self, param: ShardedParam, weights: int) -> None:
-        """Backward needs `param`, as it was after so many changes of the weights. It is in use until its gradient, or
-        the backward, is complete.
-
-        Raises RuntimeError if it has changed since, as torch does of what was changed in place."""
-        if weights != self._weights and param.trainable:
-            raise RuntimeError(
-                "engine.backward: the loss is of a forward that ran before the weights changed, by a step, a load or "
-                f"the script, and needs {param.name} as it was: take each loss backward before that, or run its "
-                "forward again"
-            )
-        if not param.users:
-            param.users = 1
-            self._fetch([param], param.name.rpartition(".")[0])
-
     def _read(self, param: nn.Parameter | None, by_name: bool) -> None:
         """A module's parameter was read. To list them is no sign that the module uses them each time."""
         sharded = self.sharded(param)
@@ -294,7 +250,7 @@ class Fetcher:
 
         With `remember` it is fetched with that module from now on.
         """
-        if param.users or not (self._calls or _in_backward()):
+        if param.users or not (self._calls or in_backward()):
             return
         param.users = 1
         name = ""
@@ -308,16 +264,11 @@ class Fetcher:
                 self._owners[param].append(call.owner)
         self._fetch([param], name)
 
-    def replace_storage(self, key: int, param: ShardedParam) -> None:
-        """`param` has a storage of its own instead of the one whose identity was `key`."""
-        if self.by_storage.pop(key, None) is not None:
-            self.by_storage[param.storage.key] = param
-
     # --- fetching
 
     def _need(self, owner: ModuleParams) -> list[ShardedParam]:
         """Have `owner`'s parameters whole, and start on those that are needed next."""
-        if self._pass is not None and (_in_backward() or any(call.starts_pass for call in self._calls)):
+        if self._pass is not None and (in_backward() or any(call.starts_pass for call in self._calls)):
             self._pass.step(owner)  # else a part of the model was called by itself
         using = list(owner.params)
         for param in using:
@@ -386,7 +337,8 @@ class Fetcher:
         self._pass = None
         self._gatherer.drain()
         for param in self._sharded:
-            self.gradient_taken(param)
+            param.users = 0
+            self._release(param)
 
     def _release(self, param: ShardedParam) -> None:
         if param.persistent or not param.resident:
@@ -395,32 +347,3 @@ class Fetcher:
         if self._pass is not None:
             self._pass.released(param)
         self._hooks.mark("release", module=param.name, purpose="parameter", value=float(self.live_params.live))
-
-
-def _in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def _once_a_backward(tensors: Iterable[Tensor], act: Callable[[T], object], argument: T) -> None:
-    """Have `act` called with its argument in each backward when the first gradient of `tensors` has come."""
-    last = -1
-
-    def hook(grad: Tensor) -> None:
-        nonlocal last
-        if last != (last := torch._C._current_graph_task_id()):
-            act(argument)
-
-    for tensor in tensors:
-        tensor.register_hook(hook)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a module's output or arguments, however nested; those of a plain object's attributes too."""
-    found = []
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            found.append(leaf)
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
-            found += [inner for inner in pytree.tree_leaves(vars(leaf)) if isinstance(inner, Tensor)]
-    return found

@@ -5,7 +5,8 @@ After the optimizer's step, `publish` brings masters to the weights, and starts 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final
@@ -42,6 +43,21 @@ class _Batch:
     persistent: _Persistent | None
     direct: bool
     """`rows` is the only parameter's own storage."""
+
+
+class _Copied:
+    """The ticket of what was put on the present stream so far."""
+
+    def __init__(self) -> None:
+        self._end = torch.cuda.Event()
+        self._end.record()
+
+    @property
+    def done(self) -> bool:
+        return bool(self._end.query())
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._end)
 
 
 class _Persistent:
@@ -93,6 +109,8 @@ class Gatherer:
         self._near = near
         self._inflight: dict[ShardedParam, _Batch] = {}
         self.buffers = BufferPool(KEPT_BUFFERS)
+        self._copies: torch.cuda.Stream | None = None
+        """On a GPU whose shards are elsewhere."""
         self._published: dict[tuple[ShardedParam, ...], list[_Persistent]] = {}
         mixes = not comm.separates_contents or not settings.allgather_partitions
         self.order_check = OrderCheck(comm) if settings.stage == 3 and comm.size > 1 and mixes else None
@@ -166,19 +184,37 @@ class Gatherer:
         size, like = comm.size * sum(widths), params[0]
         direct = _is_direct(like)
         rows = like.storage_rows() if direct else self.buffers.take(size, like.dtype, like.device).view(comm.size, -1)
-        if persistent is not None and persistent.packed:
-            torch.cat([param.shard for param in params], out=rows[comm.rank])
-        else:
-            self._read_shards(params, rows[comm.rank].split(widths), near)
         content = content_of(params) if persistent is None else persistent.content
         if self.order_check is not None:
             self.order_check.add(content)
-        if not self._settings.allgather_partitions:
-            tickets = [comm.broadcast(rows[source], source, "parameter") for source in range(comm.size)]
-        else:
-            tickets = [comm.all_gather(rows, "parameter", module, content)]
+        tickets: list[Ticket] = []
+        with self._beside(params, rows, near, tickets):
+            if persistent is not None and persistent.packed:
+                torch.cat([param.shard for param in params], out=rows[comm.rank])
+            else:
+                self._read_shards(params, rows[comm.rank].split(widths), near)
+            if not self._settings.allgather_partitions:
+                tickets += [comm.broadcast(rows[source], source, "parameter") for source in range(comm.size)]
+            else:
+                tickets.append(comm.all_gather(rows, "parameter", module, content))
         batch = _Batch(params, widths, rows, tickets, comm, persistent, direct)
         self._inflight.update(dict.fromkeys(params, batch))
+
+    @contextlib.contextmanager
+    def _beside(
+        self, params: Sequence[ShardedParam], rows: Tensor, near: bool, tickets: list[Ticket]
+    ) -> Iterator[None]:
+        """Where shards come to a GPU from host memory or a disk: on a stream of their own, so that the computation
+        waits for no copy before it uses the parameters. `tickets` get one of the copies' end."""
+        if near or not rows.is_cuda or all(param.store is None and param.shard.is_cuda for param in params):
+            yield
+            return
+        self._copies = self._copies or torch.cuda.Stream()
+        self._copies.wait_stream(torch.cuda.current_stream())  # for what was done with the buffer and the shards
+        rows.record_stream(self._copies)
+        with torch.cuda.stream(self._copies):
+            yield
+            tickets.append(_Copied())
 
     def _read_shards(self, params: Sequence[ShardedParam], columns: Sequence[Tensor], near: bool) -> None:
         """Copy this rank's shard of each to its columns [n]."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import abc
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from .shard import ShardedParam
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,62 @@ class SavedParamHooks:
         return tensor
 
 
+class SavedParams(abc.ABC):
+    """What autograd saves of the sharded parameters of one engine, which is brought when backward needs it."""
+
+    def __init__(self) -> None:
+        self.by_storage: dict[int, ShardedParam] = {}
+        self._weights = 0
+        """How often the weights have changed, by a step, a load or the script."""
+
+    @abc.abstractmethod
+    def _first_saved(self, param: ShardedParam) -> None:
+        """Autograd saves `param` for the first time."""
+
+    @abc.abstractmethod
+    def _fetch(self, needed: list[ShardedParam], module: str) -> None:
+        """Have `needed` whole."""
+
+    def hook_saved_tensors(self) -> saved_tensors_hooks | None:
+        """Have `_unpacked` called for the parameters that autograd saves from now on; None if it is already.
+
+        Hooks that are there, as those of a checkpoint, do their part within ours.
+        """
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        present = None if outer is None else getattr(outer[0], "__self__", None)
+        if isinstance(present, SavedParamHooks) and present.by_storage is self.by_storage:
+            return None
+        weights = self._weights
+        ours = SavedParamHooks(
+            self.by_storage, self._first_saved, lambda param: self._unpacked(param, weights), outer
+        )  # fmt: skip
+        return saved_tensors_hooks(ours.pack, ours.unpack)
+
+    def weights_written(self) -> None:
+        """A script has written weights: what autograd has saved of them before is out of date."""
+        self._weights += 1
+
+    def replace_storage(self, key: int, param: ShardedParam) -> None:
+        """`param` has a storage of its own instead of the one whose identity was `key`."""
+        if self.by_storage.pop(key, None) is not None:
+            self.by_storage[param.storage.key] = param
+
+    def _unpacked(self, param: ShardedParam, weights: int) -> None:
+        """Backward needs `param`, as it was after so many changes of the weights. It is in use until its gradient, or
+        the backward, is complete.
+
+        Raises RuntimeError if it has changed since, as torch does of what was changed in place."""
+        if weights != self._weights and param.trainable:
+            raise RuntimeError(
+                "engine.backward: the loss is of a forward that ran before the weights changed, by a step, a load or "
+                f"the script, and needs {param.name} as it was: take each loss backward before that, or run its "
+                "forward again"
+            )
+        if not param.users:
+            param.users = 1
+            self._fetch([param], param.name.rpartition(".")[0])
+
+
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
     """A module's parameters. `read` is called with each that is read, and whether by its name."""
 
@@ -83,3 +145,33 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         for param in super().values():
             self._read(param, False)
         return super().values()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def once_a_backward(tensors: Iterable[Tensor], act: Callable[[T], object], argument: T) -> None:
+    """Have `act` called with its argument in each backward when the first gradient of `tensors` has come."""
+    last = -1
+
+    def hook(grad: Tensor) -> None:
+        nonlocal last
+        if last != (last := torch._C._current_graph_task_id()):
+            act(argument)
+
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(hook)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a module's output or arguments, however nested; those of a plain object's attributes too."""
+    found = []
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (nn.Module, type)):
+            found += [inner for inner in pytree.tree_leaves(vars(leaf)) if isinstance(inner, Tensor)]
+    return found

@@ -70,7 +70,7 @@ class Absent(nn.Parameter):
             if name in METADATA or (name in ("__get__", "__set__", "__delete__") and attribute not in ELEMENTS):
                 return func(*args, **more)
             absent = [leaf for leaf in tree_leaves((args, more)) if isinstance(leaf, Absent)]
-            for found in map(_sharded, absent):
+            for found in map(fetchable, absent):
                 if found is not None:
                     found.fetch()
             left = [param for param in absent if isinstance(param, cls)]
@@ -93,13 +93,14 @@ class Absent(nn.Parameter):
         raise _refusal(self, "pickle")
 
 
-def _sharded(param: Tensor) -> Fetchable | None:
+def fetchable(param: Tensor) -> Fetchable | None:
+    """What ZeRO has of a parameter; None for one that it has not, or no longer."""
     find = REGISTRY.get(param)
     return None if find is None else find()
 
 
 def _name(param: Tensor) -> str:
-    found = _sharded(param)
+    found = fetchable(param)
     return "of an engine that is gone" if found is None else found.name
 
 

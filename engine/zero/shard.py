@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
-from .placeholder import REGISTRY
+from .placeholder import REGISTRY, fetchable
 from .storage import LiveParams, Storage
 
 
@@ -326,8 +326,7 @@ class ShardedParam:
 
 def find_sharded(param: Tensor) -> ShardedParam | None:
     """What ZeRO has of a parameter of a model; None for one that it has not, or no longer."""
-    find = REGISTRY.get(param)
-    return None if find is None else cast("ShardedParam | None", find())
+    return cast("ShardedParam | None", fetchable(param))
 
 
 def register(sharded: ShardedParam) -> None:

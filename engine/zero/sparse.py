@@ -52,8 +52,7 @@ class SparseReducer:
             self._accumulated.add(self._params)
             return
         self._accumulated.add(list(self._accumulated))
-        rows = [_rows(self._accumulated.get(param, param.param.grad)) for param in self._params]
-        self._accumulated.clear()
+        rows = [_rows(self._accumulated.pop(param, param.param.grad)) for param in self._params]
         for param in self._params:
             param.param.grad = None
         device = self._params[0].param.device
@@ -92,8 +91,7 @@ class SparseReducer:
         """Indices [n] and rows [n, width] of all ranks, the latter divided by the number of ranks for the mean."""
         width = param.shape[1:].numel()
         if mine is None:
-            empty = param.param.new_empty((0, width))
-            mine = torch.empty(0, dtype=torch.int64, device=empty.device), empty
+            mine = torch.empty(0, dtype=torch.int64, device=param.device), param.param.new_empty((0, width))
         if self._comm.size > 1:
             mine = mine[0], mine[1].to(travels_in(param, self._config))
         most = max(counts)

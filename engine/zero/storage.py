@@ -40,6 +40,7 @@ class Storage:
     def __init__(self, param: nn.Parameter) -> None:
         self.whole = param.data
         """The parameter's elements, wherever `param.data` leads in the meantime."""
+        self._nbytes = self.whole.nbytes
         self._stand_in: Tensor | None = None
 
     @property
@@ -55,7 +56,7 @@ class Storage:
         """Have memory, its contents undefined, if it was emptied."""
         storage = self.whole.untyped_storage()
         if storage.size() == 0:
-            storage.resize_(self.whole.numel() * self.whole.element_size())
+            storage.resize_(self._nbytes)
             if self.whole.device.type == "cpu":
                 use_huge_pages(storage)
 
@@ -78,6 +79,8 @@ class Storage:
             param.data = self._stand_in.expand(self.whole.shape)
         if type(param) is nn.Parameter:
             param.__class__ = Absent  # as torch does with lazy ones, the other way round
+        if self.whole.is_cuda:  # it may have been used on another stream than the one its memory is of
+            self.whole.record_stream(torch.cuda.current_stream())
         left, storage = None, self.whole.untyped_storage()
         if not storage.resizable():
             left = self.key

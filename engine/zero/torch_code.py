@@ -45,6 +45,11 @@ class Functions:
         self.are_torchs = False
         return True
 
+    def replaced(self) -> str:
+        """The names of those that are not what they were when this was made, with commas."""
+        pairs = zip(_NAMES, self._known, _read(vars(F)), strict=True)
+        return ", ".join(f"torch.nn.functional.{name}" for name, known, now in pairs if now is not known)
+
 
 def _is_torchs(function: object) -> bool:
     if isinstance(function, FunctionType):

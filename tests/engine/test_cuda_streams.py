@@ -12,12 +12,14 @@ import pytest
 import torch
 from sleeping_jobs import Ran, SleepingRanks
 from sleeping_truth import CLOCKS_MS, MS, assert_moments, close
+from torch import nn
 
 from dsprof.engine.hooks import Span
 from dsprof.engine.monitors.comms_logger import CommsLogger, LoggedMessage
 from dsprof.engine.pipe.p2p import Arrival, Message
 from dsprof.engine.planner.example_inputs import given_inputs
 from dsprof.engine.zero.shard import ShardedParam
+from dsprof.engine.zero.storage import Storage
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,40 @@ def test_nothing_is_waited_for_between_lines(ran: Ran) -> None:
     told = ran.told[0]["between_lines"]
     assert len(set(told["asked"])) == 1
     assert told["lines"] == ["[step 3] time (ms) | fwd: 0.00 | bwd: 0.00 | step: 7.00 | recompute: 0.00 | reduce: 0.00"]
+
+
+def test_shards_come_from_the_host_beside_the_computation(ran: Ran) -> None:
+    told, log = ran.told[0]["offloaded"], ran.log()
+    forward = log[(log["launch_ns"] >= told["begin"]) & (log["launch_ns"] <= told["end"])]
+    copies = forward[forward["name"] == "copy to device"]
+    assert len(copies) >= 3
+    assert set(forward[forward["name"] == "layer"]["stream"]) == {0}
+    assert 0 not in set(copies["stream"])
+    assert told["off"] < 1e-4
+
+
+def test_a_host_that_is_ahead_does_not_wait_for_the_norm(ran: Ran) -> None:
+    told, log = ran.told[0]["ahead"], ran.log()
+    step = log[(log["launch_ns"] >= told["begin"]) & (log["launch_ns"] <= told["went_on"])]
+    assert len(step) > 5
+    assert "copy to host" not in set(step["name"])
+    assert step["end_ns"].max() > told["went_on"]
+    assert told["norms"][0] == pytest.approx(told["norms"][1], rel=1e-5)
+    assert told["off"] < 1e-6
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_storage_that_is_freed_waits_for_the_stream_that_used_it(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    stream, whole = mock.Mock(), mock.Mock(is_cuda=on_gpu)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    storage: Any = mock.Mock(whole=whole, _stand_in=torch.ones(()))
+    whole.shape = (2,)
+    Storage.empty(storage, nn.Parameter(torch.ones(2)))
+    calls = [call[0] for call in whole.mock_calls if "__" not in call[0]]
+    freed = ["untyped_storage", "untyped_storage().resizable", "untyped_storage().resize_"]
+    assert calls == (["record_stream"] if on_gpu else []) + freed
 
 
 def test_what_the_host_alone_timed_has_no_bandwidth() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from dsprof import engine as ds
+from dsprof.engine.comm import deadlock
 
 WIDTH = 6
 
@@ -128,3 +129,25 @@ def on_one_rank(rank: int) -> str:
 def test_a_parametrization_on_one_rank_is_refused(ranks: Ranks) -> None:
     for said in ranks.run(2, on_one_rank):
         assert said.startswith("ZeRO stage 3: the ranks ran different modules, and now wait for each other")
+
+
+def function_on_one_rank(rank: int) -> str:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+    config = {
+        "train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": zero,
+    }  # fmt: skip
+    engine = ds.initialize(model=build(), config=config)[0]
+    with (
+        replaced("function", build()) if rank == 1 else contextlib.nullcontext(),
+        mock.patch.object(deadlock, "PATIENCE_S", 0.3),
+        pytest.raises(RuntimeError) as caught,
+    ):
+        engine.backward(engine(sample(0, rank)).square().mean())
+    return str(caught.value)
+
+
+def test_a_function_that_is_replaced_on_one_rank_is_refused_by_name(ranks: Ranks) -> None:
+    for said in ranks.run(2, function_on_one_rank):
+        assert said.startswith("ZeRO stage 3: the ranks ran different modules, and now wait for each other")
+        assert "; on rank 1 torch.nn.functional.linear was replaced. Every rank" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import common
 import sleeping_device as device
 import torch
 
+from dsprof.engine import initialize
 from dsprof.engine.comm.lane import CudaLane
 from dsprof.engine.hooks import FAILURES, Attributes, Hooks, Span
 from dsprof.engine.monitors.wall_clock import CudaTimer, WallClock, timer_for
@@ -137,12 +139,73 @@ def day() -> dict[str, Any]:
     return {"comm": spans.told("comm")}
 
 
+def offloaded() -> dict[str, Any]:
+    """Shards in host memory: when the third forward began and was over for the host, and how far the first loss is from
+    one that was computed on the host."""
+    os.environ.pop("RANK")  # a job of its own
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(3)))
+    loss_on_host = model(torch.ones(1, 512)).sum().item()
+    for layer in model:
+        layer.register_forward_hook(lambda *_: device.kernel("layer", 20))
+    engine = initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {
+                "stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0,
+                "stage3_prefetch_bucket_size": 2 * 512 * 512, "offload_param": {"device": "cpu", "pin_memory": True},
+            },
+        },
+    )[0]  # fmt: skip
+    off = []
+    for _ in range(3):
+        begin = device.now_ns()
+        loss = engine(torch.ones(1, 512, device="cuda")).sum()
+        end = device.now_ns()
+        off.append(abs(loss.item() - loss_on_host))
+        engine.backward(loss)
+        engine.step()
+    return {"begin": begin, "end": end, "off": off[0]}
+
+
+def ahead() -> dict[str, Any]:
+    """A step with clipping while the device is busy: when it began and was over for the host; the norm, and how far
+    the weights are from those of one on the host."""
+    os.environ.pop("RANK", None)
+    model = torch.nn.Linear(8, 8, bias=False)
+    other = torch.nn.Linear(8, 8, bias=False)
+    other.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    engine = initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        },
+    )[0]
+    inputs = torch.ones(2, 8, device="cuda")
+    for _ in range(3):
+        device.kernel("head start", 60)
+        begin = device.now_ns()
+        engine.backward(engine(inputs).sum())
+        engine.step()
+        went_on = device.now_ns()
+        optimizer.zero_grad()
+        other(torch.ones(2, 8)).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5).item()
+        optimizer.step()
+    off = (model.weight.detach().cpu() - other.weight.detach()).abs().max().item()
+    return {"begin": begin, "went_on": went_on, "norms": [engine.get_global_grad_norm(), norm], "off": off}
+
+
 def after_all(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     told = part()
     torch.cuda.synchronize()
     return told
 
 
-PARTS = (lane, late_listener, memory, phases, between_lines, day)
+PARTS = (lane, late_listener, memory, phases, between_lines, day, offloaded, ahead)
 told = {part.__name__: after_all(part) for part in PARTS}
 Path(f"told.{common.RANK}").write_text(json.dumps({**told, "failures": len(FAILURES), "log": device.log()}))
