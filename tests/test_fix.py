@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from dsprof.analyzer.text import with_interval
+from dsprof.atomic import write_atomically
 from dsprof.cli import fix as verb
 from dsprof.cli import main
 from dsprof.fix import CannotEdit, Proposal, TrialFailed, Turns, decide, proposals
-from dsprof.fix import files as files_of_fix
 from dsprof.fix.edit_call import set_argument
 from dsprof.fix.edit_json import set_value
 from dsprof.knobs import parse_settings
@@ -427,14 +427,13 @@ def test_where_one_file_cannot_be_written_none_is(
 ) -> None:
     files = {"a.py": "a = DataLoader(x)\n", "b.py": "b = DataLoader(x)\n"}
     place = prepare(run, files, ["a.py:1", "b.py:1"])
-    write = files_of_fix.write_atomically
 
     def full(path: Path, data: str, **kwargs: Any) -> None:
         if path.name.startswith("b."):
             raise OSError(28, "No space left on device", str(path))
-        write(path, data, **kwargs)
+        write_atomically(path, data, **kwargs)
 
-    monkeypatch.setattr(files_of_fix, "write_atomically", full)
+    monkeypatch.setattr("dsprof.fix.files.write_atomically", full)
     assert main(["fix", str(run.path), *words]) == 2
     assert "nothing was written" in capsys.readouterr().err
     assert {one.name: one.read_text() for one in place.glob("*.py")} == files

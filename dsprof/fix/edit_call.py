@@ -124,7 +124,8 @@ def _names(tree: ast.Module, names: tuple[str, ...]) -> set[str]:
             known |= {one.asname for one in node.names if one.asname and one.name in names}
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and any(_name(base) in known for base in node.bases):
-            if not any(isinstance(one, ast.FunctionDef) and one.name in ("__init__", "__new__") for one in node.body):
+            own = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
+            if not own & {"__init__", "__new__"}:
                 known.add(node.name)
     return known
 

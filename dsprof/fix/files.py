@@ -74,8 +74,8 @@ class Changes:
         parts: list[str] = []
         for path, text in self.texts.items():
             name = str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
-            lines = [one.replace("\r\n", "\n").splitlines(keepends=True) for one in (self.before[path], text)]
-            parts += difflib.unified_diff(*lines, f"a/{name}", f"b/{name}")
+            old, new = (one.replace("\r\n", "\n").splitlines(keepends=True) for one in (self.before[path], text))
+            parts += difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in parts)
 
 
