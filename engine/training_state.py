@@ -104,8 +104,7 @@ class Training:
 
     def comms(self) -> list[Comm]:
         """Every communicator of this rank, its lanes' too."""
-        parallel = self.parallel
-        return [parallel.data, parallel.model, parallel.tensor, parallel.everyone, *self.zero.comms]
+        return [*self.parallel.all(), *self.zero.comms]
 
     def learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""

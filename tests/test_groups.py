@@ -160,6 +160,16 @@ def test_what_tied_weights_share_is_apart_from_the_replicas() -> None:
     assert mesh.replicas_of(7) == (6, 7)
 
 
+def test_shards_of_stages_that_share_an_embedding_have_no_replicas() -> None:
+    """Of three stages the first and the last sum its gradients."""
+    replicas = [(0, 1), (2, 3), (4, 5)]
+    stages = [(0, 2, 4), (1, 3, 5)]
+    mesh = Job().uses(replicas, *SHARDS).uses(stages, MESSAGES).uses([(0, 4), (1, 5)], GRADIENTS).mesh()
+    assert mesh.coordinate(3) == {"pp": 1, "dp": 1}
+    two = Job().uses(ROWS, *SHARDS).uses(COLUMNS, MESSAGES, GRADIENTS).mesh()
+    assert named(two) == {"pp": COLUMNS, "dp": ROWS}
+
+
 def test_a_flattened_dimension_adds_nothing_to_where_a_rank_is() -> None:
     tensor = [(i, i + 1) for i in range(0, 8, 2)]
     context = [(0, 2), (1, 3), (4, 6), (5, 7)]

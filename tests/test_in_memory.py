@@ -168,7 +168,7 @@ def test_two_jobs_of_a_user_at_once(tmp_path: Path, disk: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name / "go").touch()
     assert [job.wait(timeout=300) for job in jobs] == [0, 0]
-    assert [ticks(only_capture(tmp_path / name / "run")) for name in ("a", "b")] == [40_000, 40_000]
+    assert all(all_or_counted(only_capture(tmp_path / name / "run"), 40_000) for name in ("a", "b"))
     is_emptied(disk)
 
 

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from graphs import COMPUTE, graph_of, steps_of
 
+from dsprof.analyzer.finding import Gain
 from dsprof.analyzer.graph import longest_path
 from dsprof.analyzer.graph.evaluation_order import Cyclic
 from dsprof.analyzer.graph.link import Link
 from dsprof.analyzer.graph.replay import replay, replay_all
 from dsprof.analyzer.graph.step_graph import PARTS, CrossStepEdges, StepGraph, Task
-from dsprof.analyzer.graph.validate import check, contradicted
+from dsprof.analyzer.graph.validate import HeldOut, check, contradicted
 from dsprof.analyzer.price.attribution import attribute
+from dsprof.analyzer.price.calibration import ModelError, with_model_error
 from dsprof.analyzer.whatif import Refused, apply
 from dsprof.analyzer.whatif.merge import Merge
 from dsprof.analyzer.whatif.rebucket import Rebucket
@@ -326,12 +328,40 @@ def test_an_edge_that_measured_times_contradict_is_counted() -> None:
     assert contradicted(graph, clock_error_ms=1.5) == 0.0
 
 
-def test_costs_of_every_other_step_predict_the_others() -> None:
-    steps = steps_of(["5 I0 3 W0 2", "9 I0 1 W0 2"], [4], steps=8)
+def measured_as_replayed(graph: StepGraph) -> StepGraph:
+    found = replay(graph)
+    return replace(graph, duration=found.end - found.start)
+
+
+def test_whole_steps_predict_others_where_means_of_costs_do_not() -> None:
+    """Rank 0 or rank 1 is slow by 8 ms, in turn: each step takes 19 ms, though the mean costs of both would take 15."""
+    steps = steps_of(["5 I0 W0", "5 I0 W0"], [6], steps=16)
     work = steps.work.copy()
-    work[:, ::2] *= 1.1
-    graph = graph_of(steps.with_costs(work=work))
-    graph = replace(graph, duration=replay(graph).end - replay(graph).start)
+    work[0, ::2, COMPUTE] += 8
+    work[3, 1::2, COMPUTE] += 8
+    graph = measured_as_replayed(graph_of(steps.with_costs(work=work)))
     found = check(graph)
     assert found.error < 1e-9
-    assert found.held_out == pytest.approx(1 - 15 / 16.1, abs=1e-3)  # 11 of its 15 ms are work
+    assert found.held_out == HeldOut(pytest.approx(0, abs=1e-9), pytest.approx(0, abs=1e-9))
+    assert found.refusal is None
+
+
+def test_halves_that_differ_widen_what_is_told_and_very_different_ones_refuse_it() -> None:
+    steps = steps_of(["5 I0 3 W0 2", "9 I0 1 W0 2"], [4], steps=16)
+    few = np.where(np.arange(16) % 8 == 3, 60.0, 1.0)[None, :, None]  # two steps of sixteen take most of the time
+    found = check(measured_as_replayed(graph_of(steps.with_costs(work=steps.work * few))))
+    assert found.held_out is not None
+    assert found.held_out.missed < 0.05
+    assert found.held_out.differs > 0.25
+    assert found.refusal is not None
+    assert "half of the steps tell the time of the other half within" in found.refusal
+    assert "profile at least" in found.refusal
+
+
+def test_what_held_out_steps_miss_is_part_of_every_interval() -> None:
+    gain = Gain(10.0, 10.0, 9.0, 11.0)
+    none = ModelError(of_gain=0.0, of_step=0.0, busy=0.0)
+    assert with_model_error(gain, none, 100.0, 0.0, held_out=HeldOut(0.0, 0.0)) == gain
+    wider = with_model_error(gain, none, 100.0, 0.0, held_out=HeldOut(missed=0.03, differs=0.4))
+    half = float(np.hypot(1.0, np.hypot(3.0, 4.0)))
+    assert (wider.low, wider.high) == (pytest.approx(10 - half), pytest.approx(10 + half))

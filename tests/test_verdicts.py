@@ -40,7 +40,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Job, 
     @functools.cache
     def run(family: str) -> tuple[Job, Outcome]:
         job = FAMILIES[family](Draw())
-        return job, job.run(tmp_path_factory.mktemp("job"))
+        return job, job.run_undisturbed(tmp_path_factory.mktemp("job"))
 
     return run
 
@@ -82,6 +82,6 @@ def test_the_losses_are_those_without_dsprof(
 def test_drawn_jobs(family: str, number: int, tmp_path: Path) -> None:
     print(f"DSPROF_SEED={SEED}")
     job = variant(family, number, SEED)
-    outcome = job.run(tmp_path)
+    outcome = job.run_undisturbed(tmp_path)
     assert job.wrong(outcome) == [], f"DSPROF_SEED={SEED}: {job}"
     assert [rank["losses"] for rank in outcome.truth] == verdict_reference.losses(job, tmp_path / "reference")

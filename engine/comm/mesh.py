@@ -84,9 +84,13 @@ class Parallel:
     """Of those, the ones on the same stage."""
     everyone: Comm
 
+    def all(self) -> list[Comm]:
+        """Each of them."""
+        return [self.data, self.model, self.tensor, self.everyone]
+
     def close(self) -> None:
         """Destroy the groups. On all ranks."""
-        for comm in (self.data, self.model, self.tensor, self.everyone):
+        for comm in self.all():
             comm.close()
 
 

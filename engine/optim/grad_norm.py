@@ -59,6 +59,18 @@ def unscale_and_clip_(grads: Sequence[Tensor], norm: float, *, loss_scale: float
         torch._foreach_mul_(list(grads), factor)
 
 
+@torch.no_grad()
+def clip_on_device_(grads: Sequence[Tensor], norm: Tensor, *, loss_scale: float = 1.0, max_norm: float = 0.0) -> None:
+    """The same where `norm` is on the gradients' device: the host does not wait for it."""
+    if max_norm <= 0:
+        unscale_and_clip_(grads, 0.0, loss_scale=loss_scale)
+        return
+    factor = (max_norm / (norm / loss_scale + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0) / loss_scale
+    for same in ([g for g in grads if g.dtype == torch.float64], [g for g in grads if g.dtype != torch.float64]):
+        if same:
+            torch._foreach_mul_(same, factor if same[0].dtype == torch.float64 else factor.float())
+
+
 def _sum_of_squares(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """In float64. On a CPU norms are taken in fp32, which is several times as fast, and again where that fails."""
     total = torch.zeros((), dtype=torch.float64, device=device)

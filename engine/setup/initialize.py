@@ -144,9 +144,8 @@ def _divide(
     comms = _open_comms(config, parallel.mesh, device, hooks, link)
     for comm in comms.all():
         opened.callback(comm.close)
-    joined = (parallel.data, parallel.model, parallel.tensor, parallel.everyone, *comms.all())
     between = [group for each in links.values() for group in each.groups]
-    peers = Peers(parallel.everyone, [*(comm.group for comm in joined), *between])
+    peers = Peers(parallel.everyone, [*(comm.group for comm in (*parallel.all(), *comms.all())), *between])
     opened.callback(peers.close)
     with failing_together("initialize", parallel.everyone):
         activation_checkpoint.attach(hooks, config.activation_checkpointing)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Concatenate, Final, NoReturn, ParamSpec, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import checkpoint
@@ -113,13 +113,13 @@ class BaseEngine(nn.Module):
         self.tput_timer = Throughput()
         self._own_data: Iterator[Any] | None = None
         self._frozen = [param for param in training.zero.params if not param.trainable]
-        self._norm: float | None = None
+        self._norm: float | Tensor | None = None
         self._stepped = False
         self._destroyed = False
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last step's gradients before clipping; None before the first."""
-        return self._norm
+        return None if self._norm is None else float(self._norm)
 
     def was_step_applied(self) -> bool:
         """Whether the last `step` changed the weights: not at every micro-batch, and not after an overflow."""

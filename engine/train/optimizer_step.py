@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checkpoint import CheckpointError
 from ..optim import StepGuard, renew, settles_groups
-from ..optim.grad_norm import global_norm, unscale_and_clip_
+from ..optim.grad_norm import clip_on_device_, global_norm, unscale_and_clip_
 from ..optim.loss_scaler import overflowed
 from ..optim.onebit import OneBitAdam
 from ..training_state import Training
@@ -23,8 +23,8 @@ from ..zero.zero import tiles_of
 class StepResult:
     """What came of a step."""
 
-    norm: float
-    """Of the gradients before clipping, over all ranks."""
+    norm: float | Tensor
+    """Of the gradients before clipping, over all ranks; on their device where the host has not waited for it."""
     overflow: bool
     """Whether they held infinities or NaN, and the weights stay as they were."""
 
@@ -79,15 +79,21 @@ class OptimizerStep:
         sharded = zero.settings.stage > 0 or reducer.local  # each data-parallel rank has a part of what is counted
         comms = [training.parallel.data, training.parallel.model] if sharded else [training.parallel.model]
         wait = zero.deadlocks.wait if sharded and zero.deadlocks is not None else None
-        value = global_norm(counted, comms, device=training.device, wait=wait).item()
-        training.peers.check("engine.step")  # the host has waited: what is aborted brings no numbers
-        overflow = self._skips and overflowed(value)
+        norm = global_norm(counted, comms, device=training.device, wait=wait)
+        # Where nothing depends on it, a host that is ahead of its device does not wait for the norm.
+        value = None if not self._skips and norm.is_cuda and all(grad.is_cuda for grad in grads) else norm.item()
+        training.peers.check("engine.step")  # if the host has waited: what is aborted brings no numbers
+        overflow = self._skips and value is not None and overflowed(value)
         training.optimizer.overflow = overflow  # type: ignore[union-attr]  # where scripts look for it
         if overflow:
             training.skipped_steps += 1
             training.hooks.mark("overflow", value=training.scaler.scale)
         else:
-            unscale_and_clip_(grads, value, loss_scale=scale, max_norm=training.config.gradient_clipping)
+            max_norm = training.config.gradient_clipping
+            if value is None:
+                clip_on_device_(grads, norm, loss_scale=scale, max_norm=max_norm)
+            else:
+                unscale_and_clip_(grads, value, loss_scale=scale, max_norm=max_norm)
             zero.begin_update()
             self._writes.mark()
             self._update()
@@ -98,7 +104,7 @@ class OptimizerStep:
             reducer.leave_unreduced(training.optimizer.wants_local_gradients)
         training.scaler.update(overflow)
         self._show_scale()
-        return StepResult(value / scale, overflow)
+        return StepResult((norm if value is None else value) / scale, overflow)
 
     def stepped_masters(self) -> set[int]:
         """What the optimizer's groups have, by id; no other parameter counts into the norm.

@@ -26,7 +26,7 @@ from ..optim.loss_scaler import model_dtype
 from .gather import Gatherer
 from .param_hooks import WatchedParameters
 from .placeholder import REGISTRY
-from .shard import Partition, ShardedParam, find_sharded
+from .shard import ParamGatherer, Partition, ShardedParam, find_sharded
 
 INSTEAD: Final = {
     "remote_device": "write zero_optimization.offload_param",
@@ -46,14 +46,12 @@ class EarlyParam(ShardedParam):
     """A parameter sharded before there is an engine. It does not keep its parameter alive, but lives as long as
     that."""
 
-    def __init__(self, name: str, param: nn.Parameter, gatherer: Gatherer) -> None:
+    def __init__(self, name: str, param: nn.Parameter, gatherer: ParamGatherer) -> None:
         self._param = weakref.ref(param)
         comm = gatherer.comm
         partition = Partition(param.numel(), comm.size)
         super().__init__(name, param, partition, comm.rank, gatherer, persistent=False, index=0)
         self.trainable = False  # not as long as there is no engine
-        self.over = gatherer
-        """What gathers it."""
         REGISTRY[param] = lambda: self
 
     @property

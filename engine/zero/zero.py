@@ -25,7 +25,7 @@ from .fetch import Fetcher
 from .gather import Gatherer
 from .init import EarlyParam
 from .reduce import BackwardPart, Reducer
-from .shard import Partition, ShardedParam, find_sharded, forget, register
+from .shard import ParamGatherer, Partition, ShardedParam, find_sharded, forget, register
 from .sparse import SparseReducer, sparse_params
 from .validate import UNCOMPILED, compiled_module
 
@@ -68,7 +68,7 @@ class Zero:
         self.gatherer = Gatherer(comms.parameters, settings, comms.near)
         size, rank = self._comm.size, self._comm.rank
         self.params: list[ShardedParam] = []
-        self._early: dict[ShardedParam, Gatherer] = {}
+        self._early: dict[ShardedParam, ParamGatherer] = {}
         """What `zero.Init` had sharded, and what gathers it there; empty once there is an engine."""
         self._closed = False
         self.lost = False
@@ -99,7 +99,7 @@ class Zero:
                 ShardedParam(name, param, partition, rank, self.gatherer, persistent=not sharded, index=index)
             )
             if isinstance(early, EarlyParam):
-                self._early[self.params[-1]] = early.over
+                self._early[self.params[-1]] = early.gatherer
             if sharded:
                 self.params[-1].release()  # one at a time: the model need not fit whole
             if sharded and offload_shard is not None:

@@ -102,6 +102,16 @@ def test_shards_come_from_the_host_beside_the_computation(ran: Ran) -> None:
     assert told["off"] < 1e-4
 
 
+def test_a_host_that_is_ahead_does_not_wait_for_the_norm(ran: Ran) -> None:
+    told, log = ran.told[0]["ahead"], ran.log()
+    step = log[(log["launch_ns"] >= told["begin"]) & (log["launch_ns"] <= told["went_on"])]
+    assert len(step) > 5
+    assert "copy to host" not in set(step["name"])
+    assert step["end_ns"].max() > told["went_on"]
+    assert told["norms"][0] == pytest.approx(told["norms"][1], rel=1e-5)
+    assert told["off"] < 1e-6
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_storage_that_is_freed_waits_for_the_stream_that_used_it(
     monkeypatch: pytest.MonkeyPatch, on_gpu: bool

@@ -9,9 +9,9 @@ import pytest
 import torch
 from ranks import Ranks, everyone
 from spans import recorded
-from torch import nn
+from torch import Tensor, nn
 
-from dsprof.engine.optim.grad_norm import clip_coefficient, global_norm, unscale_and_clip_
+from dsprof.engine.optim.grad_norm import clip_coefficient, clip_on_device_, global_norm, unscale_and_clip_
 
 
 def test_norm_of_several_tensors() -> None:
@@ -96,3 +96,18 @@ def overflow_on_one(rank: int) -> float:
 
 def test_an_overflow_on_one_rank_shows_on_all(ranks: Ranks) -> None:
     assert ranks.run(2, overflow_on_one) == [math.inf, math.inf]
+
+
+@pytest.mark.parametrize("norm", [0.3, 80.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(("loss_scale", "max_norm"), [(1.0, 1.0), (8.0, 1.0), (8.0, 0.0), (1.0, 0.0)])
+def test_gradients_are_clipped_alike_where_the_host_does_not_know_the_norm(
+    norm: float, loss_scale: float, max_norm: float
+) -> None:
+    def grads() -> list[Tensor]:
+        return [torch.tensor([1.0, -3.0, 0.1], dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+
+    ours, wanted = grads(), grads()
+    clip_on_device_(ours, torch.tensor(norm, dtype=torch.float64), loss_scale=loss_scale, max_norm=max_norm)
+    unscale_and_clip_(wanted, norm, loss_scale=loss_scale, max_norm=max_norm)
+    for one, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -182,7 +182,7 @@ def test_ranks_that_take_different_branches(
         assert text.startswith(WAITS + waits)
         assert "all must run the same modules in the same order" in text
         assert same
-        assert seconds < 20
+        assert seconds < 60  # that of the group's timeout, in which nobody waited here
 
 
 def test_three_ranks_of_which_one_takes_another_branch(ranks: Ranks) -> None:

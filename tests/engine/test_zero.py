@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from math import inf
 from typing import Any
 
 import pytest
@@ -264,27 +265,33 @@ def on_a_link(rank: int, chosen: Config) -> tuple[float, list[str]]:
 
 @pytest.mark.alone
 def test_buckets_overlap_and_prefetch_move_time_on_a_link(ranks: Ranks) -> None:
-    """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. On a busy host, longer."""
+    """Sleeping: 5 x 20 forward, 5 x 20 backward; each layer's communication takes 20. No host makes it shorter than
+    that; a busy one makes it longer, so that what must be short may try again."""
 
-    def ms(stage: int, bucket: int, overlap: bool, prefetch: int = 0) -> tuple[float, int]:
+    def ms(stage: int, bucket: int, overlap: bool, prefetch: int = 0, below: float = inf) -> tuple[float, int]:
         fetch = fetch_settings(prefetch, LARGE, 0)
         chosen = zero_config(stage, bucket, LARGE, overlap, 0, fetch)
-        found = ranks.run(2, on_a_link, chosen)
-        return max(taken for taken, _ in found), len(found[0][1])
+        least = inf
+        for _ in range(8):
+            found = ranks.run(2, on_a_link, chosen)
+            least = min(least, max(taken for taken, _ in found))
+            if least < below:
+                break
+        return least, len(found[0][1])
 
     blocking, buckets = ms(1, 10_000, overlap=False)
     assert buckets == 5
-    overlapped, buckets = ms(1, 10_000, overlap=True)
+    overlapped, buckets = ms(1, 10_000, overlap=True, below=250)
     assert buckets == 5
     late, buckets = ms(1, LARGE, overlap=True)
     assert buckets == 1
     assert blocking >= 300  # all five reductions stand in the way
-    assert overlapped < blocking - 50  # only the last one does: 80 less, if sleeping were exact
+    assert overlapped < 250  # only the last one does: 220, if sleeping were exact
     assert late >= 300  # one bucket, sent when backward is over
     fetching, _ = ms(3, 10_000, overlap=True)
-    prefetching, _ = ms(3, 10_000, overlap=True, prefetch=30_000)
+    prefetching, _ = ms(3, 10_000, overlap=True, prefetch=30_000, below=290)
     assert fetching >= 380  # nine gathers stand in the way: the first layer's backward needs no weight
-    assert prefetching < fetching - 100
+    assert prefetching < 290
 
 
 # --- gathers that are several communications

@@ -1,7 +1,7 @@
 """A mesh of parallelisms: torch's own examples of tensor parallelism, and the usual ones by hand, on sleeping layers.
 
-`--slow-rank` takes longer for its own work, whatever it shares with the others. `--units`, `--every` of fsdp-tp: many
-small units in the data-parallel dimension, and a tensor-parallel all-reduce after every fifth.
+`--slow-rank` takes longer for its own work, whatever it shares with the others. units-tp: many small units in the
+data-parallel dimension, and an all-reduce of the tensor-parallel one after every fifth.
 """
 
 import torch
@@ -155,11 +155,16 @@ class Ulysses(nn.Module):
         return x
 
 
-def reduce_gradients(parameters, group):
-    """Their mean over a group, one at a time, as scripts do it by hand."""
-    for parameter in parameters:
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= dist.get_world_size(group)
+def reduce_gradients(parameters, group, one_by_one):
+    """Their mean over a group, together or one at a time, as scripts do it by hand."""
+    gradients = [parameter.grad for parameter in parameters]
+    whole = gradients if one_by_one else [torch.cat([gradient.flatten() for gradient in gradients])]
+    for tensor in whole:
+        dist.all_reduce(tensor, group=group)
+        tensor /= dist.get_world_size(group)
+    if not one_by_one:
+        for gradient, mean in zip(gradients, whole[0].split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
 
 def main():
@@ -173,6 +178,7 @@ def main():
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--forward-ms", type=float, default=20, help="of one step")
     parser.add_argument("--skew", type=float, default=0.0, help="of tokens that go to the first expert instead")
+    parser.add_argument("--one-by-one", action="store_true", help="gradients that are reduced by hand")
     parser.add_argument("--slow-rank", type=int)
     parser.add_argument("--slow-by", type=float, default=1.5)
     args = parser.parse_args()
@@ -242,7 +248,7 @@ def main():
             loss = (output**2).mean()
             loss.backward()
         for parameters, group in reduced or ():
-            reduce_gradients(parameters, group)
+            reduce_gradients(parameters, group, args.one_by_one)
         optimizer.step()
         optimizer.zero_grad()
         log.step(float(loss))

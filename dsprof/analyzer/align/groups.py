@@ -292,14 +292,24 @@ def _role(alike: Sequence[_Team], purposes: frozenset[str], teams: Sequence[_Tea
 
 
 def _reduced_across(alike: Sequence[_Team], teams: Sequence[_Team]) -> bool:
-    """Whether gradients are reduced over ranks that hold the same shard of what these teams share."""
-    others = [team for team in teams if GRADIENT in team.purposes and PARAMETER not in team.purposes]
-    return any(len({*mine.ranks} & {*other.ranks}) == 1 for mine in alike for other in others)
+    """Whether each of these ranks reduces gradients with such as hold the same shard: weights that the first and the
+    last stage share are no replicas of the others'."""
+    reducing = [team for team in teams if GRADIENT in team.purposes]
+    whole = [team for team in reducing if team.purposes.isdisjoint({PARAMETER, PIPELINE, TENSOR_PARALLEL})]
+    return _cross_everywhere(alike, whole)
 
 
 def _reduces_shards(alike: Sequence[_Team], teams: Sequence[_Team]) -> bool:
-    shards = [team for team in teams if {PARAMETER, GRADIENT} <= team.purposes]
-    return any(len({*mine.ranks} & {*other.ranks}) == 1 for mine in alike for other in shards)
+    return _cross_everywhere(alike, [team for team in teams if {PARAMETER, GRADIENT} <= team.purposes])
+
+
+def _cross_everywhere(alike: Sequence[_Team], others: Sequence[_Team]) -> bool:
+    """Whether each rank of these teams is in one of the others, with which it has no second rank in common."""
+    crossing = {
+        rank for mine in alike for other in others for rank in {*mine.ranks} & {*other.ranks}
+        if len({*mine.ranks} & {*other.ranks}) == 1
+    }  # fmt: skip
+    return crossing >= {rank for mine in alike for rank in mine.ranks}
 
 
 def _exchanges(alike: Sequence[_Team], teams: Sequence[_Team]) -> str:

@@ -1,17 +1,17 @@
 """Whether a replay can be trusted: does it give what was measured, and do the measured times agree with its edges?
 
 Replaying steps with what their own operations took gives the measured steps by construction, if only every wait is
-explained; what tells is that nothing began before what it is said to have waited for, and that the costs of some steps
-give the time of others.
+explained; what tells is that nothing began before what it is said to have waited for, and that steps in another order
+take what they took in theirs.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..text import percent
 from .evaluation_order import Cyclic
@@ -27,26 +27,47 @@ CONTRADICTION_MS: Final = 0.1
 time is taken a little before or after what it is the time of."""
 FEWEST_HELD_OUT: Final = 4
 """Judged steps of a template, for half of them to predict the others."""
+DRAWS: Final = 6
+"""Halves of the steps that are held out."""
+MOST_MISSED: Final = 0.05
+"""Of the step, by replays with what other steps took."""
+MOST_DIFFERING: Final = 0.25
+"""Of the step, between half of the steps and the others; ENOUGH: what is aimed at."""
+ENOUGH: Final = 0.05
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Steps that were replayed with what whole other steps took.
+
+    missed:  by how much they miss what those steps took, as a share of it: what a step takes depends on more than on
+             its own operations, or the graph does not have all of them
+    differs: by how much half of the steps misses the other half, as a share of the step: so few steps, or so unlike
+             ones, tell that little of the next ones
+    """
+
+    missed: float
+    differs: float
 
 
 @dataclass(frozen=True)
 class ReplayCheck:
     """error:     by how much the unchanged replay misses the mean measured step, as a share of it
     contradicted: share of the edges that measured times contradict
-    held_out:     by how much steps replayed with the mean costs of every other one miss what they took, as a share of
-                  the step; None where too few are alike
+    held_out:     what steps tell of others; None where too few are alike
     """
 
     error: float
     contradicted: float
-    held_out: float | None
+    held_out: HeldOut | None
 
     def to_dict(self) -> dict[str, float | None]:
         """As `capture.replay` of findings.json."""
         return {
             "error_percent": 100 * self.error,
             "contradicted_percent": 100 * self.contradicted,
-            "held_out_error_percent": None if self.held_out is None else 100 * self.held_out,
+            "held_out_error_percent": None if self.held_out is None else 100 * self.held_out.missed,
+            "halves_differ_percent": None if self.held_out is None else 100 * self.held_out.differs,
         }
 
     @property
@@ -62,6 +83,18 @@ class ReplayCheck:
                 f"{percent(100 * self.contradicted)} of what is taken to have waited for something went on before that "
                 "had come, so what a change gains cannot be told"
             )
+        seen = self.held_out
+        if seen is not None and seen.missed > MOST_MISSED:
+            return (
+                f"steps that are replayed with what others took miss it by {percent(100 * seen.missed)}: what a step "
+                "takes depends on more than is known of it, so what a change gains cannot be told"
+            )
+        if seen is not None and seen.differs > MOST_DIFFERING:
+            more = math.ceil((seen.differs / ENOUGH) ** 2)
+            return (
+                f"half of the steps tell the time of the other half within {percent(100 * seen.differs)} only, so what "
+                f"a change gains cannot be told: profile at least {more} times as many steps"
+            )
         return None
 
 
@@ -73,7 +106,7 @@ def check(graph: StepGraph, clock_error_ms: float = 0.0) -> ReplayCheck:
         return ReplayCheck(0.0, 1.0, None)
     measured = graph.measured
     error = abs(float(replayed.mean() / measured.mean()) - 1) if len(measured) and measured.mean() > 0 else 0.0
-    return ReplayCheck(error, contradicted(graph, clock_error_ms), held_out_error(graph))
+    return ReplayCheck(error, contradicted(graph, clock_error_ms), hold_out(graph))
 
 
 def contradicted(graph: StepGraph, clock_error_ms: float = 0.0) -> float:
@@ -92,31 +125,34 @@ def contradicted(graph: StepGraph, clock_error_ms: float = 0.0) -> float:
     return wrong / every if every else 0.0
 
 
-def held_out(graph: StepGraph) -> tuple[StepGraph, npt.NDArray[np.bool_]]:
-    """The graph with the costs of every second judged step of a template replaced by the means of the others', and
-    which of the judged steps these are, [S]."""
-    chosen = np.zeros(len(graph.numbers), bool)
-    templates = []
-    for index, steps in enumerate(graph.templates):
-        columns = graph.columns_of(index)
-        judged = np.flatnonzero(graph.judged[columns])
-        if len(judged) < FEWEST_HELD_OUT:
-            templates.append(steps)
-            continue
-        odd, even = judged[1::2], judged[0::2]
-        chosen[columns[even]] = True
-        work, transfer = steps.work.copy(), steps.transfer.copy()
-        work[:, even] = steps.work[:, odd].mean(axis=1, keepdims=True)
-        transfer[:, even] = steps.transfer[:, odd].mean(axis=1, keepdims=True)
-        templates.append(steps.with_costs(work=work, transfer=transfer))
-    return graph.with_templates(tuple(templates)), chosen[graph.judged]
-
-
-def held_out_error(graph: StepGraph) -> float | None:
-    """The mean of the steps held out, against what they took, as a share of it."""
-    changed, chosen = held_out(graph)
-    if not chosen.any():
+def hold_out(graph: StepGraph) -> HeldOut | None:
+    """Give half of the judged steps of each template what the other half took, step by step and not in the mean: the
+    longest of several paths is longer in the mean than that of mean costs. None where too few are alike."""
+    draw = np.random.default_rng(0)
+    places = np.cumsum(graph.judged) - 1
+    graphs, halves, drawn = [], [], []
+    for _ in range(DRAWS):
+        into, of, templates = [], [], []
+        for index, steps in enumerate(graph.templates):
+            columns = graph.columns_of(index)
+            judged = draw.permutation(np.flatnonzero(graph.judged[columns]))
+            half = len(judged) // 2 if len(judged) >= FEWEST_HELD_OUT else 0
+            chosen, others = judged[:half], judged[half : 2 * half]
+            work, transfer = steps.work.copy(), steps.transfer.copy()
+            work[:, chosen], transfer[:, chosen] = steps.work[:, others], steps.transfer[:, others]
+            templates.append(steps.with_costs(work=work, transfer=transfer))
+            into.append(places[columns[chosen]])
+            of.append(places[columns[others]])
+        graphs.append(graph.with_templates(tuple(templates)))
+        halves.append(np.concatenate(into))
+        drawn.append(np.concatenate(of))
+    if not len(halves[0]):
         return None
-    measured = float(graph.measured[chosen].mean())
-    (replayed,) = replay_all([changed])
-    return abs(float(replayed.durations[chosen].mean()) / measured - 1) if measured > 0 else None
+    took = np.array([float(graph.measured[of].mean()) for of in drawn])
+    themselves = np.array([float(graph.measured[into].mean()) for into in halves])
+    replayed = replay_all(graphs)
+    found = np.array([float(one.durations[into].mean()) for one, into in zip(replayed, halves, strict=True)])
+    if not (took > 0).all() or not (themselves > 0).all():
+        return None
+    missed = abs(float(found.sum() / took.sum()) - 1)
+    return HeldOut(missed, float(np.sqrt(np.mean((found / themselves - 1) ** 2))))

@@ -34,13 +34,16 @@ LASTING: Final = (*MEMORY_NOW, *MEMORY_PEAKS, *MEMORY_LIMITS, *MEMORY_COUNTS)
 """What stays as it is until it is written again."""
 
 
+NOTHING: Final = pd.DataFrame({name: pd.Series(dtype="object" if name == "place" else "float64") for name in COLUMNS})
+
+
 def nothing() -> pd.DataFrame:
-    return pd.DataFrame({name: pd.Series(dtype="object" if name == "place" else "float64") for name in COLUMNS})
+    return NOTHING.copy()
 
 
 def sum_memory(rows: pd.DataFrame, rank: int) -> pd.DataFrame:
     """The table (COLUMNS) of one rank, by place and step."""
-    mem = rows.loc[rows["kind"] == "mem", ["name", "lane", "purpose", "step", "start_ns", "bytes", "value"]]
+    mem = rows[["name", "lane", "purpose", "step", "start_ns", "bytes", "value"]][rows["kind"] == "mem"]
     if mem.empty:
         return nothing()
     lane = mem["lane"].astype(str)

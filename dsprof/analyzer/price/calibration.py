@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ..finding import MEASURED_EXCESS, Gain
+from ..graph.validate import HeldOut
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,28 @@ OF_CONTENTION: Final = 0.6
 
 
 def with_model_error(
-    gain: Gain, error: ModelError | None, step_ms: float, load: float, contention_ms: float = 0.0
+    gain: Gain,
+    error: ModelError | None,
+    step_ms: float,
+    load: float,
+    contention_ms: float = 0.0,
+    held_out: HeldOut | None = None,
 ) -> Gain:
     """`gain` with an interval that holds the model's error too. What gains nothing stays as it is.
 
     error: of the rule; None: its predictions were never held against a run
     contention_ms: what was taken off the gain since cores are busy
+    held_out: what the run's own steps, held out, were missed by: of the step by the model, and of a gain since the next
+              steps are as unlike these as these are one another
     """
-    error = OUTSIDE_STEPS if gain.method == MEASURED_EXCESS else error
+    if gain.method == MEASURED_EXCESS:
+        error, held_out = OUTSIDE_STEPS, None
     if error is None or gain.ms <= 0:
         return gain
 
     def half(above: bool) -> float:
-        return math.hypot(error.half_ms(gain.ms, step_ms, load, above=above), OF_CONTENTION * contention_ms)
+        own = (held_out.missed * step_ms, held_out.differs * gain.ms) if held_out is not None else ()
+        return math.hypot(error.half_ms(gain.ms, step_ms, load, above=above), OF_CONTENTION * contention_ms, *own)
 
     low = gain.ms - math.hypot(gain.ms - gain.low, half(False))
     high = gain.ms + math.hypot(gain.high - gain.ms, half(True))

@@ -20,7 +20,7 @@ NEEDED: Final = ("step", "kind", "name", "start_ns", "dur_ns", "stage")
 
 def staged_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """What is of a stage: layers and actions, with the columns NEEDED."""
-    return rows.loc[rows["stage"].notna() & rows["kind"].isin(["module", "pipe"]), list(NEEDED)]
+    return rows[list(NEEDED)][rows["stage"].notna() & rows["kind"].isin(["module", "pipe"])]
 
 
 def layer_costs(rows: pd.DataFrame) -> list[LayerCost]:

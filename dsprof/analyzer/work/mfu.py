@@ -89,7 +89,7 @@ class Efficiency:
 
 def sum_work(rows: pd.DataFrame, native: bool) -> RankWork | None:
     """What the rows of a rank tell, which the native helper wrote, or not; None below level full."""
-    gauges = rows.loc[rows["kind"] == "gauge", ["name", "module", "purpose", "start_ns", "dur_ns", "step", "value"]]
+    gauges = rows[["name", "module", "purpose", "start_ns", "dur_ns", "step", "value"]][rows["kind"] == "gauge"]
     gauges = gauges.assign(name=gauges["name"].astype(str))
     counted = gauges[gauges["name"].str.startswith(FLOPS)]
     any_counted = len(counted) or (gauges["name"] == COUNTED).any()
@@ -126,13 +126,13 @@ def sum_work(rows: pd.DataFrame, native: bool) -> RankWork | None:
 
 def _is_cut(rows: pd.DataFrame, began: int, ended: int) -> bool:
     """Whether records of that time are missing."""
-    gaps = rows[(rows["kind"] == "mark") & (rows["name"] == CAPTURE_GAP)]
+    gaps = rows[["start_ns", "dur_ns"]][(rows["kind"] == "mark") & (rows["name"] == CAPTURE_GAP)]
     return bool(((gaps["start_ns"] < ended) & (gaps["start_ns"] + gaps["dur_ns"] > began)).any())
 
 
 def _forwards(rows: pd.DataFrame) -> pd.DataFrame:
     chosen = (rows["kind"] == "phase") & (rows["name"] == "forward") & (rows["source"] == "measured")
-    return rows.loc[chosen & rows["grad"].fillna(True) & (rows["step"] >= 0), ["step", "start_ns", "value"]]
+    return rows[["step", "start_ns", "value"]][chosen & rows["grad"].fillna(True) & (rows["step"] >= 0)]
 
 
 def _sizes(rows: pd.DataFrame, began: int, ended: int) -> tuple[float, float] | None:

@@ -132,6 +132,8 @@ def _passed(study: Study) -> pd.DataFrame | None:
     if study.on_gpu:  # there its host's phases say nothing of what the device takes
         return None
     table = pd.concat([summary.passes for summary in study.summaries.values()], ignore_index=True)
+    if set(table["rank"]) != set(study.ranks):
+        return None
     counts = table.groupby(["rank", "step", "name"]).size().unstack(fill_value=0)
     if not {FORWARD, BACKWARD} <= set(counts.columns):
         return None

@@ -11,6 +11,9 @@ from ..budget.step_budget import RankTime
 
 PASS_COLUMNS: Final = ("rank", "step", "stage", "micro", "name", "start_ns", "dur_ns", "own_ns")
 """own_ns: of `dur_ns` what is compute, and no waiting for others or pause."""
+NO_PASSES: Final = pd.DataFrame(
+    {name: pd.Series(dtype="object" if name == "name" else "int64") for name in PASS_COLUMNS}
+)
 FORWARD: Final = "F"
 BACKWARD: Final = "B"
 WEIGHTS: Final = "W"
@@ -18,15 +21,19 @@ WEIGHTS: Final = "W"
 
 def find_passes(rows: pd.DataFrame, time: RankTime) -> pd.DataFrame:
     """PASS_COLUMNS of the actions of a pipeline's schedule; without one, of the training thread's forwards with
-    gradients and backwards, of which `micro` counts those of a step and `stage` is 0. `rows`: of one rank."""
+    gradients and backwards, of which `micro` counts those of a step and `stage` is 0. There are none where the sizes of
+    all inputs are known, which tell more. `rows`: of one rank."""
     columns = ["rank", "step", "name", "stage", "start_ns", "dur_ns"]
-    acted = rows.loc[rows["kind"] == "pipe", [*columns, "microbatch"]]
+    acted = rows[[*columns, "microbatch"]][rows["kind"] == "pipe"]
     acted = acted[acted[["dur_ns", "stage", "microbatch"]].notna().all(axis=1)]
     acted = acted[acted["name"].isin([FORWARD, BACKWARD, WEIGHTS])]
     if len(acted):
         found = acted.assign(micro=acted["microbatch"], name=acted["name"].astype(str))
     else:
-        phases = rows.loc[(rows["kind"] == "phase") & (rows["lane"] == "main"), [*columns, "grad"]]
+        phases = rows[[*columns, "grad", "value"]][(rows["kind"] == "phase") & (rows["lane"] == "main")]
+        forwards = phases["value"][phases["name"] == "forward"]
+        if forwards.notna().all():
+            return NO_PASSES
         phases = phases[phases["dur_ns"].notna()]
         forward = (phases["name"] == "forward") & phases["grad"].fillna(True).astype(bool)
         found = phases[forward | (phases["name"] == "backward")]

@@ -169,12 +169,43 @@ def offloaded() -> dict[str, Any]:
     return {"begin": begin, "end": end, "off": off[0]}
 
 
+def ahead() -> dict[str, Any]:
+    """A step with clipping while the device is busy: when it began and was over for the host; the norm, and how far
+    the weights are from those of one on the host."""
+    os.environ.pop("RANK", None)
+    model = torch.nn.Linear(8, 8, bias=False)
+    other = torch.nn.Linear(8, 8, bias=False)
+    other.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    engine = initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        },
+    )[0]
+    inputs = torch.ones(2, 8, device="cuda")
+    for _ in range(3):
+        device.kernel("head start", 60)
+        begin = device.now_ns()
+        engine.backward(engine(inputs).sum())
+        engine.step()
+        went_on = device.now_ns()
+        optimizer.zero_grad()
+        other(torch.ones(2, 8)).sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(other.parameters(), 0.5).item()
+        optimizer.step()
+    off = (model.weight.detach().cpu() - other.weight.detach()).abs().max().item()
+    return {"begin": begin, "went_on": went_on, "norms": [engine.get_global_grad_norm(), norm], "off": off}
+
+
 def after_all(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     told = part()
     torch.cuda.synchronize()
     return told
 
 
-PARTS = (lane, late_listener, memory, phases, between_lines, day, offloaded)
+PARTS = (lane, late_listener, memory, phases, between_lines, day, offloaded, ahead)
 told = {part.__name__: after_all(part) for part in PARTS}
 Path(f"told.{common.RANK}").write_text(json.dumps({**told, "failures": len(FAILURES), "log": device.log()}))
