@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import sleeping_jobs
 from captures import RECORDERS, build_helper
+from planting import planted
 from sleeping_jobs import SleepingRanks
 
 from dsprof.launch import Launch
@@ -68,3 +69,12 @@ def sleeping_ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPat
     ranks = sleeping_jobs.start(kept.mkdir("sleeping_device") if kept else tmp_path_factory.mktemp("sleeping_device"))
     yield ranks
     ranks.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    codes = {str(code) for marker in item.iter_markers("plants") for code in marker.args}
+    if not codes:
+        return (yield)
+    with planted(codes):
+        return (yield)

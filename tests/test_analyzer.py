@@ -72,8 +72,8 @@ def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
 
     analysis = analyze(Job(jitter=0.05).trace())
     ranks = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
-    times, programs = ({rank: getattr(of, name) for rank, of in ranks.items()} for name in ("time", "program"))
-    graph = build_graph(times, programs, analysis.collectives, analysis.steps)
+    chains = {rank: of.chains for rank, of in ranks.items()}
+    graph = build_graph(chains, analysis.collectives, analysis.steps)
     assert graph is not None
     middle = analysis.steps[analysis.steps["ordinary"]].groupby("step")["dur_ns"].mean() / 1e6
     assert replay(graph).durations == pytest.approx(middle.to_numpy(), rel=1e-6)
@@ -101,6 +101,7 @@ def test_a_few_worse_steps_do_not_hide_that_a_rank_is_late_in_every_one() -> Non
     assert "late in every step" in analysis.findings[0].title
 
 
+@pytest.mark.plants("pause.stop")
 @pytest.mark.parametrize(("core_wait", "said"), [(0.9, "give each rank cores of its own"), (0.1, "look for what rank")])
 def test_a_stop_for_want_of_a_core_is_told_as_that(core_wait: float, said: str) -> None:
     job = Job(forward=lambda rank, step: 2_000 if (rank, step) == (1, 25) else 40, core_wait=core_wait)
@@ -121,6 +122,7 @@ def test_a_rank_that_is_late_by_chance_is_no_straggler() -> None:
     assert "rank.straggler" not in above_info(analysis)
 
 
+@pytest.mark.plants("data.stall")
 def test_a_slow_loader_is_a_data_stall_with_a_number_of_workers() -> None:
     loader = {"fact": "dataloader", "rank": 0, "num_workers": 0, "site": "/home/me/train.py:12"}
     analysis = analyze(Job(data=constant(300), facts=[loader]).trace())
@@ -155,6 +157,7 @@ def test_a_loader_that_burns_cpu_gains_nothing_from_workers_where_no_core_is_idl
     assert stall.gain.ms < 6  # while the ranks wait for one another
 
 
+@pytest.mark.plants("data.imbalance")
 def test_uneven_inputs_are_an_imbalance_and_not_a_straggler() -> None:
     luck = random.Random(1)
     tokens = {(rank, step): luck.randint(256, 1024) for rank in range(4) for step in range(60)}
@@ -178,6 +181,7 @@ def test_a_rank_that_always_gets_more_is_an_imbalance_too() -> None:
     assert above_info(analyze(job.trace()))[0] == "data.imbalance"
 
 
+@pytest.mark.plants("pause.gc")
 def test_garbage_collection_on_one_rank() -> None:
     analysis = analyze(Job(gc=lambda rank, step: 50 if rank == 0 else 0).trace())
     first = analysis.findings[0]
@@ -220,6 +224,7 @@ def test_what_no_other_fault_hides_gains_its_share_by_itself() -> None:
     assert "fixing it saves 30" in analysis.verdict.headline
 
 
+@pytest.mark.plants("comm.small-messages")
 def test_many_small_buckets_that_stand_in_the_way() -> None:
     sizes = (2048, 4096, 512, 8192) * 60
     ddp = {"fact": "ddp", "rank": 0, "site": "/home/me/train.py:9", "gradient_bytes": list(sizes)}
@@ -232,6 +237,7 @@ def test_many_small_buckets_that_stand_in_the_way() -> None:
     assert first.fixes[0].patch[0]["argument"] == "bucket_cap_mb"
 
 
+@pytest.mark.plants("comm.exposed")
 def test_one_huge_bucket_that_overlaps_nothing() -> None:
     ddp = {"fact": "ddp", "rank": 0, "site": None, "gradient_bytes": [1 << 20] * 60}
     analysis = analyze(Job(buckets=(60 << 20,), ms_per_mib=0.8, facts=[ddp]).trace())
@@ -295,6 +301,7 @@ def test_that_a_line_issues_such_ones_is_nothing_that_a_rank_did() -> None:
     assert {item.metric: item.value for item in found.evidence}["was doing"] == "after optimizer"
 
 
+@pytest.mark.plants("run.rank-died")
 def test_a_rank_that_nobody_watched_was_gone_before_the_one_that_waited_for_it() -> None:
     """Lightning starts the second rank itself; the first fails in a collective with it."""
     job = Job()
@@ -437,6 +444,7 @@ def test_a_straggler_costs_the_same_wherever_in_the_step_it_is_late(phase: str) 
     assert first.gain.ms == pytest.approx(30, abs=2)
 
 
+@pytest.mark.plants("pipeline.imbalance")
 def test_stages_of_a_pipeline_are_not_compared_as_if_they_did_the_same() -> None:
     trace = Job(forward=lambda rank, step: 90 if rank == 1 else 40).trace()
     phases = trace.rows[trace.rows["kind"] == "phase"].astype({"name": object})

@@ -13,7 +13,7 @@ from dsprof.analyzer.align.match import Matches, match_collectives
 from dsprof.analyzer.align.steps import completed_steps
 from dsprof.analyzer.budget.step_budget import label_time, step_budget
 from dsprof.analyzer.graph.build_graph import build_graph
-from dsprof.analyzer.graph.events import find_program
+from dsprof.analyzer.graph.find_chains import find_chains
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import StepGraph
 from dsprof.analyzer.graph.validate import check
@@ -54,8 +54,8 @@ def graph_of_rows(rows: Sequence[Row], judged_from: int = 0) -> StepGraph:
     times = {rank: label_time(mine, collectives, rank) for rank, mine in by_rank.items()}
     steps = step_budget(times, completed_steps(table))
     matches = Matches(collectives)
-    programs = {rank: find_program(times[rank], mine, matches) for rank, mine in by_rank.items()}
-    graph = build_graph(times, programs, collectives, steps.assign(ordinary=steps["step"] >= judged_from))
+    chains = {rank: find_chains(times[rank], mine, collectives, matches) for rank, mine in by_rank.items()}
+    graph = build_graph(chains, collectives, steps.assign(ordinary=steps["step"] >= judged_from))
     assert graph is not None
     return graph
 

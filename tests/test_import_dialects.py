@@ -307,15 +307,30 @@ FOR_DATA = kt.note(NEXT, 20.6 * MS, 58.7 * MS)
     [
         ([FOR_DATA], "data.stall", "for the host to load data"),
         ([FOR_DATA, kt.op("aten::stack", 30 * MS, 20 * MS)], "data.stall", "for the host to load data"),
-        ([kt.note("save_checkpoint", 20.6 * MS, 58.7 * MS)], "checkpoint.stall", "for the host to save"),
+        pytest.param(
+            [kt.note("save_checkpoint", 20.6 * MS, 58.7 * MS)],
+            "checkpoint.stall",
+            "for the host to save",
+            marks=pytest.mark.plants("checkpoint.stall"),
+        ),
         (
             [kt.complete("python_function", SAVED, 20.6 * MS, 58.7 * MS, **{"Python id": 5})],
             "checkpoint.stall",
             "to save",
         ),
-        ([kt.op("aten::sort", 20.6 * MS, 58.7 * MS)], "compute.host-work", "while its host computes on the CPU"),
+        pytest.param(
+            [kt.op("aten::sort", 20.6 * MS, 58.7 * MS)],
+            "compute.host-work",
+            "while its host computes on the CPU",
+            marks=pytest.mark.plants("compute.host-work"),
+        ),
         ([], "compute.host-work", "while its host does something else than to launch"),
-        (launches(21, 79, 0.5), "compute.launch-bound", "launches come too slowly to keep it busy"),
+        pytest.param(
+            launches(21, 79, 0.5),
+            "compute.launch-bound",
+            "launches come too slowly to keep it busy",
+            marks=pytest.mark.plants("compute.launch-bound"),
+        ),
     ],
     ids=["loader", "loader with operators", "span", "torch.save", "operator", "nothing", "launches"],
 )

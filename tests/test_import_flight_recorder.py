@@ -60,6 +60,7 @@ def first(folder: Path) -> Finding:
 formats = pytest.mark.parametrize("as_json", [False, True], ids=["pickle", "json"])
 
 
+@pytest.mark.plants("run.hang")
 @formats
 def test_the_rank_that_did_not_come(tmp_path: Path, as_json: bool) -> None:
     waits = [entry(1), entry(2, state="started")]
@@ -69,6 +70,7 @@ def test_the_rank_that_did_not_come(tmp_path: Path, as_json: bool) -> None:
     assert any("train (train.py:42)" in str(item.value) for item in found.evidence)
 
 
+@pytest.mark.plants("run.desync")
 @pytest.mark.parametrize(
     ("odd", "words"),
     [

@@ -162,6 +162,7 @@ def layered(ms: float, divided: bool = True, parameters: int = 1 << 20, sequence
     return MeshJob(2, {"0": ((0, 1), "")}, program, steps=STEPS, parameters=parameters)
 
 
+@pytest.mark.plants("comm.tensor-parallel")
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tensor_parallel_collectives_that_take_much_of_the_step(sequence: bool) -> None:
     analysis = analyze(layered(1, sequence=sequence).trace())

@@ -122,6 +122,7 @@ def test_two_slow_ranks_that_hide_each_other_are_to_be_fixed_both() -> None:
     assert first.to_dict()["by_rank"]["1"]["ms"] == first.by_rank[1].ms
 
 
+@pytest.mark.plants("rank.straggler")
 def test_one_slow_rank_is_what_the_headline_promises() -> None:
     first, said = headline(Job(ranks=4, steps=30, forward=lambda rank, step: 60.0 if rank == 1 else 40.0))
     assert first.by_rank == {}

@@ -48,6 +48,7 @@ def measured(finding: Finding) -> dict[str, Any]:
 # --- compute.throttle -----------------------------------------------------------------------------
 
 
+@pytest.mark.plants("compute.throttle")
 def test_one_that_is_too_hot_and_late_for_it() -> None:
     slow = job(forward=lambda rank, step: 50 if rank == 1 else 20)
     analysis = analyze(watched(slow.trace(), FAST, HOT, FAST))
@@ -171,6 +172,7 @@ def syncs(trace: Trace, rows: list[dict[str, Any]], *facts: dict[str, Any]) -> A
     return analyze(joined(trace, rows, [_device(), *(facts or (SEEN,))]))
 
 
+@pytest.mark.plants("compute.host-sync")
 def test_what_the_device_stands_idle_after_a_wait_is_the_bound() -> None:
     """A step of 90 ms: kernels until 40, a wait until 41, the next kernel at 47; and one that waits for nothing."""
     trace = job(ranks=1, data=constant(0), jitter=0.0).trace()

@@ -57,6 +57,7 @@ def test_one_block_that_is_kept_in_each_segment(tmp_path: Path) -> None:
     assert code.patch == ({"file": "/home/me/train.py", "line": 20, "argument": "", "value": ""},)
 
 
+@pytest.mark.plants("memory.fragmentation")
 def test_blocks_smaller_than_any_page_are_kept_where_no_setting_helps_much(tmp_path: Path) -> None:
     device = Device()
     allocations.scattered(device)

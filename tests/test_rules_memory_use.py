@@ -102,6 +102,7 @@ def test_memory_that_climbs_and_the_steps_that_are_left() -> None:
     assert analysis.verdict.status == "bottleneck"
 
 
+@pytest.mark.plants("memory.growth")
 def test_the_line_whose_allocations_are_kept_is_named(tmp_path: Path) -> None:
     device = Device()
     kept = []
@@ -180,6 +181,7 @@ def test_what_each_rank_used() -> None:
     assert analyze(trace).to_dict()["memory_use"][0]["peak"] == 2 * GiB
 
 
+@pytest.mark.plants("memory.oom-risk")
 def test_a_peak_close_to_what_there_is() -> None:
     trace = sampled(
         Job(steps=40), "cuda.0", allocated=60 * GiB, allocated_peak=78 * GiB, reserved_peak=79 * GiB, capacity=80 * GiB,
@@ -305,6 +307,7 @@ def with_recompute(trace: Trace, ms: float) -> Trace:
     return Trace.of(trace.run, joined)
 
 
+@pytest.mark.plants("memory.headroom")
 def test_memory_that_is_unused_while_activations_are_computed_again() -> None:
     job = Job(steps=80, buckets=(1 << 10,), latency_ms=0.1)
     trace = with_recompute(sampled(job, resident=2 * GiB, capacity=16 * GiB), 20.0)

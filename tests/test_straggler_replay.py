@@ -39,8 +39,8 @@ def analyzed(name: str) -> Analysis:
 def graph_of(name: str) -> StepGraph:
     analysis = analyzed(name)
     ranks = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
-    times, programs = ({rank: getattr(of, name) for rank, of in ranks.items()} for name in ("time", "program"))
-    graph = build_graph(times, programs, analysis.collectives, analysis.steps, analysis.run)
+    chains = {rank: of.chains for rank, of in ranks.items()}
+    graph = build_graph(chains, analysis.collectives, analysis.steps, analysis.run)
     assert graph is not None
     return graph
 

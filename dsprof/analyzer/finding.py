@@ -18,6 +18,8 @@ MEASURED_MEMORY: Final = "measured memory"
 
 MEASURED_ON_DEVICE: Final = "measured on the device"
 """`Gain.method` of what devices' own kernels show in the traced steps: what it costs, not what a change would gain."""
+REPLAYED_ON_DEVICE: Final = "replay of the traced steps"
+"""`Gain.method` of the same where a change was replayed in those steps."""
 
 LOW_PERCENT: Final = 1.0
 MEDIUM_PERCENT: Final = 5.0

@@ -17,6 +17,7 @@ from .finding import (
     ALLOCATOR_TWIN,
     MEASURED_MEMORY,
     MEASURED_ON_DEVICE,
+    REPLAYED_ON_DEVICE,
     SEVERITIES,
     Evidence,
     Finding,
@@ -85,6 +86,7 @@ class _Judging:
             refusal = graph.reason if isinstance(graph, Absent) else None
         self._looks(refusal)
         self._prices(refusal)
+        self._keep_one_of_two()
         self._link_causes()
         rated = {code: [self._rated(finding) for finding in of] for code, of in self.found.items()}
         left_out = {*self.not_judged, *self.not_concerned}
@@ -150,6 +152,22 @@ class _Judging:
                 else:
                     self.candidates.append(one)
 
+    def _keep_one_of_two(self) -> None:
+        """Of what is both replayed and measured of the devices' operations, the former; of a few traced steps the
+        latter, which says so, with the gain of the other."""
+        few = len(self.study.step_numbers) < FEWEST_JUDGED
+        for code, found in self.found.items():
+            replayed = [finding for finding in found if finding.gain.method == "replay"]
+            traced = [finding for finding in found if finding.gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE)]
+            if not replayed or not traced:
+                continue
+            dropped = traced if not few else replayed
+            self.found[code] = [finding for finding in found if finding not in dropped]
+            if few and traced[0].gain.method == MEASURED_ON_DEVICE:
+                gain = replace(replayed[0].gain, method=REPLAYED_ON_DEVICE)
+                place = self.found[code].index(traced[0])
+                self.found[code][place] = replace(traced[0], gain=gain)
+
     def _prices(self, refusal: str | None) -> None:
         """Price the candidates, and say what they are."""
         study = self.study
@@ -162,7 +180,7 @@ class _Judging:
                 self._say(priced)
         else:
             self.not_judged |= {one.code: refusal for one in replayed}
-            if study.graph is not None and not study.on_gpu:
+            if study.graph is not None and not study.chains_unknown:
                 self.noise_ms = noise_floor_ms(study, study.graph.measured)
         for one in self.candidates:
             if not isinstance(one.change, WhatIf):
@@ -211,14 +229,17 @@ class _Judging:
         study, rule = self.study, self.rules[finding.code]
         if rule.ends_run or finding.gain.method in (ALLOCATOR_TWIN, MEASURED_MEMORY):
             return finding
-        measured = finding.gain.method == MEASURED_ON_DEVICE
+        measured = finding.gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE)
 
         def surely(gain: Gain) -> Gain:
-            if gain.method == MEASURED_ON_DEVICE:
+            if gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE):
                 return gain
             contention_ms = gain.ms * self.lost / (1 - self.lost) if finding.code in self.on_busy_cores else 0.0
             seen = None if study.checked is None else study.checked.held_out
-            return with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms, seen)
+            gain = with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms, seen)
+            if gain.method == "replay" and gain.ms > 0:  # as much idle time may go, or turn up
+                gain = replace(gain, low=gain.low - study.unseen_idle_ms, high=gain.high + study.unseen_idle_ms)
+            return gain
 
         together = finding.together
         finding = replace(
@@ -232,7 +253,8 @@ class _Judging:
         )
         if len(study.step_numbers) < FEWEST_JUDGED and not measured:  # that is of the traced steps, and says so
             return replace(finding, severity="info")
-        noise_ms = 0.0 if math.isnan(self.noise_ms) else self.noise_ms
+        # What was measured of a device's operations is no difference of steps.
+        noise_ms = 0.0 if measured or math.isnan(self.noise_ms) else self.noise_ms
         return replace(finding, severity=severity_of(finding.weight, noise_ms))
 
 

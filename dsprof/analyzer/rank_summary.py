@@ -17,7 +17,8 @@ from .budget.capture_overhead import count_records
 from .budget.step_budget import RankTime, label_time
 from .budget.wall_time import spans_outside_training
 from .device import DeviceTime, device_time
-from .graph.events import Program, find_program
+from .graph.chains import RankChains
+from .graph.find_chains import find_chains
 from .map_ranks import Observer, map_ranks
 from .memory.use_by_step import sum_memory
 from .work.layer_costs import staged_rows
@@ -29,7 +30,7 @@ from .work.passes import find_passes
 @dataclass(frozen=True)
 class RankSummary:
     """time:     where its training thread's time went
-    program:  what that thread issued and waited for
+    chains:   what that thread, and its device's stream, issued and waited for (`graph.chains`)
     seen_ns:  when its first row begins, and its last one ends
     recorded: how much was recorded in each step (`capture_overhead.count_records`)
     staged:   of a pipeline, its layers and actions (`layer_costs.staged_rows`)
@@ -42,7 +43,7 @@ class RankSummary:
     """
 
     time: RankTime
-    program: Program
+    chains: RankChains
     seen_ns: tuple[int, int]
     recorded: pd.DataFrame
     staged: pd.DataFrame
@@ -93,7 +94,7 @@ def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, 
     time = label_time(rows, collectives, rank, run, spans_outside_training(rows), matches)
     return RankSummary(
         time=time,
-        program=find_program(time, rows, matches, run),
+        chains=find_chains(time, rows, collectives, matches, run),
         seen_ns=(int(rows["start_ns"].min()), int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())),
         recorded=count_records(rows),
         staged=staged_rows(rows),

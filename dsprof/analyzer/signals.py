@@ -93,23 +93,20 @@ def peers(study: Study) -> tuple[int, ...] | Absent:
 
 @Signal
 def host_steps(study: Study) -> StepGraph | Absent:
-    """The graph of a job that computes on its hosts, where every chain of a rank is known."""
-    if study.device is not None:
-        return Absent("the device's kernels were traced, but this version replays no steps on a device")
+    """The graph of a job that computes on its hosts."""
     if study.on_gpu:
-        return Absent("the job ran on a device, on which this version replays no steps")
+        return Absent("the job ran on a device, for which this version does not try that")
     return steps.look(study)
 
 
 @Signal
 def replay(study: Study) -> StepGraph | Absent:
-    """The graph, where a replay of it can be believed."""
-    there = steps.look(study)
-    if isinstance(there, Absent):
-        return there
-    graph = host_steps.look(study)
+    """The graph, where every chain of a rank is known and a replay of it can be believed."""
+    graph = steps.look(study)
     if isinstance(graph, Absent):
         return graph
+    if study.chains_unknown:
+        return Absent(study.chains_unknown)
     if study.clock_error_ms > MOST_CLOCK_ERROR * study.step_ms:
         return Absent(
             f"the clocks of the ranks may be {ms(study.clock_error_ms)} apart, so who waited for whom in a step of "

@@ -33,6 +33,7 @@ from .budget.step_budget import step_budget
 from .budget.wait_table import waits_table
 from .device import Devices, compare_devices
 from .graph.build_graph import build_graph
+from .graph.chain_work import chain_work, hosts
 from .graph.step_graph import StepGraph
 from .graph.validate import ReplayCheck, check
 from .map_ranks import Observer
@@ -42,6 +43,8 @@ from .rank_summary import RankSummary, summarize_ranks
 Found = TypeVar("Found")
 
 PHASE_COLUMNS: Final = ("rank", "step", "name", "lane", "start_ns", "dur_ns", "bytes", "value", "grad", "source")
+HOST_PARTS: Final = ("data", "pause")
+"""Parts of the budget that no device does."""
 
 
 @dataclass(frozen=True)
@@ -153,12 +156,53 @@ class Study:
 
     @cached_property
     def on_gpu(self) -> bool:
-        """Whether the job computed or communicated on devices, for which steps are not replayed in this version."""
+        """Whether the job computed or communicated on devices."""
         if self.device is not None:
             return True
         comm = self._issued[self._issued["step"] >= 0]
         unknown = comm["dur_ns"].isna() & comm["ended"].fillna(False).astype(bool)
         return bool(self.facts.get("device")) or (len(comm) > 0 and bool(unknown.mean() > 0.5))
+
+    @cached_property
+    def led_by_devices(self) -> bool:
+        """Whether the graph has chains of devices, which lead their ranks, beside those of their hosts."""
+        return self.graph is not None and len(self.graph.ranks) > self.graph.leads
+
+    @cached_property
+    def chains_unknown(self) -> str:
+        """Why not all chains of the job are known: what the devices of some ranks did was not seen; empty: all are."""
+        if not self.on_gpu or self.graph is None:
+            return ""
+        graph = self.graph
+        beside = set(graph.ranks[graph.leads :])
+        unseen = [rank for rank in graph.ranks[: graph.leads] if rank not in beside]
+        return "" if not unseen else "; ".join(dict.fromkeys(self._why_unseen(rank) for rank in unseen))
+
+    def _why_unseen(self, rank: int) -> str:
+        summary = self.summaries[rank]
+        if summary.chains.incomplete:
+            return summary.chains.incomplete
+        if self.device is not None:
+            return "the device's kernels were traced, but not how they depend on their host"
+        return "the job ran on a device, and what that did was not timed in every step"
+
+    @cached_property
+    def unseen_idle_ms(self) -> float:
+        """How long a step the devices may stand idle at most where that is not seen: inside of phases of which the host
+        has not launched the last yet. Mean over ranks and ordinary steps, ms."""
+        ordinary, found = self.ordinary, 0
+        for rank, summary in self.summaries.items():
+            mine = ordinary[ordinary["rank"] == rank]
+            begin = mine["start_ns"].to_numpy(np.int64)
+            end = begin + mine["dur_ns"].to_numpy(np.int64)
+            launching = summary.chains.launching
+            found += int((launching.before(end) - launching.before(begin)).sum())
+        return found / 1e6 / max(len(ordinary), 1)
+
+    @property
+    def contended(self) -> HostLoad | None:
+        """How busy the cores are that the job computes and communicates on; None: not measured, or devices do it."""
+        return None if self.on_gpu else self.load
 
     @property
     def in_stages(self) -> bool:
@@ -210,7 +254,13 @@ class Study:
         return dict(zip(numbers.columns, wide, strict=True))
 
     def work(self, part: str) -> Float:
-        """Time of a budget part in ms, [R, S] over the ordinary steps in order; or another number of `steps`."""
+        """Time of a budget part in ms, [R, S] over the ordinary steps in order; or another number of `steps`.
+
+        What only a host does (HOST_PARTS) is its own time, also where its device had other things to do meanwhile."""
+        if part in HOST_PARTS and self.led_by_devices:
+            graph = self.need_graph()
+            spent: Float = chain_work(graph, part)[hosts(graph)]
+            return spent
         return self._wide[part]
 
     @cached_property
@@ -269,7 +319,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     estimated = estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary)
 
     # The step graph, and whether to believe it.
-    graph = build_graph(times, {rank: summary.program for rank, summary in ranks.items()}, collectives, steps, run)
+    graph = build_graph({rank: summary.chains for rank, summary in ranks.items()}, collectives, steps, run)
     checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
 
     # Memory, devices, cores.

@@ -65,7 +65,7 @@ class Peers:
 
     def note(self, doing: str, error: BaseException) -> None:
         """An error leaves `doing`, which others may be in the middle of: say so, should they come to wait for it."""
-        if self._store is not None and not isinstance(error, SharedError) and not _lost(error):
+        if self._store is not None and not isinstance(error, SharedError) and not is_lost(error):
             self._noted = True
             with suppress(RuntimeError):
                 self._store.set(str(self._rank), json.dumps([doing, reason(error)[:LONGEST]]))
@@ -111,7 +111,7 @@ class Peers:
 
     def explain(self, doing: str, error: BaseException) -> SharedError | None:
         """What to raise in the place of an error of `doing` that says no more than that another rank is not there."""
-        if self._store is None or isinstance(error, SharedError) or not _lost(error):
+        if self._store is None or isinstance(error, SharedError) or not is_lost(error):
             return None
         text = self.cause()
         if text is None and not any(word in str(error).lower() for word in CLOSED):
@@ -148,7 +148,7 @@ class Peers:
         return None
 
 
-def _lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Whether it says no more than that another rank is not there."""
     text = str(error)
     return isinstance(error, dist.DistError) or "gloo" in text or "pair closure" in text

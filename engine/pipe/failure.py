@@ -20,6 +20,7 @@ from torch.distributed import distributed_c10d
 from ..comm.comm import Comm, open_host_group
 from ..comm.consensus import gather_objects
 from ..comm.lane import Inline
+from ..comm.peers import Peers, is_lost
 from ..hooks import Hooks
 from .p2p import Link, PeerError, PipelineError
 
@@ -35,13 +36,13 @@ class FailureConsensus:
     """Of one engine's runs, one after the other."""
 
     def __init__(
-        self, everyone: Comm, comms: Sequence[Comm], links: Sequence[Link], hooks: Hooks, *, apart: bool
+        self, everyone: Comm, comms: Sequence[Comm], links: Sequence[Link], hooks: Hooks, peers: Peers, *, apart: bool
     ) -> None:
         """On all ranks. Of `comms` and `links` are the groups that ranks of the job may be waiting for this one in.
         `apart`: whether they may do so elsewhere than at the ends of their pipeline's links."""
         self._everyone = _hosts_of(everyone, hooks)
         self._shared = self._everyone is everyone
-        self._comms, self._links = comms, links
+        self._comms, self._links, self._peers = comms, links, peers
         self._grace = GRACE_S / 2 if apart else None
         self._runs = 0
         self._store: Any = None
@@ -132,6 +133,7 @@ class FailureConsensus:
         if self._store is not None:
             with suppress(RuntimeError):
                 cause = self._store.get(str(self._runs)).decode() if self._store.check([str(self._runs)]) else None
+        cause = cause or self._peers.cause()  # between two runs
         if cause is None:
             return failed or PipelineError("another rank of the job failed; see what it says")
         error = PipelineError(cause)
@@ -154,4 +156,4 @@ def said(error: BaseException, where: str) -> str:
 
 def _lost(error: BaseException) -> bool:
     """Whether it says no more than that another rank is not there."""
-    return isinstance(error, PeerError | dist.DistError) or "gloo" in str(error)
+    return isinstance(error, PeerError) or is_lost(error)

@@ -36,8 +36,9 @@ class PipelineEngine(BaseEngine):
         # What all ranks do together comes first: what may fail on one of them comes behind it.
         parallel, mesh = training.parallel, training.parallel.mesh
         failures = FailureConsensus(
-            parallel.everyone, training.comms(), list(links.values()), training.hooks, apart=mesh.dp * mesh.tp > 1
-        )
+            parallel.everyone, training.comms(), list(links.values()), training.hooks, training.peers,
+            apart=mesh.dp * mesh.tp > 1,
+        )  # fmt: skip
         opened.callback(failures.close)
         double = torch.tensor(float(any(param.dtype is torch.float64 for param in training.module.parameters())))
         double = double.to(training.device)
@@ -86,6 +87,7 @@ class PipelineEngine(BaseEngine):
         with self._failing("train_batch"), self.hooks.span("phase", "step"):
             self._stepped = False
             self._take_step({})
+        self.state.peers.withdraw()
         self.micro_steps += self.plan.microbatches
         return mean
 

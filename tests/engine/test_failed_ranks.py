@@ -21,6 +21,7 @@ from torch import nn
 from dsprof import engine as ds
 from dsprof.engine.comm import deadlock, peers
 from dsprof.engine.comm.consensus import SharedError
+from dsprof.engine.pipe import PipelineError
 
 WIDTH = 8
 FAILING = 1
@@ -105,6 +106,31 @@ def test_the_others_end_with_a_rank_whose_error_nobody_catches(ranks: Ranks, sta
             assert f"rank {FAILING} has failed" in said
             assert f"in engine.{where} in step 1: {ERROR}" in said
             assert f"rank {FAILING} has failed" in again
+
+
+def uncaught_beside_a_pipeline(rank: int) -> str:
+    """A rank ends between two steps."""
+    torch.manual_seed(1)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    model = ds.PipelineModule(layers, 3, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine = ds.initialize(model=model, config=config)[0]
+    batch = (torch.ones(2, WIDTH), torch.ones(2, WIDTH))
+    engine.train_batch(iter([batch]))
+    if rank == FAILING:
+        with contextlib.redirect_stderr(io.StringIO()):
+            sys.excepthook(ArithmeticError, ArithmeticError("this rank cannot go on"), None)
+        return ""
+    with pytest.raises(PipelineError) as caught:
+        engine.train_batch(iter([batch]))
+    close(engine)
+    return str(caught.value)
+
+
+def test_a_pipeline_ends_with_a_rank_that_fails_between_two_steps(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks.run(3, uncaught_beside_a_pipeline)):
+        if rank != FAILING:
+            assert said.startswith(f"rank {FAILING} has failed in the script: {ERROR}")
 
 
 # --- one that the script catches, on one rank

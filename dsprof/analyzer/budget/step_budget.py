@@ -13,7 +13,7 @@ What nothing explains is `other`, and so is what is not training at all (`outsid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -62,6 +62,17 @@ class RankTime:
     """The part of compute in which parameters are gathered or sharded anew."""
     lane_tasks: LaneTasks = field(default_factory=LaneTasks.none)
     """What was issued to lanes of this rank alone."""
+    thread_layers: tuple[Intervals, ...] = ()
+    """Where a device ends steps, `layers` of the training thread alone; else empty, as `layers` are."""
+
+    @cached_property
+    def of_thread(self) -> RankTime:
+        """The training thread's time, whatever the device does meanwhile."""
+        if not self.thread_layers:
+            return self
+        layers, nothing = self.thread_layers, Intervals.empty()
+        sharding = self.sharding & (layers[-1] - layers[-2])
+        return replace(self, layers=layers, device=nothing, sharding=sharding, thread_layers=())
 
     @cached_property
     def unbound(self) -> Intervals:
@@ -103,14 +114,16 @@ def label_time(
     waits = bind_waits(rows, collectives, run, matches, lanes)
     own = _of_thread(main, waits, phases, lanes)
     device = _device_steps(main, lanes)
+    thread: tuple[Intervals, ...] = ()
     if len(device.start):
+        thread = _layers(own)
         theirs = dict(lanes.does(lanes.compute_stream()))
         add(theirs, own)
         own = {part: (own[part] - device) | (theirs.get(part, Intervals.empty()) & device) for part in LAYERS}
     layers = _layers(own)
     sharding = spans_of(main[(main["kind"] == "module") & (main["name"] == SHARDING)])
     compute = layers[-1] - layers[-2]
-    return RankTime(rank, layers, waits, dict(outside_training or {}), device, sharding & compute, lanes.tasks)
+    return RankTime(rank, layers, waits, dict(outside_training or {}), device, sharding & compute, lanes.tasks, thread)
 
 
 def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: Lanes) -> Parts:

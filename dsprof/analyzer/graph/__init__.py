@@ -1,7 +1,12 @@
 """The step graph: what every rank did in every step, as operations with costs, and edges: what waited for what.
 
 step_graph   the graph itself: operations in arrays, and their edges
-events       what each rank's program issues and waits for, and its own work in between
+chains       the chains of a rank: its training thread, a device's stream, and what they give each other
+find_chains  which chains a rank has
+device_phases  phases that were timed on a device, and the steps of its rank
+phase_chain  that of a device whose phases were timed by events
+kernel_chains  those of a device whose kernels were traced
+events       what each chain's program issues and waits for, and its own work in between
 tasks        collectives, messages and copies as arrays
 template     the structure that equal steps share
 durations    what operations took, from when they were measured to begin and end
@@ -9,6 +14,7 @@ build_graph  from tables to the graph
 evaluation_order   in which order operations are evaluated
 longest_path       longest paths through them, for many steps and variants at once
 replay       how long the steps of a graph take
+chain_work   what each chain works in a step, and which do the same
 validate     whether a replay agrees with what was measured
 stalled      where threads stood still for copies of their own lanes
 link         latency and bandwidth of collectives, fitted

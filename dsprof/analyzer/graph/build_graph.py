@@ -1,4 +1,7 @@
-"""From tables to the step graph: steps of one template, their tasks and edges.
+"""From the ranks' chains to the step graph: steps of one template, their tasks and edges.
+
+The chains that lead come first, one of each rank in order; those beside them (the host of a rank whose device leads)
+follow.
 
 A task belongs to the step in which the last of its ranks issued it; who issued it in another step, or waits for it
 there, is joined to it by an edge across steps.
@@ -18,10 +21,9 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from ..arrays import Float, Int
-from ..budget.lane_tasks import LaneTasks
-from ..budget.step_budget import RankTime
+from .chains import RankChains, of_host, without_own_lanes
 from .durations import no_later_than_seen, transfers, wake_up_delays
-from .events import ISSUE, OWN, WAIT, Program, ProgramEvents, Segments, find_events, find_segments
+from .events import ISSUE, WAIT, ProgramEvents, Segments, find_events, find_segments
 from .step_graph import WAKE_UP_DELAY, Costs, CrossStepEdges, Measured, StepGraph, Steps
 from .tasks import Tasks, find_tasks
 from .template import END, ISSUED, StepTemplate, find_template
@@ -33,26 +35,19 @@ MOST_BRIDGED: Final = 8
 
 
 def build_graph(
-    times: Mapping[int, RankTime],
-    programs: Mapping[int, Program],
-    collectives: pd.DataFrame,
-    steps: pd.DataFrame,
-    run: RunInfo | None = None,
+    ranks: Mapping[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None = None
 ) -> StepGraph | None:
     """The steps that are judged, and the few between them, of the ranks that have steps. None where no step is judged.
 
     Where ranks issue their own copies in another order each step, as when they read ahead into whichever buffer is
     free, no two steps are alike, and nothing is known of what a copy would delay in another: then copies are no tasks.
 
-    programs: of the ranks in `times` (`events.find_program`)
     steps:    rank, step, start_ns, dur_ns, ordinary
     """
-    graph = _build(times, programs, collectives, steps, run)
-    if graph is None or _alike(graph) >= LEAST_ALIKE or not any(len(time.lane_tasks) for time in times.values()):
+    graph = _build(ranks, collectives, steps, run)
+    if graph is None or _alike(graph) >= LEAST_ALIKE or not any(len(of_rank.own) for of_rank in ranks.values()):
         return graph
-    times = {rank: replace(time, lane_tasks=LaneTasks.none()) for rank, time in times.items()}
-    shared = {rank: tuple(column[program[OWN] == 0] for column in program) for rank, program in programs.items()}
-    return _build(times, shared, collectives, steps, run)
+    return _build({rank: without_own_lanes(of) for rank, of in ranks.items()}, collectives, steps, run)
 
 
 def _alike(graph: StepGraph) -> float:
@@ -61,26 +56,34 @@ def _alike(graph: StepGraph) -> float:
 
 
 def _build(
-    times: Mapping[int, RankTime],
-    programs: Mapping[int, Program],
-    collectives: pd.DataFrame,
-    steps: pd.DataFrame,
-    run: RunInfo | None,
+    of_ranks: Mapping[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None
 ) -> StepGraph | None:
-    ranks = tuple(sorted(set(times) & set(steps["rank"].tolist())))
+    ranks = tuple(sorted(set(of_ranks) & set(steps["rank"].tolist())))
     numbers, judged = _chosen(steps, len(ranks))
+    every = [chain for rank in ranks for chain in of_ranks[rank].chains]
+    if not all(np.isin(numbers, chain.numbers).all() for chain in every if len(chain.numbers)):
+        of_ranks = {rank: of_host(of_ranks[rank]) for rank in ranks}  # what devices did was not seen in every step
+    beside = [(i, chain) for i, rank in enumerate(ranks) for chain in of_ranks[rank].chains[1:]]
     if not len(numbers):
         return None
     inside = steps[steps["step"].isin(numbers)]
-    begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64)
+    begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64, copy=True)
     end: Int = begin + inside.pivot(index="rank", columns="step", values="dur_ns").to_numpy(np.int64)
+    for i, chain in enumerate(of_ranks[rank].chains[0] for rank in ranks):
+        if len(chain.numbers):
+            at = np.searchsorted(chain.numbers, numbers)
+            begin[i], end[i] = chain.begin[at], chain.end[at]
+    for _, chain in beside:
+        at = np.searchsorted(chain.numbers, numbers)
+        begin, end = np.vstack([begin, chain.begin[at]]), np.vstack([end, chain.end[at]])
+    chains = [of_ranks[rank].chains[0] for rank in ranks] + [chain for _, chain in beside]
+    leads = np.array([*range(len(ranks)), *(i for i, _ in beside)], np.int64)
     follows = np.append(False, np.diff(numbers) == 1)
-    own = [times[rank].lane_tasks for rank in ranks]
-    first_own = len(collectives) + np.cumsum([0, *map(len, own)])[:-1]
-    events = find_events(programs, ranks, begin, end, first_own)
-    tasks = find_tasks(collectives, own, events, ranks, run)
-    segments = find_segments(times, ranks, events, begin, end)
-    return _Builder(ranks, numbers, judged, follows, begin, end, events, segments, tasks).build()
+    first_own = len(collectives) + np.cumsum([0, *(of_ranks[rank].own_tasks for rank in ranks)])[:-1]
+    events = find_events([chain.program for chain in chains], begin, end, first_own[leads])
+    tasks = find_tasks(collectives, [of_ranks[rank] for rank in ranks], events, ranks, leads, run)
+    segments = find_segments([chain.time for chain in chains], events, begin, end)
+    return _Builder(ranks, leads, numbers, judged, follows, begin, end, events, segments, tasks).build()
 
 
 def _chosen(steps: pd.DataFrame, ranks: int) -> tuple[Int, npt.NDArray[np.bool_]]:
@@ -103,6 +106,7 @@ class _Builder:
     def __init__(
         self,
         ranks: tuple[int, ...],
+        leads: Int,
         numbers: Int,
         judged: npt.NDArray[np.bool_],
         follows: npt.NDArray[np.bool_],
@@ -113,6 +117,7 @@ class _Builder:
         tasks: Tasks,
     ) -> None:
         self.ranks, self.numbers, self.judged, self.follows = ranks, numbers, judged, follows
+        self.leads = leads
         self.begin, self.end, self.segments = begin, end, segments
         self.reference = begin.min(axis=0)
         self.stretch = np.cumsum(~follows)
@@ -127,7 +132,7 @@ class _Builder:
         self.awaited: dict[int, set[tuple[int, int]]] = defaultdict(set)
         for index in np.flatnonzero((events.what == WAIT) & (home >= 0)).tolist():
             target = int(events.target[index])
-            self.awaited[int(home[index])].add((target, self.tasks.view(target, int(events.rank[index]))))
+            self.awaited[int(home[index])].add((target, self.tasks.view(target, int(leads[events.rank[index]]))))
         # Tasks that keep a worker of their lane beyond their own step: step -> lane -> until when, ns.
         self.overhanging: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         after = np.append(self.reference, np.iinfo(np.int64).max)[tasks.home + 1]
@@ -158,7 +163,8 @@ class _Builder:
         gap = np.zeros(self.begin.shape)
         gap[:, 1:] = np.where(self.follows[1:], (self.begin[:, 1:] - self.end[:, :-1]) / 1e6, 0.0)
         return StepGraph(
-            ranks=self.ranks,
+            ranks=tuple(self.ranks[lead] for lead in self.leads.tolist()),
+            leads=len(self.ranks),
             templates=tuple(self._steps(template) for template in self.templates),
             numbers=self.numbers,
             judged=self.judged,
@@ -208,7 +214,7 @@ class _Builder:
             issued_elsewhere=[
                 (number[int(events.target[i])], int(events.rank[i])) for i in self.issued_elsewhere.get(step, ())
             ],
-            threads=len(self.ranks),
+            leads=self.leads,
         )
 
     # --- values

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +34,9 @@ ACTIONS: Final = ("", *COMPUTE)
 
 @dataclass(frozen=True)
 class ProgramEvents:
-    """ProgramEvents by step, rank and time.
+    """ProgramEvents by step, chain and time.
 
-    step:   index of the step, -1: in none of the graph's; rank: index; what: ISSUE, ...
+    step:   index of the step, -1: in none of the graph's; rank: index of the chain; what: ISSUE, ...
     target: row of `tasks.Tasks`, -1: none
     when, ended: ns, the latter when the rank saw its task end (-1: unknown)
     action: of a event at either end of one, index into ACTIONS
@@ -70,19 +70,12 @@ class Segments:
     first: Int
 
 
-def find_events(
-    programs: Mapping[int, Program],
-    ranks: tuple[int, ...],
-    begin: Int,
-    end: Int,
-    first_own: Int,
-) -> ProgramEvents:
-    """The events of these ranks. begin, end: [R, N] of the graph's steps, ns; `first_own`: [R] the row of `tasks.Tasks`
-    that the first of each rank's own tasks is."""
+def find_events(programs: Sequence[Program], begin: Int, end: Int, first_own: Int) -> ProgramEvents:
+    """The events of these chains. begin, end: [T, N] of the graph's steps, ns; `first_own`: [T] the row of
+    `tasks.Tasks` that the first of the own tasks of each one's rank is."""
     parts: list[Program] = []
     steps: list[Int] = []
-    for i, rank in enumerate(ranks):
-        columns = programs[rank]
+    for i, columns in enumerate(programs):
         when = columns[WHEN]
         target = columns[TARGET] + np.where(columns[OWN] == 1, first_own[i], 0)
         at = np.searchsorted(begin[i], when, "right") - 1
@@ -173,15 +166,20 @@ def _turn(rank: Int, what: Int, target: Int, when: Int) -> Int:
     return turn
 
 
-def find_segments(
-    times: Mapping[int, RankTime], ranks: tuple[int, ...], events: ProgramEvents, begin: Int, end: Int
-) -> Segments:
+class Time(Protocol):
+    """Where the time of a chain goes."""
+
+    def work_between(self, when: Int) -> Float:
+        """Own work between consecutive moments, [len(when) - 1, PARTS] in ms."""
+
+
+def find_segments(times: Sequence[Time], events: ProgramEvents, begin: Int, end: Int) -> Segments:
     """What lies between the events, from the beginning of each step to its end."""
     steps = begin.shape[1]
     number: list[Int] = []
     began: list[Int] = []
     work: list[Float] = []
-    for i, rank in enumerate(ranks):
+    for i, time in enumerate(times):
         mine = (events.rank == i) & (events.step >= 0)
         edge_step = np.concatenate([np.arange(steps), events.step[mine], np.arange(steps)])
         edge_kind = np.repeat([0, 1, 2], [steps, int(mine.sum()), steps])
@@ -189,7 +187,7 @@ def find_segments(
         order = np.lexsort((when, edge_kind, edge_step))
         when, edge_step, edge_kind = when[order], edge_step[order], edge_kind[order]
         inside = edge_kind[:-1] < 2  # from the end of a step to the next one's start is no segment
-        work.append(_work_between(times[rank], when)[inside])
+        work.append(time.work_between(when)[inside])
         began.append(when[:-1][inside])
         number.append(edge_step[:-1][inside])
     every = np.concatenate(number)
@@ -198,9 +196,10 @@ def find_segments(
     return Segments(np.concatenate(began)[order], np.concatenate(work)[order], first)
 
 
-def _work_between(time: RankTime, when: Int) -> Float:
-    """Own work between consecutive moments, [len(when) - 1, PARTS] in ms. Waits for something unknown keep their
-    length: they count as `other`. Those for the rank's own tasks are no work, whatever was labelled there."""
+def work_between(time: RankTime, when: Int) -> Float:
+    """A training thread's own work between consecutive moments, [len(when) - 1, PARTS] in ms. Waits for something
+    unknown keep their length: they count as `other`. Those for the rank's own tasks are no work, whatever was labelled
+    there."""
     spent = {part: np.diff(value) / 1e6 for part, value in time.before(when).items()}
     explained = sum(spent.values(), np.zeros(len(when) - 1))
     unknown = np.diff(time.unbound.before(when)) / 1e6

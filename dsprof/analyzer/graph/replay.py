@@ -27,16 +27,17 @@ MOST_NUMBERS: Final = 32_000_000
 @dataclass(frozen=True)
 class Replayed:
     """start, end: [T, N] of each thread's step, ms from the first step's start (of each stretch of steps that follow
-    one another); `judged`: [N]."""
+    one another); `judged`: [N]; `leads`: how many of the threads lead a rank, the first ones."""
 
     start: Float
     end: Float
     judged: npt.NDArray[np.bool_]
+    leads: int
 
     @property
     def durations(self) -> Float:
-        """Of the judged steps, ms, mean over threads, [S]."""
-        mean: Float = (self.end - self.start)[:, self.judged].mean(axis=0)
+        """Of the judged steps, ms, mean over ranks, [S]."""
+        mean: Float = (self.end - self.start)[: self.leads, self.judged].mean(axis=0)
         return mean
 
 
@@ -110,7 +111,7 @@ class _Sweeps:
             if not changed.any():
                 break
         start, end = self.start + self.reference, self.end + self.reference
-        return [Replayed(start[:, v], end[:, v], graph.judged) for v in range(self.count)]
+        return [Replayed(start[:, v], end[:, v], graph.judged, graph.leads) for v in range(self.count)]
 
     def _evaluate(self, index: int, moved: Int) -> None:
         """Evaluate these of the template's columns."""

@@ -262,9 +262,11 @@ class CrossStepEdges:
 
 @dataclass(frozen=True, eq=False)
 class StepGraph:
-    """A job's steps, N of them in T threads.
+    """A job's steps, N of them in T threads, or chains: a rank's training thread, and where it was seen the stream of
+    its device that computes.
 
-    ranks:    [T]
+    ranks:    [T] whose each is
+    leads:    how many ranks there are: the first so many threads lead one each, and their steps are the ranks'
     templates:   the steps, those alike together
     numbers:  [N] ascending; `judged`: [N] whether a step is one of those whose time counts
     template, column: [N] where each is
@@ -277,6 +279,7 @@ class StepGraph:
     """
 
     ranks: tuple[int, ...]
+    leads: int
     templates: tuple[Steps, ...]
     numbers: Int
     judged: Bool
@@ -302,6 +305,7 @@ class StepGraph:
         nothing = np.zeros((threads, count))
         return StepGraph(
             ranks=tuple(range(threads)),
+            leads=threads,
             templates=(steps,),
             numbers=steps.numbers,
             judged=np.ones(count, bool),
@@ -333,6 +337,6 @@ class StepGraph:
 
     @cached_property
     def measured(self) -> Float:
-        """Duration of each judged step, ms, mean over threads."""
-        mean: Float = self.duration[:, self.judged].mean(axis=0)
+        """Duration of each judged step, ms, mean over ranks."""
+        mean: Float = self.duration[: self.leads, self.judged].mean(axis=0)
         return mean

@@ -16,6 +16,7 @@ from ..align.backends import backend_of
 from ..align.match import SEND_RECV
 from ..arrays import Float, Int
 from ..budget.lane_tasks import LaneTasks
+from .chains import Flows, RankChains
 from .events import ISSUE, ProgramEvents
 
 EVERYONE, OWN = 0, 1
@@ -60,13 +61,17 @@ class Tasks:
 
 def find_tasks(
     collectives: pd.DataFrame,
-    own: Sequence[LaneTasks],
+    own: Sequence[RankChains],
     events: ProgramEvents,
     ranks: tuple[int, ...],
+    leads: Int,
     run: RunInfo | None,
 ) -> Tasks:
-    """Those of the matched table, and each rank's own. `ranks`: the threads of the graph."""
-    shared, alone = len(collectives), sum(map(len, own))
+    """Those of the matched table; then each rank's own, and the flows between its chains.
+
+    own: of each rank; leads: [T] of each chain, the one that leads its rank: of the first of `ranks` it is 0
+    """
+    shared, alone = len(collectives), sum(of_rank.own_tasks for of_rank in own)
     issues = events.what == ISSUE
     home = _owner_steps(events, shared + alone)
     target, ended = events.target[issues], events.ended[issues]
@@ -102,9 +107,13 @@ def find_tasks(
         return found
     first = shared
     parts = [found]
-    for i, tasks in enumerate(own):
-        parts.append(_of_rank(tasks, i, ranks[i], home[first : first + len(tasks)]))
+    for i, of_rank in enumerate(own):
+        # The training thread has them: the last of the rank's chains.
+        tasks, thread = of_rank.own, int(np.flatnonzero(leads == i)[-1])
+        parts.append(_of_rank(tasks, thread, ranks[i], home[first : first + len(tasks)]))
         first += len(tasks)
+        parts.append(_flows(of_rank.flows, home[first : first + len(of_rank.flows)]))
+        first += len(of_rank.flows)
     return Tasks(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(found)))
 
 
@@ -135,4 +144,20 @@ def _of_rank(own: LaneTasks, owner: int, rank: int, home: Int) -> Tasks:
         end=own.end,
         home=home,
         owner=np.full(count, owner),
+    )
+
+
+def _flows(flows: Flows, home: Int) -> Tasks:
+    count = len(flows)
+    return Tasks(
+        lane=flows.kind,
+        kind=flows.kind,
+        gradient=np.zeros(count, bool),
+        workers=np.zeros(count, np.int64),
+        needs=np.full(count, "all", object),
+        root=np.full(count, -1),
+        size=np.zeros(count),
+        end=flows.end,
+        home=home,
+        owner=np.full(count, -1),
     )

@@ -39,18 +39,20 @@ def find_template(
     here: Bool,
     awaited: set[tuple[int, int]],
     issued_elsewhere: Sequence[tuple[int, int]],
-    threads: int,
+    leads: Int,
 ) -> StepTemplate:
     """The structure of the step with these events, whose targets are rows of `table`, the step's own tasks.
 
     here:   [rows] whether a task belongs to this step
     awaited: (row, view) of what other steps wait for
-    issued_elsewhere: (row, rank) of what that rank issued in another step
+    issued_elsewhere: (row, chain) of what that chain issued in another step
+    leads:  [T] of each chain, the one that leads its rank: who waits for a communication depends on arrivals of ranks
     """
+    threads = len(leads)
     gradients = _waited_gradients(events, table.gradient)
     views = {*awaited, *((i, EVERYONE) for i in np.flatnonzero(here).tolist() if table.needs[i] == "all")}
-    views |= {(index, table.view(index, rank)) for _, rank, index in gradients if here[index]}
-    found = _EdgeFinder(table, here, sorted(views), len(events.rank) + threads, threads)
+    views |= {(index, table.view(index, int(leads[rank]))) for _, rank, index in gradients if here[index]}
+    found = _EdgeFinder(table, here, sorted(views), len(events.rank) + threads, leads)
     # The events of a thread lie between its segments: one ends at each, and the next begins.
     ends = np.arange(len(events.rank)) + events.rank
     for event in np.flatnonzero(events.what == ISSUE).tolist():
@@ -78,12 +80,12 @@ def find_template(
 class _EdgeFinder:
     """The edges of a step, as they are found. Operations are numbered as in `step_graph.Edges`."""
 
-    def __init__(self, table: Tasks, here: Bool, tasks: list[tuple[int, int]], segments: int, threads: int) -> None:
+    def __init__(self, table: Tasks, here: Bool, tasks: list[tuple[int, int]], segments: int, leads: Int) -> None:
         self.tasks, self.segments = tasks, segments
         self.outside: dict[tuple[str, int, int], int] = {}
         self.source: list[int] = []
         self.target: list[int] = []
-        self._table, self._here, self._threads = table, here, threads
+        self._table, self._here, self._leads, self._ranks = table, here, leads, int(leads.max(initial=-1)) + 1
         self._number = {task: segments + i for i, task in enumerate(tasks)}
 
     def issue(self, index: int, rank: int, segment: int | None) -> None:
@@ -91,14 +93,14 @@ class _EdgeFinder:
         step is an edge there."""
         if segment is not None and not self._here[index]:
             return
-        for view in self._table.views_of(index, rank, self._threads):
+        for view in self._table.views_of(index, int(self._leads[rank]), self._ranks):
             if (index, view) in self._number:
                 source = segment if segment is not None else self._supplied(ISSUED, index, rank)
                 self._add(source, self._number[index, view])
 
     def wait(self, index: int, rank: int, segment: int) -> None:
         """`segment` begins when the task has ended, as `rank` sees it."""
-        view = self._table.view(index, rank)
+        view = self._table.view(index, int(self._leads[rank]))
         self._add(self._number[index, view] if self._here[index] else self._supplied(END, index, view), segment)
 
     def _supplied(self, what: str, index: int, by: int) -> int:

@@ -31,22 +31,22 @@ CPU_MS_PER_BYTE: Final = 2e-6
 
 def busy(study: Study, shorter_ms: float = 0.0) -> float:
     """Share of the busiest cores' time that the job would use in steps that are shorter by so much; 0: not measured."""
-    if study.load is None or study.step_ms <= 0:
+    if study.contended is None or study.step_ms <= 0:
         return 0.0
-    length = max(study.step_ms - shorter_ms, study.load.busy * study.step_ms)
-    return min(study.load.busy * study.step_ms / max(length, 1e-9), 1.0)
+    length = max(study.step_ms - shorter_ms, study.contended.busy * study.step_ms)
+    return min(study.contended.busy * study.step_ms / max(length, 1e-9), 1.0)
 
 
 def lost_by_waiting_less(study: Study, gain_ms: float) -> float:
     """The share of a gain, from what-ifs on own work, that communications cost more then: who no longer waits computes
     meanwhile. As much of it as the gain is of the waiting there is; none while cores are free, since both of two that
     need a core have to need it at once. At most MOST_OF_GAIN."""
-    if study.load is None or gain_ms <= 0:
+    if study.contended is None or gain_ms <= 0:
         return 0.0
     waited = float(study.ordinary[list(WAITING)].sum(axis=1).mean())
     share = min(gain_ms / waited, 1.0) if waited > 0 else 0.0
-    here = np.isin(study.ranks, study.load.busiest.ranks)
-    a_core = float(_beside(study)[here].sum()) / study.load.busiest.cores
+    here = np.isin(study.ranks, study.contended.busiest.ranks)
+    a_core = float(_beside(study)[here].sum()) / study.contended.busiest.cores
     return min(OF_ONE_MS * a_core * share * busy(study, gain_ms) ** 2 / gain_ms, MOST_OF_GAIN)
 
 
@@ -63,7 +63,7 @@ def freed_ms(study: Study, modelled: Float, moved_bytes: float) -> float:
     steps take longer than `modelled` ones ([S] ms). Neither is more than the CPU time of these threads. 0 where the
     scheduler does not tell of such waiting. moved_bytes: by collectives of one rank in a step.
     """
-    load, graph = study.load, study.graph
+    load, graph = study.contended, study.graph
     if load is None or load.beside_ms is None or graph is None:
         return 0.0
     most = load.beside_ms * max(load.ranks_per_core, 1.0)

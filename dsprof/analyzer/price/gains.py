@@ -43,9 +43,9 @@ def cost_outside_steps(study: Study, events: Float, *, rare: bool = False) -> Ga
 
 def beside_other_work(study: Study, before: Float, after: Float) -> Float:
     """`after`, where what is saved from `before` was only moved beside other work: there must be idle cores."""
-    if study.load is None:
+    if study.contended is None:
         return after
-    return np.maximum(after, before - study.load.idle_in(study.replayed_steps))
+    return np.maximum(after, before - study.contended.idle_in(study.replayed_steps))
 
 
 def noise_floor_ms(study: Study, durations: Float) -> float:

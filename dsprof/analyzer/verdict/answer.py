@@ -82,7 +82,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
     )
     verdict = verdict_of(
         analysis,
-        on_gpu=study.on_gpu,
+        unknown=study.chains_unknown,
         slowdown=note if change and change[2] > change[1] else "",
         missing=part or ("" if run.status else without_training(study.rows)),
         stood=_longest_hang(study),

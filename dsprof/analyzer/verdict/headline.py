@@ -38,6 +38,8 @@ MUCH: Final = 0.25
 NOTHING_TO_GAIN: Final = 1.0
 """A lever that gains less, in percent, explains why the time stays lost."""
 
+LAUNCHES: Final = "compute.launch-bound"
+"""Where it concerns a job and was not judged, what counts as computing may be waiting for the host."""
 LOST: Final = {
     "comm_exposed": "waiting for collectives",
     "peer_wait": "waiting for late ranks",
@@ -52,20 +54,21 @@ COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
 
 
 def verdict_of(
-    analysis: Analysis, *, on_gpu: bool = False, slowdown: str = "", missing: str = "", stood: str = ""
+    analysis: Analysis, *, unknown: str = "", slowdown: str = "", missing: str = "", stood: str = ""
 ) -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at.
 
+    unknown: why not all chains of the job are known
     slowdown: what to say of a lasting one; missing: why there may well be no step: which part of the run was captured,
     where somebody asked for one, or that nothing was trained; stood: what to say of a hang that resolved itself
     """
-    verdict = _answer(analysis, on_gpu, slowdown, missing)
+    verdict = _answer(analysis, unknown, slowdown, missing)
     if not stood or verdict.status == "failed" or stood in verdict.headline:
         return verdict
     return Verdict(verdict.status, f"{verdict.headline}; {clean(stood)}")
 
 
-def _answer(analysis: Analysis, on_gpu: bool, slowdown: str, missing: str) -> Verdict:
+def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Verdict:
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
@@ -84,9 +87,8 @@ def _answer(analysis: Analysis, on_gpu: bool, slowdown: str, missing: str) -> Ve
         return Verdict("inconclusive", f"no rule could be judged on this capture; a step takes {ms(step.mean)}")
     if analysis.device is not None:
         return Verdict("inconclusive", f"{_of_devices(analysis)}; nothing found that surely shortens the step")
-    if on_gpu:
-        replays = "the job ran on a GPU, on which this version replays no steps (--deep A:B traces its kernels)"
-        return Verdict("inconclusive", f"{replays}; a step takes {ms(step.mean)}")
+    if unknown:
+        return Verdict("inconclusive", f"{unknown} (--deep A:B traces its kernels); a step takes {ms(step.mean)}")
     if not math.isfinite(analysis.noise_ms) or analysis.steps_judged < FEWEST_JUDGED:
         return Verdict("inconclusive", f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}")
     if run.status in INTERRUPTED:
@@ -103,6 +105,8 @@ def _answer(analysis: Analysis, on_gpu: bool, slowdown: str, missing: str) -> Ve
     untold = _why_not(analysis, with_("told_by_replay"))
     if untold is not None:
         return Verdict("inconclusive", f"{found}: {clean(untold)}")
+    if LAUNCHES in analysis.not_judged:
+        return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[LAUNCHES])}")
     lost = _lost(analysis)
     explained = {part for part in lost if _explained(analysis, part)}
     unexplained = sum(share for part, share in lost.items() if part not in explained)

@@ -6,6 +6,8 @@
 apply           `apply`, and what every what-if is: `WhatIf`; `Refused`: two that do not go together
 select          which operations a what-if is about: by purpose, process group, rank
 work            own work taken away, scaled, or made equal on ranks that do the same
+faster_hosts    what hosts compute to launch takes less
+without_flows   no chain waits for another of its rank
 communications  collectives and messages removed, added, issued earlier, or moved over another link
 rebucket        gradients in other buckets
 merge           neighbouring collectives in one

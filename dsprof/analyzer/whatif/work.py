@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..arrays import Bool, Float, Int
 from ..budget.parts import OWN_WORK
+from ..graph.chain_work import chain_groups, hosts
 from ..graph.stalled import stalls_of
 from ..graph.step_graph import PARTS, SHARDING_PART, WAKE_UP_DELAY, StepGraph, Steps
 from .apply import Turn, WhatIf, measured
@@ -58,7 +59,8 @@ class Spans:
 class Change:
     """Own work that would go away if one fault were mended.
 
-    removed: part of WORK -> ms, [R, S] over the judged steps in order; negative where a rank would get more to do.
+    removed: part of WORK -> ms, [R, S] over the judged steps in order, or of the graph's chains, [T, S]; negative
+              where a rank would get more to do.
               What FSDP does for its units is compute; what a thread stood still for in lanes of its own is its work.
     where_beyond_peers: it goes from where the rank takes longer than those that do the same work, between the same
               collectives; else from all of the step in proportion.
@@ -121,7 +123,7 @@ class EvenRanks(WhatIf):
             spent = np.zeros((structure.threads, len(steps.numbers)))
             np.add.at(spent, structure.thread, work[..., columns].sum(axis=-1))
             wanted = spent.copy()
-            for group in self.peer_groups:
+            for group in chain_groups(graph, self.peer_groups):
                 wanted[group] = spent[group].mean(axis=0)
             factor = np.divide(wanted, spent, out=np.ones_like(spent), where=spent > 0)
             work[..., columns] *= factor[structure.thread][..., None]
@@ -161,8 +163,11 @@ class LessWork(WhatIf):
         if self._gone is None or self._gone[0] is not origin:
             transfers = [np.zeros(steps.transfer.shape) for steps in origin.templates]
             works = []
+            removed, groups = _on_chains(origin, self.removed), self.peer_groups
+            if groups and len(groups[0]) < len(origin.ranks):
+                groups = chain_groups(origin, groups)
             for index, (steps, stood) in enumerate(zip(origin.templates, stalls_of(origin), strict=True)):
-                shares = _shares(origin, index, self.removed, self.peer_groups, stood.before)
+                shares = _shares(origin, index, removed, groups, stood.before)
                 works.append(steps.work * shares.work)
                 works[-1][..., WAKE_UP_DELAY] = steps.work[..., WAKE_UP_DELAY] * shares.stood
                 for wait in stood.waits:
@@ -170,6 +175,24 @@ class LessWork(WhatIf):
                     np.add.at(transfers[wait.template], (wait.tasks[:, None], wait.task_columns), gone)
             self._gone = origin, works, transfers
         return self._gone[1], self._gone[2]
+
+
+OF_DEVICE: Final = ("compute", "optimizer")
+"""Parts of a rank's work that its device does where there is one; all else its training thread does."""
+
+
+def _on_chains(graph: StepGraph, change: Change) -> Change:
+    """The same change with arrays of chains, [T, S], where it has arrays of ranks, [R, S]."""
+    if len(graph.ranks) == graph.leads:
+        return change
+    of_host, removed = hosts(graph), {}
+    for part, of_part in change.removed.items():
+        if len(of_part) == len(graph.ranks):
+            removed[part] = of_part
+            continue
+        removed[part] = np.zeros((len(graph.ranks), of_part.shape[1]))
+        removed[part][np.arange(graph.leads) if part in OF_DEVICE else of_host] = of_part
+    return replace(change, removed=removed)
 
 
 @dataclass(frozen=True)

@@ -46,25 +46,29 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
     whole = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]  # none that a gap has cut
     table = table[table["step"].isin(whole) & (table["step"] > table["step"].min())]
     in_forward = _in_forward(table, rows)
-    steps = table["step"][in_forward].nunique()
-    if not steps:
+    numbers = table["step"][in_forward].unique()
+    if not len(numbers):
         return empty
-    table = table[table["step"].isin(table["step"][in_forward].unique())]
-    calls = _Calls(table, _in_forward(table, rows))
-    names = calls.names
-    found = pd.DataFrame(index=pd.Index(names, name="module", dtype=object))
-    found["calls"] = calls.by_name(calls.forward)
-    found["ns"] = calls.by_name(calls.forward & calls.topmost, calls.length)
-    found["own_ns"] = calls.by_name(calls.forward, calls.own)
-    found["backward_own_ns"] = calls.by_name(calls.backward, calls.own)
-    found["backward_ns"] = calls.with_what_it_called(calls.backward)
-    found["recompute_ns"] = calls.by_name(calls.again, calls.own)
-    found = found / steps
-    prepared = calls.by_name(calls.forward, calls.nodes)
-    found.loc[(found["backward_ns"] == 0) & (prepared != 0), ["backward_ns", "backward_own_ns"]] = np.nan
+    inside = table["step"].isin(numbers).to_numpy(bool)
+    calls = _Calls(table[inside], in_forward[inside])
+    sums = {
+        "calls": calls.by_name(calls.forward),
+        "ns": calls.by_name(calls.forward & calls.topmost, calls.length),
+        "own_ns": calls.by_name(calls.forward, calls.own),
+        "backward_ns": calls.with_what_it_called(calls.backward),
+        "backward_own_ns": calls.by_name(calls.backward, calls.own),
+        "recompute_ns": calls.by_name(calls.again, calls.own),
+    }
+    sums = {name: of_names / len(numbers) for name, of_names in sums.items()}
+    unseen = (sums["backward_ns"] == 0) & (calls.by_name(calls.forward, calls.nodes) != 0)
+    for name in ("backward_ns", "backward_own_ns"):
+        sums[name] = np.where(unseen, np.nan, sums[name])
+    index = pd.Index(calls.names, name="module", dtype=object)
     counted = _operations(rows)
-    found["flops"] = counted.reindex(found.index).fillna(0.0) if counted is not None else np.nan
-    return found.loc[found["calls"] > 0, list(SUMS)].astype(float)
+    sums["flops"] = (
+        np.full(len(index), np.nan) if counted is None else counted.reindex(index).fillna(0.0).to_numpy(np.float64)
+    )
+    return pd.DataFrame(sums, index=index)[sums["calls"] > 0]
 
 
 class _Calls:
@@ -176,14 +180,16 @@ def counted_step(rows: pd.DataFrame) -> tuple[int, int] | str:
     They were counted from one optimizer's step to the next. A step may be several of these: from wherever it begins, a
     turn of all of them is as good as any.
     """
+    spans, found = _counted_spans(rows), 0
+    if not spans:
+        return NOT_COUNTED
     steps = rows.loc[rows["kind"] == "step", "value"].dropna()
     each = int(steps.median()) if len(steps) else 0
-    spans, found = _counted_spans(rows), 0
     for _, ended, stepped in spans:
         found += stepped
         if found and found == each:
             return spans[0][0], ended
-    if not len(spans) or each <= 1:
+    if each <= 1:
         return NOT_COUNTED
     return f"a step is {each} steps of optimizers, of which {found} were counted"
 
@@ -196,10 +202,13 @@ def _counted_spans(rows: pd.DataFrame) -> list[tuple[int, int, int]]:
         starts, counts = told["start_ns"].to_numpy(np.int64), told["value"].to_numpy(np.int64)
         ends = starts + told["dur_ns"].to_numpy(np.int64)
         return [*zip(starts.tolist(), ends.tolist(), counts.tolist(), strict=True)]
+    counted = _counted(rows)
+    if counted.empty:
+        return []
     # Captures of older versions: operations are records themselves, and the optimizers' beside them are counted.
     optimizers = (rows["kind"] == "phase") & (rows["name"] == "optimizer")
     stepped = np.sort(rows.loc[optimizers, "start_ns"].to_numpy(np.int64))
-    spans = _counted(rows)[["start_ns", "dur_ns"]].drop_duplicates().sort_values("start_ns").astype("int64")
+    spans = counted[["start_ns", "dur_ns"]].drop_duplicates().sort_values("start_ns").astype("int64")
     starts, ends = spans["start_ns"].to_numpy(), (spans["start_ns"] + spans["dur_ns"]).to_numpy()
     counts = np.searchsorted(stepped, ends, "right") - np.searchsorted(stepped, starts)
     return [*zip(starts.tolist(), ends.tolist(), counts.tolist(), strict=True)]

@@ -173,7 +173,7 @@ def _sharding_ms(study: Study) -> float:
     """What FSDP itself works for its units in a step, mean over ranks and steps; 0 where that is not recorded."""
     graph = study.need_graph()
     whole = sum(float(steps.work[..., SHARDING_PART].sum()) for steps in graph.templates)
-    return whole / len(graph.numbers) / len(graph.ranks)
+    return whole / len(graph.numbers) / graph.leads
 
 
 def _moved_bytes(study: Study, units: _ShardUnits) -> float:

@@ -18,7 +18,7 @@ from ...memory.use_by_step import main_place
 from ...price.calibration import ModelError
 from ...price.gains import mean_gain
 from ...study import Study
-from ...text import ms, percent, size
+from ...text import count, ms, percent, size
 from ...whatif import apply
 from ...whatif.communications import WithoutCommunications
 from ...whatif.select import Communications
@@ -41,7 +41,7 @@ def tensor_parallel(study: Study) -> list[Finding]:
     if not layers:
         raise NotConcerned
     if study.on_gpu:
-        raise NotJudged("collectives ran on a device, on which this version replays no steps")
+        raise NotJudged("no other division of layers is tried in this version where devices communicate")
     if study.ranks_missing:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
     found: list[Finding] = []
@@ -76,8 +76,11 @@ def _cost(study: Study, domain: Domain, waited: float) -> tuple[Finding, str]:
     if share < DOMINATES:  # told, but no accusation
         gain = replace(gain, low=min(gain.low, 0.0))
     op = str(domain.table["name"].mode().iloc[0])
-    title = f"{a_step:.0f} tensor-parallel collectives a step, of {size(median)} each, are waited for: {ms(waited)}, "
-    title += f"{percent(100 * share)} of the step{domain.inside}"
+    many = round(a_step)
+    title = (
+        f"{count(many, 'tensor-parallel collective')} a step, of {size(median)}{' each, are' if many != 1 else ', is'} "
+    )
+    title += f"waited for: {ms(waited)}, {percent(100 * share)} of the step{domain.inside}"
     fixes = tuple(_fixes(study, domain, gain, ranks, op))
     found = Finding("comm.tensor-parallel", title, "info", domain.where(study, op), tuple(evidence), gain, fixes)
     return found, unknown

@@ -14,22 +14,35 @@ import numpy.typing as npt
 from ... import signals
 from ...arrays import Float
 from ...budget.irregular import FEWEST_JUDGED
+from ...budget.parts import OWN_WORK
 from ...device import Devices
-from ...finding import MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
+from ...finding import MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
+from ...graph.chain_work import chain_groups, chain_work
+from ...graph.chains import DEPENDS, LAUNCH, STEP, SYNC
+from ...graph.replay import replay_all
 from ...price.confidence_interval import interval
+from ...signals import Absent
 from ...study import Study
 from ...text import count, ms, percent
+from ...whatif.apply import apply
+from ...whatif.faster_hosts import faster_hosts
+from ...whatif.work import Change, LessWork
 from ..base import LEAST_SHARE, NotJudged
 from ..rule import Look, Rule
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
+FLOWS: Final = (LAUNCH, SYNC, DEPENDS, STEP)
+"""Kinds of tasks that carry nothing between ranks."""
+MOST_UNSEEN: Final = 0.1
+"""Share of the step for which devices may stand idle unseen, before launches are worth a look."""
 LEAST_LATE: Final = 0.5
 """Of the collectives that make others wait, those to which a straggler is the last to come."""
 
 
 def launch_bound(study: Study) -> list[Finding]:
     """The device does nothing, and what it does next has not been launched, while its host is busy launching."""
+    _refuse_phases(study)
     devices = signals.kernels(study)
     if all(one.delay_us is None for one in devices.ranks.values()):
         raise NotJudged("the trace does not tell when kernels were launched")
@@ -49,7 +62,7 @@ def launch_bound(study: Study) -> list[Finding]:
     traced = _traced_ms(devices, steps)
     longer = f", of {ms(traced)} that they took" if traced > 1.01 * study.step_ms else ""
     delays = [one.delay_us for one in devices.ranks.values() if one.delay_us is not None]
-    evidence = (
+    evidence: tuple[Evidence, ...] = (
         Evidence("the device does nothing", round(100 * idle, 1), "%"),
         Evidence(
             f"of it, the host was busy launching what comes next, a traced step{longer}",
@@ -63,6 +76,12 @@ def launch_bound(study: Study) -> list[Finding]:
         f"the device waits for its host between kernels for {percent(gain.percent)} of the step"
         f"{in_steps(len(steps))}: launches come too slowly to keep it busy"
     )
+    replayed = _launching_less(study)
+    if replayed is not None:
+        saved = replayed
+        gain = _no_more_than(gain, *(of for _, of in saved))
+        half, all_of_it = (Evidence(f"the step would be shorter if {words}", round(of, 3), "ms") for words, of in saved)
+        evidence = (*evidence, half, all_of_it)
     fixes = (
         Fix("code", "torch.compile(model), or mode='reduce-overhead' for CUDA graphs: fewer launches a step"),
         Fix("code", "a larger micro-batch: the same launches for more work"),
@@ -70,6 +89,40 @@ def launch_bound(study: Study) -> list[Finding]:
     )
     where = Where(steps=(int(steps[0]), int(steps[-1])))
     return [Finding("compute.launch-bound", title, "info", where, evidence, gain, fixes)]
+
+
+def _launching_less(study: Study) -> tuple[tuple[str, float], tuple[str, float]] | None:
+    """What the traced steps would be shorter by, ms, if half of the host's work for launches went, and if all of it
+    did, by replay; each in words. None where the chains are not known."""
+    graph = signals.replay.look(study)
+    if isinstance(graph, Absent) or not study.led_by_devices:
+        return None
+    now, half, none = replay_all([graph, *(faster_hosts(graph, factor) for factor in (0.5, 0.0))])
+    low, high = (max(float((now.durations - less.durations).mean()), 0.0) for less in (half, none))
+    return ("launching took half as long", low), ("it took no time", high)
+
+
+def _no_more_than(idle: Gain, half_ms: float, all_ms: float) -> Gain:
+    """What fewer launches gain: between what half of them and all of them do, by replay, and no more than the device
+    stood idle for them."""
+    middle = (half_ms + all_ms) / 2
+    part = min(middle / idle.ms, 1.0) if idle.ms > 0 else 0.0
+    low, high = min(half_ms, idle.low), min(all_ms, idle.high)
+    ms = part * idle.ms
+    return Gain(ms, part * idle.percent, min(low, ms), max(high, ms), method=REPLAYED_ON_DEVICE)
+
+
+def _refuse_phases(study: Study) -> None:
+    """Raises NotJudged where only whole phases were timed, in which the device may stand idle."""
+    if study.device is not None or not study.led_by_devices:
+        return
+    share = study.unseen_idle_ms / study.step_ms if study.step_ms else 0.0
+    if share > MOST_UNSEEN:
+        raise NotJudged(
+            f"for {percent(100 * share)} of the step the device is in phases that its host is still launching, and how "
+            "long it stands idle inside a phase is not seen where only whole phases are timed: run again with "
+            "`dsprof run --deep 10:13`, which traces the kernels of three steps"
+        )
 
 
 def collectives(study: Study) -> list[Finding]:
@@ -108,6 +161,7 @@ def _late_rank(study: Study, devices: Devices) -> list[Finding]:
         Evidence("the others stand still for it alone, mean a step", round(float(saved.mean()), 3), "ms"),
         *_began_late(devices, rank, steps),
         Evidence(f"most in one {name}", round(float(alone[worst]), 3), "ms"),
+        *_rank_as_others(study, rank),
     )
     often = times > LEAST_LATE * every
     title = (
@@ -141,7 +195,9 @@ def _exposed(study: Study, devices: Devices) -> list[Finding]:
     np.add.at(spent, at, waits["transfer_ms"].to_numpy(np.float64))
     mean = float(spent.mean())
     share = 100 * mean / study.step_ms if study.step_ms else 0.0
-    gain = Gain(mean, share, 0.0, float(spent.max(axis=0).mean()), method=MEASURED_ON_DEVICE)
+    gain = _without_transfers(study) or Gain(
+        mean, share, 0.0, float(spent.max(axis=0).mean()), method=MEASURED_ON_DEVICE
+    )
     evidence = tuple(
         Evidence(f"{one.name} of {one.bytes:,} bytes on {one.ranks} ranks, bus bandwidth", round(one.busbw_gbps, 2),
                  "GB/s or more" if one.at_least else "GB/s")
@@ -153,6 +209,43 @@ def _exposed(study: Study, devices: Devices) -> list[Finding]:
     )
     where = Where(steps=(int(steps[0]), int(steps[-1])))
     return [Finding("comm.exposed", title, "info", where, evidence, gain)]
+
+
+def _without_transfers(study: Study) -> Gain | None:
+    """What the step would be shorter by, at most, if no transfer took time, by replay."""
+    graph = signals.replay.look(study)
+    if isinstance(graph, Absent) or not study.led_by_devices:
+        return None
+    at_once = graph.with_templates(tuple(
+        steps.with_costs(
+            transfer=np.where([[task.kind not in FLOWS] for task in steps.structure.tasks], 0.0, steps.transfer)
+        )
+        for steps in graph.templates
+    ))  # fmt: skip
+    now, then = replay_all([graph, at_once])
+    saved = max(float((now.durations - then.durations).mean()), 0.0)
+    return Gain(saved, 100 * saved / study.step_ms, 0.0, saved, method=REPLAYED_ON_DEVICE)
+
+
+def _rank_as_others(study: Study, rank: int) -> tuple[Evidence, ...]:
+    """What the step would be shorter by if the chains of `rank` took as long as is typical of the others', by replay;
+    nothing where the chains are not known."""
+    graph = signals.replay.look(study)
+    if isinstance(graph, Absent) or not study.led_by_devices:
+        return ()
+    of_rank = np.array(graph.ranks) == rank
+    groups = [group for group in chain_groups(graph, study.peer_groups) if (group & ~of_rank).any()]
+    removed = {}
+    for part in OWN_WORK:
+        own = chain_work(graph, part)
+        removed[part] = np.zeros_like(own)
+        for group in groups:
+            typical = np.median(own[group & ~of_rank], axis=0)
+            removed[part][group & of_rank] = np.clip(own[group & of_rank] - typical, 0.0, None)
+    now, then = replay_all([graph, apply(graph, [LessWork("rank.straggler", Change(removed), groups)])])
+    saved = max(float((now.durations - then.durations).mean()), 0.0)
+    words = f"the step would be shorter if rank {rank} worked as long as the others, replayed"
+    return (Evidence(words, round(saved, 3), "ms"),)
 
 
 def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:

@@ -1,13 +1,14 @@
 """The host waits for the device: `.item()`, printing, copies and `synchronize` keep it from giving the device more.
 
 That it stands is no loss by itself: a host that has nothing to do but to wait is ahead of its device. Lost is what the
-device then stands, from when it has done all that it was given until the next kernel. Where kernels were not recorded
-that is not known.
+device then stands, from when it has done all that it was given until the next kernel: at most that where kernels were
+recorded; where phases were, a replay in which no host waits says what the step would be shorter by.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -18,10 +19,15 @@ from dsprof.schema import HOST_SYNC
 from ... import signals
 from ...arrays import Float, Int
 from ...budget.intervals import Intervals
+from ...budget.irregular import FEWEST_JUDGED
 from ...budget.lanes import MAIN, STREAM
-from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...finding import REPLAYED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
+from ...graph.chains import SYNC
+from ...graph.replay import replay_all
+from ...price.gains import mean_gain
 from ...study import Study, once
 from ...text import ms, number
+from ...whatif.without_flows import without_flows
 from ..base import LEAST_SHARE, NotJudged, PartlyJudged, at, code_fix
 from ..rule import Look, Rule
 
@@ -36,6 +42,10 @@ TRACED: Final = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize$|(cuda|h
 DEVICES_OWN: Final = ("kernel", "copy", "comm")
 """Kinds of what a device does on its streams."""
 UNKNOWN: Final = "an unknown line"
+MISSED: Final = 0.1
+"""Of the gain by replay, that it may be off by."""
+LEAST_DRY: Final = 1.0
+"""Percent of the step, from which on it is said that the device runs dry."""
 
 REMEDIES: Final = {
     "item": "read it every so many steps, or once at the end: keep it on the device until then (detach())",
@@ -62,6 +72,9 @@ def stops(study: Study) -> list[Finding]:
     if not operators:
         reason = "without the native helper only synchronize is seen, not .item() and copies"
         raise PartlyJudged(findings, (CODE,), reason)
+    saved = _saved(study)
+    if findings and saved is not None:
+        return [_priced(study, finding, saved) for finding in findings]
     if findings and found["idle_ms"].isna().all():
         reason = (
             f"the host waits {ms(float(by_rank.max()))} of each step for the device, and kernels were not recorded: "
@@ -69,6 +82,31 @@ def stops(study: Study) -> list[Finding]:
         )
         raise PartlyJudged(findings, (CODE,), reason)
     return findings
+
+
+@once
+def _saved(study: Study) -> Float | None:
+    """What each judged step would be shorter by if no host waited for its device, ms, [S]; None where the chains of
+    devices are not known."""
+    graph = signals.replay.look(study)
+    if isinstance(graph, signals.Absent) or not study.led_by_devices:
+        return None
+    before, after = replay_all([graph, without_flows(graph, SYNC)])
+    saved: Float = before.durations - after.durations
+    return saved
+
+
+def _priced(study: Study, finding: Finding, saved: Float) -> Finding:
+    """The finding with what it gains to wait for the device no more, by replay."""
+    gain = mean_gain(study, saved)
+    off = MISSED * max(gain.ms, 0.0)
+    gain = replace(gain, low=min(gain.low, gain.ms - off), high=max(gain.high, gain.ms + off))
+    if study.device is not None and len(study.step_numbers) < FEWEST_JUDGED:
+        gain = replace(gain, low=0.0, high=max(gain.ms, 0.0), method=REPLAYED_ON_DEVICE)
+    title = f"{finding.title}; the device runs dry meanwhile" if gain.percent >= LEAST_DRY else finding.title
+    evidence = (*finding.evidence, Evidence("the step would be shorter without them by", round(gain.ms, 3), "ms", 0.0))
+    fixes = tuple(replace(fix, gain=gain) if place == 0 else fix for place, fix in enumerate(finding.fixes))
+    return replace(finding, title=title, evidence=evidence, gain=gain, fixes=fixes)
 
 
 @once

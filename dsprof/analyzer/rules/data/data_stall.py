@@ -294,7 +294,7 @@ def _workers_were(study: Study) -> list[Evidence]:
 def loaders(study: Study) -> Found:
     """Workers that are started anew again and again; and a wait for input that workers would not shorten."""
     signals.steps(study)
-    signals.host_steps(study)
+    signals.replay(study)
     found: list[Candidate | Finding] = [*_restarted(study)]
     wait = supply(study)
     if wait is not None and not _worth(study, wait) and wait.worst_ms >= LOW_PERCENT / 100 * study.step_ms:

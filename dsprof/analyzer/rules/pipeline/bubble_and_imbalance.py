@@ -35,6 +35,7 @@ VIRTUAL: Final = 2
 def unbalanced(study: Study) -> Change | None:
     """Every stage computes as long as the mean of them: what an ideal division of the layers would give."""
     signals.stages(study)
+    signals.host_steps(study)
     if study.ranks_missing:
         raise NotJudged("not every stage of the pipeline was captured")
     compute, of_team = _compute_of_stages(study)

@@ -13,71 +13,48 @@ from ...budget.label import innermost, spans_of
 from ...budget.parts import OWN_WORK, TRAINING_PHASES
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
-from ...price.confidence_interval import intervals
 from ...study import Study, once
-from ...text import count, ms
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
-from ..data.routed_tokens import explained_by_tokens
-from ..data.unequal_input import explained_by_input
 from ..rule import Rule, fault
+from .late import late_ones, lateness, typical
+from .slow_chain import explained_by_data, slow_chain, slow_chains
 
 OUTSIDE = "time outside the phases"
 LONGEST_LINE_NS = 1 << 62
 """What whole numbers have room for."""
-LEAST_OF_LATE = 0.4
-"""A step in which a rank is less late than this share of what is typical where it is late is not one in which it was
-struck. Typical is what the steps that carry half of the lateness reach, so that one stall is not the measure."""
-LEAST_OF_WORST = 0.1
-"""A rank this much less late than the latest is not named beside it."""
 
 
 def slow_ranks(study: Study) -> Change | None:
-    """The slow ranks as fast as the typical one.
-
-    Slow is a rank whose work takes longer in the mean of the steps, and by more than chance explains: the low end of
-    the mean's 95 % interval is above nothing.
-    """
+    """The slow ranks as fast as the typical one (`late.late_ones`); where devices lead, their hosts and devices."""
     signals.peers(study)
     peer_groups = [peer_group for peer_group in study.peer_groups if peer_group.sum() > 1]
     if not peer_groups:
         raise NotJudged("each rank is another stage of a pipeline, so their work differs; see pipeline.imbalance")
+    if study.led_by_devices:
+        return slow_chains(study)
     if len(study.step_numbers) < 2:
         return None
     own, late = _own_work(study), _lateness_in_team(study)
-    mean = late.mean(axis=1)
-    if mean.max() < LEAST_SHARE * study.step_ms:
+    share = late_ones(own, late, peer_groups, LEAST_SHARE * study.step_ms)
+    if share is None:
         return None
-    surely = intervals(late)[0] > 0
-    slow = surely & (mean > LEAST_OF_WORST * mean.max())
-    for peer_group in peer_groups:
-        members = int(peer_group.sum())
-        # Of ranks that are late in turn each is late, but none more than the others.
-        others = (own[peer_group].sum(axis=0) - own[peer_group]) / (members - 1)
-        slow[peer_group] &= intervals(own[peer_group] - others)[0] > 0
-        if 2 * slow[peer_group].sum() > members:  # then that is how long it takes
-            slow &= ~peer_group
-    if not slow.any():
-        return None
-    # What makes it late in the mean, taken from the steps in which it was late: from all alike if it is always so.
-    removed = np.clip(late, 0, None) * slow[:, None]
-    removed *= (mean / np.maximum(removed.mean(axis=1), 1e-9))[:, None] * slow[:, None]
-    share = np.clip(removed / np.maximum(own, 1e-9), 0, 0.95)
     return Change({part: study.work(part) * share for part in OWN_WORK}, where_beyond_peers=True)
 
 
 def of_each_rank(study: Study, change: Change) -> dict[int, Change]:
     """The same with one of the slow ranks alone as fast as the typical one; of a few of them."""
-    slow = np.flatnonzero(np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0))
+    whose = np.array(study.need_graph().ranks if study.led_by_devices else study.ranks)
+    slow = np.unique(whose[np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)])
     if len(slow) > MOST_LISTED:
         return {}
 
-    def alone(place: int) -> Change:
-        mine = (np.arange(len(study.ranks)) == place)[:, None]
+    def alone(rank: int) -> Change:
+        mine = (whose == rank)[:, None]
         return replace(change, removed={part: removed * mine for part, removed in change.removed.items()})
 
-    return {study.ranks[place]: alone(place) for place in slow.tolist()}
+    return {rank: alone(rank) for rank in slow.tolist()}
 
 
 @once
@@ -85,14 +62,14 @@ def _own_work(study: Study) -> Float:
     """Work of a step less what the rank's share of the input explains, or of the tokens that are routed to it, ms,
     [R, S]."""
     own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0)
-    explained = explained_by_tokens(study)
-    if explained is None:
-        explained = explained_by_input(study)
+    explained = explained_by_data(study)
     return own if explained is None else own - explained
 
 
 def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """Ranks that take longer for the same work, again and again, while the others wait."""
+    if study.led_by_devices:
+        return slow_chain(study, change, gain, share)
     own = _own_work(study)
     slow: Bool = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
     late = _lateness_in_team(study)[slow].mean(axis=0)
@@ -112,7 +89,7 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         evidence.append(Evidence("CPU time a step", round(value, 3), "ms", round(expected, 3)))
     names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
     verb = "arrives" if len(ranks) == 1 else "arrive"
-    title = f"rank {names}{study.mesh.words(ranks)} {verb} {_lateness(late)} and the others wait"
+    title = f"rank {names}{study.mesh.words(ranks)} {verb} {lateness(late)} and the others wait"
     where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=study.step_range)
     value, expected = _mine_and_others(study.gauges.spent("core_wait_seconds").mean(axis=1), slow)
     waited = value - expected
@@ -134,28 +111,8 @@ def _lateness_in_team(study: Study) -> Float:
     late = np.zeros_like(own)
     for peer_group in study.peer_groups:
         if peer_group.sum() > 1:
-            late[peer_group] = own[peer_group] - _typical(own[peer_group])
+            late[peer_group] = own[peer_group] - typical(own[peer_group])
     return late
-
-
-def _lateness(late: Float) -> str:
-    """`50.0 ms late in every step`, or in how many steps; `late` is by how much in each, ms, [S]."""
-    falling = -np.sort(-np.clip(late, 0, None))
-    carried = np.cumsum(falling)
-    struck = late > LEAST_OF_LATE * falling[np.searchsorted(carried, carried[-1] / 2)]
-    if struck.mean() > 0.75:
-        return f"{ms(late.mean())} late in every step"
-    return f"{ms(late[struck].mean())} late in {struck.sum()} of {count(len(late), 'step')}"
-
-
-def _typical(own: Float) -> Float:
-    """What the work of a step takes the typical rank, [S]: the median; of two ranks the faster in the mean, as one that
-    is slow now and then is no faster than usual in between."""
-    if own.shape[0] == 2:
-        typical: Float = own[int(own.mean(axis=1).argmin())]
-        return typical
-    middle: Float = np.median(own, axis=0)
-    return middle
 
 
 def _mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:

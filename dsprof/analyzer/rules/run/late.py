@@ -1,0 +1,69 @@
+"""Who of several that are to do the same work takes longer for it, again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from ...arrays import Bool, Float
+from ...price.confidence_interval import intervals
+from ...text import count, ms
+
+LEAST_OF_LATE: Final = 0.4
+"""A step in which a rank is less late than this share of what is typical where it is late is not one in which it was
+struck. Typical is what the steps that carry half of the lateness reach, so that one stall is not the measure."""
+LEAST_OF_WORST: Final = 0.1
+"""A rank this much less late than the latest is not named beside it."""
+MOST_OF_WORK: Final = 0.95
+
+
+def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) -> Float | None:
+    """The share of the work of each in each step that makes it late in the mean, [R, S]; None where none is.
+
+    Late is who takes longer in the mean of the steps, and by more than chance explains: the low end of the mean's 95 %
+    interval is above nothing.
+
+    own, late: [R, S] ms, work, and by how much it is more than what is typical; groups: of those that do the same;
+    least_ms: what is less late does not count
+    """
+    mean = late.mean(axis=1)
+    if mean.max() < least_ms:
+        return None
+    surely = intervals(late)[0] > 0
+    slow = surely & (mean > LEAST_OF_WORST * mean.max())
+    for group in groups:
+        members = int(group.sum())
+        # Of ranks that are late in turn each is late, but none more than the others.
+        others = (own[group].sum(axis=0) - own[group]) / (members - 1)
+        slow[group] &= intervals(own[group] - others)[0] > 0
+        if 2 * slow[group].sum() > members:  # then that is how long it takes
+            slow &= ~group
+    if not slow.any():
+        return None
+    # What makes it late in the mean, taken from the steps in which it was late: from all alike if it is always so.
+    removed = np.clip(late, 0, None) * slow[:, None]
+    removed *= (mean / np.maximum(removed.mean(axis=1), 1e-9))[:, None] * slow[:, None]
+    share: Float = np.clip(removed / np.maximum(own, 1e-9), 0, MOST_OF_WORK)
+    return share
+
+
+def typical(own: Float) -> Float:
+    """What the work of a step takes the typical one of a group, [S]: the median; of two the faster in the mean, as one
+    that is slow now and then is no faster than usual in between."""
+    if own.shape[0] == 2:
+        faster: Float = own[int(own.mean(axis=1).argmin())]
+        return faster
+    middle: Float = np.median(own, axis=0)
+    return middle
+
+
+def lateness(late: Float) -> str:
+    """`50.0 ms late in every step`, or in how many steps; `late` is by how much in each, ms, [S]."""
+    falling = -np.sort(-np.clip(late, 0, None))
+    carried = np.cumsum(falling)
+    struck = late > LEAST_OF_LATE * falling[np.searchsorted(carried, carried[-1] / 2)]
+    if struck.mean() > 0.75:
+        return f"{ms(late.mean())} late in every step"
+    return f"{ms(late[struck].mean())} late in {struck.sum()} of {count(len(late), 'step')}"

@@ -1,0 +1,147 @@
+"""A rank that is late where devices lead: its host, which launches late, or its device, which takes longer."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from ...arrays import Bool, Float
+from ...budget.lanes import STREAM
+from ...budget.parts import OWN_WORK, TRAINING_PHASES
+from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...graph.chain_work import chain_groups, chain_work
+from ...study import Study, once
+from ...whatif.work import Change
+from ..base import LEAST_SHARE, MOST_LISTED, listed
+from ..data.routed_tokens import explained_by_tokens
+from ..data.unequal_input import explained_by_input
+from .late import late_ones, lateness, typical
+
+HOST: Final = "host"
+DEVICE: Final = "device"
+
+
+@once
+def _own_work(study: Study) -> Float:
+    """Work of each chain in each judged step, less what the rank's input explains of its device's, ms, [T, S]."""
+    own: Float = np.sum([chain_work(study.need_graph(), part) for part in OWN_WORK], axis=0)
+    explained = explained_by_data(study)
+    if explained is not None:
+        own[: len(explained)] -= explained
+    return own
+
+
+def explained_by_data(study: Study) -> Float | None:
+    """The part of each rank's compute that its share of the input explains, or the tokens that are routed to it, ms,
+    [R, S]; None: nothing does."""
+    explained = explained_by_tokens(study)
+    return explained_by_input(study) if explained is None else explained
+
+
+@once
+def _groups(study: Study) -> list[Bool]:
+    return [group for group in chain_groups(study.need_graph(), study.peer_groups) if group.sum() > 1]
+
+
+def slow_chains(study: Study) -> Change | None:
+    """The slow chains as fast as the typical one of those that do the same."""
+    graph = study.need_graph()
+    own = _own_work(study)
+    if own.shape[1] < 2:
+        return None
+    late = _late(study)
+    share = late_ones(own, late, _groups(study), LEAST_SHARE * study.step_ms)
+    if share is None:
+        return None
+    return Change({part: chain_work(graph, part) * share for part in OWN_WORK}, where_beyond_peers=True)
+
+
+@once
+def _late(study: Study) -> Float:
+    own = _own_work(study)
+    late = np.zeros_like(own)
+    for group in _groups(study):
+        late[group] = own[group] - typical(own[group])
+    return late
+
+
+def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
+    """Which rank's host or device it is, and in which phase."""
+    graph, own, late = study.need_graph(), _own_work(study), _late(study)
+    removed = np.sum([of_part.mean(axis=1) for of_part in change.removed.values()], axis=0)
+    slow = removed > 0
+    worst = int(removed.argmax())
+    # The others of its kind that are late are named beside it; where both of a rank are, the one that costs more.
+    group = next(group for group in _groups(study) if group[worst])
+    named = slow & group
+    on_device = worst < graph.leads and len(graph.ranks) > graph.leads
+    whose = DEVICE if on_device else HOST
+    ranks = tuple(int(graph.ranks[chain]) for chain in np.flatnonzero(named).tolist())
+    others = group & ~slow
+    mine, typically = float(own[named].mean()), float(np.median(own[others].mean(axis=1)))
+    evidence = [
+        Evidence(f"work of the {whose} a step", round(mine, 3), "ms", round(typically, 3)),
+        Evidence("other ranks wait a step", round(_others_wait(study, ranks), 3), "ms", 0.0),
+    ]
+    phases = _device_phases(study, ranks) if on_device else _host_phases(study, ranks)
+    where = max(phases, key=lambda name: phases[name][0] - phases[name][1]) if phases else None
+    if where is not None:
+        value, expected = phases[where]
+        evidence.append(Evidence(f"{where} on the {whose} a step", round(value, 3), "ms", round(expected, 3)))
+        if value - expected < 0.5 * (mine - typically):
+            where = None  # most of it lies between the phases
+    names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
+    late_by = lateness(late[named].mean(axis=0))
+    title = f"the {whose} of rank {names}{study.mesh.words(ranks)} is {late_by} and the other ranks wait"
+    fixes = _fixes(listed(ranks), where, on_device)
+    at = Where(ranks=ranks, op=where, steps=study.step_range)
+    return Finding("rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share)
+
+
+def _others_wait(study: Study, ranks: tuple[int, ...]) -> float:
+    others = ~np.isin(study.ranks, ranks)
+    return float(study.work("peer_wait")[others].mean()) if others.any() else 0.0
+
+
+def _fixes(who: str, where: str | None, on_device: bool) -> tuple[Fix, ...]:
+    if on_device:
+        look = f"look at the device of rank {who}: its clock and its links (nvidia-smi -q -d CLOCK,PERFORMANCE), what "
+        return (Fix("code", look + "else runs on it, and whether the rank is given more work than the others"),)
+    place = f"in {where}" if where else "between the phases of the loop"
+    look = f"look for what only rank {who} does {place} before it launches: a branch on the rank, logging, files, "
+    return (Fix("code", look + "another process on its cores"),)
+
+
+def _mine_and_others(spent: dict[int, float], ranks: tuple[int, ...]) -> tuple[float, float]:
+    mine = [ms for rank, ms in spent.items() if rank in ranks]
+    others = [ms for rank, ms in spent.items() if rank not in ranks]
+    return float(np.mean(mine)) if mine else 0.0, float(np.median(others)) if others else 0.0
+
+
+def _phase_ms(table: pd.DataFrame, study: Study) -> dict[str, float]:
+    """Phase -> ms a step, of the rows of one rank."""
+    chosen = table["name"].isin(TRAINING_PHASES) & table["dur_ns"].notna() & table["step"].isin(study.step_numbers)
+    spent = table["dur_ns"][chosen].astype("int64").groupby(table["name"][chosen].astype(str)).sum() / 1e6
+    return {str(name): float(of) / len(study.step_numbers) for name, of in spent.items()}
+
+
+def _by_phase(of_rank: dict[int, dict[str, float]], ranks: tuple[int, ...]) -> dict[str, tuple[float, float]]:
+    names = dict.fromkeys(name for of in of_rank.values() for name in of)
+    return {name: _mine_and_others({rank: of.get(name, 0.0) for rank, of in of_rank.items()}, ranks) for name in names}
+
+
+def _host_phases(study: Study, ranks: tuple[int, ...]) -> dict[str, tuple[float, float]]:
+    phases = study.training_phases
+    of_rank = {rank: _phase_ms(phases[phases["rank"] == rank], study) for rank in study.ranks}
+    return _by_phase(of_rank, ranks)
+
+
+def _device_phases(study: Study, ranks: tuple[int, ...]) -> dict[str, tuple[float, float]]:
+    of_rank = {}
+    for rank in study.ranks:
+        rows = study.trace.read(rank, ("kind", "name", "lane", "step", "dur_ns", "source"))
+        mine = (rows["kind"] == "kernel") & (rows["source"] == "measured")
+        of_rank[rank] = _phase_ms(rows[mine & rows["lane"].astype(str).str.startswith(STREAM)], study)
+    return _by_phase(of_rank, ranks)

@@ -1,0 +1,124 @@
+"""Steps on devices, replayed: what is said of made-up jobs is what the same job takes less without its fault."""
+
+from __future__ import annotations
+
+import pytest
+from made_up_device import DeviceJob, always
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.study import study
+
+HEALTHY = DeviceJob()
+
+
+def judged(job: DeviceJob) -> tuple[Analysis, float]:
+    trace, step_ms = job.run()
+    analysis = analyze(trace)
+    assert analysis.step_ms is not None
+    assert analysis.step_ms.mean == pytest.approx(step_ms, rel=0.01)
+    return analysis, step_ms
+
+
+def first_of(analysis: Analysis, code: str) -> Finding:
+    problems = [finding for finding in analysis.findings if finding.is_problem]
+    assert [finding.code for finding in problems][:1] == [code]
+    return problems[0]
+
+
+def test_steps_are_replayed_as_they_were_measured() -> None:
+    """20 ms of forward and 40 of backward, whose last bucket takes 2 ms more, and 2 of the optimizer: 64."""
+    found = study(HEALTHY.run()[0])
+    assert found.step_ms == pytest.approx(64.0, abs=0.1)
+    assert found.graph is not None
+    assert (found.graph.leads, found.graph.ranks) == (2, (0, 1, 0, 1))
+    assert found.checked is not None
+    assert (found.checked.error, found.checked.contradicted) == (pytest.approx(0.0, abs=1e-9), 0.0)
+    assert found.chains_unknown == ""
+
+
+def test_a_job_whose_host_is_ahead_is_healthy() -> None:
+    analysis, _ = judged(HEALTHY)
+    assert analysis.verdict.status == "healthy"
+    assert {"rank.straggler", "pause.gc", "comm.exposed", "compute.host-sync"} <= set(analysis.passed)
+
+
+def test_a_device_that_takes_longer() -> None:
+    analysis, step_ms = judged(HEALTHY.with_(backward=lambda rank, step: 60.0 if rank == 1 else 40.0))
+    late = first_of(analysis, "rank.straggler")
+    assert late.where.ranks == (1,)
+    assert late.title == "the device of rank 1 is 20.0 ms late in every step and the other ranks wait"
+    assert late.gain.ms == pytest.approx(step_ms - HEALTHY.run()[1], abs=0.2)
+
+
+def test_a_late_host_costs_what_its_device_stands_idle_for() -> None:
+    """It launches for 7 ms and does nothing for 100: of its step of 107 ms the device is busy for 64."""
+    analysis, step_ms = judged(HEALTHY.with_(late=lambda rank, step: 100.0 * (rank == 0)))
+    late = first_of(analysis, "rank.straggler")
+    assert late.where.ranks == (0,)
+    assert late.title == "the host of rank 0 is 100 ms late in every step and the other ranks wait"
+    assert late.gain.ms == pytest.approx(step_ms - HEALTHY.run()[1], rel=0.05)
+
+
+def test_a_late_host_that_is_ahead_of_its_device_costs_nothing() -> None:
+    analysis, _ = judged(HEALTHY.with_(late=lambda rank, step: 30.0 * (rank == 0), item_every=100))
+    assert not [finding for finding in analysis.findings if finding.is_problem]
+
+
+@pytest.mark.parametrize("load", [20.0, 120.0])
+def test_a_loader_costs_what_the_device_waits_for_it(load: float) -> None:
+    """Of 64 ms a step; a loader that takes 20 is hidden."""
+    job = HEALTHY.with_(load=always(load), item_every=100)
+    trace, step_ms = job.run()
+    saved = step_ms - job.with_(load=always(0.5)).run()[1]
+    analysis = analyze(trace)
+    found = [finding for finding in analysis.findings if finding.code == "data.stall" and finding.is_problem]
+    if load == 20.0:
+        assert saved < 1.0
+        assert not found
+    else:
+        assert found[0].gain.ms == pytest.approx(saved, rel=0.1)
+
+
+@pytest.mark.parametrize(("item_every", "costs"), [(1, True), (100, False)])
+def test_a_collection_costs_what_the_host_was_not_ahead(item_every: int, costs: bool) -> None:
+    collect = HEALTHY.with_(collect=lambda rank, step: 45.0 if step % 2 else 0.0, item_every=item_every)
+    analysis, step_ms = judged(collect)
+    saved = step_ms - HEALTHY.with_(item_every=item_every).run()[1]
+    if costs:
+        (found,) = [finding for finding in analysis.findings if finding.code == "pause.gc"]
+        assert found.is_problem
+        assert found.gain.ms == pytest.approx(saved, abs=0.5)
+    else:
+        assert abs(saved) < 0.5
+        assert "pause.gc" in analysis.passed
+
+
+def test_asking_for_the_loss_in_each_step_costs_what_the_device_runs_dry_for() -> None:
+    job = HEALTHY.with_(load=always(25.0))
+    analysis, step_ms = judged(job.with_(item_every=1))
+    saved = step_ms - job.with_(item_every=100).run()[1]
+    assert saved > 20
+    sync = first_of(analysis, "compute.host-sync")
+    assert sync.gain.ms == pytest.approx(saved, rel=0.05)
+    assert sync.gain.method == "replay"
+
+
+def test_two_faults_that_hide_each_other_are_told_together() -> None:
+    """A device that takes 30 ms longer, and another rank's host that is late by as much."""
+    both = HEALTHY.with_(
+        backward=lambda rank, step: 80.0 if rank == 0 else 40.0, load=lambda rank, step: 96.0 if rank == 1 else 0.5,
+        item_every=100,
+    )  # fmt: skip
+    analysis, step_ms = judged(both)
+    worst = next(finding for finding in analysis.findings if finding.is_problem)
+    assert worst.together is not None
+    assert worst.together.gain.ms == pytest.approx(step_ms - HEALTHY.run()[1], rel=0.1)
+
+
+def test_launches_that_hold_the_device_up_ask_for_a_deeper_capture() -> None:
+    analysis, _ = judged(HEALTHY.with_(launch=always(70.0)))
+    assert "dsprof run --deep 10:13" in analysis.not_judged["compute.launch-bound"]
+    assert analysis.verdict.status == "inconclusive"
+    assert "--deep" in analysis.verdict.headline
