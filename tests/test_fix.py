@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dsprof.analyzer.text import with_interval
+from dsprof.atomic import write_atomically
 from dsprof.cli import fix as verb
 from dsprof.cli import main
-from dsprof.fix import CannotEdit, TrialFailed, Turns, decide, proposals
+from dsprof.fix import CannotEdit, Proposal, TrialFailed, Turns, decide, proposals
 from dsprof.fix.edit_call import set_argument
 from dsprof.fix.edit_json import set_value
+from dsprof.knobs import parse_settings
 from dsprof.run import RunFolder, RunInfo
 
 STALL = {
@@ -86,6 +91,12 @@ def test_a_change_that_saves_a_tenth_is_found_in_most_comparisons() -> None:
     assert kept >= 190
 
 
+def test_savings_are_told_in_the_unit_that_fits_and_losses_as_such() -> None:
+    assert with_interval(26156.3, 24100.0, 28212.0, 12.3) == "saves 26.2 s a step (12 %) [24.1, 28.2]"
+    assert with_interval(-3.1, -5.0, -1.2, -2.04) == "costs 3.10 ms a step (2.0 %) [1.20, 5.00]"
+    assert with_interval(-1.78e-15, -0.184, 0.184, -4.4e-15) == "costs 0 ms a step (<0.1 %) [-0.18, 0.18]"
+
+
 # --- turns
 
 
@@ -98,6 +109,7 @@ class Jobs:
 
     def __call__(self, path: Path, knobs: Mapping[str, Any]) -> None:
         self.ran.append(path.name)
+        shutil.rmtree(path, ignore_errors=True)  # as --force has it
         jitter = 0.1 * len(self.ran)
         if knobs:
             write_run(path, self.changed and self.changed + jitter, **self.of_changed)
@@ -122,6 +134,16 @@ def test_jobs_that_have_ended_are_not_run_again(tmp_path: Path) -> None:
     jobs = Jobs(100.0, 80.0)
     turns(tmp_path, jobs).compare()
     assert jobs.ran == []
+
+
+def test_a_job_that_failed_is_run_again(tmp_path: Path) -> None:
+    with pytest.raises(TrialFailed):
+        turns(tmp_path, Jobs(100.0, 80.0, status=130)).compare()
+    jobs = Jobs(100.0, 80.0)
+    comparison = turns(tmp_path, jobs).compare()
+    assert jobs.ran[:2] == ["changed-1", "changed-2"]
+    assert comparison.decision is not None
+    assert comparison.decision.outcome == "kept"
 
 
 def test_a_job_that_fails_with_the_change_says_why(tmp_path: Path) -> None:
@@ -170,7 +192,7 @@ def test_it_lists_what_to_try_and_what_that_should_save(run: RunFolder, capsys: 
     assert main(["fix", str(run.path)]) == 0
     said = capsys.readouterr().out
     assert "1. data.stall  more workers" in said
-    assert "saves 20 ms a step (36 %) [18, 22]" in said
+    assert "saves 20.0 ms a step (36 %) [18.0, 22.0]" in said
     assert "dsprof run --set loader.num_workers=2" in said
 
 
@@ -179,22 +201,45 @@ def test_it_runs_both_and_tells_predicted_and_measured(
 ) -> None:
     lines: list[list[str]] = []
 
-    def start(line: list[str], **_: Any) -> None:
+    def start(line: list[str], *_: Any) -> None:
         lines.append(line)
-        write_run(Path(line[line.index("-o") + 1]), (60.0 if "--set" not in line else 40.0) + 0.1 * len(lines))
+        write_run(
+            Path(line[line.index("-o") + 1]), (40.0 if "loader.num_workers=2" in line else 60.0) + 0.1 * len(lines)
+        )
 
-    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setattr(verb, "_run", start)
     assert main(["fix", str(run.path), "--verify"]) == 0
-    assert [line[line.index("-q") + 1 :] for line in lines[:2]] == [
-        ["--nproc-per-node", "2", "train.py", "-o", "x"],
-        ["--set", "loader.num_workers=2", "--nproc-per-node", "2", "train.py", "-o", "x"],
-    ]
+    job = ["--nproc-per-node", "2", "--set", "gc.every=3", "train.py", "-o", "x"]
+    assert [line[line.index("abort") + 1 :] for line in lines[:2]] == [job, ["--set", "loader.num_workers=2", *job]]
     said = capsys.readouterr().out
-    assert "predicted  saves 20 ms a step (36 %) [18, 22]" in said
+    assert "predicted  saves 20.0 ms a step (36 %) [18.0, 22.0]" in said
     assert "measured   saves 20" in said
     assert "kept: --set loader.num_workers=2" in said
     verified = run.read_info().verified["data.stall"]
     assert (verified["outcome"], verified["set"], len(verified["pairs"])) == ("kept", {"loader.num_workers": 2}, 3)
+
+
+def test_what_the_run_had_turned_stays_unless_the_change_turns_it() -> None:
+    words = ["-q", "-oout", "--set", "gc.every=3", "--set=env.A=b", "--nnodes", "2", "--", "x", "--set", "gc.every=1"]
+    rest = ["--set", "env.A=b", "--nnodes", "2", "--", "x", "--set", "gc.every=1"]
+    assert verb._without(words, {"gc.every": 0}) == rest
+    assert verb._without(words, {}) == ["--set", "gc.every=3", *rest]
+
+
+def test_an_interrupted_job_ends_by_itself_and_is_run_again(tmp_path: Path) -> None:
+    folder = tmp_path / "changed-1"
+    folder.mkdir()
+    job = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT)\ntry: time.sleep(60)\n"
+    job += "except KeyboardInterrupt: time.sleep(0.5); print('ended')"
+    with open(tmp_path / "log", "w") as output, pytest.raises(KeyboardInterrupt):
+        verb._run([sys.executable, "-c", job, "-o", str(folder)], str(tmp_path), output)
+    assert (tmp_path / "log").read_text() == "ended\n"
+    assert not folder.exists()
+
+
+def test_changes_of_the_same_letters_have_folders_of_their_own() -> None:
+    slugs = {verb._slug({"env.A": value}) for value in ("x/y", "x:y", "x_y", 90 * "x", 91 * "x")}
+    assert len(slugs) == 5
 
 
 @pytest.mark.parametrize(
@@ -270,7 +315,23 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
         ("x = DataLoader(data, num_workers=0, shuffle=1)\n", "x = DataLoader(data, num_workers=2, shuffle=1)\n"),
         ("ö = é(DataLoader(\n    data,  # ü\n))", "ö = é(DataLoader(\n    data, num_workers=2,  # ü\n))"),
         ("for x in Loads(f(data)):\n    pass\n", None),
-        ("x = make(data)\n", "x = make(data, num_workers=2)\n"),
+        ("x = make(data)\n", None),  # which takes who knows what
+        ("x = partial(DataLoader, data)\n", None),
+        ("x = DataLoader(data,)\n", "x = DataLoader(data, num_workers=2,)\n"),
+        ("x = DataLoader((data))\n", "x = DataLoader((data), num_workers=2)\n"),
+        ("x = DataLoader(a, num_workers=(\n 0\n))\n", "x = DataLoader(a, num_workers=2)\n"),
+        ("x = DataLoader(data, 1, False, None, None, 0)\n", "x = DataLoader(data, 1, False, None, None, 2)\n"),
+        ("x = DataLoader(data, **settings)\n", None),
+        ("x = DataLoader(data, num_workers=1, **settings)\n", "x = DataLoader(data, num_workers=2, **settings)\n"),
+        ("x = DataLoader(*settings)\n", None),
+        ("x = DataLoader(one for one in data)\n", None),
+        ("x = Loads(data)\nfrom torch.utils.data import DataLoader as Loads", "x = Loads(data, num_workers=2)\n"
+         "from torch.utils.data import DataLoader as Loads"),
+        ("x = Mine(data)\nclass Mine(DataLoader): pass\n", "x = Mine(data, num_workers=2)\n"
+         "class Mine(DataLoader): pass\n"),
+        ("x = Mine(data)\nclass Mine(DataLoader):\n    def __init__(self, data): ...\n", None),
+        ("x = '\f\u2028', DataLoader(data)  # )\r\n", "x = '\f\u2028', DataLoader(data, num_workers=2)  # )\r\n"),
+        ("\ufeffx = DataLoader(data)", "\ufeffx = DataLoader(data, num_workers=2)"),
         ("x = DataLoader(a), DataLoader(b)\n", None),
         ("x = (\n", None),
     ],
@@ -313,3 +374,99 @@ def test_files_are_written_beside_the_originals_and_never_over_what_is_there(
     assert script.read_text() == "import x\nloader = DataLoader(data)\n"
     assert main(["fix", str(run.path), "--in-place"]) == 0
     assert script.read_text() == "import x\nloader = DataLoader(data, num_workers=2)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "edited"),
+    [
+        ('{\r\n  "b": 1\r\n}\r\n', '{\r\n  "b": 1,\r\n  "a": 2\r\n}\r\n'),
+        ('\ufeff{"a": 1}', '\ufeff{"a": 2}'),
+        ('{"a": 1, "a": 3}', '{"a": 1, "a": 2}'),  # the last one counts
+        ('{"ä": "\\"}", "b": 1,\n\n "a":1 }', '{"ä": "\\"}", "b": 1,\n\n "a":2 }'),
+    ],
+)
+def test_a_json_text_keeps_how_it_is_written(text: str, edited: str) -> None:
+    assert set_value(text, ["a"], 2) == edited
+
+
+def prepare(run: RunFolder, files: Mapping[str, str], sites: list[str]) -> Path:
+    """Write files where the job ran, whose loaders were made at these sites. Gives the folder."""
+    place = run.path.parent
+    for name, text in files.items():
+        (place / name).write_bytes(text.encode())
+    info = run.read_info()
+    info.cwd = str(place)
+    info.facts = [{"fact": "dataloader", "site": f"{place}/{site}", "framework": None} for site in sites]
+    run.write_info(info)
+    return place
+
+
+def test_an_edit_that_takes_lines_away_leaves_the_other_calls_where_they_are(run: RunFolder) -> None:
+    text = (
+        "a = DataLoader(x, num_workers=(\r\n    0\r\n))\r\nb = DataLoader(y)\r\n# DataLoader\r\nc = DataLoader(z)\r\n"
+    )
+    place = prepare(run, {"train.py": text}, ["train.py:1", "train.py:4", "train.py:6"])
+    both = ["--set", "loader.num_workers=4", "--set", "loader.pin_memory=true"]
+    assert main(["fix", str(run.path), *both, "--write"]) == 0
+    more = "num_workers=4, pin_memory=True"
+    lines = [f"a = DataLoader(x, {more})", f"b = DataLoader(y, {more})", "# DataLoader", f"c = DataLoader(z, {more})"]
+    assert (place / "train.fixed.py").read_bytes().decode() == "".join(f"{line}\r\n" for line in lines)
+
+
+def test_a_link_stays_one_and_the_file_behind_it_is_changed(run: RunFolder) -> None:
+    place = prepare(run, {"real.py": "a = DataLoader(x)\n"}, ["train.py:1"])
+    (place / "train.py").symlink_to("real.py")
+    assert main(["fix", str(run.path), "--in-place"]) == 0
+    assert (place / "train.py").is_symlink()
+    assert (place / "real.py").read_text() == "a = DataLoader(x, num_workers=2)\n"
+
+
+@pytest.mark.parametrize("words", [["--write"], ["--in-place"]])
+def test_where_one_file_cannot_be_written_none_is(
+    run: RunFolder, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"a.py": "a = DataLoader(x)\n", "b.py": "b = DataLoader(x)\n"}
+    place = prepare(run, files, ["a.py:1", "b.py:1"])
+
+    def full(path: Path, data: str, **kwargs: Any) -> None:
+        if path.name.startswith("b."):
+            raise OSError(28, "No space left on device", str(path))
+        write_atomically(path, data, **kwargs)
+
+    monkeypatch.setattr("dsprof.fix.files.write_atomically", full)
+    assert main(["fix", str(run.path), *words]) == 2
+    assert "nothing was written" in capsys.readouterr().err
+    assert {one.name: one.read_text() for one in place.glob("*.py")} == files
+
+
+def test_a_file_that_is_not_to_be_written_is_left_alone(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    place = prepare(run, {"a.py": "a = DataLoader(x)\n"}, ["a.py:1"])
+    (place / "a.py").chmod(0o444)
+    assert main(["fix", str(run.path), "--in-place"]) == 2
+    assert "it is read-only" in capsys.readouterr().err
+    assert (place / "a.py").read_text() == "a = DataLoader(x)\n"
+
+
+def test_a_file_in_another_encoding_is_told(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    place = prepare(run, {}, ["a.py:1"])
+    (place / "a.py").write_bytes("# coding: latin-1\na = DataLoader('ä')\n".encode("latin-1"))
+    assert main(["fix", str(run.path), "--write"]) == 2
+    assert "it is not written in UTF-8; nothing was written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("zero_optimization.offload_optimizer", {"device": "cpu", "pin_memory": True}),
+        ("optimizer.params.betas", [0.9, 0.95]),
+        ("communication_data_type", None),
+        ("optimizer.params.name", "true"),
+        ("optimizer.params.name", "12"),
+        ("optimizer.type", "AdamW"),
+        ("env.OMP_NUM_THREADS", "4"),
+        ("loader.pin_memory", False),
+        ("affinity.cores", "spread"),
+    ],
+)
+def test_a_change_is_read_as_it_was_typed(key: str, value: object) -> None:
+    assert parse_settings(Proposal("", "", {key: value}).flags[1:]) == {key: value}

@@ -64,7 +64,7 @@ def evidence(finding: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_job_whose_address_space_is_limited(tmp_path: Path) -> None:
-    done = profile(tmp_path, hoarder(tmp_path), ranks=None, fresh=True)
+    done = profile(tmp_path, hoarder(tmp_path), ranks=None)
     assert done.status == 1
     assert "can't allocate memory" in done.stderr
     assert done.stdout == ""

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from dsprof.analyzer.graph.link import Link
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import PARTS, StepGraph, Task
+from dsprof.analyzer.rules.comm.prefetch import Prefetched
+from dsprof.analyzer.rules.registry import all_rules
 from dsprof.analyzer.whatif import Refused, WhatIf, apply
 from dsprof.analyzer.whatif.communications import IssuedEarlier, MoreCommunication, ScaleLink, WithoutCommunications
 from dsprof.analyzer.whatif.merge import Merge
@@ -148,6 +150,7 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: MoreCommunication("a barrier", Task("2", "barrier"), {r: (12 * r + 10, 12 * r + 11) for r in range(4)}, 1),
     lambda: IssuedEarlier(GATHERS),
     lambda: IssuedEarlier(Communications(kinds=("all_gather parameter",)), ahead=2),
+    lambda: Prefetched(GATHERS, 1),
     lambda: Merge(GATHERS, LINK, together=2),
     lambda: Merge(GRADIENTS, LINK, most_bytes=50),
     lambda: Rebucket((112,), LINK, 0.1),
@@ -181,9 +184,10 @@ def test_every_what_if_there_is_is_drawn() -> None:
     def below(kind: type[WhatIf]) -> set[type[WhatIf]]:
         return {kind, *(one for sub in kind.__subclasses__() for one in below(sub))}
 
+    assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [21, 20]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [22, 21]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline])

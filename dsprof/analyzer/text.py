@@ -63,6 +63,17 @@ def ms(value: float) -> str:
     return f"{unit.number(value)} {unit.name}"
 
 
+def with_interval(value: float, low: float, high: float, share: float | None = None) -> str:
+    """A saving of a step in milliseconds, all numbers in one unit: `saves 20.7 ms a step (36 %) [18.6, 22.4]`, or
+    `costs 3.10 ms a step (2.0 %) [1.20, 5.00]` where it is negative. share: percent of the step."""
+    verb = "saves"
+    if value < 0:
+        verb, value, low, high, share = "costs", -value, -high, -low, None if share is None else -share
+    unit = unit_of(max(abs(value), abs(low), abs(high)))
+    of_step = "" if share is None else f" ({percent(share)})"
+    return f"{verb} {unit.number(value)} {unit.name} a step{of_step} [{unit.number(low)}, {unit.number(high)}]"
+
+
 def percent(value: float) -> str:
     if not math.isfinite(value):
         return "? %"

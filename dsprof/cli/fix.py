@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import stat
+import os
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 import typer
 
-from dsprof.atomic import write_atomically
 from dsprof.launch import LaunchError
+from dsprof.launch.supervise import end_with
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
 from .run import read_changes
@@ -27,7 +32,7 @@ STATUS: Final = {"kept": 0, "withdrawn": 1, "undecided": 4}
 """Outcome -> exit status."""
 OF_THE_FIRST_RUN: Final = {
     "-o": True, "--output": True, "--force": False, "--json": False, "-q": False, "--quiet": False,
-    "--no-report": False, "--set": True,
+    "--no-report": False,
 }  # fmt: skip
 """Flags that are not those of the jobs that are compared -> whether a value follows."""
 
@@ -117,7 +122,7 @@ def _list(folder: RunFolder, offered: Sequence[Proposal], *, as_json: bool) -> i
         print(f"{place}. {one.code}  {one.title}")
         print(f"   {_predicted(one.gain)}")
         _show_files(folder, one.knobs)
-        print(f"   try    dsprof run {' '.join(one.flags)} ...")
+        print(f"   try    dsprof run {shlex.join(one.flags)} ...")
         print(f"   prove  dsprof fix {folder.path} -n {place} --verify")
     return 0
 
@@ -153,12 +158,14 @@ def _write(folder: RunFolder, chosen: Proposal, *, in_place: bool) -> int:
 
     try:
         found, _ = _files(folder, chosen.knobs)
-        places = {path: path if in_place else path.with_name(f"{path.stem}.fixed{path.suffix}") for path in found.texts}
+        places = {
+            path: path.resolve() if in_place else path.with_name(f"{path.stem}.fixed{path.suffix}")
+            for path in found.texts
+        }
         there = [str(place) for place in places.values() if place.exists() and not in_place]
         if there:
             raise LaunchError(f"{there[0]}: is there already; move it away, or give --in-place to change the original")
-        for path, place in places.items():
-            write_atomically(place, found.texts[path], mode=stat.S_IMODE(path.stat().st_mode))
+        found.write(places)
     except (CannotEdit, OSError) as error:
         raise LaunchError(f"{error}; nothing was written") from error
     for place in places.values():
@@ -171,15 +178,18 @@ def _write(folder: RunFolder, chosen: Proposal, *, in_place: bool) -> int:
 def _predicted(gain: Mapping[str, Any] | None) -> str:
     if not gain or gain.get("method") == "none":
         return "gain   not predicted"
-    return f"gain   saves {gain['ms']:.3g} ms a step ({gain['percent']:.2g} %) [{gain['low']:.3g}, {gain['high']:.3g}]"
+    from dsprof.analyzer.text import with_interval
+
+    return f"gain   {with_interval(gain['ms'], gain['low'], gain['high'], gain['percent'])}"
 
 
 def _verify(
     folder: RunFolder, findings: Mapping[str, Any], chosen: Proposal, pairs: int, *, yes: bool, as_json: bool
 ) -> int:
-    from dsprof.fix import TrialFailed, Turns
+    from dsprof.analyzer.text import with_interval
+    from dsprof.fix import Proposal, TrialFailed, Turns
 
-    words, cwd = _job(folder)
+    python, words, cwd = _job(folder)
     if not yes and _saves(folder):
         raise LaunchError(
             f"{folder.path}: this job writes checkpoints, and each job of the comparison would write them again, to "
@@ -187,13 +197,13 @@ def _verify(
         )
     place = folder.path.with_name(f"{folder.path.name}-fix-{_slug(chosen.knobs)}")
     place.mkdir(mode=0o700, exist_ok=True)
-    _say(f"comparing in {place}: {' '.join(chosen.flags)}")
+    _say(f"comparing in {place}: {shlex.join(chosen.flags)}")
 
     def start(path: Path, knobs: Mapping[str, Any]) -> None:
-        flags = type(chosen)("", "", knobs).flags
-        line = [sys.executable, "-m", "dsprof", "run", "-o", str(path), "--force", "--no-report", "-q", *flags, *words]
+        flags = Proposal("", "", knobs).flags
+        own = ["-o", str(path), "--force", "--no-report", "-q", "--on-hang", "abort"]
         with open(path.with_suffix(".txt"), "w", encoding="utf-8") as output:  # a log of its own
-            subprocess.run(line, cwd=cwd, check=False, stdout=output, stderr=output)
+            _run([python, "-m", "dsprof", "run", *own, *flags, *_without(words, knobs)], cwd, output)
 
     try:
         comparison = Turns(place, chosen.knobs, start, _say, pairs).compare()
@@ -209,19 +219,39 @@ def _verify(
             json.dumps({"code": chosen.code, "set": dict(chosen.knobs), "predicted": chosen.gain, "measured": verified})
         )
     else:
-        measured = f"saves {decision.saved_ms:.3g} ms a step ({decision.percent:.2g} %)"
+        measured = with_interval(decision.saved_ms, decision.low, decision.high, decision.percent)
         print(f"predicted  {_predicted(chosen.gain).removeprefix('gain   ')}")
-        print(f"measured   {measured} [{decision.low:.3g}, {decision.high:.3g}], {len(comparison.pairs)} pairs")
-        print(f"{decision.outcome}: {' '.join(chosen.flags)}")
+        print(f"measured   {measured}, {len(comparison.pairs)} pairs")
+        print(f"{decision.outcome}: {shlex.join(chosen.flags)}")
     return STATUS[decision.outcome]
 
 
-def _job(folder: RunFolder) -> tuple[list[str], str]:
-    """The words of `dsprof run` that run the job again, without those of the first run alone, and where. Raises
-    LaunchError."""
+def _run(line: list[str], cwd: str, output: TextIO) -> None:
+    """Run a job to its end. At Ctrl-C it is given the time to end by itself, and its folder does not count as one of a
+    job that ended; a second one kills it."""
+    parent = os.getpid()
+    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+    child = subprocess.Popen(line, cwd=cwd, preexec_fn=partial(end_with, parent), **streams)
+    interrupted: KeyboardInterrupt | None = None
+    while child.returncode is None:
+        try:
+            child.wait()
+        except KeyboardInterrupt as typed:
+            child.send_signal(signal.SIGINT)  # which it passes over where the terminal has sent it one, too
+            if interrupted is None:
+                _say("interrupted: waiting for the job to end (Ctrl-C again kills it)")
+            interrupted = typed
+    if interrupted is not None:
+        shutil.rmtree(line[line.index("-o") + 1], ignore_errors=True)
+        _say("the same command goes on with this job")
+        raise interrupted
+
+
+def _job(folder: RunFolder) -> tuple[str, list[str], str]:
+    """The Python, the words of `dsprof run` and the folder that the job ran with. Raises LaunchError."""
     try:
         again = json.loads(folder.rerun_json.read_text())
-        words, cwd = [str(word) for word in again["command"]], str(again["cwd"])
+        words, cwd, python = [str(word) for word in again["command"]], str(again["cwd"]), str(again["python"])
     except (OSError, ValueError, KeyError, TypeError):
         raise LaunchError(
             f"{folder.path}: how to run this job again is not known, as `dsprof run` did not start it here; run it "
@@ -231,18 +261,23 @@ def _job(folder: RunFolder) -> tuple[list[str], str]:
         raise LaunchError(f"{folder.path}: it was started by {words[0]}; run it once with `dsprof run`")
     if not Path(cwd).is_dir():
         raise LaunchError(f"{cwd}: the job ran there, and there is no such folder now")
-    return _without(words[2:]), cwd
+    return python if Path(python).is_file() else sys.executable, words[2:], cwd
 
 
-def _without(words: list[str]) -> list[str]:
+def _without(words: list[str], turned: Collection[str]) -> list[str]:
+    """The words of `dsprof run` without what is of the first run alone, and without what it turned of these keys."""
     from . import takes_value
 
     job = split_at_job(words, takes_value())
     kept: list[str] = []
     flags = iter(words[:job])
     for word in flags:
-        name = word.partition("=")[0] if word.startswith("--") else word[:2]
-        if name not in OF_THE_FIRST_RUN:
+        name, equals, value = word.partition("=") if word.startswith("--") else (word[:2], "", "")
+        if name == "--set":
+            change = value if equals else next(flags, "")
+            if change.partition("=")[0].strip() not in turned:
+                kept += [name, change]
+        elif name not in OF_THE_FIRST_RUN:
             kept.append(word)
         elif OF_THE_FIRST_RUN[name] and word == name:
             next(flags, None)
@@ -256,9 +291,10 @@ def _saves(folder: RunFolder) -> bool:
 
 
 def _slug(knobs: Mapping[str, Any]) -> str:
-    """A folder's name for a change."""
+    """A folder's name for a change; another change has another one."""
     text = "-".join(f"{key}-{value}" for key, value in knobs.items())
-    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:80]
+    slug = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:80]
+    return slug if slug == text else f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _keep(folder: RunFolder, chosen: Proposal, verified: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 _TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]|//[^\n]*|#[^\n]*|/\*.*?\*/|[^\s{}\[\]:,"]+', re.DOTALL)
 _COMMENT: Final = ("//", "#", "/*")
+_BOM: Final = "\ufeff"
 
 
 class CannotEdit(ValueError):
@@ -32,6 +33,23 @@ class _Object:
 
 def set_value(text: str, keys: Sequence[str], value: Any) -> str:
     """`text` with `value` under `keys`, sections on the way made where they are not there. Raises CannotEdit."""
+    if text.startswith(_BOM):
+        return _BOM + set_value(text[1:], keys, value)
+    edited = _set(text, keys, value)
+    try:
+        before, after = json.loads(text), json.loads(edited)
+    except ValueError:  # with comments
+        return edited
+    place = before
+    for key in keys[:-1]:
+        place = place.setdefault(key, {})
+    place[keys[-1]] = value
+    if before != after:
+        raise CannotEdit("it is written in a way that cannot be edited")
+    return edited
+
+
+def _set(text: str, keys: Sequence[str], value: Any) -> str:
     place = _parse(text)
     for depth, key in enumerate(keys[:-1]):
         found = place.members.get(key)
@@ -56,7 +74,8 @@ def _insert(text: str, place: _Object, key: str, value: Any) -> str:
         return text[: place.start + 1] + member + text[place.end :]
     before = text[: place.first_key]
     line = before.rpartition("\n")[2]
-    gap = "\n" + line if "\n" in before and not line.strip() else " "
+    newline = "\r\n" if before.endswith(f"\r\n{line}") else "\n"
+    gap = newline + line if "\n" in before and not line.strip() else " "
     return f"{text[: place.last_end]},{gap}{member}{text[place.last_end :]}"
 
 

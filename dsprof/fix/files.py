@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Mapping, Sequence
+import stat
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from dsprof.atomic import write_atomically
+from dsprof.knobs import KNOBS
 from dsprof.redact import REDACTED
 
 from .edit_call import CALLS, set_argument
@@ -18,7 +22,11 @@ Facts = Mapping[str, Sequence[Mapping[str, Any]]]
 
 SITES: Final = {"ddp": "ddp", "loader": "dataloader"}
 """Framework of a knob -> the fact that tells where what takes it is made."""
+_Call = tuple[Path, int, str, str, Any]
+"""File and line of a call; framework, name and value of its argument."""
 NOT_ARGUMENTS: Final = {"ddp.comm_hook", "ddp.accumulate", "fsdp2.modules_per_unit"}
+OF_SCRIPT: Final = {knob.key.partition(".")[0] for knob in KNOBS}
+"""What a key begins with that is none of a JSON configuration."""
 
 
 @dataclass
@@ -31,20 +39,43 @@ class Changes:
 
     def edit(self, path: Path, change: Any) -> None:
         """Apply `change` to a file's text. Raises CannotEdit or OSError."""
-        if path not in self.texts:
-            self.before[path] = self.texts[path] = path.read_text(encoding="utf-8")
         try:
+            if path not in self.texts:
+                with open(path, encoding="utf-8", newline="") as file:  # its ends of lines stay what they are
+                    self.before[path] = self.texts[path] = file.read()
             self.texts[path] = change(self.texts[path])
         except CannotEdit as error:
             raise CannotEdit(f"{path}: {error}") from None
+        except UnicodeDecodeError:
+            raise CannotEdit(f"{path}: it is not written in UTF-8") from None
+
+    def write(self, places: Mapping[Path, Path]) -> None:
+        """Write the changed texts, each to its place, with the mode of the original. Raises CannotEdit where one is
+        read-only, or OSError; then none is written."""
+        modes = {path: stat.S_IMODE(path.stat().st_mode) for path in self.texts}
+        for path, mode in modes.items():
+            if places[path] == path.resolve() and not mode & stat.S_IWUSR:
+                raise CannotEdit(f"{path}: it is read-only")
+        written: list[Path] = []
+        try:
+            for path, text in self.texts.items():
+                write_atomically(places[path], text, mode=modes[path])
+                written.append(path)
+        except OSError:
+            for path in written:
+                if places[path] == path.resolve():
+                    write_atomically(places[path], self.before[path], mode=modes[path])
+                else:
+                    places[path].unlink(missing_ok=True)
+            raise
 
     def diff(self, cwd: Path) -> str:
         """A unified diff of all files."""
         parts: list[str] = []
         for path, text in self.texts.items():
             name = str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
-            lines = self.before[path].splitlines(keepends=True), text.splitlines(keepends=True)
-            parts += difflib.unified_diff(*lines, f"a/{name}", f"b/{name}")
+            old, new = (one.replace("\r\n", "\n").splitlines(keepends=True) for one in (self.before[path], text))
+            parts += difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in parts)
 
 
@@ -55,37 +86,36 @@ def changes(knobs: Mapping[str, Any], facts: Facts, cwd: Path, turned: Collectio
     turned: keys that `--set` turned in that run, whose configuration is then not that of the file
     """
     found = Changes()
+    calls: list[_Call] = []
     for key, value in knobs.items():
         framework, _, name = key.partition(".")
         if framework == "env":
             found.left.append(f"export {name}={value}")
         elif framework in CALLS and key not in NOT_ARGUMENTS:
-            _edit_calls(found, facts, cwd, framework, name, value)
-        elif framework in (
-            "ddp",
-            "fsdp2",
-            "pipelining",
-            "optimizer",
-            "gc",
-            "affinity",
-            "trainer",
-            "accelerate",
-            "lightning",
-        ):
+            calls += _calls(found, facts, cwd, framework, name, value)
+        elif framework in OF_SCRIPT:
             found.left.append(f"{key}={value}: change it where the script sets it")
         else:
             _edit_configurations(found, facts, cwd, key, value, check=not turned)
+    # The last line of a file first: an edit that takes lines away leaves the numbers of those above as they are.
+    for path, line, *argument in sorted(calls, key=lambda one: (str(one[0]), -one[1])):
+        found.edit(path, partial(_set_argument, line, *argument))
     return found
 
 
-def _edit_calls(found: Changes, facts: Facts, cwd: Path, framework: str, name: str, value: Any) -> None:
+def _set_argument(line: int, framework: str, name: str, value: Any, text: str) -> str:
+    return set_argument(text, line, framework, name, value)
+
+
+def _calls(found: Changes, facts: Facts, cwd: Path, framework: str, name: str, value: Any) -> Iterator[_Call]:
+    """The calls in the user's own code that take an argument."""
     told = facts.get(SITES.get(framework, ""), ())
     sites = dict.fromkeys(str(fact["site"]) for fact in told if fact.get("site") and not fact.get("framework"))
     if not sites:
         found.left.append(f"{CALLS[framework][0]}({name}={value!r}): where it is called was not seen")
     for site in sites:
         file, _, line = site.rpartition(":")
-        found.edit(cwd / file, lambda text, at=int(line): set_argument(text, at, framework, name, value))
+        yield cwd / file, int(line), framework, name, value
 
 
 def _edit_configurations(found: Changes, facts: Facts, cwd: Path, key: str, value: Any, *, check: bool) -> None:
@@ -103,7 +133,7 @@ def _edit_configurations(found: Changes, facts: Facts, cwd: Path, key: str, valu
 def _check_same(path: Path, ran: Any) -> None:
     """Raises CannotEdit if a configuration is not the one that ran any more."""
     try:
-        now = json.loads(path.read_text(encoding="utf-8"))
+        now = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError:
         return  # with comments: what cannot be edited is told later
     if ran is not None and not _equal(ran, now):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from dsprof.knobs import KnobError, find
 
 
 @dataclass(frozen=True)
@@ -25,12 +28,18 @@ class Proposal:
     @property
     def flags(self) -> list[str]:
         """As one types them: `--set`, `ddp.bucket_cap_mb=50`, ..."""
-        return [word for key, value in self.knobs.items() for word in ("--set", f"{key}={typed(value)}")]
+        return [word for key, value in self.knobs.items() for word in ("--set", f"{key}={typed(key, value)}")]
 
 
-def typed(value: Any) -> str:
-    """A knob's value as it is typed."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def typed(key: str, value: Any) -> str:
+    """A knob's value as it is typed, so that it is read as the same again."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    try:
+        same = find(key).read(value, key) == value or key.startswith("env.")
+    except KnobError:
+        same = True
+    return value if same else json.dumps(value)
 
 
 def proposals(findings: Mapping[str, Any]) -> Iterator[Proposal]:

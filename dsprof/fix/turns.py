@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from dsprof.analyzer.text import ms
+
 from .decide import FEWEST_PAIRS, Decision, decide
 from .trial import Trial, read_trial
 
@@ -36,7 +38,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Turns:
-    """A comparison in `folder`, whose jobs that have ended are not run again."""
+    """A comparison in `folder`, whose jobs that have ended well are not run again."""
 
     folder: Path
     knobs: Mapping[str, Any]
@@ -52,8 +54,8 @@ class Turns:
             took = {side: self._step_ms(side, number) for side in sides}
             comparison.pairs.append((took[ORIGINAL], took[CHANGED]))
             saved = took[ORIGINAL] - took[CHANGED]
-            both = f"{took[ORIGINAL]:.4g} ms a step, {took[CHANGED]:.4g} with the change"
-            self.tell(f"pair {number}: {both}: saves {saved:.3g} ms")
+            both = f"{ms(took[ORIGINAL])} a step, {ms(took[CHANGED])} with the change"
+            self.tell(f"pair {number}: {both}: {'saves' if saved >= 0 else 'costs'} {ms(abs(saved))}")
             if number >= FEWEST_PAIRS:
                 comparison.decision = decide(comparison.pairs, self.most_pairs)
                 if comparison.decision.outcome != "undecided":
@@ -63,7 +65,7 @@ class Turns:
     def _step_ms(self, side: str, number: int) -> float:
         path = self.folder / f"{side}-{number}"
         trial = read_trial(path)
-        if trial is None:
+        if trial is None or trial.step_ms is None:  # what made it fail may be gone
             self.run(path, self.knobs if side == CHANGED else {})
             trial = read_trial(path) or Trial(None, "it left no verdict")
         if trial.step_ms is None:

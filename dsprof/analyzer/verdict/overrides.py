@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dsprof.run import RunInfo
 
-from ..text import ms
+from ..text import with_interval
 
 MOST_SITES: Final = 3
 
@@ -42,8 +42,8 @@ def verified_fixes(run: RunInfo) -> Iterator[str]:
     for code, found in run.verified.items():
         change = " ".join(f"{key}={_shown(value)}" for key, value in found["set"].items())
         if "ms" in found:
-            measured = f"{ms(found['ms'])} a step [{found['low']:.3g}, {found['high']:.3g}]"
-            yield f"{code}: {change} was tried and saves {measured}: {found['outcome']}"
+            measured = with_interval(found["ms"], found["low"], found["high"])
+            yield f"{code}: {change} was tried and {measured}: {found['outcome']}"
         else:
             yield f"{code}: {change} was tried: {found['outcome']}; {found.get('why', '')}"
 
