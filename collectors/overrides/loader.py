@@ -47,7 +47,7 @@ def _with_workers(arguments: Arguments, overrides: Mapping[str, Override]) -> Ma
 
 
 def _is_read_whole(dataset: Any) -> bool:
-    """Whether each worker may read all of a data set, as far as one can see: those of the package datasets are split."""
+    """Whether each worker may read all of a data set. Those of the package `datasets` are split between workers."""
     from torch.utils.data import IterableDataset
 
     return isinstance(dataset, IterableDataset) and not any(
