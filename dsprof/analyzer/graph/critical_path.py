@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .path_operations import BEFORE, PROGRAM, CriticalPath, Operation
+from .path_operations import BEFORE, PROGRAM, CriticalPath, PathOperation
 from .replay import Moments, moments
 from .step_graph import StepGraph
 from .trace_back import TIE_MS, TraceBack
@@ -51,7 +51,7 @@ def _path(graph: StepGraph, of: Moments, first: int, last: int) -> CriticalPath:
     if graph.follows[first]:
         begin = float(ends[:, first - 1].max())
     end = float(ends[:, last].max())
-    found: list[Operation] = []
+    found: list[PathOperation] = []
     for one in TraceBack(graph, of).operations(last, int(ends[:, last].argmax())):
         if one.end_ms <= begin + TIE_MS and one.ms > TIE_MS:
             break
@@ -66,7 +66,7 @@ def _path(graph: StepGraph, of: Moments, first: int, last: int) -> CriticalPath:
     return CriticalPath(tuple(_that_take_time(kept)), begin, end)
 
 
-def _that_take_time(operations: list[Operation]) -> Iterator[Operation]:
+def _that_take_time(operations: list[PathOperation]) -> Iterator[PathOperation]:
     """What takes no time is left out; the edge that it was bound by, if that is from another chain, is that of what
     comes next."""
     edge = PROGRAM

@@ -34,7 +34,7 @@ _K = TypeVar("_K")
 
 
 @dataclass(frozen=True)
-class Operation:
+class PathOperation:
     """One operation of the path, from `start_ms` (of the stretch of steps that follow one another) for `ms`.
 
     rank:  whose, SHARED: of several; chain: `host`, a stream, or the process group or lane that runs it
@@ -60,7 +60,7 @@ class Operation:
     def end_ms(self) -> float:
         return self.start_ms + self.ms
 
-    def after(self, moment: float) -> Operation:
+    def after(self, moment: float) -> PathOperation:
         """What of it is after a moment."""
         left = max(min(self.ms, self.end_ms - moment), 0.0)
         share = left / self.ms if self.ms else 0.0
@@ -72,7 +72,7 @@ class Operation:
 class CriticalPath:
     """operations: in order, each from where the one before ends; begin_ms, end_ms: of the steps that it is of."""
 
-    operations: tuple[Operation, ...]
+    operations: tuple[PathOperation, ...]
     begin_ms: float
     end_ms: float
 

@@ -13,7 +13,19 @@ from ..align.match import SEND_RECV
 from ..arrays import Float
 from .chains import DEPENDS, LAUNCH, STEP, SYNC
 from .longest_path import Level, Plan
-from .path_operations import ACROSS, COMMUNICATION, COPY, GAP, JOIN, MESSAGE, ON_LINK, PROGRAM, SHARED, WAIT, Operation
+from .path_operations import (
+    ACROSS,
+    COMMUNICATION,
+    COPY,
+    GAP,
+    JOIN,
+    MESSAGE,
+    ON_LINK,
+    PROGRAM,
+    SHARED,
+    WAIT,
+    PathOperation,
+)
 from .replay import Moments
 from .step_graph import PARTS, StepGraph, Steps, Task
 
@@ -82,7 +94,7 @@ class TraceBack:
             self._steps[place] = _Step(self._graph, self._of, place)
         return self._steps[place]
 
-    def operations(self, place: int, thread: int) -> Iterator[Operation]:
+    def operations(self, place: int, thread: int) -> Iterator[PathOperation]:
         """From the end of a thread's step, at this place in the graph, backwards, as far as is known."""
         plan = self._step(place).plan
         last = int(plan.last[thread])
@@ -99,7 +111,7 @@ class TraceBack:
                 yield gap
             at = came
 
-    def _operations(self, of: _Step, at: _At, target: int) -> Iterator[Operation]:
+    def _operations(self, of: _Step, at: _At, target: int) -> Iterator[PathOperation]:
         """What lies between the begin of a node and the end of one of its weights, last first; the first of them, whose
         edge is not known yet, comes at the end."""
         operation, number = of.operation(at.weight), int(self._graph.numbers[at.step])
@@ -116,14 +128,14 @@ class TraceBack:
                 rank, chain, kind = self._graph.ranks[thread], self._chain(thread), task.kind
             ms = float(of.weights[at.weight])
             name = task.kind if at.weight == operation else f"{task.kind} {ON_LINK}"
-            yield Operation(rank, chain, kind, name, begin, ms, PROGRAM, number, operation, {kind: ms})
+            yield PathOperation(rank, chain, kind, name, begin, ms, PROGRAM, number, operation, {kind: ms})
             return
         thread, first = int(structure.thread[operation]), int(of.plan.chain_first[operation])
         for segment in range(operation, first - 1, -1):
             before = float(of.weights[segment - 1]) if segment > first else 0.0
             work = of.steps.work[segment, of.column]
             parts = {part: float(ms) for part, ms in zip(PARTS, work.tolist(), strict=True) if ms}
-            yield Operation(
+            yield PathOperation(
                 self._graph.ranks[thread], self._chain(thread), PARTS[int(work.argmax())],
                 str(structure.action[segment]), begin + before, float(of.weights[segment]) - before, PROGRAM, number,
                 segment, parts,
@@ -134,7 +146,7 @@ class TraceBack:
 
     # --- what an operation waited for
 
-    def _binding(self, of: _Step, row: int, target: int) -> tuple[_At | None, str, Operation | None]:
+    def _binding(self, of: _Step, row: int, target: int) -> tuple[_At | None, str, PathOperation | None]:
         """What ended when a node began; None: it is not in the graph. With the edge from it to `target`, and what lies
         between."""
         while row in of.workers:
@@ -169,7 +181,7 @@ class TraceBack:
         best = same[0] if same else int(ends.argmax())
         return int(sources[best]), int(weights[best])
 
-    def _given(self, of: _Step, row: int, target: int) -> tuple[_At | None, str, Operation | None]:
+    def _given(self, of: _Step, row: int, target: int) -> tuple[_At | None, str, PathOperation | None]:
         """The operation of another step that supplied a row."""
         graph, threads = self._graph, of.structure.threads
         if row < threads:
@@ -196,20 +208,20 @@ class TraceBack:
             before = self._step(place)
             if name in before.structure.lanes:
                 state = 2 * before.structure.lanes.index(name) + worker
-                source, weight = int(before.plan.lane_ends[state]), int(before.plan.lane_weights[state])
+                freed, weight = int(before.plan.lane_ends[state]), int(before.plan.lane_weights[state])
                 if before.operation(weight) >= 0:
-                    return _At(place, source, weight), PROGRAM, None
-                came, _, gap = self._binding(before, source, -1)
+                    return _At(place, freed, weight), PROGRAM, None
+                came, _, gap = self._binding(before, freed, -1)
                 return came, PROGRAM, gap
         return None, ACROSS, None
 
-    def _gap(self, of: _Step, thread: int, before: _Step, last: int) -> Operation | None:
+    def _gap(self, of: _Step, thread: int, before: _Step, last: int) -> PathOperation | None:
         ms = float(self._graph.gap[thread, of.place])
         if not ms:
             return None
         begin = float(before.rows[before.plan.chain_of[last]] + before.weights[last])
         rank, number = self._graph.ranks[thread], int(self._graph.numbers[of.place])
-        return Operation(rank, self._chain(thread), GAP, "", begin, ms, ACROSS, number, parts={GAP: ms})
+        return PathOperation(rank, self._chain(thread), GAP, "", begin, ms, ACROSS, number, parts={GAP: ms})
 
 
 def _end_of(plan: Plan, operation: int, segments: int) -> tuple[int, int]:
