@@ -211,13 +211,15 @@ def with_cap(study: Study, cap_mb: float) -> Effect:
     ]
     before, after = sum(cut.in_all for cut in cuts), sum(len(of) for one in sizes for of in one.values())
 
-    def divided(slower: int) -> tuple[tuple[WhatIf, ...], tuple[WhatIf, ...]]:
-        now, then = [], []
+    def divided(slower: int) -> tuple[WhatIf, ...]:
+        found: list[WhatIf] = []
         for cut, of_cut in zip(cuts, sizes, strict=True):
-            factor = 1 + slower * cut.link.spread
-            now += _divided(cut, {group: list(of.sizes) for group, of in cut.groups.items()}, factor)
-            then += _divided(cut, of_cut, factor)
-        return tuple(now), tuple(then)
+            found += _divided(cut, of_cut, 1 + slower * cut.link.spread)
+        return tuple(found)
+
+    now: list[WhatIf] = []
+    for cut in cuts:
+        now += _divided(cut, {group: list(of.sizes) for group, of in cut.groups.items()}, 1.0)
 
     def correct(whole: Float, saved: Float) -> Float:
         if after > before:
@@ -227,9 +229,11 @@ def with_cap(study: Study, cap_mb: float) -> Effect:
         found: Float = saved + freed * (1 - after / before)
         return found
 
-    (now, then), *others = (divided(slower) for slower in (0, 1, -1))
+    then, *others = (divided(slower) for slower in (0, 1, -1))
     like = "comm.small-messages" if after < before else "comm.exposed"
-    return Effect(like, then, now, tuple(others), correct=correct, counts_cores=True)
+    as_it_is = tuple(now)
+    either = tuple((as_it_is, other) for other in others)
+    return Effect(like, then, as_it_is, either, correct=correct, counts_cores=True)
 
 
 def pack(tensors: list[int], cap_bytes: int) -> list[int]:
