@@ -246,26 +246,36 @@ def _answered(study: Study, graph: StepGraph, question: Sequence[Request]) -> An
 def _priced(study: Study, graph: StepGraph, effects: Sequence[Effect]) -> Gain:
     """What these effects save together, with all that makes a prediction miss in the interval."""
 
+    def took(*whatifs: Sequence[WhatIf]) -> Float:
+        return replay(apply(graph, [whatif for some in whatifs for whatif in some])).durations
+
     def replayed(chosen: Sequence[Effect], variant: int) -> tuple[Float, Float]:
-        """The steps as they are, and what is saved of each, ms, [S]."""
+        """The steps that it begins at, and what is saved of each, ms, [S]. What is modelled is compared with a model of
+        what there is now, beside all else that is changed: so the model's own error cancels."""
         pairs = [one.variants[min(variant, len(one.others))] for one in chosen]
-        then = [whatif for _, changes in pairs for whatif in changes]
+        plain = [whatif for now, then in pairs if not now for whatif in then]
         latency = float(np.prod([one.latency for one in chosen]))
         bandwidth = float(np.prod([one.bandwidth for one in chosen]))
         if (latency, bandwidth) != (1.0, 1.0):
-            then.append(ScaleLink(latency, bandwidth))
-        before = replay(apply(graph, [whatif for now, _ in pairs for whatif in now])).durations
-        return before, before - replay(apply(graph, then)).durations
+            plain.append(ScaleLink(latency, bandwidth))
+        now = [whatif for now, _ in pairs for whatif in now]
+        then = [whatif for now, then in pairs if now for whatif in then]
+        if not now:
+            before = took()
+            return before, before - took(plain)
+        modelled = took(now)
+        if not plain:
+            return modelled, modelled - took(then)
+        return modelled, took() - took(plain) + took(plain, now) - took(plain, then)
 
     alone = [replayed([one], 0) for one in effects]
+    lost = _lost(study, replayed([one for one in effects if not one.counts_cores], 0)[1])
     corrections = [
         one.correct(before, saved) - saved for one, (before, saved) in zip(effects, alone, strict=True)
     ]  # fmt: skip
-    correction = np.sum(corrections, axis=0)
+    correction = np.sum(corrections, axis=0) - lost
     saved = [replayed(effects, i)[1] + correction for i in range(max(len(one.variants) for one in effects))]
-    mean = float(saved[0].mean()) if len(saved[0]) else 0.0
-    lost = 0.0 if all(one.counts_cores for one in effects) else lost_by_waiting_less(study, mean)
-    gain, ends = mean_gain(study, (1 - lost) * saved[0]), [float((1 - lost) * of.mean()) for of in saved[1:]]
+    gain, ends = mean_gain(study, saved[0]), [float(of.mean()) for of in saved[1:]]
     gain = replace(gain, low=min([gain.low, *ends]), high=max([gain.high, *ends]))
     for one, (_, own) in zip(effects, alone, strict=True):
         if one.between is not None:
@@ -274,11 +284,15 @@ def _priced(study: Study, graph: StepGraph, effects: Sequence[Effect]) -> Gain:
             gain = replace(gain, low=gain.low - (certain.low - wide.low), high=gain.high + wide.high - certain.high)
     errors = [rule.error for one in effects if (rule := rule_of(one.like)) is not None and rule.error is not None]
     worst = _worst(errors)
-    return (
-        negated(with_all_errors(study, negated(gain), worst))
-        if gain.ms < 0
-        else with_all_errors(study, gain, worst, lost)
-    )
+    if gain.ms < 0:
+        return negated(with_all_errors(study, negated(gain), worst))
+    return with_all_errors(study, gain, worst, float(lost.mean()))
+
+
+def _lost(study: Study, saved: Float) -> Float:
+    """What is lost again of what less work saves, [S] ms, as cores are busy."""
+    lost: Float = saved * lost_by_waiting_less(study, float(saved.mean()) if len(saved) else 0.0)
+    return lost
 
 
 def _worst(errors: Sequence[ModelError]) -> ModelError | None:

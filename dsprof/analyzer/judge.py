@@ -252,7 +252,8 @@ class _Judging:
         measured = finding.gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE)
 
         def surely(gain: Gain) -> Gain:
-            return with_all_errors(study, gain, rule.error, self.lost if finding.code in self.on_busy_cores else 0.0)
+            contention_ms = gain.ms * self.lost / (1 - self.lost) if finding.code in self.on_busy_cores else 0.0
+            return with_all_errors(study, gain, rule.error, contention_ms)
 
         together = finding.together
         finding = replace(

@@ -54,8 +54,9 @@ def command(
 ) -> int:
     """Say what changes would save, by a replay of the run's steps: each alone, and all together.
 
-    Several at once compose. The job is not run; `dsprof fix RUN --set KEY=VALUE --verify` measures a knob. The exit
-    status is 4 if nothing could be predicted.
+    The job is not run: `dsprof fix RUN --set KEY=VALUE --verify` measures a knob.
+
+    The exit status is 4 if nothing could be predicted.
     """
     try:
         folder = find_run(run)

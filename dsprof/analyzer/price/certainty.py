@@ -10,16 +10,15 @@ from .calibration import ModelError, with_model_error
 from .contention import busy
 
 
-def with_all_errors(study: Study, gain: Gain, error: ModelError | None, lost: float = 0.0) -> Gain:
+def with_all_errors(study: Study, gain: Gain, error: ModelError | None, contention_ms: float = 0.0) -> Gain:
     """`gain` with an interval that holds the model's error, what held-out steps were missed by, and idle time of
     devices that was not seen. One that saves nothing stays as it is.
 
     error: of the kind of prediction; None: it was never held against a run
-    lost:  the share that was taken off the gain since cores are busy
+    contention_ms: what was taken off the gain since cores are busy
     """
     if gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE):
         return gain
-    contention_ms = gain.ms * lost / (1 - lost)
     seen = None if study.checked is None else study.checked.held_out
     gain = with_model_error(gain, error, study.step_ms, busy(study), contention_ms, seen)
     if gain.method == "replay" and gain.ms > 0:  # as much idle time may go, or turn up
