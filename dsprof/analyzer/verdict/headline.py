@@ -35,6 +35,8 @@ MATTERS: Final = 0.075
 """Share of the step from which on the rules that could explain a part must have been judged."""
 MUCH: Final = 0.25
 """Share of training and evaluation together from which on the latter is named."""
+ENOUGH_STEPS: Final = 20
+"""Of a run that is to be judged: a warm-up, and several times FEWEST_JUDGED."""
 NOTHING_TO_GAIN: Final = 1.0
 """A lever that gains less, in percent, explains why the time stays lost."""
 
@@ -90,7 +92,8 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Ve
     if unknown:
         return Verdict("inconclusive", f"{unknown} (--deep A:B traces its kernels); a step takes {ms(step.mean)}")
     if not math.isfinite(analysis.noise_ms) or analysis.steps_judged < FEWEST_JUDGED:
-        return Verdict("inconclusive", f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}")
+        few = f"too few steps to tell a gain from noise (profile at least {ENOUGH_STEPS})"
+        return Verdict("inconclusive", f"{few}; a step takes {ms(step.mean)}")
     if run.status in INTERRUPTED:
         last = analysis.step_count - 1
         doing = f"; {_unfinished(analysis)}" if analysis.ranks_expected > 1 else ""
