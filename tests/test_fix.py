@@ -242,6 +242,14 @@ def test_changes_of_the_same_letters_have_folders_of_their_own() -> None:
     assert len(slugs) == 5
 
 
+def test_a_secret_that_is_tried_is_not_told(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fix", str(run.path), "--set", "env.HF_TOKEN=hunter2hunter2x"]) == 0
+    said = capsys.readouterr().out
+    assert "env.HF_TOKEN=[redacted]" in said
+    assert "hunter2" not in said
+    assert "hunter2" not in verb._slug({"env.HF_TOKEN": "hunter2hunter2x"})
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +16,7 @@ import torch
 import torch.distributed as dist
 from jobs import profile
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from dsprof.collectors.hooking import errors, statements
 from dsprof.collectors.overrides import install as overrides
@@ -217,6 +219,130 @@ def test_arguments_of_trainers(ask: Ask, tmp_path: Path) -> None:
     assert told(facts, "trainer.lr_scheduler_typ")["why"].endswith("it has lr_scheduler_type")
     assert Accelerator(cpu=True).gradient_accumulation_steps == 3
     assert told(facts, "accelerate.gradient_accumulation_steps")["was"] == 1
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_a_loader_that_would_read_its_samples_several_times_gets_no_workers(ask: Ask) -> None:
+    facts = ask({"loader.num_workers": 2, "loader.prefetch_factor": 3})
+    loader = DataLoader(Numbers(), batch_size=None)
+    assert (loader.num_workers, list(loader)) == (0, [0, 1, 2])
+    assert "its samples would come several times" in told(facts, "loader.num_workers")["why"]
+    assert DataLoader(Numbers(), num_workers=1).num_workers == 2  # the script sees to it
+
+
+def test_an_optimizer_that_cannot_be_fused_is_left_as_it_is(ask: Ask) -> None:
+    facts = ask({"optimizer.fused": True})
+    parameters = [torch.ones(2, dtype=torch.complex64, requires_grad=True)]
+    groups = ({"params": (one for one in parameters)} for _ in range(1))
+    optimizer = torch.optim.AdamW(groups)
+    assert not optimizer.defaults["fused"]
+    assert optimizer.param_groups[0]["params"][0] is parameters[0]
+    assert told(facts, "optimizer.fused")["why"] == "fused kernels take no parameters of torch.complex64 on cpu"
+
+
+def accumulating(every: int, ask: Ask) -> tuple[nn.Module, torch.optim.Optimizer]:
+    ask({"ddp.accumulate": every})
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    return model, torch.optim.SGD([nn.Parameter(torch.ones(1)), *model.parameters()], 0.1)
+
+
+def test_a_forward_without_a_backward_is_none_of_those_that_accumulate(ask: Ask, group: None) -> None:
+    model, optimizer = accumulating(2, ask)
+    for number in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2))  # a metric, say
+        assert model.require_backward_grad_sync == (number == 0)  # for the backward that comes next
+    optimizer.step()
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="1 of 2 backward passes"):
+        optimizer.step()
+
+
+def test_two_forwards_with_one_backward_count_once(ask: Ask, group: None) -> None:
+    model, optimizer = accumulating(2, ask)
+    for _ in range(2):
+        (model(torch.ones(1, 2)) + model(torch.zeros(1, 2))).sum().backward()
+    optimizer.step()
+
+
+def test_a_model_with_a_static_graph_reduces_always(ask: Ask, group: None) -> None:
+    facts = ask({"ddp.accumulate": 2, "ddp.static_graph": True})
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert "static_graph=True" in told(facts, "ddp.accumulate")["why"]
+
+
+def test_a_closure_that_goes_backward_alone_is_refused(ask: Ask, group: None) -> None:
+    model, optimizer = accumulating(2, ask)
+
+    def closure() -> float:
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return float(loss.detach())
+
+    with pytest.raises(RuntimeError, match="1 of 2 backward passes"):
+        optimizer.step(closure)
+
+
+def test_a_model_that_accumulates_is_freed(ask: Ask, group: None) -> None:
+    model, optimizer = accumulating(2, ask)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_garbage_is_collected_by_steps_of_whatever_optimizer_steps(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[None] = []
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(None))
+    facts = ask({"gc.every": 2})
+    first, second = (torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1) for _ in range(2))
+    for _ in range(4):  # a GAN: two optimizers, four steps
+        first.step()
+        second.step()
+        gc.enable()
+    assert len(collected) == 2
+    first.step()
+    assert not gc.isenabled()
+    for _ in range(4):  # the first has done its part
+        second.step()
+    assert len(collected) == 4
+    assert told(facts, "gc.every")["was"] == "automatic"
+
+
+def test_automatic_collection_comes_back_when_all_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(overrides.VARIABLE, '{"gc.every": 2}')
+    uninstall = overrides.install()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    optimizer.step()
+    uninstall()
+    assert gc.isenabled()
+    optimizer.step()
+    assert gc.isenabled()
+    statements.send_to(lambda _: None)
+    statements.send_to(None)
+
+
+def test_what_a_rank_starts_keeps_the_cores_of_the_rank(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = list(range(8))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cores))
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, own: cores.__setitem__(slice(None), own))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    ask({"affinity.cores": "spread"})
+    assert cores == [4, 5, 6, 7]
+    ask({"affinity.cores": "spread"})  # in a child, which has the environment and the cores
+    assert cores == [4, 5, 6, 7]
 
 
 JOB = """

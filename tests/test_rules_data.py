@@ -46,6 +46,15 @@ def bound_to(cores: int, each: int = 0) -> Any:
     return lambda rank: list(range(each * rank, each * rank + (each or cores)))
 
 
+@pytest.mark.parametrize("iterable", [False, True])
+def test_set_cannot_give_workers_to_a_data_set_that_each_would_read_whole(iterable: bool) -> None:
+    facts = [dataloader(iterable=iterable)]
+    found = analyze(job(ranks=2, steps=60, data=constant(20), cpus=bound_to(16), facts=facts).trace())
+    (stall,) = stalls(found)
+    assert ("get_worker_info" in stall.fixes[0].title) is iterable
+    assert bool(stall.fixes[0].knobs) is not iterable
+
+
 def test_loading_that_computes_gains_nothing_where_no_core_is_free() -> None:
     """A wait of 4.5 ms, two ranks on two cores, and what is idle there is idle while they wait for one another."""
     found = analyze(job(data=constant(4.5), cpus=bound_to(2), buckets=(1 << 20,) * 2, latency_ms=1.5).trace())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from ..hooking.constructors import after_init
 from ..hooking.uninstall import Uninstall, in_reverse, replace_attribute
@@ -57,33 +57,65 @@ class _Accumulation:
     """Gradients are reduced in every Nth backward only, as `no_sync` around the others has it.
 
     A script that uses `no_sync` itself is left alone. One whose optimizer steps at another time than after the Nth is
-    ended with an error: each rank would update its weights by gradients of its own.
+    ended with an error: each rank would update its weights by gradients of its own. Backward passes are counted, not
+    forwards: of those some have none (an evaluation), and several may have one together (a GAN's).
     """
 
     def __init__(self, override: Override) -> None:
+        from torch.utils.weak import WeakTensorKeyDictionary
+
         self.override = override
         self.every = int(override.value)
         self.by_script = False
-        self.forwards: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.backwards: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         """Of each model, in training so far."""
-        self.parameters: dict[int, Any] = {}
-        """id of a parameter -> its model, of those whose reductions are put off."""
+        self.due: WeakSet[Any] = WeakSet()
+        """Models that had a forward since their last backward."""
+        self.parameters: Any = WeakTensorKeyDictionary()
+        """A parameter -> reference to its model, of those whose reductions are put off."""
+        self.models: WeakKeyDictionary[Any, tuple[int, list[ReferenceType[Any]]]] = WeakKeyDictionary()
+        """An optimizer -> how many parameters it has, and references to their models."""
 
     def forward(self, original: Any) -> Any:
         @stands_for(original)
         def counting(model: Any, *args: Any, **kwargs: Any) -> Any:
             import torch
 
-            if model.training and torch.is_grad_enabled() and not self.by_script:
-                number = self.forwards.get(model, 0)
-                if number == 0:
-                    self.override.applied(1)
-                    self.parameters.update((id(one), model) for one in model.parameters())
-                self.forwards[model] = number + 1
-                model.require_backward_grad_sync = (number + 1) % self.every == 0
-            return original(model, *args, **kwargs)
+            if not model.training or not torch.is_grad_enabled() or self.by_script:
+                return original(model, *args, **kwargs)
+            if model.static_graph:  # torch ends such a job with an internal error
+                self.override.not_applied("a model with static_graph=True cannot leave out reductions")
+                return original(model, *args, **kwargs)
+            if model not in self.backwards:
+                self.backwards[model] = 0
+                self.override.applied(1)
+                for one in model.parameters():
+                    self.parameters[one] = ref(model)
+            model.require_backward_grad_sync = (self.backwards[model] + 1) % self.every == 0
+            output = original(model, *args, **kwargs)
+            self.await_backward(model, output)
+            return output
 
         return counting
+
+    def await_backward(self, model: Any, output: Any) -> None:
+        """Count the backward of a forward's output. An output in which no tensor is found counts at once."""
+        from torch.utils import _pytree
+
+        tensors = [one for one in _pytree.tree_leaves(output) if getattr(one, "requires_grad", False)]
+        self.due.add(model)
+        of_model = ref(model)
+
+        def count(_: Any) -> None:
+            found = of_model()
+            if found is not None and found in self.due:
+                self.due.discard(found)
+                self.backwards[found] += 1
+
+        for tensor in tensors:
+            tensor.register_hook(count)
+        if not tensors:
+            count(None)
 
     def no_sync(self, original: Any) -> Any:
         @stands_for(original)
@@ -94,25 +126,35 @@ class _Accumulation:
 
         return used
 
-    def before_step(self, optimizer: Any, *_: Any) -> None:
-        first = next((one for group in optimizer.param_groups for one in group["params"]), None)
-        model = self.parameters.get(id(first))
-        if model is None or self.by_script:
+    def around_step(self, optimizer: Any, *_: Any) -> None:
+        """Before a step, and after it: its closure may be what goes backward."""
+        if self.by_script:
             return
-        backwards = self.forwards[model] % self.every
-        if backwards == 0:
-            return
-        raise RuntimeError(
-            f"--set {self.override.key}={self.every}: the optimizer steps after "
-            f"{backwards} of {self.every} backward passes, whose gradients are not reduced; "
-            "give the number of micro-batches that the script accumulates"
-        )
+        for model in self.of(optimizer):
+            backwards = self.backwards[model] % self.every
+            if backwards:
+                raise RuntimeError(
+                    f"--set {self.override.key}={self.every}: the optimizer steps after "
+                    f"{backwards} of {self.every} backward passes, whose gradients are not reduced; "
+                    "give the number of micro-batches that the script accumulates"
+                )
+
+    def of(self, optimizer: Any) -> list[Any]:
+        """The models whose parameters an optimizer has."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self.models.get(optimizer)
+        if known is None or known[0] != count or not known[1]:
+            every = [self.parameters.get(one) for group in optimizer.param_groups for one in group["params"]]
+            known = self.models[optimizer] = (count, list(dict.fromkeys(one for one in every if one is not None)))
+        return [model for one in known[1] if (model := one()) is not None]
 
 
 def _accumulate(cls: Any, override: Override) -> Uninstall:
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     accumulation = _Accumulation(override)
-    register_optimizer_step_pre_hook(accumulation.before_step)  # never removed: torch iterates over them
+    # Never removed: torch iterates over these hooks while it calls them.
+    register_optimizer_step_pre_hook(accumulation.around_step)
+    register_optimizer_step_post_hook(accumulation.around_step)
     forward = replace_attribute(cls, "forward", accumulation.forward(cls.forward))
     return in_reverse([forward, replace_attribute(cls, "no_sync", accumulation.no_sync(cls.no_sync))])

@@ -132,7 +132,10 @@ def _equal_but_module(one: inspect.BoundArguments | None, other: inspect.BoundAr
     if one is None:
         return False
     first, second = ({**bound.arguments, "module": None} for bound in (one, other))
-    return first.keys() == second.keys() and all(first[k] is second[k] or first[k] == second[k] for k in first)
+    try:
+        return first.keys() == second.keys() and all(first[k] is second[k] or first[k] == second[k] for k in first)
+    except Exception:  # such as of tensors, whose == has no truth
+        return False
 
 
 def _prefetch(root: Any, override: Override) -> None:

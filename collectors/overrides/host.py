@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -12,6 +13,9 @@ from .override import Override
 
 AFTER_STEPS: Final = 3
 """What a script sets up is there by then; before that `freeze` would keep too little."""
+
+PINNED: Final = "DSPROF_PINNED"
+"""Variable by which what a rank starts knows that the rank has its cores: its LOCAL_RANK."""
 
 
 def install(overrides: list[Override]) -> Uninstall:
@@ -24,22 +28,30 @@ def install(overrides: list[Override]) -> Uninstall:
 
 
 def _after_steps(step: Callable[[int], None]) -> Uninstall:
-    """Call `step` with the number of steps taken, after each of the first optimizer that steps."""
+    """Call `step` with the number of steps taken, after each. Where several optimizers step in turns, that is one
+    step: the next begins when one of them steps again."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    first: list[int] = []
+    stepped: weakref.WeakSet[Any] = weakref.WeakSet()
     taken = [0]
+    installed = [True]
 
     def after(optimizer: Any, *_: Any) -> None:
-        if not first:
-            first.append(id(optimizer))
-        if id(optimizer) == first[0]:
+        if not installed[0]:
+            return
+        if optimizer in stepped or not taken[0]:
+            stepped.clear()
             taken[0] += 1
             step(taken[0])
+        stepped.add(optimizer)
 
     # Never removed: torch iterates over these hooks while it calls them.
     register_optimizer_step_post_hook(after)
-    return lambda: None
+
+    def uninstall() -> None:
+        installed[0] = False
+
+    return uninstall
 
 
 def _freeze(override: Override) -> Uninstall:
@@ -60,15 +72,21 @@ def _freeze(override: Override) -> Uninstall:
 def _every(override: Override) -> Uninstall:
     """Garbage is collected after every Nth step, on all ranks at once, and at no other time; 0: never."""
 
+    before: list[bool] = []
+
     def step(number: int) -> None:
-        if number == 1:
-            was = gc.isenabled()
-            gc.disable()
-            override.applied("automatic" if was else "off", by_call=False)
+        if not before:
+            before.append(gc.isenabled())
+            override.applied("automatic" if before[0] else "off", by_call=False)
+        gc.disable()  # each time: the script may switch it on itself
         if override.value and number % override.value == 0:
             gc.collect()
 
-    return _after_steps(step)
+    def enable() -> None:
+        if before and before[0]:
+            gc.enable()
+
+    return in_reverse([enable, _after_steps(step)])
 
 
 def _pin(override: Override) -> Uninstall:
@@ -76,8 +94,8 @@ def _pin(override: Override) -> Uninstall:
     from torch.utils.data import get_worker_info
 
     rank, ranks = os.environ.get("LOCAL_RANK", ""), os.environ.get("LOCAL_WORLD_SIZE", "")
-    if get_worker_info() is not None:
-        return lambda: None
+    if get_worker_info() is not None or os.environ.get(PINNED) == rank:
+        return lambda: None  # a process that a rank has started: it has the rank's cores
     if not rank.isdecimal() or not ranks.isdecimal() or int(ranks) < 1:
         override.not_applied("LOCAL_RANK and LOCAL_WORLD_SIZE are not set: start the ranks with torchrun's flags")
         return lambda: None
@@ -88,5 +106,11 @@ def _pin(override: Override) -> Uninstall:
         override.not_applied(f"{len(cores)} cores are not enough for {ranks} ranks with {max(each, 1)} each")
         return lambda: None
     os.sched_setaffinity(0, own)
+    os.environ[PINNED] = rank
     override.applied(",".join(map(str, cores)), by_call=False)
-    return lambda: os.sched_setaffinity(0, cores)
+
+    def uninstall() -> None:
+        os.sched_setaffinity(0, cores)
+        os.environ.pop(PINNED, None)
+
+    return uninstall

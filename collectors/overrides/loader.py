@@ -24,6 +24,12 @@ def install(overrides: list[Override]) -> Uninstall:
 def _with_workers(arguments: Arguments, overrides: Mapping[str, Override]) -> Mapping[str, Any]:
     """What DataLoader takes together: one without workers has neither prefetching nor persistent workers."""
     wanted = {name: override.value for name, override in overrides.items()}
+    if wanted.get("num_workers") and not arguments.get("num_workers") and _is_read_whole(arguments.get("dataset")):
+        overrides["num_workers"].not_applied(
+            "an IterableDataset is read whole by each worker, so its samples would come several times; where it splits "
+            "itself by get_worker_info(), give the DataLoader workers in the script"
+        )
+        del wanted["num_workers"]
     workers = wanted.get("num_workers", arguments.get("num_workers", 0))
     if workers:
         return wanted
@@ -38,3 +44,12 @@ def _with_workers(arguments: Arguments, overrides: Mapping[str, Override]) -> Ma
     if "multiprocessing_context" in arguments:
         wanted["multiprocessing_context"] = None
     return wanted
+
+
+def _is_read_whole(dataset: Any) -> bool:
+    """Whether each worker may read all of a data set. Those of the package `datasets` are split between workers."""
+    from torch.utils.data import IterableDataset
+
+    return isinstance(dataset, IterableDataset) and not any(
+        cls.__module__.partition(".")[0] == "datasets" for cls in type(dataset).__mro__
+    )

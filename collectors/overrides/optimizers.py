@@ -34,4 +34,43 @@ def _one_of_two(arguments: Arguments, overrides: Mapping[str, Override]) -> Mapp
     for name, other in (("fused", "foreach"), ("foreach", "fused")):
         if wanted.get(name) is True and other not in wanted and arguments.get(other):
             wanted[other] = False
+    if wanted.get("fused") is True and "params" in arguments:
+        wanted["params"], every = _listed(arguments["params"])
+        why = _cannot_be_fused(every, differentiable=bool(arguments.get("differentiable")))
+        if why:
+            overrides["fused"].not_applied(why)
+            del wanted["fused"]
+            wanted.pop("foreach" if "foreach" not in overrides else "", None)
     return wanted
+
+
+def _listed(params: Any) -> tuple[list[Any], list[Any]]:
+    """Parameters as an optimizer takes them, which may come by a generator: as lists, and all tensors of theirs."""
+    groups: list[Any] = []
+    every: list[Any] = []
+    for one in params:
+        if isinstance(one, dict) and "params" in one:
+            inside = one["params"]
+            inside = [inside] if hasattr(inside, "device") else list(inside)
+            groups.append({**one, "params": inside})
+        else:
+            inside = [one]
+            groups.append(one)
+        every += [each[1] if isinstance(each, tuple) else each for each in inside]  # with its name
+    return groups, every
+
+
+def _cannot_be_fused(tensors: list[Any], *, differentiable: bool) -> str:
+    """Why torch would refuse; empty: it would not."""
+    if differentiable:
+        return "the optimizer is differentiable, which a fused one cannot be"
+    try:
+        from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as supported
+
+        devices = supported()
+    except ImportError:
+        devices = ["cuda", "cpu"]
+    for one in tensors:
+        if one.device.type not in devices or not one.is_floating_point():
+            return f"fused kernels take no parameters of {one.dtype} on {one.device.type}"
+    return ""

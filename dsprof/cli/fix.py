@@ -19,6 +19,7 @@ import typer
 
 from dsprof.launch import LaunchError
 from dsprof.launch.supervise import end_with
+from dsprof.redact import redact_data, redact_words
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
 from .run import read_changes
@@ -122,7 +123,7 @@ def _list(folder: RunFolder, offered: Sequence[Proposal], *, as_json: bool) -> i
         print(f"{place}. {one.code}  {one.title}")
         print(f"   {_predicted(one.gain)}")
         _show_files(folder, one.knobs)
-        print(f"   try    dsprof run {shlex.join(one.flags)} ...")
+        print(f"   try    dsprof run {_typed(one)} ...")
         print(f"   prove  dsprof fix {folder.path} -n {place} --verify")
     return 0
 
@@ -197,7 +198,7 @@ def _verify(
         )
     place = folder.path.with_name(f"{folder.path.name}-fix-{_slug(chosen.knobs)}")
     place.mkdir(mode=0o700, exist_ok=True)
-    _say(f"comparing in {place}: {shlex.join(chosen.flags)}")
+    _say(f"comparing in {place}: {_typed(chosen)}")
 
     def start(path: Path, knobs: Mapping[str, Any]) -> None:
         flags = Proposal("", "", knobs).flags
@@ -222,7 +223,7 @@ def _verify(
         measured = with_interval(decision.saved_ms, decision.low, decision.high, decision.percent)
         print(f"predicted  {_predicted(chosen.gain).removeprefix('gain   ')}")
         print(f"measured   {measured}, {len(comparison.pairs)} pairs")
-        print(f"{decision.outcome}: {shlex.join(chosen.flags)}")
+        print(f"{decision.outcome}: {_typed(chosen)}")
     return STATUS[decision.outcome]
 
 
@@ -293,7 +294,8 @@ def _saves(folder: RunFolder) -> bool:
 def _slug(knobs: Mapping[str, Any]) -> str:
     """A folder's name for a change; another change has another one."""
     text = "-".join(f"{key}-{value}" for key, value in knobs.items())
-    slug = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in text)[:80]
+    shown = "-".join(f"{key}-{redact_data({key: value})[key]}" for key, value in knobs.items())
+    slug = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in shown)[:80]
     return slug if slug == text else f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
@@ -307,6 +309,11 @@ def _keep(folder: RunFolder, chosen: Proposal, verified: Mapping[str, Any]) -> N
     info.verified = {**info.verified, chosen.code: {"set": dict(chosen.knobs), **verified}}
     folder.write_info(info)
     reports.finish(folder, report=folder.report_html.exists())
+
+
+def _typed(proposal: Proposal) -> str:
+    """The flags of a change as one types them in a shell, without secrets."""
+    return shlex.join(redact_words(proposal.flags))
 
 
 def _say(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, Final
 
 from dsprof.atomic import write_atomically
 from dsprof.knobs import KNOBS
-from dsprof.redact import REDACTED
+from dsprof.redact import REDACTED, redact_setting
 
 from .edit_call import CALLS, set_argument
 from .edit_json import CannotEdit, set_value
@@ -90,7 +91,7 @@ def changes(knobs: Mapping[str, Any], facts: Facts, cwd: Path, turned: Collectio
     for key, value in knobs.items():
         framework, _, name = key.partition(".")
         if framework == "env":
-            found.left.append(f"export {name}={value}")
+            found.left.append(f"export {name}={shlex.quote(redact_setting(name, str(value)))}")
         elif framework in CALLS and key not in NOT_ARGUMENTS:
             calls += _calls(found, facts, cwd, framework, name, value)
         elif framework in OF_SCRIPT:

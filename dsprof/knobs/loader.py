@@ -11,7 +11,7 @@ _LOADER: Final = "DataLoader"
 KNOBS: Final = (
     Knob(
         "loader.num_workers",
-        "how many processes load; a data set that draws random numbers draws others in them",
+        "how many processes load; random numbers of a data set differ, and an IterableDataset that has none gets none",
         Number(0, 1024, whole=True),
         DIFFERS,
         _LOADER,

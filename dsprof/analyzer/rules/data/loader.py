@@ -155,6 +155,8 @@ def loader_fix(
     """Other values for arguments of the training's DataLoader, as its user would write them. `note` ends the title."""
     arguments = ", ".join(f"{name}={written(value)}" for name, value in settings.items())
     site, knobs = loader_site(study, fact), {f"loader.{name}": value for name, value in settings.items()}
+    if fact is not None and fact.get("iterable") and not fact.get("num_workers"):
+        knobs = {}  # the script has to split its data set first
     if fact is None:
         if study.run.imported:
             note += (
