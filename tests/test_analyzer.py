@@ -482,5 +482,6 @@ def test_a_worker_costs_something_too() -> None:
 def test_a_few_steps_are_no_reason_to_pass(slow: bool) -> None:
     analysis = analyze(Job(steps=3, forward=lambda rank, step: 80 if slow and rank else 40).trace())
     assert not {"rank.straggler", "data.imbalance", "comm.exposed", "data.stall"} & {*analysis.passed}
-    assert analysis.not_judged["rank.straggler"].startswith("3 ordinary steps cannot tell a gain from noise: profile a")
+    reason = "3 ordinary steps cannot tell a gain from noise: profile at least 20"
+    assert analysis.not_judged["rank.straggler"] == reason
     assert analysis.verdict.status == "inconclusive"

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from . import signals
-from .budget.irregular import FEWEST_JUDGED
+from .budget.irregular import ENOUGH_STEPS, FEWEST_JUDGED
 from .candidate import Candidate
 from .finding import (
     ALLOCATOR_TWIN,
@@ -211,15 +211,14 @@ class _Judging:
             return part.findings
 
     def _leave_what_few_steps_cannot_tell(self, rated: Mapping[str, Sequence[Finding]]) -> None:
-        """Of so few steps that no gain stands out of the noise, a rule that compares steps has neither found a fault nor
-        passed, unless kernels tell."""
+        """Of so few steps that no gain stands out of the noise, a rule that compares steps has neither found a fault
+        nor passed, unless kernels tell."""
         steps = len(self.study.step_numbers)
         if steps >= FEWEST_JUDGED or self.study.graph is None:
             return
         by_kernels = {code for rule in self.asked for look in rule.looks for code in look.settles}
         reason = (
-            f"{count(steps, 'ordinary step')} cannot tell a gain from noise: profile a run with at least "
-            f"{FEWEST_JUDGED} after its first ones"
+            f"{count(steps, 'ordinary step')} cannot tell a gain from noise: profile at least {ENOUGH_STEPS}"
         )
         for rule in self.asked:
             told = self.study.device is not None and rule.code in by_kernels

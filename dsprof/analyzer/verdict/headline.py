@@ -20,7 +20,7 @@ from dsprof.trace import concat_rows
 
 from ..align.steps import early_ends
 from ..analysis import Analysis, Verdict
-from ..budget.irregular import FEWEST_JUDGED, warm_up
+from ..budget.irregular import ENOUGH_STEPS, FEWEST_JUDGED, warm_up
 from ..budget.label import PHASE_PART
 from ..budget.parts import TRAINING
 from ..finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Finding
@@ -35,8 +35,6 @@ MATTERS: Final = 0.075
 """Share of the step from which on the rules that could explain a part must have been judged."""
 MUCH: Final = 0.25
 """Share of training and evaluation together from which on the latter is named."""
-ENOUGH_STEPS: Final = 20
-"""Of a run that is to be judged: a warm-up, and several times FEWEST_JUDGED."""
 NOTHING_TO_GAIN: Final = 1.0
 """A lever that gains less, in percent, explains why the time stays lost."""
 

@@ -23,8 +23,8 @@ from .routed_tokens import routed_tokens
 @once
 def explained_by_input(study: Study) -> Float | None:
     """The part of each rank's compute that its share of the input explains, ms above (+) or below (-) what an equal
-    share would cost, [R, S]: by the sizes of inputs, or where these are unknown by how many micro-batches ranks have, or
-    by what each of them takes. None where none of it tells, or nothing differs."""
+    share would cost, [R, S]: by the sizes of inputs, or where these are unknown by how many micro-batches ranks have,
+    or by what each of them takes. None where none of it tells, or nothing differs."""
     if study.input_sizes is not None:
         return explained_by_size(study)
     more = explained_by_count(study)
