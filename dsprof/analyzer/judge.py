@@ -217,9 +217,7 @@ class _Judging:
         if steps >= FEWEST_JUDGED or self.study.graph is None:
             return
         by_kernels = {code for rule in self.asked for look in rule.looks for code in look.settles}
-        reason = (
-            f"{count(steps, 'ordinary step')} cannot tell a gain from noise: profile at least {ENOUGH_STEPS}"
-        )
+        reason = f"{count(steps, 'ordinary step')} cannot tell a gain from noise: profile at least {ENOUGH_STEPS}"
         for rule in self.asked:
             told = self.study.device is not None and rule.code in by_kernels
             if told or any(one.is_problem for one in rated[rule.code]) or rule.code in self.not_concerned:
