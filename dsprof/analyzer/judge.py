@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from . import signals
-from .budget.irregular import FEWEST_JUDGED
+from .budget.irregular import ENOUGH_STEPS, FEWEST_JUDGED
 from .candidate import Candidate
 from .finding import (
     ALLOCATOR_TWIN,
@@ -34,6 +34,7 @@ from .rules.registry import all_rules
 from .rules.rule import Found, Look, Rule
 from .signals import Absent, Missing
 from .study import Study
+from .text import count
 from .whatif import WhatIf
 
 Answer = TypeVar("Answer")
@@ -109,6 +110,7 @@ class _Judging:
         self._keep_one_of_two()
         self._link_causes()
         rated = {code: [self._rated(finding) for finding in of] for code, of in self.found.items()}
+        self._leave_what_few_steps_cannot_tell(rated)
         left_out = {*self.not_judged, *self.not_concerned}
         passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]
         findings = ranked([finding for of in rated.values() for finding in of], self.rules)
@@ -227,6 +229,21 @@ class _Judging:
         except PartlyJudged as part:
             self.not_judged |= dict.fromkeys(part.unjudged, str(part))
             return part.findings
+
+    def _leave_what_few_steps_cannot_tell(self, rated: Mapping[str, Sequence[Finding]]) -> None:
+        """Of so few steps that no gain stands out of the noise, a rule that compares steps has neither found a fault
+        nor passed, unless kernels tell."""
+        steps = len(self.study.step_numbers)
+        if steps >= FEWEST_JUDGED or self.study.graph is None:
+            return
+        by_kernels = {code for rule in self.asked for look in rule.looks for code in look.settles}
+        reason = f"{count(steps, 'ordinary step')} cannot tell a gain from noise: profile at least {ENOUGH_STEPS}"
+        for rule in self.asked:
+            told = self.study.device is not None and rule.code in by_kernels
+            if told or any(one.is_problem for one in rated[rule.code]) or rule.code in self.not_concerned:
+                continue
+            if any(signals.replay in look.needs for look in rule.looks):
+                self.not_judged.setdefault(rule.code, reason)
 
     def _link_causes(self) -> None:
         """Where one finding is the reason of another one of the same ranks, each tells of the other, and what mending
