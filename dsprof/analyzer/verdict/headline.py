@@ -20,7 +20,7 @@ from dsprof.trace import concat_rows
 
 from ..align.steps import early_ends
 from ..analysis import Analysis, Verdict
-from ..budget.irregular import FEWEST_JUDGED, warm_up
+from ..budget.irregular import ENOUGH_STEPS, FEWEST_JUDGED, warm_up
 from ..budget.label import PHASE_PART
 from ..budget.parts import TRAINING
 from ..finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Finding
@@ -90,7 +90,8 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Ve
     if unknown:
         return Verdict("inconclusive", f"{unknown} (--deep A:B traces its kernels); a step takes {ms(step.mean)}")
     if not math.isfinite(analysis.noise_ms) or analysis.steps_judged < FEWEST_JUDGED:
-        return Verdict("inconclusive", f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}")
+        few = f"too few steps to tell a gain from noise (profile at least {ENOUGH_STEPS})"
+        return Verdict("inconclusive", f"{few}; a step takes {ms(step.mean)}")
     if run.status in INTERRUPTED:
         last = analysis.step_count - 1
         doing = f"; {_unfinished(analysis)}" if analysis.ranks_expected > 1 else ""
