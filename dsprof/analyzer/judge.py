@@ -25,8 +25,7 @@ from .finding import (
     Gain,
     severity_of,
 )
-from .price.calibration import with_model_error
-from .price.contention import busy
+from .price.certainty import with_all_errors
 from .price.gains import noise_floor_ms
 from .price.pricing import Priced, price_by_itself, price_together
 from .rules import missing_collectors
@@ -56,9 +55,30 @@ class Judged:
     noise_ms: float
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What the rule of one code found: candidates, findings that are priced already, and why it could not be judged
+    (empty: it was)."""
+
+    candidates: tuple[Candidate, ...]
+    findings: tuple[Finding, ...]
+    not_judged: str
+
+
 def judge(study: Study, rules: Sequence[Rule] | None = None) -> Judged:
     """Ask every rule, price what they find, and rank it. rules: all there are, by default."""
     return _Judging(study, all_rules() if rules is None else rules).run()
+
+
+def look_for(study: Study, code: str) -> Looked:
+    """What the rule of a code finds, not priced. Raises KeyError where no rule has the code."""
+    judging = _Judging(study, [rule for rule in all_rules() if rule.code == code])
+    if not judging.rules:
+        raise KeyError(code)
+    graph = signals.replay.look(study)
+    judging._looks(graph.reason if isinstance(graph, Absent) else None)
+    mine = tuple(one for one in judging.candidates if one.code == code)
+    return Looked(mine, tuple(judging.found.get(code, ())), judging.not_judged.get(code, ""))
 
 
 class _Judging:
@@ -249,14 +269,8 @@ class _Judging:
         measured = finding.gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE)
 
         def surely(gain: Gain) -> Gain:
-            if gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE):
-                return gain
             contention_ms = gain.ms * self.lost / (1 - self.lost) if finding.code in self.on_busy_cores else 0.0
-            seen = None if study.checked is None else study.checked.held_out
-            gain = with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms, seen)
-            if gain.method == "replay" and gain.ms > 0:  # as much idle time may go, or turn up
-                gain = replace(gain, low=gain.low - study.unseen_idle_ms, high=gain.high + study.unseen_idle_ms)
-            return gain
+            return with_all_errors(study, gain, rule.error, contention_ms)
 
         together = finding.together
         finding = replace(
