@@ -11,7 +11,17 @@ from dsprof.run import RunFolder
 
 if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis
+    from dsprof.analyzer.study import Study
     from dsprof.analyzer.work.layer_costs import LayerCost
+
+
+def measure(folder: RunFolder) -> Study:
+    """Load a run, merging it first where that is needed, and measure it: what what-ifs begin at. Raises RunError if it
+    cannot be read."""
+    from dsprof import trace
+    from dsprof.analyzer.study import study
+
+    return study(trace.load(folder))
 
 
 def examine(folder: RunFolder) -> Analysis:

@@ -476,3 +476,12 @@ def test_a_worker_costs_something_too() -> None:
     job = Job(data=constant(0.3), forward=constant(0.5), backward=constant(0.5), optimizer=constant(0.2), buckets=())
     (stall,) = [finding for finding in analyze(job.trace()).findings if finding.code == "data.stall"]
     assert (stall.severity, stall.gain.ms, stall.fixes) == ("info", 0.0, ())
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_few_steps_are_no_reason_to_pass(slow: bool) -> None:
+    analysis = analyze(Job(steps=3, forward=lambda rank, step: 80 if slow and rank else 40).trace())
+    assert not {"rank.straggler", "data.imbalance", "comm.exposed", "data.stall"} & {*analysis.passed}
+    reason = "3 ordinary steps cannot tell a gain from noise: profile at least 20"
+    assert analysis.not_judged["rank.straggler"] == reason
+    assert analysis.verdict.status == "inconclusive"

@@ -70,7 +70,7 @@ def test_missing_ranks() -> None:
 def test_hardly_any_steps() -> None:
     verdict = verdict_of(replace(factories.healthy(), noise_ms=float("inf"), findings=()))
     assert verdict.status == "inconclusive"
-    assert verdict.headline == "too few steps to tell a gain from noise; a step takes 175 ms"
+    assert verdict.headline == "too few steps to tell a gain from noise (profile at least 20); a step takes 175 ms"
 
 
 def test_time_that_is_lost_in_many_small_parts_is_named() -> None:

@@ -95,6 +95,7 @@ EXCEPTIONS: Final = {
         "dsprof.collectors.capture.scratch",
         "dsprof.collectors.overrides.install",
     },
+    "dsprof.cli.fix": {"dsprof.analyzer.text"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},

@@ -7,6 +7,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from multiprocessing import get_context
+from pickle import PicklingError
 from typing import Any
 
 import numpy as np
@@ -116,23 +117,33 @@ def double(rank: int) -> int:
     return 2 * rank
 
 
+class KilledWorker(Exception):
+    """What a cluster raises that gives a task up, as Dask does: no BrokenExecutor."""
+
+
 class Dead(Executor):
     """Its processes are gone: at once, or when they are asked for the result."""
 
-    def __init__(self, at_once: bool) -> None:
-        self._at_once = at_once
+    def __init__(self, error: Exception, at_once: bool) -> None:
+        self._error, self._at_once = error, at_once
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if self._at_once:
-            raise BrokenExecutor("gone")
+            raise self._error
         future: Future[Any] = Future()
-        future.set_exception(BrokenExecutor("gone"))
+        future.set_exception(self._error)
         return future
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_what_a_dead_process_was_to_do_is_done_here(at_once: bool) -> None:
-    of_ranks = map_ranks(double, (3, 1, 5), Dead(at_once))
+@pytest.mark.parametrize(("error", "at_once"), [
+    (BrokenExecutor("gone"), False),
+    (BrokenExecutor("gone"), True),
+    (RuntimeError("cannot schedule new futures after shutdown"), True),
+    (KilledWorker("given up after 3 tries"), False),
+    (PicklingError("a result that cannot be sent"), False),
+])  # fmt: skip
+def test_what_a_failed_executor_was_to_do_is_done_here(error: Exception, at_once: bool) -> None:
+    of_ranks = map_ranks(double, (3, 1, 5), Dead(error, at_once))
     assert of_ranks.found == {1: 2, 3: 6}
     assert list(of_ranks.found) == [1, 3]
     assert of_ranks.failed == {5: "ValueError: five"}

@@ -189,6 +189,23 @@ def test_without_memory_it_is_not_known_what_whole_layers_would_save() -> None:
     assert analysis.verdict.status == "inconclusive"
 
 
+def test_layers_whose_division_may_cost_much_or_nothing_are_not_called_healthy() -> None:
+    """Undivided, their gradients may take as long as what is waited for now, or be hidden."""
+
+    def program(rank: int, step: int) -> Program:
+        layers = tuple(
+            part for _ in range(8) for part in (Work(2), Call("0", "all_reduce", 2 << 20, "tensor-parallel"))
+        )
+        return (Phase("forward", layers), Phase("backward", layers), *OPTIMIZER)
+
+    job = MeshJob(2, {"0": ((0, 1), "")}, program, steps=STEPS, parameters=1 << 24)
+    analysis = analyze(job.trace())
+    layers = found("comm.tensor-parallel", analysis)
+    assert layers.gain.percent < 1
+    assert layers.gain.high > job.step_ms() / 4
+    assert analysis.verdict.status == "inconclusive"
+
+
 # --- sequences that ranks share, stages, gradients by hand ---------------------------------------
 
 
@@ -257,3 +274,32 @@ def test_a_slow_rank_among_equal_experts_is_named_with_its_coordinate() -> None:
     assert (first.code, first.where.ranks) == ("rank.straggler", (2,))
     assert first.where.coordinate == {"dp-of-2": 1, "ep": 0}
     assert first.title.startswith("rank 2 (dp-of-2 1 ep 0) arrives")
+
+
+def test_gathers_of_shards_that_are_whole_are_nothing_to_wait_for() -> None:
+    """HSDP whose shard dimension has size 1: each rank gathers in a group of its own."""
+
+    def program(rank: int, step: int) -> Program:
+        forward: list[Any] = []
+        backward: list[Any] = []
+        for _ in range(3):
+            gather = Call(f"s{rank}", "all_gather", 65536, "parameter")
+            forward += [gather, Work(7)]
+            backward += [gather, Work(14), Call(f"s{rank}", "reduce_scatter", 65536, "gradient")]
+            backward += [Call("r", "all_reduce", 65536, "gradient")]
+        return (Phase("forward", tuple(forward)), Phase("backward", tuple(backward)), *OPTIMIZER)
+
+    groups = {"r": ((0, 1), ""), "s0": ((0,), ""), "s1": ((1,), "")}
+    analysis = analyze(MeshJob(2, groups, program, steps=STEPS, latency_ms=0.2).trace())
+    assert [f.code for f in analysis.findings if f.where.op == "all_gather"] == []
+    assert "waited for before anything else is done" in analysis.not_judged["comm.exposed"]
+
+
+def test_what_is_waited_for_is_named_where_no_gradients_are_reduced() -> None:
+    def program(rank: int, step: int) -> Program:
+        exchange = Call("w", "all_to_all", 1 << 23)
+        return (Phase("forward", (Work(5), exchange)), Phase("backward", (Work(10), exchange)), *OPTIMIZER)
+
+    analysis = analyze(MeshJob(4, WORLD, program, steps=STEPS).trace())
+    assert analysis.verdict.status == "inconclusive"
+    assert "ranks wait for all_to_all, for which no change is tried" in analysis.verdict.headline

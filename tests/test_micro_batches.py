@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from made_up_tables import KINDS, LENGTHS, SLOW_RANK, SLOW_STAGE, MadeUp, drawn, table_of
+from meshes import Call, MeshJob, Phase, Work
 from synthetic import Job
 
 from dsprof.analyzer import analyze
@@ -135,3 +136,40 @@ def test_real_jobs_with_equal_inputs(name: str, code: str) -> None:
     assert LENGTHS not in of(analysis, problems=False)
     assert "data.imbalance" in analysis.passed
     assert code in of(analysis)
+
+
+# --- ranks with unequal numbers of micro-batches, and a job that computes nothing
+
+
+def accumulated(*counts: int, ms: float = 10.0) -> MeshJob:
+    """A rank has so many micro-batches in a step; gradients are reduced in the last one's backward. Sizes of inputs
+    were not captured."""
+
+    def program(rank: int, step: int) -> tuple[object, ...]:
+        parts: list[object] = []
+        for micro in range(counts[rank]):
+            reduce = [Call("w", "all_reduce", 1 << 18, "gradient")] if micro == counts[rank] - 1 else []
+            parts += [Phase("forward", (Work(ms),)), Phase("backward", (Work(2 * ms), *reduce))]
+        return (*parts, Phase("optimizer", (Work(1),)), Work(0.2))
+
+    return MeshJob(len(counts), {"w": (tuple(range(len(counts))), "")}, program, steps=14)
+
+
+@pytest.mark.parametrize(("counts", "equal"), [((4, 4, 4, 6), 4.5), ((2, 4), 3)])
+def test_a_rank_with_more_micro_batches_is_not_slow(counts: tuple[int, ...], equal: float) -> None:
+    found = of(analyze(accumulated(*counts).trace()))
+    assert list(found) == [LENGTHS]
+    finding = found[LENGTHS]
+    assert finding.title == f"ranks get unequal numbers of micro-batches: {min(counts)} to {max(counts)} a step"
+    assert "same number of micro-batches" in finding.fixes[0].title
+    assert finding.gain.ms == pytest.approx(30 * (max(counts) - equal), rel=0.05)
+
+
+def test_forwards_that_compute_nothing_are_no_error() -> None:
+    def program(rank: int, step: int) -> tuple[object, ...]:
+        reduce = Call("w", "all_reduce", 65536, "gradient")
+        return (Phase("forward", ()), Phase("backward", (reduce,)), Phase("optimizer", ()), Work(10))
+
+    analysis = analyze(MeshJob(2, {"w": ((0, 1), "")}, program, steps=14).trace())
+    assert analysis.verdict.status == "inconclusive"
+    assert not [why for why in analysis.not_judged.values() if "the rule failed" in why]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import permutations
 from typing import Final
 
@@ -13,6 +14,7 @@ from graphs import COMPUTE, graph_of, steps_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsprof.analyzer.graph.chains import LAUNCH, SYNC
 from dsprof.analyzer.graph.link import Link
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import PARTS, StepGraph, Task
@@ -20,11 +22,13 @@ from dsprof.analyzer.rules.comm.prefetch import Prefetched
 from dsprof.analyzer.rules.registry import all_rules
 from dsprof.analyzer.whatif import Refused, WhatIf, apply
 from dsprof.analyzer.whatif.communications import IssuedEarlier, MoreCommunication, ScaleLink, WithoutCommunications
+from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.merge import Merge
 from dsprof.analyzer.whatif.rebucket import Rebucket
 from dsprof.analyzer.whatif.schedule import Reschedule, makespan, schedule_graph
 from dsprof.analyzer.whatif.select import Communications
 from dsprof.analyzer.whatif.typical import Typical
+from dsprof.analyzer.whatif.without_flows import WithoutFlows
 from dsprof.analyzer.whatif.work import Change, EvenRanks, LessWork, ScaleWork
 from dsprof.engine import schedule
 
@@ -126,6 +130,29 @@ def pipeline() -> StepGraph:
     )  # fmt: skip
 
 
+def on_devices() -> StepGraph:
+    """Four ranks' devices, then their hosts, each of which launches three kernels and waits for the second. Four tasks
+    of each rank are flows; then the devices reduce a bucket."""
+    flows = [Task(kind, kind, workers=None) for kind in (LAUNCH, LAUNCH, LAUNCH, SYNC)]
+    each = [4 * rank for rank in range(RANKS)]
+    devices = [f"W{f} 5 W{f + 1} 5 I{f + 3} W{f + 2} 5 I16 {'W16 ' * 6}1" for f in each]  # 12 segments
+    hosts = [f"3 I{f} 3 I{f + 1} 1 W{f + 3} 3 I{f + 2} 1" for f in each]
+    steps = steps_of([*devices, *hosts], [0.1] * 16 + [2.0], [*flows * RANKS, BUCKET], steps=STEPS)
+    return replace(graph_of(steps), ranks=(*range(RANKS), *range(RANKS)), leads=RANKS)
+
+
+def test_a_faster_host_and_one_that_does_not_wait() -> None:
+    """The first kernel begins at 3.1 and ends at 8.1, the second at 13.1; then the host goes on, launches the third at
+    16.2 (with the delays of its flows: 13.2 + 3 + 0.1 = 16.3), which ends at 21.3; 2 to reduce, 1 after it."""
+    graph = on_devices()
+    assert replay(graph).durations[0] == pytest.approx(24.3)
+    assert replay(apply(graph, [FasterHosts(0.5)])).durations[0] == pytest.approx(1.6 + 10 + 0.1 + 1.6 + 5 + 3)
+    assert replay(apply(graph, [WithoutFlows(SYNC)])).durations[0] == pytest.approx(3.1 + 15 + 3)
+    assert replay(apply(graph, [WithoutFlows(SYNC), FasterHosts(0.5)])).durations[0] == pytest.approx(1.6 + 15 + 3)
+    with pytest.raises(Refused, match=r"launching x 0\.5: no rank has a device whose chain is known beside its host's"):
+        apply(data_parallel(), [FasterHosts(0.5)])
+
+
 def less(what: str, part: str, ms: float, rank: int, beyond: bool = False) -> LessWork:
     removed = np.zeros((RANKS, STEPS))
     removed[rank] = ms
@@ -142,6 +169,9 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: Typical((1, 2)),
     lambda: ScaleWork({"compute": 0.5}),
     lambda: ScaleWork({"compute": 2.0, "data": 0.1}, ranks=(1, 3)),
+    lambda: FasterHosts(0.5),
+    lambda: WithoutFlows(SYNC),
+    lambda: WithoutFlows(LAUNCH),
     lambda: ScaleLink(latency=0.25, of=Communications(groups=("0",))),
     lambda: ScaleLink(bandwidth=10.0, of=Communications(groups=("0",))),
     lambda: ScaleLink(0.5, 2.0, GRADIENTS),
@@ -186,11 +216,11 @@ def test_every_what_if_there_is_is_drawn() -> None:
 
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
-    done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [22, 21]
+    done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [24, 23, 21]
 
 
-@pytest.mark.parametrize("make_graph", [data_parallel, pipeline])
+@pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_any_two_what_ifs_give_the_same_in_either_order_or_are_refused(

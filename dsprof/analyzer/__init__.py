@@ -7,6 +7,8 @@
     signals      what a capture tells, or why it does not
     judge        ask every rule, price what they find, and rank it
     candidate    what a rule finds before it is priced
+    effect       what a change that a user asks about does to the steps
+    ask          what changes save that a user asks about, alone and together
     finding      findings, their evidence, gains and fixes
     analysis     what comes out: everything the reports draw
     text         how numbers and names are said

@@ -11,7 +11,7 @@ from typing import TypeVar
 import numpy as np
 
 from . import signals
-from .budget.irregular import FEWEST_JUDGED
+from .budget.irregular import ENOUGH_STEPS, FEWEST_JUDGED
 from .candidate import Candidate
 from .finding import (
     ALLOCATOR_TWIN,
@@ -25,8 +25,7 @@ from .finding import (
     Gain,
     severity_of,
 )
-from .price.calibration import with_model_error
-from .price.contention import busy
+from .price.certainty import with_all_errors
 from .price.gains import noise_floor_ms
 from .price.pricing import Priced, price_by_itself, price_together
 from .rules import missing_collectors
@@ -35,6 +34,7 @@ from .rules.registry import all_rules
 from .rules.rule import Found, Look, Rule
 from .signals import Absent, Missing
 from .study import Study
+from .text import count
 from .whatif import WhatIf
 
 Answer = TypeVar("Answer")
@@ -55,9 +55,30 @@ class Judged:
     noise_ms: float
 
 
+@dataclass(frozen=True)
+class Looked:
+    """What the rule of one code found: candidates, findings that are priced already, and why it could not be judged
+    (empty: it was)."""
+
+    candidates: tuple[Candidate, ...]
+    findings: tuple[Finding, ...]
+    not_judged: str
+
+
 def judge(study: Study, rules: Sequence[Rule] | None = None) -> Judged:
     """Ask every rule, price what they find, and rank it. rules: all there are, by default."""
     return _Judging(study, all_rules() if rules is None else rules).run()
+
+
+def look_for(study: Study, code: str) -> Looked:
+    """What the rule of a code finds, not priced. Raises KeyError where no rule has the code."""
+    judging = _Judging(study, [rule for rule in all_rules() if rule.code == code])
+    if not judging.rules:
+        raise KeyError(code)
+    graph = signals.replay.look(study)
+    judging._looks(graph.reason if isinstance(graph, Absent) else None)
+    mine = tuple(one for one in judging.candidates if one.code == code)
+    return Looked(mine, tuple(judging.found.get(code, ())), judging.not_judged.get(code, ""))
 
 
 class _Judging:
@@ -89,6 +110,7 @@ class _Judging:
         self._keep_one_of_two()
         self._link_causes()
         rated = {code: [self._rated(finding) for finding in of] for code, of in self.found.items()}
+        self._leave_what_few_steps_cannot_tell(rated)
         left_out = {*self.not_judged, *self.not_concerned}
         passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]
         findings = ranked([finding for of in rated.values() for finding in of], self.rules)
@@ -208,6 +230,21 @@ class _Judging:
             self.not_judged |= dict.fromkeys(part.unjudged, str(part))
             return part.findings
 
+    def _leave_what_few_steps_cannot_tell(self, rated: Mapping[str, Sequence[Finding]]) -> None:
+        """Of so few steps that no gain stands out of the noise, a rule that compares steps has neither found a fault
+        nor passed, unless kernels tell."""
+        steps = len(self.study.step_numbers)
+        if steps >= FEWEST_JUDGED or self.study.graph is None:
+            return
+        by_kernels = {code for rule in self.asked for look in rule.looks for code in look.settles}
+        reason = f"{count(steps, 'ordinary step')} cannot tell a gain from noise: profile at least {ENOUGH_STEPS}"
+        for rule in self.asked:
+            told = self.study.device is not None and rule.code in by_kernels
+            if told or any(one.is_problem for one in rated[rule.code]) or rule.code in self.not_concerned:
+                continue
+            if any(signals.replay in look.needs for look in rule.looks):
+                self.not_judged.setdefault(rule.code, reason)
+
     def _link_causes(self) -> None:
         """Where one finding is the reason of another one of the same ranks, each tells of the other, and what mending
         the one gains is what mending the other does."""
@@ -232,14 +269,8 @@ class _Judging:
         measured = finding.gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE)
 
         def surely(gain: Gain) -> Gain:
-            if gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE):
-                return gain
             contention_ms = gain.ms * self.lost / (1 - self.lost) if finding.code in self.on_busy_cores else 0.0
-            seen = None if study.checked is None else study.checked.held_out
-            gain = with_model_error(gain, rule.error, study.step_ms, busy(study), contention_ms, seen)
-            if gain.method == "replay" and gain.ms > 0:  # as much idle time may go, or turn up
-                gain = replace(gain, low=gain.low - study.unseen_idle_ms, high=gain.high + study.unseen_idle_ms)
-            return gain
+            return with_all_errors(study, gain, rule.error, contention_ms)
 
         together = finding.together
         finding = replace(

@@ -4,13 +4,14 @@
         measured = study(trace, pool)
 
 Whatever runs it, the result is the same. A rank whose call fails costs that rank alone: it is counted, with what went
-wrong. Where a process of the executor dies, its ranks are done here.
+wrong. Where the executor itself fails (a process of it dies, a cluster gives a task up, it takes no more of them, a
+result does not come through), its ranks are done here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import BrokenExecutor, Executor, Future, as_completed
+from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -60,12 +61,12 @@ def map_ranks(
         for part in parts:
             try:
                 futures[executor.submit(_call, function, part)] = part
-            except BrokenExecutor:
+            except RuntimeError:  # a broken one, or one that was shut down
                 done(_call(function, part))
         for future in as_completed(futures):
             try:
                 done(future.result())
-            except BrokenExecutor:
+            except Exception:  # what is wrong with a rank is in the result: this is the executor's
                 done(_call(function, futures[future]))
     order = sorted(every)
     return OfRanks(

@@ -27,6 +27,7 @@ VERBS: Final = (
     "import",
     "doctor",
     "knobs",
+    "whatif",
     "fix",
     "build",
 )

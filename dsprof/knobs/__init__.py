@@ -4,6 +4,8 @@ knob         the record, what values a knob takes, and what a run states of it
 registry     all of them, and how `KEY=VALUE` is read
 ddp fsdp2 loader pipelining optimizer host trainers
              the knobs of a framework
+predicted    those whose effect on a run's steps is predicted
+questions    how `dsprof whatif`'s words are read
 json_config  any key of a JSON configuration of DeepSpeed or of dsprof's engine
 
 `dsprof.collectors.overrides` is the other half: how a rank applies them without an edit.

@@ -25,6 +25,8 @@ KINDS: Final = (*KNOWN, "data", "stop")
 
 FEWEST_JUDGED: Final = 5
 """Of fewer steps nothing is sure."""
+ENOUGH_STEPS: Final = 20
+"""In a run that is to be judged: a warm-up, and several times FEWEST_JUDGED."""
 WARM_UP_SHARE: Final = 4
 MOST_WARM_UP: Final = 100
 """A quarter of the steps, and no more than these, are taken for warm-up."""

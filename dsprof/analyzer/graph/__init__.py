@@ -14,6 +14,9 @@ build_graph  from tables to the graph
 evaluation_order   in which order operations are evaluated
 longest_path       longest paths through them, for many steps and variants at once
 replay       how long the steps of a graph take
+critical_path   the operations that the length of a step is made of, one after the other
+path_operations  those operations
+trace_back   from an operation back to the one at whose end it began
 chain_work   what each chain works in a step, and which do the same
 validate     whether a replay agrees with what was measured
 stalled      where threads stood still for copies of their own lanes

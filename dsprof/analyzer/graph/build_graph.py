@@ -83,7 +83,8 @@ def _build(
     events = find_events([chain.program for chain in chains], begin, end, first_own[leads])
     tasks = find_tasks(collectives, [of_ranks[rank] for rank in ranks], events, ranks, leads, run)
     segments = find_segments([chain.time for chain in chains], events, begin, end)
-    return _Builder(ranks, leads, numbers, judged, follows, begin, end, events, segments, tasks).build()
+    built = _Builder(ranks, leads, numbers, judged, follows, begin, end, events, segments, tasks).build()
+    return replace(built, chain_names=tuple(chain.name for chain in chains))
 
 
 def _chosen(steps: pd.DataFrame, ranks: int) -> tuple[Int, npt.NDArray[np.bool_]]:

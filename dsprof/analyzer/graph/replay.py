@@ -64,6 +64,26 @@ def replay_all(graphs: Iterable[StepGraph]) -> list[Replayed]:
     return found + (_Sweeps(first, weights).run() if first is not None else [])
 
 
+@dataclass(frozen=True)
+class Moments:
+    """When every node of a replayed graph begins. Of each template, rows: [plan.rows, S], weights: what `Plan.evaluate`
+    took, both in ms, from `reference`, [N], of their step; start, end: [T, N] of each thread's step, from that too."""
+
+    rows: tuple[Float, ...]
+    weights: tuple[Float, ...]
+    reference: Float
+    start: Float
+    end: Float
+
+
+def moments(graph: StepGraph) -> Moments:
+    """Replay a graph, and keep when everything in it begins. Raises `evaluation_order.Cyclic`."""
+    sweeps = _Sweeps(graph, [[weights_of(steps) for steps in graph.templates]])
+    sweeps.run()
+    weights = tuple(of[:, 0] for of in sweeps.weights)
+    return Moments(tuple(sweeps.moments()), weights, sweeps.reference[0], sweeps.start[:, 0], sweeps.end[:, 0])
+
+
 def _same_structure(one: StepGraph, other: StepGraph) -> bool:
     return (
         one.cross_step_edges is other.cross_step_edges
@@ -112,6 +132,16 @@ class _Sweeps:
                 break
         start, end = self.start + self.reference, self.end + self.reference
         return [Replayed(start[:, v], end[:, v], graph.judged, graph.leads) for v in range(self.count)]
+
+    def moments(self) -> list[Float]:
+        """Of each template, after `run`: when its nodes begin, [plan.rows, S], of the first graph, each step's from its
+        own reference."""
+        found = []
+        for index, (steps, columns) in enumerate(zip(self.graph.templates, self.columns, strict=True)):
+            lanes = self.lanes_of[index]
+            parts = self.start[:, 0, columns], self.outside[index][:, 0], self.free[lanes][:, 0, columns]
+            found.append(steps.structure.plan.evaluate(np.concatenate(parts), self.weights[index][:, 0]))
+        return found
 
     def _evaluate(self, index: int, moved: Int) -> None:
         """Evaluate these of the template's columns."""

@@ -274,6 +274,7 @@ class StepGraph:
     duration: [T, N] how long it took, measured
     follows:  [N] whether the step before is in the graph too: it then begins where that one ends
     gap:      [T, N] between the two, ms: nothing, unless records were lost
+    chain_names: [T] `host`, or the stream; empty: all are hosts
     origin:   of a graph that what-ifs were applied to, the one that was measured; `applied`: which they were
               (`whatif.apply`)
     """
@@ -290,6 +291,7 @@ class StepGraph:
     follows: Bool
     gap: Float
     cross_step_edges: CrossStepEdges = field(default_factory=CrossStepEdges.none)
+    chain_names: tuple[str, ...] = ()
     origin: StepGraph | None = field(default=None, repr=False)
     applied: tuple[Any, ...] = ()
     kept: dict[str, Any] = field(default_factory=dict, init=False, repr=False)

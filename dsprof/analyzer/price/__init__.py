@@ -5,6 +5,7 @@ excess               the gain of costs that were measured by themselves
 gains                the ms that a step gets shorter by, each with its interval; the run's noise floor
 confidence_interval  intervals of the mean of a series of steps
 attribution          the lost time, shared between the faults that cost it
+certainty            the interval of a gain with all that makes predictions miss
 contention           what cores that are used all the time do to predictions
 calibration          how far predictions come true, as constants
 """

@@ -117,7 +117,7 @@ def _priced(
 
     def gain_of(saved: Float) -> Gain:
         gain = mean_gain(study, kept * saved)
-        return gain if candidate.between is None else _between(gain, candidate.between)
+        return gain if candidate.between is None else between(gain, candidate.between)
 
     if key not in found.alone:
         (alone,) = _saved(graph, found.before, [candidate.change])
@@ -143,6 +143,6 @@ def _saved(graph: StepGraph, before: Float, changes: Sequence[object]) -> list[F
     return [before - replayed.durations for replayed in replay_all(graphs)]
 
 
-def _between(gain: Gain, between: Between) -> Gain:
-    low = gain.low * between.part if min(gain.low, between.part) > 0 else gain.ms * min(between.part, 0.0)
-    return widened(gain, low, min(gain.high * between.multiple, between.most_ms))
+def between(gain: Gain, factor: Between) -> Gain:
+    low = gain.low * factor.part if min(gain.low, factor.part) > 0 else gain.ms * min(factor.part, 0.0)
+    return widened(gain, low, min(gain.high * factor.multiple, factor.most_ms))

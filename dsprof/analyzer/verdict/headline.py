@@ -20,7 +20,7 @@ from dsprof.trace import concat_rows
 
 from ..align.steps import early_ends
 from ..analysis import Analysis, Verdict
-from ..budget.irregular import FEWEST_JUDGED, warm_up
+from ..budget.irregular import ENOUGH_STEPS, FEWEST_JUDGED, warm_up
 from ..budget.label import PHASE_PART
 from ..budget.parts import TRAINING
 from ..finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Finding
@@ -90,7 +90,8 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Ve
     if unknown:
         return Verdict("inconclusive", f"{unknown} (--deep A:B traces its kernels); a step takes {ms(step.mean)}")
     if not math.isfinite(analysis.noise_ms) or analysis.steps_judged < FEWEST_JUDGED:
-        return Verdict("inconclusive", f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}")
+        few = f"too few steps to tell a gain from noise (profile at least {ENOUGH_STEPS})"
+        return Verdict("inconclusive", f"{few}; a step takes {ms(step.mean)}")
     if run.status in INTERRUPTED:
         last = analysis.step_count - 1
         doing = f"; {_unfinished(analysis)}" if analysis.ranks_expected > 1 else ""
@@ -221,11 +222,14 @@ def _lost(analysis: Analysis) -> dict[str, float]:
 
 
 def _explained(analysis: Analysis, part: str) -> bool:
-    """Whether every lever for this part was replayed, is listed among the findings, and gains next to nothing."""
+    """Whether every lever for this part was replayed, is listed among the findings, and gains next to nothing: at best
+    no more than may be lost unexplained."""
     if not any(part in rule.exhausts for rule in all_rules()) or _unjudged(analysis, part):
         return False
     about = [finding for finding in analysis.findings if finding.code in explaining(part)]
-    return bool(about) and all(finding.gain.percent < NOTHING_TO_GAIN for finding in about)
+    step = analysis.step_ms
+    at_best = LARGE * step.mean if step is not None else math.inf
+    return bool(about) and all(one.gain.percent < NOTHING_TO_GAIN and one.gain.high <= at_best for one in about)
 
 
 def _why_not(analysis: Analysis, rules: Iterable[Rule]) -> str | None:

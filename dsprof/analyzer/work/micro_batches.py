@@ -80,6 +80,8 @@ def unequal_micro_batches(study: Study) -> UnequalMicroBatches | None:
     wide = passes.assign(at=passes["rank"].astype(str) + passes["place"].str.rpartition("/")[0]).pivot_table(
         index=["at", "batch"], columns="name", values="beside"
     )
+    if not {FORWARD, BACKWARD} <= set(wide.columns):  # one of the two computes nothing
+        return None
     wide = wide.dropna()
     forward, backward = wide[FORWARD].to_numpy(np.float64), wide[BACKWARD].to_numpy(np.float64)
     common = float((forward * backward).mean()) if len(wide) else 0.0
@@ -101,6 +103,23 @@ def input_of_steps(study: Study) -> Float | None:
         return of_ranks
     found = unequal_micro_batches(study)
     return None if found is None else found.lengths
+
+
+@once
+def micro_batch_counts(study: Study) -> Float | None:
+    """How many micro-batches each rank has in each ordinary step, [R, S]. None where that was not seen, or a rank has
+    not as many forwards as backwards, which then are of something else."""
+    table = pd.concat([summary.passes for summary in study.summaries.values()], ignore_index=True)
+    counts = table.groupby(["name", "rank", "step"]).size()
+    if not {FORWARD, BACKWARD} <= set(table["name"]):
+        return None
+    wide: list[Float] = []
+    for name in (FORWARD, BACKWARD):
+        of_name = counts[name].unstack(fill_value=0)
+        of_steps = of_name.reindex(index=study.ranks, columns=study.step_numbers, fill_value=0)
+        wide.append(of_steps.to_numpy(np.float64))
+    forward, backward = wide
+    return forward if (forward > 0).all() and (forward == backward).all() else None
 
 
 def _computations(study: Study) -> pd.DataFrame | None:

@@ -19,7 +19,7 @@ from ..base import LEAST_SHARE, PartlyJudged, replay_divided
 from .dimensions import GRADIENT, Domain, waited_ms
 
 UNJUDGED = (
-    "gradients are reduced when backward is over, by calls of the script's own: what reducing them while it goes on "
+    "each reduction of gradients is waited for before anything else is done: what reducing them while backward goes on "
     "would gain, as DistributedDataParallel does, is not replayed; try it"
 )
 FEWEST = 2

@@ -16,7 +16,7 @@ from ..base import NotConcerned, NotJudged, PartlyJudged, zero_stage
 from ..rule import Found, Look, Rule
 from .by_hand import reduced_together
 from .ddp_buckets import bucket_size
-from .dimensions import GRADIENT, Domain, domains, waits_mostly_for_layers
+from .dimensions import GRADIENT, Domain, domains, waited_for_most, waits_mostly_for_layers
 from .prefetch import exposed_gathers
 from .shards import gathers_parameters, small_shards
 from .zero_buckets import blocking_buckets
@@ -39,7 +39,9 @@ def collectives(study: Study) -> Found:
     if not judges:
         if not domains(study) or waits_mostly_for_layers(study):
             raise NotConcerned
-        raise NotJudged("no collective was seen to carry gradients: none reduces inside backward")
+        waited = waited_for_most(study)
+        untried = f"ranks wait for {waited}, for which no change is tried in this version, and " if waited else ""
+        raise NotJudged(f"{untried}no collective was seen to carry gradients: none reduces inside backward")
     found: list[Candidate | Finding] = []
     unjudged: dict[str, list[str]] = {}
     for domain, judge in judges:

@@ -9,15 +9,17 @@ from typing import Any, Final
 import numpy as np
 
 from ...arrays import Float
+from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...price.contention import freed_ms, kept_of_overlap
 from ...price.gains import beside_other_work, mean_gain
 from ...study import Study
 from ...text import count, ms, size
+from ...whatif import WhatIf
 from ...whatif.rebucket import Rebucket
-from ..base import LEAST_SHARE, ddp_argument_fix, replay_divided
-from .dimensions import GRADIENT, Domain, waited_ms
+from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, replay_divided
+from .dimensions import GRADIENT, Domain, domains, waited_ms
 
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
 
@@ -182,12 +184,56 @@ def _replay_cut(study: Study, cut: _Cut, sizes: Mapping[str, list[int]], slower:
     """Step durations [S] with each group's gradients cut into `sizes`. The present cut is replayed the same way, with
     modelled transfers, so that the model's own error cancels from the difference."""
 
+    return replay_divided(study, _divided(cut, sizes, slower), "no other bucket size was tried")
+
+
+def _divided(cut: _Cut, sizes: Mapping[str, list[int]], slower: float) -> list[Rebucket]:
+    """Each group's gradients cut into `sizes`, over links that take so many times as long."""
+
     def link(group: str) -> Link:
         now = cut.groups[group].link
         return replace(now, latency_ms=now.latency_ms * slower, ms_per_byte=now.ms_per_byte * slower)
 
-    divided = [Rebucket(tuple(of_group), link(group), cut.host_ms, group) for group, of_group in sizes.items()]
-    return replay_divided(study, divided, "no other bucket size was tried")
+    return [Rebucket(tuple(of_group), link(group), cut.host_ms, group) for group, of_group in sizes.items()]
+
+
+def with_cap(study: Study, cap_mb: float) -> Effect:
+    """Buckets of another `bucket_cap_mb`, in every dimension whose gradients a DistributedDataParallel reduces. Raises
+    NotJudged where none does, or where what it makes of its gradients is not known."""
+    if study.ranks_missing:
+        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    reduced = [domain for domain in domains(study) if len(domain.of(GRADIENT).table)]
+    cuts = [cut for cut in (_gradients(study, domain) for domain in reduced) if cut.ddp is not None]
+    if not cuts:
+        raise NotJudged("no DistributedDataParallel was seen to reduce gradients in this run")
+    sizes = [
+        {group: pack(now.tensor_bytes(), int(cap_mb * 2**20)) for group, now in cut.groups.items()} for cut in cuts
+    ]
+    before, after = sum(cut.in_all for cut in cuts), sum(len(of) for one in sizes for of in one.values())
+
+    def divided(slower: int) -> tuple[WhatIf, ...]:
+        found: list[WhatIf] = []
+        for cut, of_cut in zip(cuts, sizes, strict=True):
+            found += _divided(cut, of_cut, 1 + slower * cut.link.spread)
+        return tuple(found)
+
+    now: list[WhatIf] = []
+    for cut in cuts:
+        now += _divided(cut, {group: list(of.sizes) for group, of in cut.groups.items()}, 1.0)
+
+    def correct(whole: Float, saved: Float) -> Float:
+        if after > before:
+            saved = whole - beside_other_work(study, whole, whole - saved)
+            saved = np.where(saved > 0, kept_of_overlap(study) * saved, saved)
+        freed = freed_ms(study, whole, sum(cut.total_bytes for cut in cuts))
+        found: Float = saved + freed * (1 - after / before)
+        return found
+
+    then, *others = (divided(slower) for slower in (0, 1, -1))
+    like = "comm.small-messages" if after < before else "comm.exposed"
+    as_it_is = tuple(now)
+    either = tuple((as_it_is, other) for other in others)
+    return Effect(like, then, as_it_is, either, correct=correct, counts_cores=True)
 
 
 def pack(tensors: list[int], cap_bytes: int) -> list[int]:
@@ -205,7 +251,8 @@ def _bucket_fix(cut: _Cut, best: Rebucketed) -> Fix:
     if cut.ddp is None:
         return Fix(
             "code",
-            f"reduce the gradients in {count(best.buckets, 'piece')} of about {best.cap_mb:g} MiB",
+            f"reduce the gradients in {count(best.buckets, 'piece')} of about {best.cap_mb:g} MiB, each as soon as "
+            "backward has made it",
             gain=best.gain,
         )
     note = f": {count(best.buckets, 'collective')} a step"

@@ -68,6 +68,10 @@ def domains(study: Study) -> list[Domain]:
     """Of the collectives of the ordinary steps, those with most bytes first."""
     every = study.collectives
     table = every[every["step"].isin(study.step_numbers) & (every["name"] != SEND_RECV)]
+    parts_of_it = table["group"].nunique()
+    together = table["ranks"] > 1
+    # A group of one rank moves nothing: shards of a mesh whose shard dimension has size 1 are gathered in such.
+    table = table[together] if together.any() else table
     of_group = {group: study.mesh.of_group(str(group)) for group in table["group"].unique()}
     number = {group: id(one) if one is not None else group for group, one in of_group.items()}
     parts = [part for _, part in table.groupby(table["group"].map(number), sort=False)]
@@ -76,7 +80,7 @@ def domains(study: Study) -> list[Domain]:
     for part in parts:
         dimension = of_group[part["group"].iloc[0]]
         name = dimension.name if dimension is not None and divided else ""
-        found.append(Domain(dimension, name, part, len(parts) == 1))
+        found.append(Domain(dimension, name, part, len(parts) == 1 and part["group"].nunique() == parts_of_it))
     return sorted(found, key=lambda one: -float(one.table["bytes"].sum()))
 
 
@@ -101,6 +105,20 @@ def waited_ms(study: Study, domain: Domain) -> float:
         return float(study.ordinary["comm_exposed"].mean())
     chosen = table["group"].isin(domain.groups) & table["purpose"].isin(domain.table["purpose"].unique())
     return float(table["ms"][chosen].sum())
+
+
+def waited_for_most(study: Study) -> str:
+    """What ranks wait for longest: `all_to_all in dimension ep`; empty where they wait for nothing that is known."""
+    table = _waited(study)
+    if not (table["ms"] > 0).any():
+        return ""
+    ms_of = table.groupby("group")["ms"].sum()
+
+    def waited(domain: Domain) -> float:
+        return float(ms_of.reindex(domain.groups).fillna(0.0).sum())
+
+    most = max(domains(study), key=waited)
+    return f"{most.table['name'].mode().iloc[0]}{most.inside}"
 
 
 def waits_mostly_for_layers(study: Study) -> bool:

@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from ...align.groups import REPLICATE
 from ...arrays import Float
+from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import SHARDING_PART
@@ -18,15 +20,17 @@ from ...price.contention import freed_ms
 from ...price.gains import mean_gain
 from ...study import Study, once
 from ...text import count, size
+from ...whatif import WhatIf
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, at, code_fix, replay_divided, zero_stage
+from ..base import LEAST_SHARE, NotJudged, at, code_fix, replay_divided, zero_stage
 from .deepspeed_config import elements, told, zero_fix
-from .dimensions import Domain, waited_ms
+from .dimensions import Domain, domains, waited_ms
 
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
 KINDS: Final = ("all_gather parameter", "reduce_scatter gradient")
+MODULES: Final = "fsdp2.modules_per_unit"
 OF_REPLICAS: Final = "all_reduce gradient"
 OF_A_UNIT: Final = 0.93
 """The share of the work for a unit, but for copying, that does not grow with what is in it: calibrated."""
@@ -90,12 +94,8 @@ def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) 
 
     replicas: the dimensions in which scattered gradients are reduced once more (HSDP): as many fewer, too
     """
-    table = domain.table[is_of_shards(domain.table)]
-    a_step = len(table) / len(study.step_numbers) / table["group"].nunique()
-    worked = _sharding_ms(study)
-    # Where the work for units was seen, the calls to issue are in it.
-    host_ms = 0.0 if worked else study.host_ms("gradient", "parameter")
-    units = _ShardUnits(domain, table, tuple(one.of("gradient") for one in replicas), a_step, worked, host_ms)
+    units = _units(study, domain, replicas)
+    table, a_step, worked, host_ms = units.table, units.a_step, units.worked_ms, units.host_ms
     link = fit_link(table)
     best = max(_merges(study, units), key=lambda merged: merged.gain.ms, default=None)
     if best is None or best.gain.ms < LEAST_SHARE * study.step_ms:
@@ -116,15 +116,66 @@ def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) 
     return [Finding("comm.small-messages", title + domain.inside, "info", where, evidence, best.gain, fixes)]
 
 
+def _units(study: Study, domain: Domain, replicas: Sequence[Domain]) -> _ShardUnits:
+    table = domain.table[is_of_shards(domain.table)]
+    a_step = len(table) / len(study.step_numbers) / table["group"].nunique()
+    worked = _sharding_ms(study)
+    # Where the work for units was seen, the calls to issue are in it.
+    host_ms = 0.0 if worked else study.host_ms("gradient", "parameter")
+    return _ShardUnits(domain, table, tuple(one.of("gradient") for one in replicas), a_step, worked, host_ms)
+
+
+def with_modules_per_unit(study: Study, together: int) -> Effect:
+    """FSDP2's units of so many of the present ones each. Raises NotJudged where fully_shard was not seen, or the run's
+    own units are not of one module."""
+    if not any(fact.get("version") == 2 for fact in study.facts.get("fsdp", [])):
+        raise NotJudged("no fully_shard was seen in this run")
+    if MODULES in study.run.knobs:
+        raise NotJudged(f"this run had --set {MODULES} itself; ask of a run without it")
+    if study.on_gpu:
+        raise NotJudged("other gathers of sharded parameters are not tried in this version where devices communicate")
+    every = domains(study)
+    replicas = [one for one in every if one.role == REPLICATE and len(one.of("gradient").table)]
+    sharded = [
+        _units(study, domain, [one for one in replicas if one is not domain])
+        for domain in every
+        if gathers_parameters(domain)
+    ]
+    if not sharded:
+        raise NotJudged("no parameters were seen to be gathered")
+    if together < 2:
+        return Effect("comm.small-messages", counts_cores=True)
+    around = [_links(units) for units in sharded]
+
+    def merged(variant: int, together: int) -> tuple[WhatIf, ...]:
+        found: list[WhatIf] = []
+        for units, links in zip(sharded, around, strict=True):
+            found += _merged(study, units, links[min(variant, len(links) - 1)], together)
+        return tuple(found)
+
+    def correct(whole: Float, saved: Float) -> Float:
+        moved = sum(_moved_bytes(study, units) for units in sharded)
+        found: Float = saved + freed_ms(study, whole, moved) * (1 - 1 / together)
+        return found
+
+    (now, then), *others = ((merged(i, 1), merged(i, together)) for i in range(max(map(len, around))))
+    return Effect("comm.small-messages", then, now, tuple(others), correct=correct, counts_cores=True)
+
+
+def _links(units: _ShardUnits) -> list[dict[Communications, Link]]:
+    """The links over which it moves, and then others that they may as well be."""
+    median = float(units.table["bytes"].median())
+    around = {of: links_around(link, median) for of, link in units.links().items()}
+    most = max(map(len, around.values()))
+    return [{of: links[min(i, len(links) - 1)] for of, links in around.items()} for i in range(most)]
+
+
 def _merges(study: Study, units: _ShardUnits) -> list[_Merged]:
     """What each of TOGETHER gains that leaves several of the collectives there are."""
     tried = [together for together in TOGETHER if 2 * together <= units.a_step / 2]
     if not tried:
         return []
-    median = float(units.table["bytes"].median())
-    around = {of: links_around(link, median) for of, link in units.links().items()}
-    most = max(map(len, around.values()))
-    each = [{of: links[min(i, len(links) - 1)] for of, links in around.items()} for i in range(most)]
+    each = _links(units)
     before = [_replay(study, units, links, 1) for links in each]
     freed = freed_ms(study, before[0], _moved_bytes(study, units))
     found = []
@@ -157,15 +208,18 @@ def _by_bytes(link: Link, size: float) -> Link:
 
 
 def _replay(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> Float:
+    return replay_divided(study, _merged(study, units, links, together), "no other number of gathers was tried")
+
+
+def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> list[Merge]:
     worked = units.worked_ms
     copied = min(_moved_bytes(study, units) * COPY_MS_PER_BYTE / worked, 1.0) if worked else 1.0
     left = 1 - (1 - copied) * OF_A_UNIT * (1 - 1 / together)
     # FSDP's own work is of no group, so one of these takes it along.
-    merged = [
+    return [
         Merge(of, link, together, host_ms=units.host_ms, unit_work=left if i == 0 else 1.0)
         for i, (of, link) in enumerate(links.items())
     ]
-    return replay_divided(study, merged, "no other number of gathers was tried")
 
 
 @once
@@ -191,7 +245,7 @@ def _fixes(study: Study, domain: Domain, best: _Merged) -> tuple[Fix, ...]:
         site = fact.get("site")
         title = f"wrap {best.together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
-        knobs = {"fsdp2.modules_per_unit": best.together} if fact.get("version") == 2 else {}
+        knobs = {MODULES: best.together} if fact.get("version") == 2 else {}
         return (code_fix(title, grouped, "", site, best.gain, knobs),)
     if zero_stage(study) is not None:
         return (_bucket_fix(study, domain, best),)

@@ -8,6 +8,7 @@ from typing import Final
 import pandas as pd
 
 from ...arrays import Float
+from ...effect import Effect
 from ...finding import Evidence, Finding, Gain, Where
 from ...graph.link import Link, fit_link
 from ...price.contention import freed_ms
@@ -16,7 +17,7 @@ from ...study import Study
 from ...text import count, ms, size
 from ...whatif.merge import Merge, packed
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, replay_divided
+from ..base import LEAST_SHARE, NotJudged, replay_divided, zero_stage
 from .deepspeed_config import elements, item_bytes, told, zero_fix
 from .shards import links_around
 
@@ -123,5 +124,38 @@ def _buckets(study: Study, most: float) -> float:
 def _replay(study: Study, link: Link, host_ms: float, most: float) -> Float:
     """Step durations [S] with buckets of up to `most` bytes; 0: as they are, with modelled transfers."""
 
-    larger = Merge(GRADIENTS, link, most_bytes=most, host_ms=host_ms, blocking=True)
-    return replay_divided(study, [larger], "no other reduce_bucket_size was tried")
+    return replay_divided(study, [_up_to(link, host_ms, most)], "no other reduce_bucket_size was tried")
+
+
+def _up_to(link: Link, host_ms: float, most: float) -> Merge:
+    return Merge(GRADIENTS, link, most_bytes=most, host_ms=host_ms, blocking=True)
+
+
+def with_bucket_size(study: Study, number: float) -> Effect:
+    """A larger `reduce_bucket_size`, of so many elements. Raises NotJudged where it holds less than the present one, as
+    smaller buckets cannot be made of what is known of larger ones, and where the stage has no such buckets."""
+    if zero_stage(study) not in (1, 2):
+        raise NotJudged("reduce_bucket_size is predicted for ZeRO's stages 1 and 2 of DeepSpeed only")
+    table = _gradients(study)
+    if table.empty:
+        raise NotJudged("no collective was seen to carry gradients")
+    most, largest = number * item_bytes(study), float(table["bytes"].max())
+    present = told(study, KEY)
+    if most < largest or number < present:
+        now = f"{present or largest / item_bytes(study):,.0f} elements"
+        raise NotJudged(f"the run's buckets hold {now}: what smaller ones take is not told by larger ones")
+    link, host_ms = _link(study, table), study.host_ms("gradient")
+    before = len(table) / len(study.step_numbers)
+    same = number == present
+    after = before if same else _buckets(study, most)
+    moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
+
+    def correct(whole: Float, saved: Float) -> Float:
+        found: Float = saved + freed_ms(study, whole, moved) * (1 - after / before)
+        return found
+
+    (as_it_is, then), *others = (
+        ((_up_to(each, host_ms, 0.0),), (_up_to(each, host_ms, 0.0 if same else most),))
+        for each in links_around(link, float(table["bytes"].median()))
+    )
+    return Effect("comm.small-messages", then, as_it_is, tuple(others), correct=correct, counts_cores=True)

@@ -25,7 +25,7 @@ from ...signals import Absent
 from ...study import Study
 from ...text import count, ms, percent
 from ...whatif.apply import apply
-from ...whatif.faster_hosts import faster_hosts
+from ...whatif.faster_hosts import FasterHosts
 from ...whatif.work import Change, LessWork
 from ..base import LEAST_SHARE, NotJudged
 from ..rule import Look, Rule
@@ -97,7 +97,7 @@ def _launching_less(study: Study) -> tuple[tuple[str, float], tuple[str, float]]
     graph = signals.replay.look(study)
     if isinstance(graph, Absent) or not study.led_by_devices:
         return None
-    now, half, none = replay_all([graph, *(faster_hosts(graph, factor) for factor in (0.5, 0.0))])
+    now, half, none = replay_all([graph, *(apply(graph, [FasterHosts(factor)]) for factor in (0.5, 0.0))])
     low, high = (max(float((now.durations - less.durations).mean()), 0.0) for less in (half, none))
     return ("launching took half as long", low), ("it took no time", high)
 

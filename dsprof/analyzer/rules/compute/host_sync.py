@@ -27,7 +27,8 @@ from ...graph.replay import replay_all
 from ...price.gains import mean_gain
 from ...study import Study, once
 from ...text import ms, number
-from ...whatif.without_flows import without_flows
+from ...whatif.apply import apply
+from ...whatif.without_flows import WithoutFlows
 from ..base import LEAST_SHARE, NotJudged, PartlyJudged, at, code_fix
 from ..rule import Look, Rule
 
@@ -91,7 +92,7 @@ def _saved(study: Study) -> Float | None:
     graph = signals.replay.look(study)
     if isinstance(graph, signals.Absent) or not study.led_by_devices:
         return None
-    before, after = replay_all([graph, without_flows(graph, SYNC)])
+    before, after = replay_all([graph, apply(graph, [WithoutFlows(SYNC)])])
     saved: Float = before.durations - after.durations
     return saved
 

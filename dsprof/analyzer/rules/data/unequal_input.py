@@ -13,7 +13,7 @@ from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent
 from ...whatif.work import Change
-from ...work.micro_batches import UnequalMicroBatches, can_tell, unequal_micro_batches
+from ...work.micro_batches import UnequalMicroBatches, can_tell, micro_batch_counts, unequal_micro_batches
 from ..base import NotJudged, at, code_fix
 from ..rule import Rule, fault
 from .loader import loader_site, training_loader
@@ -23,10 +23,13 @@ from .routed_tokens import routed_tokens
 @once
 def explained_by_input(study: Study) -> Float | None:
     """The part of each rank's compute that its share of the input explains, ms above (+) or below (-) what an equal
-    share would cost, [R, S]: by the sizes of inputs, or where these are unknown by what micro-batches take. None where
-    neither tells, or nothing differs."""
+    share would cost, [R, S]: by the sizes of inputs, or where these are unknown by how many micro-batches ranks have,
+    or by what each of them takes. None where none of it tells, or nothing differs."""
     if study.input_sizes is not None:
         return explained_by_size(study)
+    more = explained_by_count(study)
+    if more is not None:
+        return more
     found = unequal_micro_batches(study)
     return None if found is None else found.excess
 
@@ -56,6 +59,17 @@ def explained_by_size(study: Study) -> Float | None:
     return np.minimum(excess, 0.95 * compute)
 
 
+@once
+def explained_by_count(study: Study) -> Float | None:
+    """The part of each rank's compute that it has more (+) or fewer (-) micro-batches for than the mean of those that
+    are to do the same work, ms, [R, S], at what one takes it. None where that was not seen, or all have as many."""
+    counts = micro_batch_counts(study)
+    if counts is None:
+        return None
+    beyond = _less_mean_of_team(study, counts)
+    return study.work("compute") * beyond / counts if beyond.any() else None
+
+
 def _less_mean_of_team(study: Study, values: Float) -> Float:
     """`values` [R, S] without their mean over the ranks that are to do the same work."""
     found = np.zeros_like(values)
@@ -70,6 +84,8 @@ def unequal(study: Study) -> Change | None:
     routed = routed_tokens(study)
     if routed is not None:
         raise NotJudged(routed.reason)
+    if study.input_sizes is None and (more := explained_by_count(study)) is not None:
+        return Change({"compute": more})
     if study.input_sizes is None and can_tell(study):
         found = unequal_micro_batches(study)
         return None if found is None else Change({"compute": found.excess}, spans=found.spans)
@@ -82,11 +98,34 @@ def unequal(study: Study) -> Change | None:
 
 def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """Ranks are given unequal amounts of work in the same step, so each step takes as long as its largest share."""
-    by_time = unequal_micro_batches(study) if study.input_sizes is None else None
-    title, evidence = _by_time(by_time) if by_time is not None else _by_size(study, change)
     where = Where(ranks=study.ranks, steps=study.step_range)
-    fixes = _fixes(study, gain)
+    if study.input_sizes is None and explained_by_count(study) is not None:
+        title, evidence = _by_count(study, change)
+        same = "give every rank the same number of micro-batches in a step (gradient accumulation)"
+        fixes: tuple[Fix, ...] = (Fix("code", same, gain=gain),)
+    else:
+        by_time = unequal_micro_batches(study) if study.input_sizes is None else None
+        title, evidence = _by_time(by_time) if by_time is not None else _by_size(study, change)
+        fixes = _fixes(study, gain)
     return Finding("data.imbalance", title, "info", where, evidence, gain, fixes, share=share)
+
+
+def _by_count(study: Study, change: Change) -> tuple[str, tuple[Evidence, ...]]:
+    counts = micro_batch_counts(study)
+    assert counts is not None
+    each = counts.mean(axis=1)
+    fewest, most = int(each.argmin()), int(each.argmax())
+    evidence = (
+        Evidence(f"micro-batches a step of rank {study.ranks[most]}", round(float(each[most]), 2), "count"),
+        Evidence(f"micro-batches a step of rank {study.ranks[fewest]}", round(float(each[fewest]), 2), "count"),
+        Evidence("extra compute of the rank with most", round(float(change.removed["compute"].max(axis=0).mean()), 3),
+                 "ms", 0.0),
+    )  # fmt: skip
+    if each[most] > each[fewest]:
+        between = f"{each[fewest]:g} to {each[most]:g} a step"
+    else:
+        between = "another rank has more of them each step"
+    return f"ranks get unequal numbers of micro-batches: {between}", evidence
 
 
 def _by_time(found: UnequalMicroBatches) -> tuple[str, tuple[Evidence, ...]]:

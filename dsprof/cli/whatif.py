@@ -1,0 +1,90 @@
+"""`dsprof whatif`: what changes would save, alone and together, without running the job again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsprof.launch import LaunchError
+from dsprof.run import DEFAULT_PARENT, RunError
+
+from .runs import UNREADABLE, RunArgument, fail, find_run, reading
+
+NOT_TOLD = 4
+"""Exit status where no answer could be given; that of `dsprof fix` where it is undecided."""
+
+
+def command(
+    run: RunArgument = Path(DEFAULT_PARENT),
+    *,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--without",
+            metavar="CODE[:RANK,...]",
+            show_default=False,
+            help="Take a finding's fault away, from all ranks that have it or from these alone.",
+        ),
+    ] = None,
+    scale: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--scale",
+            metavar="PART=FACTOR",
+            show_default=False,
+            help="link: so many times as fast; link.latency, link.bandwidth: times what it is; compute, data, "
+            "optimizer, offload, pause, other: takes so many times as long.",
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="Turn a knob whose effect is predicted."),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep", metavar="KEY=A,B,C", show_default=False, help="A row for each value, beside all of the above."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="The answers as JSON, on stdout.")] = False,
+) -> int:
+    """Say what changes would save, by a replay of the run's steps: each alone, and all together.
+
+    The job is not run: `dsprof fix RUN --set KEY=VALUE --verify` measures a knob.
+
+    The exit status is 4 if nothing could be predicted.
+    """
+    try:
+        folder = find_run(run)
+    except RunError as error:
+        fail(error, UNREADABLE)
+    from dsprof import reports
+    from dsprof.knobs import KnobError
+    from dsprof.knobs.questions import NotAnswered, answer_questions, read_questions
+
+    try:
+        questions = read_questions(without or (), scale or (), settings or (), sweep or (), str(run))
+    except KnobError as error:
+        raise LaunchError(str(error)) from error
+    try:
+        with reading(folder):
+            study = reports.measure(folder)
+    except RunError as error:
+        fail(error, UNREADABLE)
+    try:
+        answers = answer_questions(study, questions)
+    except KnobError as error:
+        raise LaunchError(str(error)) from error
+    except NotAnswered as error:
+        raise LaunchError(f"{folder.path}: {error}", status=NOT_TOLD) from error
+    if as_json:
+        print(json.dumps(answers.to_dict(), indent=1))
+    else:
+        from dsprof.reports.answers import render
+
+        sys.stdout.write(render(answers))
+    return NOT_TOLD if all(row.gain is None for row in answers.rows) else 0

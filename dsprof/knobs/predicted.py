@@ -1,0 +1,65 @@
+"""The knobs that have a what-if: what a value of each would change in the steps of a run.
+
+Apart from the records, as this takes the analyzer, and `dsprof run --set` does not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from dsprof.analyzer.ask import Turned, Without
+from dsprof.analyzer.effect import Effect
+from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
+from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
+from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
+from dsprof.analyzer.rules.data.data_stall import supply
+from dsprof.analyzer.study import Study
+
+from .knob import KnobError
+
+
+def _bucket_size(study: Study, value: Any) -> Effect:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
+        raise NotJudged(f"{value} is no number of elements")
+    return with_bucket_size(study, float(value))
+
+
+def _freeze(study: Study, value: Any) -> Effect:
+    if not value:
+        raise NotJudged("it is what a job does that never freezes; ask with gc.freeze=true")
+    return Without("pause.gc").effect(study)
+
+
+def _workers(study: Study, value: Any) -> Effect:
+    supplied = supply(study)
+    if supplied is None:
+        raise NotJudged("no DataLoader was waited for")
+    if value != supplied.workers or supplied.workers == supplied.now:
+        told = "" if supplied.workers == supplied.now else f"; {supplied.workers} can be predicted"
+        raise NotJudged(f"what {value} workers would do cannot be told from the run's {supplied.now}{told}")
+    return Without("data.stall").effect(study)
+
+
+CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
+    "ddp.bucket_cap_mb": with_cap,
+    "zero_optimization.reduce_bucket_size": _bucket_size,
+    "fsdp2.modules_per_unit": with_modules_per_unit,
+    "gc.freeze": _freeze,
+    "loader.num_workers": _workers,
+}
+"""Key -> (study, value) -> what that changes. Raises NotJudged where this run does not tell."""
+
+
+def turned(key: str, value: Any, run: str) -> Turned:
+    """What turning a knob changes. run: as it is typed. Raises KnobError for a knob without a what-if."""
+    change = CHANGES.get(key)
+    typed = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    if change is None:
+        raise KnobError(
+            f"--set {typed}: what {key} saves is not predicted yet; `dsprof fix {run} --set {typed} --verify` "
+            f"measures it (predicted are {', '.join(CHANGES)})"
+        )
+    return Turned(typed, lambda study: change(study, value))

@@ -1,0 +1,90 @@
+"""How `dsprof whatif`'s words are read: what to take away, to scale and to set, and which questions that makes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsprof.analyzer.ask import Answers, Misasked, Request, Scaled, Without, ask
+from dsprof.analyzer.signals import Missing
+from dsprof.analyzer.study import Study
+
+from .knob import KnobError
+from .predicted import turned
+from .registry import find, parse_settings
+
+Question = tuple[Request, ...]
+
+
+class NotAnswered(Exception):
+    """The steps of a run do not tell what a change saves; the message says why, and what to capture."""
+
+
+def read_questions(
+    without: Sequence[str], scaled: Sequence[str], settings: Sequence[str], sweeps: Sequence[str], run: str
+) -> list[Question]:
+    """Each change alone, then all together; of sweeps, each value of each beside all that is not swept.
+
+    without: words CODE[:RANK,...]; scaled: PART=FACTOR; settings: KEY=VALUE; sweeps: KEY=VALUE,VALUE,...; run: as it is
+    typed. Raises KnobError for what is no such word.
+    """
+    try:
+        base: list[Request] = [_without(word) for word in without]
+        base += [_scaled(word) for word in scaled]
+    except Misasked as wrong:
+        raise KnobError(str(wrong)) from None
+    base += [turned(key, value, run) for key, value in parse_settings(settings).items()]
+    says = [one.says for one in base]
+    twice = next((one for one in says if says.count(one) > 1), None)
+    if twice is not None:
+        raise KnobError(f"{twice}: given twice")
+    swept = [request for word in sweeps for request in _swept(word, run)]
+    if not base and not swept:
+        raise KnobError(
+            "nothing to ask: give --without CODE, --scale PART=FACTOR, --set KEY=VALUE or --sweep KEY=VALUE,VALUE"
+        )
+    if swept:
+        whole = [tuple(base)] if base else []
+        return [*whole, *((*base, one) for one in swept)]
+    return [*((one,) for one in base), *([tuple(base)] if len(base) > 1 else [])]
+
+
+def answer_questions(study: Study, questions: Sequence[Question]) -> Answers:
+    """What each saves. Raises KnobError for what the run does not have, and NotAnswered where its steps cannot be
+    replayed."""
+    try:
+        return ask(study, questions)
+    except Misasked as wrong:
+        raise KnobError(str(wrong)) from None
+    except Missing as missing:
+        raise NotAnswered(str(missing)) from None
+
+
+def _without(word: str) -> Without:
+    code, colon, listed = (part.strip() for part in word.partition(":"))
+    if not colon:
+        return Without(code)
+    ranks = [part.strip() for part in listed.split(",")]
+    if not all(rank.isdecimal() for rank in ranks):
+        raise KnobError(f"--without {word}: write CODE or CODE:RANK,RANK, such as rank.straggler:2")
+    return Without(code, tuple(sorted({int(rank) for rank in ranks})))
+
+
+def _scaled(word: str) -> Scaled:
+    part, equals, text = (piece.strip() for piece in word.partition("="))
+    try:
+        factor = float(text)
+    except ValueError:
+        equals = ""
+        factor = 0.0
+    if not equals:
+        raise KnobError(f"--scale {word}: write PART=FACTOR, such as link=10 or compute=0.5")
+    return Scaled(part, factor)
+
+
+def _swept(word: str, run: str) -> list[Request]:
+    key, _, listed = (part.strip() for part in word.partition("="))
+    texts = [text.strip() for text in listed.split(",") if text.strip()]
+    if not texts or not key:
+        raise KnobError(f"--sweep {word}: write KEY=VALUE,VALUE, such as ddp.bucket_cap_mb=1,5,25")
+    knob = find(key)
+    return [turned(key, value, run) for value in dict.fromkeys(knob.read(text, key) for text in texts)]

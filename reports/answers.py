@@ -1,0 +1,40 @@
+"""What `dsprof whatif` prints: a row for each question."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dsprof.analyzer.text import count, ms, percent, unit_of
+
+if TYPE_CHECKING:
+    from dsprof.analyzer.ask import Answered, Answers
+
+HEAD = ("asked", "step now", "then", "saved a step, with 95 % interval")
+
+
+def render(answers: Answers) -> str:
+    """The table, and what it rests on."""
+    rows = [HEAD, *(_row(answers.step_ms, row) for row in answers.rows)]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [
+        f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
+    ]  # fmt: skip
+    held = answers.held_out
+    rests = f"replayed: {count(answers.steps, 'step')}"
+    if held is not None:
+        rests += (
+            f"; steps held out were missed by {percent(100 * held.missed)}, and half of the steps differs from the "
+            f"other by {percent(100 * held.differs)}"
+        )
+    return "\n".join([*lines, "", rests]) + "\n"
+
+
+def _row(step_ms: float, row: Answered) -> tuple[str, str, str, str]:
+    asked = " + ".join(row.asked)
+    gain = row.gain
+    if gain is None:
+        return asked, ms(step_ms), "?", f"not predicted: {row.reason}"
+    unit = unit_of(max(abs(gain.ms), abs(gain.low), abs(gain.high)))
+    share = ("-" if gain.percent < 0 else "") + percent(abs(gain.percent))
+    saved = f"{unit.number(gain.ms)} {unit.name} ({share}) [{unit.number(gain.low)}, {unit.number(gain.high)}]"
+    return asked, ms(step_ms), ms(step_ms - gain.ms), saved
