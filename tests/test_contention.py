@@ -37,8 +37,8 @@ def study(
     gauges = SimpleNamespace(spent=lambda gauge: np.full((2, 4), spent[gauge]))
     return SimpleNamespace(
         graph=SimpleNamespace(**{**vars(graph), "measured": np.full(4, step_ms), "columns_of": graph.columns_of}),
-        load=None if load is None else of_load, ordinary=ordinary, gauges=gauges, step_ms=step_ms, ranks=graph.ranks,
-        kept={},
+        load=None if load is None else of_load, contended=None if load is None else of_load, ordinary=ordinary,
+        gauges=gauges, step_ms=step_ms, ranks=graph.ranks, kept={},
     )  # fmt: skip
 
 

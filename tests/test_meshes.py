@@ -189,6 +189,23 @@ def test_without_memory_it_is_not_known_what_whole_layers_would_save() -> None:
     assert analysis.verdict.status == "inconclusive"
 
 
+def test_layers_whose_division_may_cost_much_or_nothing_are_not_called_healthy() -> None:
+    """Undivided, their gradients may take as long as what is waited for now, or be hidden."""
+
+    def program(rank: int, step: int) -> Program:
+        layers = tuple(
+            part for _ in range(8) for part in (Work(2), Call("0", "all_reduce", 2 << 20, "tensor-parallel"))
+        )
+        return (Phase("forward", layers), Phase("backward", layers), *OPTIMIZER)
+
+    job = MeshJob(2, {"0": ((0, 1), "")}, program, steps=STEPS, parameters=1 << 24)
+    analysis = analyze(job.trace())
+    layers = found("comm.tensor-parallel", analysis)
+    assert layers.gain.percent < 1
+    assert layers.gain.high > job.step_ms() / 4
+    assert analysis.verdict.status == "inconclusive"
+
+
 # --- sequences that ranks share, stages, gradients by hand ---------------------------------------
 
 

@@ -222,11 +222,14 @@ def _lost(analysis: Analysis) -> dict[str, float]:
 
 
 def _explained(analysis: Analysis, part: str) -> bool:
-    """Whether every lever for this part was replayed, is listed among the findings, and gains next to nothing."""
+    """Whether every lever for this part was replayed, is listed among the findings, and gains next to nothing: at best
+    no more than may be lost unexplained."""
     if not any(part in rule.exhausts for rule in all_rules()) or _unjudged(analysis, part):
         return False
     about = [finding for finding in analysis.findings if finding.code in explaining(part)]
-    return bool(about) and all(finding.gain.percent < NOTHING_TO_GAIN for finding in about)
+    step = analysis.step_ms
+    at_best = LARGE * step.mean if step is not None else math.inf
+    return bool(about) and all(one.gain.percent < NOTHING_TO_GAIN and one.gain.high <= at_best for one in about)
 
 
 def _why_not(analysis: Analysis, rules: Iterable[Rule]) -> str | None:

@@ -39,10 +39,9 @@ def collectives(study: Study) -> Found:
     if not judges:
         if not domains(study) or waits_mostly_for_layers(study):
             raise NotConcerned
-        raise NotJudged(
-            f"ranks wait for {waited_for_most(study)}, for which no change is tried in this version, and no collective "
-            "was seen to carry gradients: none reduces inside backward"
-        )
+        waited = waited_for_most(study)
+        untried = f"ranks wait for {waited}, for which no change is tried in this version, and " if waited else ""
+        raise NotJudged(f"{untried}no collective was seen to carry gradients: none reduces inside backward")
     found: list[Candidate | Finding] = []
     unjudged: dict[str, list[str]] = {}
     for domain, judge in judges:

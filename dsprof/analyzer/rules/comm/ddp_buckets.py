@@ -251,7 +251,8 @@ def _bucket_fix(cut: _Cut, best: Rebucketed) -> Fix:
     if cut.ddp is None:
         return Fix(
             "code",
-            f"reduce the gradients in {count(best.buckets, 'piece')} of about {best.cap_mb:g} MiB",
+            f"reduce the gradients in {count(best.buckets, 'piece')} of about {best.cap_mb:g} MiB, each as soon as "
+            "backward has made it",
             gain=best.gain,
         )
     note = f": {count(best.buckets, 'collective')} a step"

@@ -108,8 +108,10 @@ def waited_ms(study: Study, domain: Domain) -> float:
 
 
 def waited_for_most(study: Study) -> str:
-    """What ranks wait for longest: `all_to_all in dimension ep`. Of a job that communicates."""
+    """What ranks wait for longest: `all_to_all in dimension ep`; empty where they wait for nothing that is known."""
     table = _waited(study)
+    if not (table["ms"] > 0).any():
+        return ""
     ms_of = table.groupby("group")["ms"].sum()
 
     def waited(domain: Domain) -> float:
