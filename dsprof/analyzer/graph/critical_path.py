@@ -85,8 +85,8 @@ def _between(back: Iterator[PathOperation], begin: float, end: float) -> Iterato
     found.reverse()
     missing = found[0].start_ms - begin
     if missing > TIE_MS:
-        unknown = {"kind": BEFORE, "name": "", "operation": -1, "parts": {BEFORE: missing}}
-        found.insert(0, replace(found[0], start_ms=begin, ms=missing, **unknown))
+        unknown = replace(found[0], kind=BEFORE, name="", operation=-1, parts={BEFORE: missing})
+        found.insert(0, replace(unknown, start_ms=begin, ms=missing))
     return _that_take_time(found)
 
 

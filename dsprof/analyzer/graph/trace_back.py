@@ -101,8 +101,8 @@ class TraceBack:
         step = self._step(place)
         plan, last = step.plan, int(step.plan.last[thread])
         mine = np.flatnonzero(step.structure.thread == thread)
-        later = mine[step.rows[plan.chain_of[mine]] + step.weights[mine] >= moment]
-        last = int(later[0]) if len(later) else last
+        unfinished = mine[step.rows[plan.chain_of[mine]] + step.weights[mine] >= moment]
+        last = int(unfinished[0]) if len(unfinished) else last
         at: _At | None = _At(place, int(plan.chain_of[last]), last)
         target = -1
         while at is not None:
