@@ -341,7 +341,7 @@ from dsprof.collectors.communication import collectives
 from dsprof.collectors.frameworks import dsprof_engine
 from dsprof.engine.comm.comm import Comm, open_comm
 from dsprof.engine.hooks import Hooks
-from dsprof.engine.comm.lane import CpuLane
+from dsprof.engine.comm.lane import CpuLane, Inline
 from dsprof.engine.optim.grad_norm import global_norm
 kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 torch.set_num_threads(1)
@@ -349,7 +349,7 @@ recorder = open_recorder(kind, folder / f"rank0000{rank}.0.host.{rank + 1}")
 undo = [collectives.watch(recorder), dsprof_engine.watch(recorder, lambda: None)]
 dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2)
 hooks = Hooks()
-comm = open_comm([[0, 1]], lambda: CpuLane("gradients", hooks))
+comm, everyone = open_comm([[0, 1]], lambda: CpuLane("gradients", hooks)), Comm(dist.group.WORLD, Inline(hooks))
 for number in range(3):
     dist.all_reduce(torch.ones(100))
     mine, rows = torch.empty(50), torch.ones(2, 50)
@@ -357,7 +357,7 @@ for number in range(3):
     work = dist.all_reduce(torch.ones(10), async_op=True)
     comm.all_reduce(torch.ones(7), "gradient").wait()
     work.wait()
-    global_norm([torch.ones(3)], [dist.group.WORLD], hooks)
+    global_norm([torch.ones(3)], [everyone])
     comm.broadcast(torch.ones(5), 0, "parameter").wait()
     dist.all_reduce(torch.ones(20), group=comm.group)
     dist.barrier()

@@ -73,7 +73,7 @@ def test_annotations_among_operators(tmp_path: Path, cat: str, capital: bool) ->
     stall = analysis.findings[0]
     assert (stall.code, stall.severity) == ("data.stall", "high")
     assert not [finding for finding in analysis.findings if finding.code == "compute.launch-bound"]
-    assert "for the host to load data" in analysis.verdict.headline
+    assert "the loop waits 70.0 ms of each step for input" in analysis.verdict.headline
     assert "torch.compile" not in str(stall.fixes)
     assert "num_workers" in stall.fixes[0].title
 
@@ -338,7 +338,8 @@ def test_what_the_device_waits_for_its_host_in(tmp_path: Path, between: list[kt.
     codes, analysis = judged(tmp_path, *between)
     assert codes == [code]
     assert says in analysis.verdict.headline
-    assert analysis.findings[0].gain.ms == pytest.approx(58, abs=5)
+    # Without the launches the device's own 42 ms of kernels stay, and what is still launched for them.
+    assert analysis.findings[0].gain.ms == pytest.approx(58, abs=7)
     assert ("torch.compile" in str(analysis.findings[0].fixes)) == (code == "compute.launch-bound")
 
 

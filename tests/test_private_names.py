@@ -42,6 +42,7 @@ NOT_OF_TORCH: Final = {
     "_getframe": "of sys, of Python",
     "_current_frames": "of sys, of Python",
     "_exit": "of os, of Python",
+    "_initializing": "of module specs, of Python",
     "_is_gil_enabled": "of sys, of Python",
     "_replace": "of named tuples, of Python",
     "_symmetric_memory": "a module by which frames are passed over, where they are there",

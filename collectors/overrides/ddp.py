@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -100,9 +101,7 @@ class _Accumulation:
 
     def await_backward(self, model: Any, output: Any) -> None:
         """Count the backward of a forward's output. An output in which no tensor is found counts at once."""
-        from torch.utils import _pytree
-
-        tensors = [one for one in _pytree.tree_leaves(output) if getattr(one, "requires_grad", False)]
+        tensors = list(with_gradients(output))
         self.due.add(model)
         of_model = ref(model)
 
@@ -147,6 +146,17 @@ class _Accumulation:
             every = [self.parameters.get(one) for group in optimizer.param_groups for one in group["params"]]
             known = self.models[optimizer] = (count, list(dict.fromkeys(one for one in every if one is not None)))
         return [model for one in known[1] if (model := one()) is not None]
+
+
+def with_gradients(output: Any) -> Iterator[Any]:
+    """Tensors of a forward's output that a backward can come from, in nested sequences and mappings."""
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if isinstance(output, (list, tuple)):
+        for one in output:
+            yield from with_gradients(one)
+    elif getattr(output, "requires_grad", False):
+        yield output
 
 
 def _accumulate(cls: Any, override: Override) -> Uninstall:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from ..hooking.uninstall import Uninstall, in_reverse
 from .arguments import Arguments, override_arguments
 from .override import Override
+
+FUSED: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
+"""Types of devices for which torch has fused kernels."""
 
 
 def install(overrides: list[Override]) -> Uninstall:
@@ -64,13 +67,7 @@ def _cannot_be_fused(tensors: list[Any], *, differentiable: bool) -> str:
     """Why torch would refuse; empty: it would not."""
     if differentiable:
         return "the optimizer is differentiable, which a fused one cannot be"
-    try:
-        from torch.utils._foreach_utils import _get_fused_kernels_supported_devices as supported
-
-        devices = supported()
-    except ImportError:
-        devices = ["cuda", "cpu"]
     for one in tensors:
-        if one.device.type not in devices or not one.is_floating_point():
+        if one.device.type not in FUSED or not one.is_floating_point():
             return f"fused kernels take no parameters of {one.dtype} on {one.device.type}"
     return ""

@@ -179,7 +179,7 @@ def _write(folder: RunFolder, chosen: Proposal, *, in_place: bool) -> int:
 def _predicted(gain: Mapping[str, Any] | None) -> str:
     if not gain or gain.get("method") == "none":
         return "gain   not predicted"
-    from dsprof.analyzer.text import with_interval
+    from dsprof.fix import with_interval
 
     return f"gain   {with_interval(gain['ms'], gain['low'], gain['high'], gain['percent'])}"
 
@@ -187,8 +187,7 @@ def _predicted(gain: Mapping[str, Any] | None) -> str:
 def _verify(
     folder: RunFolder, findings: Mapping[str, Any], chosen: Proposal, pairs: int, *, yes: bool, as_json: bool
 ) -> int:
-    from dsprof.analyzer.text import with_interval
-    from dsprof.fix import Proposal, TrialFailed, Turns
+    from dsprof.fix import Proposal, TrialFailed, Turns, with_interval
 
     python, words, cwd = _job(folder)
     if not yes and _saves(folder):

@@ -9,6 +9,8 @@ decide     kept, withdrawn or undecided: the statistics
 trial      one job of a comparison, from its run folder
 """
 
+from dsprof.analyzer.text import with_interval
+
 from .decide import Decision, decide
 from .edit_json import CannotEdit
 from .files import Changes, changes
@@ -17,5 +19,5 @@ from .turns import Comparison, TrialFailed, Turns
 
 __all__ = [
     "CannotEdit", "Changes", "Comparison", "Decision", "Proposal", "TrialFailed", "Turns", "changes", "decide",
-    "proposals",
+    "proposals", "with_interval",
 ]  # fmt: skip

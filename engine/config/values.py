@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ..words import either
+from ..words import either, joined
 from .model import Complaint, Section, as_section, shown
 
 T = TypeVar("T", bound=Section)
@@ -41,7 +41,8 @@ def checked(model: type[T], values: Mapping[str, Any], where: str) -> T:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ValueError("\n".join(f"{where}.{wrong}" for wrong in complaints(error, model, values))) from None
+        wrong = [f"{joined(where, *keys)}: {says}" for keys, says, _ in complaints(error, model, values)]
+        raise ValueError("\n".join(wrong)) from None
 
 
 def _locate(
