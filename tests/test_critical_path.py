@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from made_up_device import DeviceJob, always
 
 from dsprof.analyzer.graph.chains import DEPENDS, LAUNCH, SYNC
-from dsprof.analyzer.graph.critical_path import critical_path
+from dsprof.analyzer.graph.critical_path import critical_path, critical_path_within
 from dsprof.analyzer.graph.link import Link
 from dsprof.analyzer.graph.path_operations import (
     ACROSS,
@@ -152,6 +152,20 @@ def test_a_host_that_waits_for_its_device() -> None:
     ]  # fmt: skip
 
 
+def test_of_a_part_of_a_step() -> None:
+    """As above: from 0.5 ms, in which the host launches, to 9, in which it has waited and launches the second kernel;
+    and to 4, when it is waiting."""
+    graph = with_a_device("1 I0 W2 3 I1 0", "W0 6 I2 W1 5", [0.0] * 3, flows(LAUNCH, LAUNCH, SYNC))
+    path = critical_path_within(graph, 0, 0.5, 9.0, rank=0)
+    check_sums(path)
+    assert [(one.chain, one.ms) for one in path.operations] == [("host", 0.5), ("cuda.7", 6.0), ("host", 2.0)]
+    path = critical_path_within(graph, 0, 0.5, 4.0, rank=0)
+    check_sums(path)
+    assert [(one.chain, one.ms) for one in path.operations] == [("host", 0.5), ("cuda.7", 3.0)]
+    with pytest.raises(ValueError, match="rank 1 has nothing from 0 to 4 ms of step 0"):
+        critical_path_within(graph, 0, 0.0, 4.0, rank=1)
+
+
 def test_a_stream_that_waits_for_another() -> None:
     steps = steps_of(["W1 2", "4 I1 0"], [0.0, 0.0], flows(LAUNCH, DEPENDS))
     graph = replace(graph_of(steps), ranks=(0, 0), leads=1, chain_names=("cuda.7", "cuda.20"))
@@ -282,6 +296,15 @@ def test_of_recordings(name: str, launches: int, syncs: int) -> None:
     assert {LAUNCH, SYNC} <= {one.edge for one in critical.operations}
     if name == "cuda_event_sync":
         return
+    # The second span that is annotated [param|pytorch.model.alex_net|0|0|0|measure|forward].
+    begun_ms, span = {"alexnet": (43313.521, 36.356), "simple_add": (40898.446, 243.351)}[name]
+    critical = critical_path_within(found.graph, int(found.graph.numbers[0]), begun_ms, begun_ms + span, rank=0)
+    check_sums(critical)
+    assert critical.ms == pytest.approx(span, abs=1e-6)
+    assert sum(one.ms for one in critical.operations) == pytest.approx(span, abs=1e-6)
+    waits = {"alexnet": True, "simple_add": False}[name]  # the device of the other is over before its host asks
+    assert {one.chain for one in critical.operations} >= ({"host", "cuda.7"} if waits else {"host"})
+    assert (SYNC in {one.edge for one in critical.operations}) == waits
     kernels = trace.rows[trace.rows["kind"] == "kernel"].set_index("corr")
     source, target = kernels.loc[5606], kernels.loc[5629]
     assert (source["lane"], target["lane"]) == ("cuda.20", "cuda.7")

@@ -37,6 +37,25 @@ def critical_path(
     return _path(graph, replayed or moments(graph), first, last)
 
 
+def critical_path_within(
+    graph: StepGraph, step: int, begin_ms: float, end_ms: float, rank: int, replayed: Moments | None = None
+) -> CriticalPath:
+    """The critical path of a part of a step, such as of what the training thread of a rank annotated: back from what
+    that thread did when the part was over, or waited for, to when it began.
+
+    begin_ms, end_ms: from the earliest rank's start of the step
+    Raises ValueError where the step or the rank is not in the graph, or where nothing is between the moments; and
+    `evaluation_order.Cyclic`.
+    """
+    place, of = _place(graph, step), replayed or moments(graph)
+    if rank not in graph.ranks or begin_ms >= end_ms:
+        raise ValueError(f"rank {rank} has nothing from {begin_ms:g} to {end_ms:g} ms of step {step}")
+    thread = max(chain for chain, whose in enumerate(graph.ranks) if whose == rank)  # its host is the last
+    begin, end = (moment + float(of.reference[place]) for moment in (begin_ms, end_ms))
+    back = TraceBack(graph, of).operations(place, thread, end)
+    return CriticalPath(tuple(_between(back, begin, end)), begin, end)
+
+
 def _place(graph: StepGraph, number: int) -> int:
     found = np.flatnonzero(graph.numbers == number)
     if not len(found):
@@ -51,19 +70,24 @@ def _path(graph: StepGraph, of: Moments, first: int, last: int) -> CriticalPath:
     if graph.follows[first]:
         begin = float(ends[:, first - 1].max())
     end = float(ends[:, last].max())
+    back = TraceBack(graph, of).operations(last, int(ends[:, last].argmax()))
+    return CriticalPath(tuple(_between(back, begin, end)), begin, end)
+
+
+def _between(back: Iterator[PathOperation], begin: float, end: float) -> Iterator[PathOperation]:
+    """Operations that come last first, in order, and of them what is between two moments."""
     found: list[PathOperation] = []
-    for one in TraceBack(graph, of).operations(last, int(ends[:, last].argmax())):
+    for one in back:
         if one.end_ms <= begin + TIE_MS and one.ms > TIE_MS:
             break
-        found.append(one)
-    kept = [found[-1].after(begin), *reversed(found[:-1])]
-    missing = kept[0].start_ms - begin
+        if one.start_ms < end:
+            found.append(one.between(begin, end))
+    found.reverse()
+    missing = found[0].start_ms - begin
     if missing > TIE_MS:
-        unknown = replace(
-            kept[0], kind=BEFORE, name="", start_ms=begin, ms=missing, operation=-1, parts={BEFORE: missing}
-        )
-        kept = [unknown, *kept]
-    return CriticalPath(tuple(_that_take_time(kept)), begin, end)
+        unknown = replace(found[0], kind=BEFORE, name="", operation=-1, parts={BEFORE: missing})
+        found.insert(0, replace(unknown, start_ms=begin, ms=missing))
+    return _that_take_time(found)
 
 
 def _that_take_time(operations: list[PathOperation]) -> Iterator[PathOperation]:

@@ -60,12 +60,13 @@ class PathOperation:
     def end_ms(self) -> float:
         return self.start_ms + self.ms
 
-    def after(self, moment: float) -> PathOperation:
-        """What of it is after a moment."""
-        left = max(min(self.ms, self.end_ms - moment), 0.0)
+    def between(self, begin_ms: float, end_ms: float) -> PathOperation:
+        """What of it is between two moments."""
+        start = max(self.start_ms, begin_ms)
+        left = max(min(self.end_ms, end_ms) - start, 0.0)
         share = left / self.ms if self.ms else 0.0
         parts = {kind: ms * share for kind, ms in self.parts.items()}
-        return replace(self, start_ms=self.end_ms - left, ms=left, parts=parts)
+        return replace(self, start_ms=start, ms=left, parts=parts)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -94,10 +95,14 @@ class TraceBack:
             self._steps[place] = _Step(self._graph, self._of, place)
         return self._steps[place]
 
-    def operations(self, place: int, thread: int) -> Iterator[PathOperation]:
-        """From the end of a thread's step, at this place in the graph, backwards, as far as is known."""
-        plan = self._step(place).plan
-        last = int(plan.last[thread])
+    def operations(self, place: int, thread: int, moment: float = math.inf) -> Iterator[PathOperation]:
+        """From the end of a thread's step, at this place in the graph, backwards, as far as is known; or from the end
+        of the thread's own work that is not over at a moment."""
+        step = self._step(place)
+        plan, last = step.plan, int(step.plan.last[thread])
+        mine = np.flatnonzero(step.structure.thread == thread)
+        unfinished = mine[step.rows[plan.chain_of[mine]] + step.weights[mine] >= moment]
+        last = int(unfinished[0]) if len(unfinished) else last
         at: _At | None = _At(place, int(plan.chain_of[last]), last)
         target = -1
         while at is not None:
