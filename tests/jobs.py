@@ -84,6 +84,7 @@ def profile(
         else:
             if ABORTED not in finished.stderr:
                 break
+        time.sleep(0.5)  # a rank that was killed may still be writing
         shutil.rmtree(folder)
     return finished
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +227,15 @@ def test_what_the_run_had_turned_stays_unless_the_change_turns_it() -> None:
     assert verb._without(words, {}) == ["--set", "gc.every=3", *rest]
 
 
-def test_an_interrupted_job_ends_by_itself_and_is_run_again(tmp_path: Path) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Workers of pytest-xdist ignore SIGINT, and so would what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_job_ends_by_itself_and_is_run_again(tmp_path: Path, interruptible: None) -> None:
     folder = tmp_path / "changed-1"
     folder.mkdir()
     job = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT)\ntry: time.sleep(60)\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import sys
 import weakref
@@ -33,6 +34,7 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
 
     def install(values: dict[str, Any]) -> Facts:
         facts: Facts = []
+        errors.noted.clear()  # what another test has left
         monkeypatch.setenv(overrides.VARIABLE, json.dumps(values))
         statements.send_to(facts.append)
         errors.send_to(lambda where, said: counted.append((where, said)))
@@ -180,11 +182,10 @@ def test_a_json_configuration_is_changed_and_stated(ask: Ask, tmp_path: Path, mo
 
 
 def test_the_configuration_is_stated_where_nothing_is_asked_for(ask: Ask, group: None) -> None:
-    from dsprof import engine
-
     facts = ask({})
+    module = importlib.import_module("dsprof.engine.setup.initialize")  # `dsprof.engine` may have its function already
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    engine.initialize(model=nn.Linear(2, 2), config=config)[0].destroy()
+    module.initialize(model=nn.Linear(2, 2), config=config)[0].destroy()
     (fact,) = [one for one in facts if one["fact"] == "config"]
     assert (fact["dialect"], fact["path"], fact["content"]) == ("dsprof", None, config)
 
