@@ -74,7 +74,7 @@ class Changes:
         """A unified diff of all files."""
         parts: list[str] = []
         for path, text in self.texts.items():
-            name = str(path.relative_to(cwd)) if path.is_relative_to(cwd) else str(path)
+            name = str(path.relative_to(cwd) if path.is_relative_to(cwd) else path).lstrip("/")
             old, new = (one.replace("\r\n", "\n").splitlines(keepends=True) for one in (self.before[path], text))
             parts += difflib.unified_diff(old, new, f"a/{name}", f"b/{name}")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in parts)
