@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from ..hooking.errors import count_error
@@ -38,8 +37,7 @@ def override_arguments(
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     for argument, override in overrides.items():
         if argument not in parameters and not takes_any:
-            near = get_close_matches(argument, parameters, n=1)
-            override.not_applied(f"{what} has no argument {argument}" + (f"; it has {near[0]}" if near else ""))
+            override.has_none(f"{what} has no argument", parameters)
     known = {argument: one for argument, one in overrides.items() if argument in parameters or takes_any}
     if not known:
         return lambda: None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Final
 
 from ..hooking.caller import caller
@@ -33,6 +35,11 @@ class Override:
 
     def not_applied(self, why: str) -> None:
         self._tell({"why": why})
+
+    def has_none(self, what: str, there: Iterable[str]) -> None:
+        """It is not applied, as `what` has nothing of that name among what is `there`."""
+        near = get_close_matches(self.name, list(there), n=1)
+        self.not_applied(f"{what} {self.name}" + (f"; it has {near[0]}" if near else ""))
 
     def _tell(self, said: dict[str, Any]) -> None:
         once = repr(said)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from difflib import get_close_matches
 from functools import partial
 from types import ModuleType
 from typing import Any, Final
@@ -48,8 +47,7 @@ def _override_fields(overrides: dict[str, Override], module: ModuleType) -> Unin
                 override.applied(getattr(arguments, name))
                 setattr(arguments, name, override.value)
                 continue
-            near = get_close_matches(name, names, n=1)
-            override.not_applied(f"{DATACLASS[1]} has no {name}" + (f"; it has {near[0]}" if near else ""))
+            override.has_none(f"{DATACLASS[1]} has no", names)
 
     cls = getattr(module, DATACLASS[1])
     after = cls.__post_init__

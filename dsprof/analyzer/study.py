@@ -6,7 +6,6 @@ marked `once`.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -328,7 +327,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     uses = memory_uses(memory, run)
     traced = {rank: summary.device for rank, summary in ranks.items() if summary.device is not None}
     devices = compare_devices(traced, collectives, run)
-    facts, gauges = _facts_by_kind(run), Gauges(rows, steps)
+    facts, gauges = run.facts_by_kind(), Gauges(rows, steps)
     return Study(
         aligned=aligned,
         summaries=ranks,
@@ -348,10 +347,3 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
         overhead_percent=estimated if overhead is None else overhead,
         overhead_measured=overhead is not None,
     )
-
-
-def _facts_by_kind(run: RunInfo) -> Mapping[str, list[dict[str, Any]]]:
-    facts: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for fact in run.facts:
-        facts[str(fact.get("fact"))].append(fact)
-    return dict(facts)

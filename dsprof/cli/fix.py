@@ -146,11 +146,8 @@ def _files(folder: RunFolder, knobs: Mapping[str, Any]) -> tuple[Changes, Path]:
     from dsprof.fix import changes
 
     run = folder.read_info()
-    facts: dict[str, list[dict[str, Any]]] = {}
-    for fact in run.facts:
-        facts.setdefault(str(fact.get("fact")), []).append(fact)
     cwd = Path(run.cwd or ".")
-    return changes(knobs, facts, cwd, run.knobs), cwd
+    return changes(knobs, run.facts_by_kind(), cwd, run.knobs), cwd
 
 
 def _write(folder: RunFolder, chosen: Proposal, *, in_place: bool) -> int:

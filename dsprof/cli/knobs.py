@@ -46,10 +46,7 @@ def command(
 def _facts(run: Path) -> dict[str, list[dict[str, Any]]]:
     from dsprof.trace import load
 
-    facts: dict[str, list[dict[str, Any]]] = {}
-    for fact in load(find_run(run)).run.facts:
-        facts.setdefault(str(fact.get("fact")), []).append(fact)
-    return facts
+    return load(find_run(run)).run.facts_by_kind()
 
 
 def _what(knob: Knob, stated: list[Stated] | None) -> str:

@@ -92,6 +92,13 @@ class RunInfo:
         """The format of another tool's trace that this run was made of; empty: dsprof captured it."""
         return next((str(fact.get("format", "")) for fact in self.facts if fact.get("fact") == "import"), "")
 
+    def facts_by_kind(self) -> dict[str, list[dict[str, Any]]]:
+        """`facts` by their kind."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for fact in self.facts:
+            found.setdefault(str(fact.get("fact")), []).append(fact)
+        return found
+
     @property
     def ended_for_hanging(self) -> bool:
         """Whether dsprof ended the job since it hung, as `--on-hang abort` says."""
