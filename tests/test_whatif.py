@@ -18,12 +18,12 @@ from dsprof.analyzer.graph.chains import LAUNCH, SYNC
 from dsprof.analyzer.graph.link import Link
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import PARTS, StepGraph, Task
-from dsprof.analyzer.rules.comm.prefetch import Prefetched
 from dsprof.analyzer.rules.registry import all_rules
 from dsprof.analyzer.whatif import Refused, WhatIf, apply
-from dsprof.analyzer.whatif.communications import IssuedEarlier, MoreCommunication, ScaleLink, WithoutCommunications
+from dsprof.analyzer.whatif.communications import MoreCommunication, ScaleLink, WithoutCommunications
 from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.merge import Merge
+from dsprof.analyzer.whatif.prefetched import Prefetched
 from dsprof.analyzer.whatif.rebucket import Rebucket
 from dsprof.analyzer.whatif.schedule import Reschedule, makespan, schedule_graph
 from dsprof.analyzer.whatif.select import Communications
@@ -68,12 +68,12 @@ def test_gathers_that_are_not_needed() -> None:
 def test_gathers_that_are_prefetched_by_one_layer() -> None:
     """The second is issued where the first was: it waits for the link until 4, and is there at 8, in time for 9."""
     graph = graph_of(steps_of(gathers(), [4.0] * 3, [GATHER] * 3))
-    assert replay(apply(graph, [IssuedEarlier(GATHERS)])).durations.tolist() == [19.0]
+    assert replay(apply(graph, [Prefetched(GATHERS, 1)])).durations.tolist() == [19.0]
 
 
 def test_what_ifs_compose() -> None:
     graph = graph_of(steps_of(gathers(), [4.0] * 3, [GATHER] * 3))
-    both = apply(apply(graph, [IssuedEarlier(GATHERS)]), [ScaleLink(2.0, 0.5)])
+    both = apply(apply(graph, [Prefetched(GATHERS, 1)]), [ScaleLink(2.0, 0.5)])
     # 8 for the first; the second is there at 16 > 13; the third, issued at 8, at 24 > 21.
     assert replay(both).durations.tolist() == [29.0]
     assert replay(apply(both, [ScaleWork({"compute": 2.0})])).durations.tolist() == [38.0]
@@ -178,9 +178,9 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: WithoutCommunications(Communications(purposes=("norm",))),
     lambda: WithoutCommunications(GRADIENTS),
     lambda: MoreCommunication("a barrier", Task("2", "barrier"), {r: (12 * r + 10, 12 * r + 11) for r in range(4)}, 1),
-    lambda: IssuedEarlier(GATHERS),
-    lambda: IssuedEarlier(Communications(kinds=("all_gather parameter",)), ahead=2),
+    lambda: Prefetched(Communications(kinds=("all_gather parameter",)), ahead=2),
     lambda: Prefetched(GATHERS, 1),
+    lambda: Prefetched(GATHERS, 2),
     lambda: Merge(GATHERS, LINK, together=2),
     lambda: Merge(GRADIENTS, LINK, most_bytes=50),
     lambda: Rebucket((112,), LINK, 0.1),

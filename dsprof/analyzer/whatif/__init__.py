@@ -8,7 +8,8 @@ select          which operations a what-if is about: by purpose, process group, 
 work            own work taken away, scaled, or made equal on ranks that do the same
 faster_hosts    what hosts compute to launch takes less
 without_flows   no chain waits for another of its rank
-communications  collectives and messages removed, added, issued earlier, or moved over another link
+communications  collectives and messages removed, added, or moved over another link
+prefetched      gathers issued earlier
 rebucket        gradients in other buckets
 merge           neighbouring collectives in one
 typical         nothing slower than is typical of its kind

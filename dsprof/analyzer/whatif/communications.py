@@ -1,4 +1,4 @@
-"""What-ifs on collectives and messages: over another link, gone, new, or issued earlier."""
+"""What-ifs on collectives and messages: over another link, gone, or new."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from ..arrays import Bool, Float, Int
+from ..arrays import Float, Int
 from ..graph.link import Link, fit_link
 from ..graph.step_graph import Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf, measured
@@ -185,50 +185,3 @@ class MoreCommunication(WhatIf):
             return Costs(now.work, row(now.transfer, self.transfer), row(now.wire, 0.0), row(now.size, self.size))
 
         return Recut(changed, np.arange(new), costs)
-
-
-@dataclass(frozen=True)
-class IssuedEarlier(WhatIf):
-    """Each of these communications is issued where the one `ahead` of it among them was, on every thread: prefetched.
-
-    The first ones are issued where they are now. Within a lane the order of tasks stays.
-    """
-
-    of: Communications
-    ahead: int = 1
-    turn = Turn.ORDER_OF_ISSUE
-
-    @property
-    def name(self) -> str:
-        return f"{self.of} issued {self.ahead} earlier"
-
-    def against(self, other: WhatIf) -> str | None:
-        return _both_move(self.of, other.of) if isinstance(other, IssuedEarlier) else None
-
-    def change(self, graph: StepGraph) -> StepGraph:
-        return self._edit(graph)
-
-    @cached_property
-    def _edit(self) -> Restructure:
-        return Restructure(self._earlier)
-
-    def _earlier(self, steps: Steps) -> Recut | None:
-        structure = steps.structure
-        source, target = structure.edges.source.copy(), structure.edges.target
-        chosen = np.zeros(len(structure.tasks) + 1, bool)
-        chosen[self.of.of(structure)] = True
-        task = np.where(target >= structure.segments, target - structure.segments, -1)
-        of_task: Bool = (source < structure.segments) & chosen[task]
-        if not of_task.any():
-            return None
-        for thread in range(structure.threads):
-            mine = np.flatnonzero(of_task & (structure.thread[np.minimum(source, structure.segments - 1)] == thread))
-            mine = mine[np.argsort(source[mine], kind="stable")]
-            at = source[mine].copy()
-            source[mine[self.ahead :]] = at[: len(at) - self.ahead] if self.ahead < len(at) else at[:0]
-        changed = replace(structure, edges=Edges(source, target))
-        return Recut(changed, np.arange(structure.segments + len(structure.tasks)), lambda steps: steps.costs)
-
-
-def _both_move(one: Communications, other: Communications) -> str | None:
-    return "both say when the same communications are issued" if one.meets(other) else None
