@@ -20,15 +20,19 @@ def measure(folder: RunFolder) -> Study:
     cannot be read."""
     from dsprof import trace
     from dsprof.analyzer.study import study
+    from dsprof.trace.strings import plain_strings
 
-    return study(trace.load(folder))
+    with plain_strings():
+        return study(trace.load(folder))
 
 
 def examine(folder: RunFolder) -> Analysis:
     """Load a run, merging it first where that is needed, and analyze it. Raises RunError if it cannot be read."""
     from dsprof import analyzer, trace
+    from dsprof.trace.strings import plain_strings
 
-    return analyzer.analyze(trace.load(folder))
+    with plain_strings():
+        return analyzer.analyze(trace.load(folder))
 
 
 def finish(folder: RunFolder, *, report: bool = True) -> Analysis:
