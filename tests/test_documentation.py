@@ -1,4 +1,4 @@
-"""README.md, CONTRIBUTING.md and docs/: links lead somewhere. `make docs` builds the web site, where a warning is an error."""
+"""Links of README.md, CONTRIBUTING.md and docs/ lead somewhere. `make docs` builds the site; a warning is an error there."""
 
 from __future__ import annotations
 
