@@ -1,4 +1,4 @@
-"""Links of README.md, CONTRIBUTING.md and docs/ lead somewhere. `make docs` builds the site; a warning is an error there."""
+"""Links of README.md, CONTRIBUTING.md and docs/ lead somewhere. `make docs` builds the site and fails on a warning."""
 
 from __future__ import annotations
 
