@@ -61,7 +61,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
             run,
             {rank: summary.work for rank, summary in ranks.items() if summary.work is not None},
             study.step_ms,
-            study.rows,
+            study.mesh,
             study.topology,
         ),
         memory=summarize_memory(study.trace.memory),
