@@ -339,8 +339,11 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     found = json.loads(json.dumps(analysis.to_dict(), allow_nan=False))
     assert list(found) == [
         "schema", "run", "budget", "findings", "verdict", "time", "passed", "not_judged", "noise_ms", "notes",
-        "memory", "capture",
+        "memory", "critical_path", "capture",
     ]  # fmt: skip
+    path = found["critical_path"]
+    assert sum(path["by_kind"].values()) == pytest.approx(path["ms"])
+    assert path["by_rank"]["1"] > 89  # the late rank sets the pace
     assert list(found["run"]) == ["id", "command", "ranks", "steps", "steps_judged", "step_is", "step_ms"]
     assert list(found["run"]["step_ms"]) == ["mean", "median", "p10", "p90"]
     assert list(found["findings"][0]) == [
