@@ -14,10 +14,10 @@ from dsprof.analyzer.text import with_interval
 from .decide import Decision, decide
 from .edit_json import CannotEdit
 from .files import Changes, changes
-from .proposals import Proposal, proposals
-from .turns import Comparison, TrialFailed, Turns
+from .proposals import Proposal, proposals, slug, typed
+from .turns import Comparison, Run, Turns
 
 __all__ = [
-    "CannotEdit", "Changes", "Comparison", "Decision", "Proposal", "TrialFailed", "Turns", "changes", "decide",
-    "proposals", "with_interval",
+    "CannotEdit", "Changes", "Comparison", "Decision", "Proposal", "Run", "Turns", "changes", "decide", "proposals",
+    "slug", "typed", "with_interval",
 ]  # fmt: skip

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsprof.knobs import KnobError, find
+from dsprof.redact import redact_data, redact_words
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,11 @@ class Proposal:
         """As one types them: `--set`, `ddp.bucket_cap_mb=50`, ..."""
         return [word for key, value in self.knobs.items() for word in ("--set", f"{key}={typed(key, value)}")]
 
+    @property
+    def shown(self) -> str:
+        """The flags as one types them in a shell, without secrets."""
+        return shlex.join(redact_words(self.flags))
+
 
 def typed(key: str, value: Any) -> str:
     """A knob's value as it is typed, so that it is read as the same again."""
@@ -50,3 +58,11 @@ def proposals(findings: Mapping[str, Any]) -> Iterator[Proposal]:
                 yield Proposal(
                     str(finding["code"]), str(fix["title"]), fix["set"], fix.get("gain") or finding.get("gain")
                 )
+
+
+def slug(knobs: Mapping[str, Any]) -> str:
+    """A folder's name for a change; another change has another one."""
+    text = "-".join(f"{key}-{value}" for key, value in knobs.items())
+    shown = "-".join(f"{key}-{redact_data({key: value})[key]}" for key, value in knobs.items())
+    name = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in shown)[:80]
+    return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
