@@ -157,7 +157,7 @@ def _verify(folder: RunFolder, chosen: Proposal, pairs: int, *, yes: bool, as_js
     place = folder.path.with_name(f"{folder.path.name}-fix-{slug(chosen.knobs)}")
     place.mkdir(mode=0o700, exist_ok=True)
     say(f"comparing in {place}: {chosen.shown}")
-    comparison = Turns(place, chosen.knobs, run, say, pairs).compare()
+    comparison = Turns(place, chosen.knobs, run, say, pairs, whole=chosen.is_of_whole_run).compare()
     verified, decision = comparison.to_dict(), comparison.decision
     keep(folder, chosen, verified)
     if as_json:

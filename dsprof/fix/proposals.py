@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsprof.analyzer.finding import MEASURED_EXCESS
 from dsprof.knobs import KnobError, find
 from dsprof.redact import redact_data, redact_words
 
@@ -27,6 +28,11 @@ class Proposal:
     title: str
     knobs: Mapping[str, Any]
     gain: Mapping[str, Any] | None = field(default=None)
+
+    @property
+    def is_of_whole_run(self) -> bool:
+        """Whether what it saves is time of irregular steps, which the mean of ordinary ones does not have."""
+        return self.gain is not None and self.gain.get("method") == MEASURED_EXCESS
 
     @property
     def flags(self) -> list[str]:
@@ -58,6 +64,17 @@ def proposals(findings: Mapping[str, Any]) -> Iterator[Proposal]:
                 yield Proposal(
                     str(finding["code"]), str(fix["title"]), fix["set"], fix.get("gain") or finding.get("gain")
                 )
+
+
+def joint_proposals(findings: Mapping[str, Any]) -> Iterator[Proposal]:
+    """Of two faults that hide each other, both fixes at once, as one alone saves little."""
+    first = {one.code: one for one in reversed(list(proposals(findings)))}
+    for finding in findings.get("findings", ()):
+        together = finding.get("together")
+        one, other = first.get(finding["code"]), first.get(together["code"]) if together else None
+        if one is not None and other is not None and one.knobs.keys().isdisjoint(other.knobs):
+            title = f"{other.title}; and {one.title}"
+            yield Proposal(f"{other.code} and {one.code}", title, {**other.knobs, **one.knobs}, together["gain"])
 
 
 def slug(knobs: Mapping[str, Any]) -> str:

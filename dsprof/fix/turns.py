@@ -31,14 +31,18 @@ class TrialFailed(Exception):
 
 @dataclass
 class Comparison:
-    """pairs: ms a step of the original and of the changed job, one after the other; decision: as yet, of two or more;
-    why: it is undecided, where more pairs may decide; failed: a job failed."""
+    """pairs: ms a step of the original and of the changed job, one after the other
+    decision: of two pairs or more, as yet
+    why:      of what is undecided, and of what failed
+    failed:   the side whose job failed; empty: none did
+    cut:      it ended before its last pair, as `Turns.go_on` said so
+    """
 
     pairs: list[tuple[float, float]] = field(default_factory=list)
     decision: Decision | None = None
     why: str = ""
     failed: str = ""
-    """The side whose job failed; empty: none did."""
+    cut: bool = False
 
     @property
     def outcome(self) -> Outcome:
@@ -51,7 +55,8 @@ class Comparison:
         """As findings.json and tune.json have it."""
         decided = {} if self.decision is None or self.failed else self.decision.to_dict()
         pairs = {"pairs": [list(pair) for pair in self.pairs]} if self.pairs else {}
-        return {**decided, **pairs, "outcome": self.outcome, **({"why": self.why} if self.why else {})}
+        told = {"why": self.why} if self.why else {}
+        return {**decided, **pairs, "outcome": self.outcome, **told, **({"cut": True} if self.cut else {})}
 
 
 def always() -> bool:
@@ -63,8 +68,9 @@ def always() -> bool:
 class Turns:
     """A comparison in `folder`, whose jobs that have ended well are not run again.
 
-    knobs: what the changed job turns beside `base`, which both turn
-    go_on: asked before each pair; where it says no, the comparison ends as it stands
+    knobs:  what the changed job turns beside `base`, which both turn
+    whole:  compare the means of all steps, not of the ordinary ones: of a change that makes irregular steps rarer
+    go_on:  asked before each pair; where it says no, the comparison ends as it stands
     """
 
     folder: Path
@@ -73,6 +79,7 @@ class Turns:
     tell: Tell
     most_pairs: int
     base: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False
     go_on: Callable[[], bool] = always
 
     def compare(self) -> Comparison:
@@ -87,6 +94,7 @@ class Turns:
     def _compare(self, comparison: Comparison) -> None:
         for number in range(1, self.most_pairs + 1):
             if not self.go_on():
+                comparison.cut = True
                 comparison.why = f"the budget was spent after {number - 1} of {self.most_pairs} pairs"
                 return
             sides = (ORIGINAL, CHANGED) if number % 2 else (CHANGED, ORIGINAL)  # what grows or falls is on both
@@ -114,7 +122,7 @@ class Turns:
             raise TrialFailed(side, f"the {side} job failed: {trial.why}; what it wrote is in {log}")
         if side == CHANGED and trial.lost:
             raise TrialFailed(side, f"{trial.lost[0]}; nothing is compared")
-        return trial.step_ms
+        return trial.whole_ms if self.whole and trial.whole_ms is not None else trial.step_ms
 
     def _try(self, path: Path, knobs: Mapping[str, Any]) -> Trial:
         ended = self.run(path, knobs)
