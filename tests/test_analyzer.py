@@ -341,7 +341,16 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
         "schema", "run", "budget", "findings", "verdict", "time", "passed", "not_judged", "noise_ms", "notes",
         "memory", "capture",
     ]  # fmt: skip
-    assert list(found["run"]) == ["id", "command", "ranks", "steps", "steps_judged", "step_is", "step_ms"]
+    assert list(found["run"]) == [
+        "id",
+        "command",
+        "ranks",
+        "steps",
+        "steps_judged",
+        "step_is",
+        "step_ms",
+        "whole_step_ms",
+    ]
     assert list(found["run"]["step_ms"]) == ["mean", "median", "p10", "p90"]
     assert list(found["findings"][0]) == [
         "code", "title", "severity", "confidence", "where", "evidence", "gain", "share", "together", "fixes",
