@@ -1,4 +1,5 @@
-"""Communication: comm.small-messages, comm.exposed, comm.tensor-parallel, comm.redundant-reduce, comm.buffers. Each dimension of the job by itself.
+"""Communication: comm.small-messages, comm.exposed, comm.tensor-parallel, comm.redundant-reduce,
+comm.buffers. Each dimension of the job by itself.
 
 collectives       which of the following each dimension is asked
 dimensions        what is communicated in each dimension, and how long ranks wait for it

@@ -1,5 +1,5 @@
-"""Devices and their hosts: compute.launch-bound, compute.host-sync, compute.host-work, compute.throttle; and what hosts do
-for nothing: compute.recompile, compute.optimizer.
+"""Devices and their hosts: compute.launch-bound, compute.host-sync, compute.host-work, compute.throttle; and
+what hosts do for nothing: compute.recompile, compute.optimizer.
 
 device_kernels  kernels too small for their launches; a device that comes late to collectives (rank.straggler)
 host_sync       the host waits for the device
