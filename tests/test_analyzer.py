@@ -364,7 +364,16 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     path = found["critical_path"]
     assert sum(path["by_kind"].values()) == pytest.approx(path["ms"])
     assert path["by_rank"]["1"] > 89  # the late rank sets the pace
-    assert list(found["run"]) == ["id", "command", "ranks", "steps", "steps_judged", "step_is", "step_ms"]
+    assert list(found["run"]) == [
+        "id",
+        "command",
+        "ranks",
+        "steps",
+        "steps_judged",
+        "step_is",
+        "step_ms",
+        "whole_step_ms",
+    ]
     assert list(found["run"]["step_ms"]) == ["mean", "median", "p10", "p90"]
     assert list(found["findings"][0]) == [
         "code", "title", "severity", "confidence", "where", "evidence", "gain", "share", "together", "fixes",

@@ -13,6 +13,7 @@ from dsprof.run import RunInfo
 from dsprof.trace import Trace
 
 from .align.steps import StepTime
+from .budget.irregular import warm_up
 from .device import Devices
 from .finding import Finding
 from .graph.path_summary import PathSummary
@@ -135,6 +136,15 @@ class Analysis:
         return int(self.steps.loc[self.steps["ordinary"].astype(bool), "step"].nunique())
 
     @property
+    def whole_step_ms(self) -> float | None:
+        """Mean of all steps after warm-up: that of ordinary steps, and what irregular ones take beyond it, shared out
+        over all of them; None without a complete step."""
+        if self.step_ms is None:
+            return None
+        looked_at = max(self.step_count - warm_up(self.step_count), 1)
+        return self.step_ms.mean + float(self.irregular["excess_ms"].sum()) / looked_at
+
+    @property
     def delays(self) -> pd.DataFrame | None:
         """[rank, step] how long the others' devices stood still for a rank alone, mean over the others, ms: what
         rank.straggler says on devices. None unless every step was traced there, with collectives that were matched."""
@@ -157,6 +167,7 @@ class Analysis:
                 "steps_judged": self.steps_judged,
                 "step_is": self.step_is,
                 "step_ms": step_ms,
+                "whole_step_ms": self.whole_step_ms,
             },
             "budget": self.budget,
             "findings": [

@@ -29,6 +29,7 @@ VERBS: Final = (
     "knobs",
     "whatif",
     "fix",
+    "tune",
     "build",
 )
 """Each the name of its module, with `_` after it where Python has that word for itself."""

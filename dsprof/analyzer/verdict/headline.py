@@ -215,7 +215,7 @@ def _lost(analysis: Analysis) -> dict[str, float]:
     assert step is not None
     lost = {part: analysis.budget.get(part, 0.0) / step.mean for part in BUDGET_PARTS if part not in TRAINING}
     looked_at = max(analysis.step_count - warm_up(analysis.step_count), 1)
-    whole_ms = step.mean * looked_at + float(analysis.irregular["excess_ms"].sum())
+    whole_ms = (analysis.whole_step_ms or step.mean) * looked_at
     for kind, excess_ms in analysis.irregular.groupby("kind")["excess_ms"].sum().items():
         if kind in COSTS:
             lost[f"irregular {kind}"] = float(excess_ms) / whole_ms
