@@ -1,4 +1,4 @@
-"""A training loop as Lightning's: `optimizer.step` is given a closure that does all of a step, with callbacks around it;
+"""A training loop as Lightning's: `optimizer.step` is given a closure that does all of a step, amid callbacks;
 each epoch is validated on all ranks and ends with a checkpoint, and a metric is averaged every so many steps."""
 
 import torch
