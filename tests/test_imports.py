@@ -98,6 +98,7 @@ EXCEPTIONS: Final = {
         "dsprof.collectors.overrides.install",
     },
     "dsprof.cli.fix": {"dsprof.analyzer.text"},
+    "dsprof.cli.tune": {"dsprof.analyzer.text"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},

@@ -30,6 +30,7 @@ VERBS: Final = (
     "whatif",
     "fix",
     "compare",
+    "tune",
     "build",
 )
 """Each the name of its module, with `_` after it where Python has that word for itself."""
