@@ -41,6 +41,7 @@ LAYERS: Final = {
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),
+    "compare": ("dsprof.compare",),
     "knobs": ("dsprof.knobs",),
     "fix": ("dsprof.fix",),
     "reports": ("dsprof.reports",),
@@ -60,10 +61,11 @@ MAY_IMPORT: Final = {
     "trace": {"trace", "schema"},
     "importers": {"importers", "trace", "schema"},
     "analyzer": {"analyzer", "trace", "schema"},
+    "compare": {"compare", "analyzer", "schema"},
     "knobs": {"knobs", "analyzer", "trace", "schema"},
     "fix": {"fix", "knobs", "analyzer", "trace", "schema"},
-    "reports": {"reports", "analyzer", "trace", "schema"},
-    "cli": {"cli", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
+    "reports": {"reports", "compare", "analyzer", "trace", "schema"},
+    "cli": {"cli", "compare", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
     "collectors": {
         "collectors",
         "dsprof.atomic",
@@ -117,6 +119,7 @@ THIRD_PARTY: Final = {
     "trace": {"numpy", "orjson", "pandas", "pyarrow"},
     "importers": {"numpy", "pandas", "pyarrow"},
     "analyzer": {"numpy", "pandas", "scipy"},
+    "compare": {"numpy", "pandas", "scipy"},
     "knobs": set(),
     "fix": {"numpy", "scipy"},
     "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},
@@ -148,7 +151,7 @@ NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subp
 
 ROOMS: Final = (
     "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.importers", "dsprof.cli",
-    "dsprof.launch", "dsprof.knobs", "dsprof.fix", "dsprof.trace", "dsprof.live", "dsprof",
+    "dsprof.launch", "dsprof.compare", "dsprof.knobs", "dsprof.fix", "dsprof.trace", "dsprof.live", "dsprof",
 )  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
@@ -313,6 +316,7 @@ def test_every_module_belongs_to_a_layer() -> None:
         "reports",
         "cli",
         "collectors",
+        "compare",
         "engine",
         "fix",
         "knobs",

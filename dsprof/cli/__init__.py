@@ -29,6 +29,7 @@ VERBS: Final = (
     "knobs",
     "whatif",
     "fix",
+    "compare",
     "tune",
     "build",
 )
