@@ -25,6 +25,9 @@ LOADER: Final = "_dsprof_number"
 
 ITERATOR: Final = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 
+STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers that training changes, of BatchNorm and its like."""
+
 ENGINES_DATA: Final = "dsprof.engine.data"
 """The module in which dsprof's engine makes its DataLoader."""
 
@@ -97,14 +100,21 @@ def watch_ddp() -> None:
     """State the settings of every DistributedDataParallel made from now on."""
     from torch.nn.parallel import DistributedDataParallel
 
+    numbers = itertools.count(1)
+
     def describe(ddp: Any) -> Fact:
         sizes = [p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad]
+        buffers = dict(ddp.module.named_buffers())
         return {
             "fact": "ddp",
+            "number": next(numbers),  # two models of one shape are two facts
             "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
             "find_unused_parameters": bool(ddp.find_unused_parameters),
             "static_graph": bool(ddp.static_graph),
             "gradient_as_bucket_view": bool(ddp.gradient_as_bucket_view),
+            "broadcast_buffers": bool(ddp.broadcast_buffers),
+            "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in buffers.values()),
+            "statistics": any(name.rpartition(".")[2] in STATISTICS for name in buffers),
             # In the order DDP fills its buckets: the last registered comes first out of backward.
             "gradient_bytes": sizes[::-1],
         }

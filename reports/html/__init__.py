@@ -228,6 +228,7 @@ def _card(finding: Finding, cwd: str) -> dict[str, Any]:
             {
                 "title": text.clean(fix.title),
                 "changes": wording.changes(fix, cwd),
+                "applied_by": wording.applied_by(fix),
                 "gain": wording.gain(fix.gain) if fix.gain is not None and fix.gain != finding.gain else "",
             }
             for fix in finding.fixes
