@@ -28,7 +28,9 @@ def examine(folder: RunFolder) -> Analysis:
     """Load a run, merging it first where that is needed, and analyze it. Raises RunError if it cannot be read."""
     from dsprof import analyzer, trace
 
-    return analyzer.analyze(trace.load(folder))
+    from .diffs import with_diffs
+
+    return with_diffs(analyzer.analyze(trace.load(folder)), folder)
 
 
 def finish(folder: RunFolder, *, report: bool = True) -> Analysis:

@@ -62,7 +62,7 @@ MAY_IMPORT: Final = {
     "analyzer": {"analyzer", "trace", "schema"},
     "knobs": {"knobs", "analyzer", "trace", "schema"},
     "fix": {"fix", "knobs", "analyzer", "trace", "schema"},
-    "reports": {"reports", "analyzer", "trace", "schema"},
+    "reports": {"reports", "fix", "knobs", "analyzer", "trace", "schema"},
     "cli": {"cli", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
     "collectors": {
         "collectors",
