@@ -44,6 +44,7 @@ LAYERS: Final = {
     "knobs": ("dsprof.knobs",),
     "fix": ("dsprof.fix",),
     "reports": ("dsprof.reports",),
+    "interactive": ("dsprof.interactive",),
     "cli": (
         "dsprof.__main__", "dsprof.cli", "dsprof.doctor", "dsprof.launch", "dsprof.machine", "dsprof.settings",
     ),
@@ -63,6 +64,7 @@ MAY_IMPORT: Final = {
     "knobs": {"knobs", "analyzer", "trace", "schema"},
     "fix": {"fix", "knobs", "analyzer", "trace", "schema"},
     "reports": {"reports", "fix", "knobs", "analyzer", "trace", "schema"},
+    "interactive": {"interactive", "reports", "fix", "knobs", "analyzer", "trace", "schema"},
     "cli": {"cli", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
     "collectors": {
         "collectors",
@@ -79,7 +81,7 @@ MAY_IMPORT: Final = {
         *LIVE,
     },
     "engine": {"engine"},
-    "public": {"dsprof.collectors.spans"},
+    "public": {"dsprof.collectors.spans", "interactive"},
 }
 """Layer -> what of ours it may import: whole layers, or single modules by name."""
 
@@ -95,6 +97,7 @@ EXCEPTIONS: Final = {
         "dsprof.collectors.capture.scratch",
         "dsprof.collectors.overrides.install",
     },
+    "dsprof.interactive.profiled": {"dsprof.collectors.arming.in_process", "dsprof.collectors.spans"},
     "dsprof.cli.fix": {"dsprof.analyzer.text"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
@@ -122,6 +125,7 @@ THIRD_PARTY: Final = {
     "cli": {"pynvml", "rich", "tensorboard", "torch", "typer"},
     "collectors": {"torch"},
     "engine": {"torch"},
+    "interactive": {"numpy", "pandas"},
     "public": set(),
 }
 """Layer -> packages beyond the standard library."""
@@ -138,7 +142,7 @@ TORCH_FREE: Final = (
 ONLY_INSIDE_FUNCTIONS: Final = {
     "cli": {"dsprof.engine", "dsprof.importers", "dsprof.reports", "pynvml", "rich", "tensorboard", "torch"},
     "collectors": {"torch"},
-    "public": {"dsprof.collectors.spans"},
+    "public": {"dsprof.collectors.spans", "dsprof.interactive"},
 }
 """Layer -> what must not be imported with the module itself: `--help` is quick, and torch is the job's to import."""
 
@@ -147,7 +151,7 @@ NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subp
 
 ROOMS: Final = (
     "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.importers", "dsprof.cli",
-    "dsprof.launch", "dsprof.knobs", "dsprof.fix", "dsprof.trace", "dsprof.live", "dsprof",
+    "dsprof.launch", "dsprof.interactive", "dsprof.knobs", "dsprof.fix", "dsprof.trace", "dsprof.live", "dsprof",
 )  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
@@ -310,6 +314,7 @@ def test_every_module_belongs_to_a_layer() -> None:
         "importers",
         "analyzer",
         "reports",
+        "interactive",
         "cli",
         "collectors",
         "engine",

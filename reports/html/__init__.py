@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -35,11 +36,20 @@ def render(analysis: Analysis) -> str:
     return template("page.html.j2").render(
         report=report,
         figures=Markup(_script_json(figures)),
-        style=Markup(asset("page.css")),
+        style=Markup(asset("theme.css") + asset("blocks.css") + asset("page.css")),
         plotly_js=Markup(plotly_js),
         page_js=Markup(page_js),
         policy=_policy(plotly_js, page_js),
     )
+
+
+def as_fragment(analysis: Analysis, sections: Collection[str], note: str = "") -> str:
+    """The verdict and some sections, by their ids, to stand in a page of somebody else's, such as a notebook's cell.
+    Without scripts, so without figures. note: what else is to be said."""
+    report = report_of(analysis, sections)
+    theme = asset("theme.css").replace(":root, .dsprof", ".dsprof")
+    style = f"{theme}.dsprof {{ {asset('blocks.css')} }}"  # of what is in it, and of nothing around it
+    return template("fragment.html.j2").render(report=report, note=note, style=Markup(style))
 
 
 @cache

@@ -17,6 +17,7 @@ To add a section is to add a `Maker` to the list here.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Final
 
 from dsprof.analyzer.analysis import Analysis
@@ -47,7 +48,7 @@ MAKERS: Final[tuple[Maker, ...]] = (
 __all__ = ["MAKERS", "Maker", "Report", "Section", "report_of"]
 
 
-def report_of(analysis: Analysis) -> Report:
-    """The whole report of a run, for whatever shows it."""
-    made = (maker.make(analysis) for maker in MAKERS)
+def report_of(analysis: Analysis, only: Collection[str] = ()) -> Report:
+    """The report of a run, for whatever shows it. only: the ids of the sections that are wanted; all, if none is."""
+    made = (maker.make(analysis) for maker in MAKERS if not only or maker.id in only)
     return Report(head(analysis), tuple(section for section in made if section is not None))
