@@ -122,6 +122,9 @@ CUDA_GRAPH_FACT: Final = "cuda_graph"
 known): of these nothing is seen."""
 SYMMETRIC_MEMORY_FACT: Final = "symmetric_memory"
 """Kind of the fact that a rank has symmetric memory: what ranks read and write of each other there is not seen."""
+RECOMPILED_FACT: Final = "recompiled"
+"""Kind of the facts of a function (`function`, `site`) that torch.compile has compiled again so far: how many `times`,
+`spent_ms` altogether, and the guard that failed last (`reason`). Of several of one function the last counts."""
 LOST_FACT: Final = "lost"
 """Kind of the facts of what could not be hooked, in words; one is `decisive` where its collectors are as good as
 switched off."""

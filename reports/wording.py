@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
 import re
 import shlex
@@ -215,6 +216,25 @@ class Edit:
 def changes(fix: Fix, cwd: str = "") -> list[Edit]:
     """A fix as edits to copy; file names are shortened to be relative to `cwd`."""
     return [edit for entry in fix.patch if (edit := _change(fix.kind, entry, cwd)).text]
+
+
+def applied_by(fix: Fix) -> str:
+    """How dsprof makes a change without an edit, as one types it; empty where it cannot."""
+    if not fix.knobs:
+        return ""
+    settings = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in fix.knobs)
+    return "dsprof run " + shlex.join(word for one in settings for word in ("--set", clean(one))) + " ..."
+
+
+def next_commands(analysis: Analysis, run: str) -> list[tuple[str, str]]:
+    """What to type next about a run's fixes, and what it does. run: as it is typed."""
+    found = []
+    if any(fix.knobs for finding in analysis.problems for fix in finding.fixes):
+        found.append((f"dsprof fix {run}", "the change as a diff; --verify runs the job with and without it"))
+    worst = next((one for one in analysis.problems if one.gain.method == "replay" and one.gain.ms > 0), None)
+    if worst is not None:
+        found.append((f"dsprof whatif {run} --without {worst.code}", "what other changes would save beside it"))
+    return found
 
 
 def _change(kind: str, entry: dict[str, Any], cwd: str) -> Edit:

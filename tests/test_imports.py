@@ -41,6 +41,7 @@ LAYERS: Final = {
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),
+    "compare": ("dsprof.compare",),
     "knobs": ("dsprof.knobs",),
     "fix": ("dsprof.fix",),
     "reports": ("dsprof.reports",),
@@ -61,11 +62,12 @@ MAY_IMPORT: Final = {
     "trace": {"trace", "schema"},
     "importers": {"importers", "trace", "schema"},
     "analyzer": {"analyzer", "trace", "schema"},
+    "compare": {"compare", "analyzer", "schema"},
     "knobs": {"knobs", "analyzer", "trace", "schema"},
     "fix": {"fix", "knobs", "analyzer", "trace", "schema"},
-    "reports": {"reports", "fix", "knobs", "analyzer", "trace", "schema"},
-    "interactive": {"interactive", "reports", "fix", "knobs", "analyzer", "trace", "schema"},
-    "cli": {"cli", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
+    "reports": {"reports", "compare", "fix", "knobs", "analyzer", "trace", "schema"},
+    "interactive": {"interactive", "compare", "reports", "fix", "knobs", "analyzer", "trace", "schema"},
+    "cli": {"cli", "compare", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
     "collectors": {
         "collectors",
         "dsprof.atomic",
@@ -99,6 +101,7 @@ EXCEPTIONS: Final = {
     },
     "dsprof.interactive.profiled": {"dsprof.collectors.arming.in_process", "dsprof.collectors.spans"},
     "dsprof.cli.fix": {"dsprof.analyzer.text"},
+    "dsprof.cli.tune": {"dsprof.analyzer.text"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
@@ -119,6 +122,7 @@ THIRD_PARTY: Final = {
     "trace": {"numpy", "orjson", "pandas", "pyarrow"},
     "importers": {"numpy", "pandas", "pyarrow"},
     "analyzer": {"numpy", "pandas", "scipy"},
+    "compare": {"numpy", "pandas", "scipy"},
     "knobs": set(),
     "fix": {"numpy", "scipy"},
     "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},
@@ -151,7 +155,8 @@ NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subp
 
 ROOMS: Final = (
     "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.importers", "dsprof.cli",
-    "dsprof.launch", "dsprof.interactive", "dsprof.knobs", "dsprof.fix", "dsprof.trace", "dsprof.live", "dsprof",
+    "dsprof.launch", "dsprof.interactive", "dsprof.compare", "dsprof.knobs", "dsprof.fix", "dsprof.trace",
+    "dsprof.live", "dsprof",
 )  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
@@ -317,6 +322,7 @@ def test_every_module_belongs_to_a_layer() -> None:
         "interactive",
         "cli",
         "collectors",
+        "compare",
         "engine",
         "fix",
         "knobs",

@@ -197,3 +197,17 @@ def test_findings_point_at_budget_parts() -> None:
     assert [part_of(code) for code in beside] == [None] * 4
     assert [kind_of(code) for code in beside] == ["evaluation", "checkpointing", None, None]
     assert palette.part("unheard_of").label == "unheard of"
+
+
+def test_the_next_commands_are_those_that_a_finding_of_the_run_can_take() -> None:
+    run = factories.straggler()
+    slow = run.findings[0]
+    whatif = ("dsprof whatif RUN --without rank.straggler", "what other changes would save beside it")
+    assert wording.next_commands(run, "RUN") == [whatif]
+    fix = Fix("code", "larger buckets", knobs=(("ddp.bucket_cap_mb", 25), ("ddp.comm_hook", "bf16")))
+    run = replace(run, findings=(replace(slow, fixes=(fix,)),))
+    shown = ("dsprof fix RUN", "the change as a diff; --verify runs the job with and without it")
+    assert wording.next_commands(run, "RUN") == [shown, whatif]
+    assert wording.next_commands(replace(run, findings=(replace(slow, severity="info"),)), "RUN") == []
+    assert wording.applied_by(fix) == "dsprof run --set ddp.bucket_cap_mb=25 --set ddp.comm_hook=bf16 ..."
+    assert wording.applied_by(Fix("code", "look")) == ""

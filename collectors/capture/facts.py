@@ -25,6 +25,9 @@ LOADER: Final = "_dsprof_number"
 
 ITERATOR: Final = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 
+STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers that training changes, of BatchNorm and its like."""
+
 ENGINES_DATA: Final = "dsprof.engine.data"
 """The module in which dsprof's engine makes its DataLoader."""
 
@@ -47,7 +50,8 @@ class Described:
 
 _described = Described()
 _numbers = itertools.count(1)
-"""Of DataLoaders."""
+_ddp_numbers = itertools.count(1)
+"""Of DataLoaders, and of models in DistributedDataParallel: two of one shape are two facts."""
 
 
 def by_engine() -> bool:
@@ -132,12 +136,17 @@ def watch_ddp() -> None:
 
 def _of_ddp(ddp: Any) -> Fact:
     sizes = [p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad]
+    buffers = dict(ddp.module.named_buffers())
     return {
         "fact": "ddp",
+        "number": next(_ddp_numbers),
         "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
         "find_unused_parameters": bool(ddp.find_unused_parameters),
         "static_graph": bool(ddp.static_graph),
         "gradient_as_bucket_view": bool(ddp.gradient_as_bucket_view),
+        "broadcast_buffers": bool(ddp.broadcast_buffers),
+        "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in buffers.values()),
+        "statistics": any(name.rpartition(".")[2] in STATISTICS for name in buffers),
         # In the order DDP fills its buckets: the last registered comes first out of backward.
         "gradient_bytes": sizes[::-1],
     }
@@ -145,16 +154,20 @@ def _of_ddp(ddp: Any) -> Fact:
 
 def state_ddp(ddp: Any) -> None:
     """State the settings of one that is there already. On which line it was made is known where `watch_ddp` saw it."""
-    state(_described.of(ddp) or {**_of_ddp(ddp), "site": None, "framework": None})
+    known = _described.of(ddp)
+    if known is None:
+        known = {**_of_ddp(ddp), "site": None, "framework": None}
+        _described.note(ddp, known)
+    state(known)
 
 
 def state_dataloader(loader: Any) -> None:
     """State the settings of one that is there already, likewise; iterators of it from now on bear its number."""
     known = _described.of(loader)
-    state(
-        known
-        or {**_of_loader(loader, _number(loader)), "by_engine": False, "site": None, "framework": None}
-    )  # fmt: skip
+    if known is None:
+        known = {**_of_loader(loader, _number(loader)), "by_engine": False, "site": None, "framework": None}
+        _described.note(loader, known)
+    state(known)
 
 
 def after_init(cls: type, describe: Callable[[Any], Fact]) -> None:

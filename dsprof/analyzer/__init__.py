@@ -11,7 +11,6 @@
     ask          what changes save that a user asks about, alone and together
     finding      findings, their evidence, gains and fixes
     analysis     what comes out: everything the reports draw
-    compare_runs what is different between two runs
     text         how numbers and names are said
     arrays       the three types of arrays
     columns      columns of tables as arrays

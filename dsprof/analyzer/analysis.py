@@ -14,8 +14,10 @@ from dsprof.schema import BUDGET_PARTS, TIME_KINDS
 from dsprof.trace import Trace
 
 from .align.steps import StepTime
+from .budget.irregular import warm_up
 from .device import Devices
 from .finding import Finding
+from .graph.path_summary import PathSummary
 from .graph.validate import ReplayCheck
 from .memory.allocator_state import DeviceMemory
 from .memory.use_by_step import MemoryUse, nothing
@@ -91,6 +93,7 @@ class Analysis:
     memory_steps: what the ranks had after each step (`use_by_step.COLUMNS`), and
     memory_uses: the most of it, by rank and place.
     device:      what the devices' streams did; None where their kernels were not traced.
+    critical_path: what the length of some ordinary steps is made of; None where no replay of them can be believed.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -127,6 +130,7 @@ class Analysis:
     modules: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(MODULE_COLUMNS)))
     efficiency: Efficiency | None = None
     device: Devices | None = None
+    critical_path: PathSummary | None = None
 
     @property
     def rows(self) -> pd.DataFrame:
@@ -189,6 +193,15 @@ class Analysis:
         return int(self.steps.loc[self.steps["ordinary"].astype(bool), "step"].nunique())
 
     @property
+    def whole_step_ms(self) -> float | None:
+        """Mean of all steps after warm-up: that of ordinary steps, and what irregular ones take beyond it, shared out
+        over all of them; None without a complete step."""
+        if self.step_ms is None:
+            return None
+        looked_at = max(self.step_count - warm_up(self.step_count), 1)
+        return self.step_ms.mean + float(self.irregular["excess_ms"].sum()) / looked_at
+
+    @property
     def delays(self) -> pd.DataFrame | None:
         """[rank, step] how long the others' devices stood still for a rank alone, mean over the others, ms: what
         rank.straggler says on devices. None unless every step was traced there, with collectives that were matched."""
@@ -211,6 +224,7 @@ class Analysis:
                 "steps_judged": self.steps_judged,
                 "step_is": self.step_is,
                 "step_ms": step_ms,
+                "whole_step_ms": self.whole_step_ms,
             },
             "budget": self.budget,
             "findings": [
@@ -226,6 +240,7 @@ class Analysis:
             **({"memory_use": [use.to_dict() for use in self.memory_uses]} if self.memory_uses else {}),
             **({"efficiency": self.efficiency.to_dict()} if self.efficiency is not None else {}),
             **({"device": self.device.to_dict()} if self.device is not None else {}),
+            **({"critical_path": self.critical_path.to_dict()} if self.critical_path is not None else {}),
             **({"modules": self.modules.to_dict("records")} if len(self.modules) else {}),
             "capture": {
                 "overhead_percent": self.capture.overhead_percent,

@@ -138,6 +138,7 @@ class Finding:
     together:   of a fault that another one hides: which one, and what fixing both saves
     by_rank:    of one on several ranks: what fixing it on one of them alone saves
     confidence: the share of such predictions that came true (`Rule.confidence`); None: none was ever tried
+    unknown:    what makes the gain uncertain however many steps are profiled; empty: more steps would tell
     """
 
     code: str
@@ -151,6 +152,7 @@ class Finding:
     share: Gain | None = None
     together: Together | None = None
     by_rank: Mapping[int, Gain] = field(default_factory=dict)
+    unknown: str = ""
 
     @property
     def weight(self) -> Gain:

@@ -29,6 +29,8 @@ VERBS: Final = (
     "knobs",
     "whatif",
     "fix",
+    "compare",
+    "tune",
     "build",
 )
 """Each the name of its module, with `_` after it where Python has that word for itself."""

@@ -12,13 +12,15 @@ from dsprof.run import RunError, RunFolder
 
 @dataclass(frozen=True)
 class Trial:
-    """step_ms: mean of the ordinary steps; None: there was none, or the job failed, and `why` says so
+    """step_ms:  mean of the ordinary steps; None: there was none, or the job failed, and `why` says so
+    whole_ms: mean of all steps, irregular ones included
     lost:     knobs that were not applied, as warnings say it
     """
 
     step_ms: float | None
     why: str
     lost: tuple[str, ...] = ()
+    whole_ms: float | None = None
 
 
 def read_trial(folder: Path) -> Trial | None:
@@ -36,4 +38,5 @@ def read_trial(folder: Path) -> Trial | None:
     warnings = found["capture"]["warnings"]
     lost = tuple(warning for warning in warnings if warning.startswith("--set ") and "was not applied" in warning)
     step_ms = (found["run"]["step_ms"] or {}).get("mean")
-    return Trial(step_ms, "" if step_ms else "none of its steps is ordinary: run more steps", lost)
+    why = "" if step_ms else "none of its steps is ordinary: run more steps"
+    return Trial(step_ms, why, lost, found["run"].get("whole_step_ms"))

@@ -5,36 +5,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.compare_runs import Difference, compare_runs
-from dsprof.analyzer.text import clean, ms
+from dsprof.compare import MeasuredRun, RunComparison
+from dsprof.compare import compare as compare_sides
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dsprof.analyzer.analysis import Analysis
+
 
 @dataclass(frozen=True)
-class RunComparison:
-    """What is different in the second of two runs: `difference` has it all."""
+class ComparedRuns:
+    """What is different in the second of two runs, as `dsprof compare` has it: `comparison` is all of it."""
 
-    difference: Difference
+    comparison: RunComparison
+
+    @property
+    def outcome(self) -> str:
+        """better, worse, same, or not certain: with one run a side only large differences are certain."""
+        return self.comparison.decision.outcome
 
     @property
     def table(self) -> pd.DataFrame:
-        """Index part of the step; a_ms, b_ms, change_ms, most changed first. They sum to the steps'."""
-        return self.difference.parts
+        """Index part of the step, most changed first; a_ms, b_ms, change_ms. They sum to the steps'."""
+        import pandas as pd
+
+        parts = [part for part in self.comparison.parts if part.before or part.after]
+        parts.sort(key=lambda part: -abs(part.ms))
+        rows = [(part.before, part.after, part.ms) for part in parts]
+        index = pd.Index([part.name for part in parts], name="part")
+        return pd.DataFrame(rows, columns=["a_ms", "b_ms", "change_ms"], index=index)
 
     def __repr__(self) -> str:
-        found = self.difference
-        lines = [f"{found.says}: {ms(found.a_ms)} and {ms(found.b_ms)}"]
-        lines += [
-            f"  {part:14}{row['a_ms']:10.2f} ms{row['b_ms']:10.2f} ms  {round(row['change_ms'], 2) + 0.0:+.2f} ms"
-            for part, row in found.parts.iterrows()
-        ]
-        for word, codes in (("gone", found.gone), ("came", found.came), ("still there", found.stayed)):
-            lines += [f"{word}: {', '.join(codes)}"] if codes else []
-        lines += [f"not the same: {clean(words)}" for words in found.unlike]
-        return "\n".join(lines)
+        from dsprof.reports.comparison import text
+
+        return text(self.comparison).rstrip()
 
     def _repr_html_(self) -> str:
         from .in_cells import as_text
@@ -42,6 +47,6 @@ class RunComparison:
         return as_text(repr(self))
 
 
-def compare(a: Analysis, b: Analysis) -> RunComparison:
-    """Raises dsprof.analyzer.compare_runs.NothingToCompare where one has no complete step."""
-    return RunComparison(compare_runs(a, b))
+def compare(a: Analysis, a_name: str, b: Analysis, b_name: str) -> ComparedRuns:
+    """Raises dsprof.compare.NothingToCompare where one has no complete step."""
+    return ComparedRuns(compare_sides([MeasuredRun.of(a, a_name)], [MeasuredRun.of(b, b_name)]))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis, Verdict
     from dsprof.analyzer.study import Study
 
-    from .comparison import RunComparison
+    from .comparison import ComparedRuns
     from .in_cells import Findings
     from .questions import WhatIfAnswers
     from .run_plots import Plots
@@ -68,11 +68,12 @@ class Run:
 
         return ask(self.study, str(self.path), without, scale or {}, set or {}, sweep or {})
 
-    def compare(self, other: Run | str | os.PathLike[str]) -> RunComparison:
-        """This run, and what is different in `other`."""
+    def compare(self, other: Run | str | os.PathLike[str]) -> ComparedRuns:
+        """What is different in `other`, as `dsprof compare` says it: two runs, so only large differences are certain."""
         from .comparison import compare
 
-        return compare(self.analysis, (other if isinstance(other, Run) else load(other)).analysis)
+        second = other if isinstance(other, Run) else load(other)
+        return compare(self.analysis, str(self.path), second.analysis, str(second.path))
 
     @property
     def plot(self) -> Plots:

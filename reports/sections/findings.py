@@ -83,6 +83,7 @@ def _fix(fix: Fix, finding: Finding, cwd: str) -> FixCard:
         title=clean(fix.title),
         edits=tuple(wording.changes(fix, cwd)),
         diff=fix.diff,
+        applied_by=wording.applied_by(fix),
         gain=wording.gain(fix.gain) if other and fix.gain is not None else "",
     )
 

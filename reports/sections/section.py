@@ -141,11 +141,13 @@ class Codes:
 @dataclass(frozen=True)
 class FixCard:
     """A change to make. edits: what to write, and where; diff: the same as a unified diff of the user's file, where it
-    could be made; gain: where it is another one than its finding's."""
+    could be made; applied_by: what is typed to try it without an edit; gain: where it is another one than its
+    finding's."""
 
     title: str
     edits: tuple[Edit, ...]
     diff: str
+    applied_by: str
     gain: str
 
 

@@ -75,6 +75,8 @@ def finding_markdown(finding: Finding, cwd: str = "") -> str:
         changes = wording.changes(fix, cwd)
         if changes:
             lines += [*(f"    {change}" for change in changes), ""]
+        if tried := wording.applied_by(fix):
+            lines += [f"Without an edit: `{tried}`; `dsprof fix RUN --verify` proves it", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
