@@ -69,7 +69,7 @@ class Run:
         return ask(self.study, str(self.path), without, scale or {}, set or {}, sweep or {})
 
     def compare(self, other: Run | str | os.PathLike[str]) -> ComparedRuns:
-        """What is different in `other`, as `dsprof compare` says it: two runs, so only large differences are certain."""
+        """What is different in `other`, as `dsprof compare` says it. Of two runs only large differences are certain."""
         from .comparison import compare
 
         second = other if isinstance(other, Run) else load(other)
