@@ -102,6 +102,7 @@ EXCEPTIONS: Final = {
     "dsprof.interactive.profiled": {"dsprof.collectors.arming.in_process", "dsprof.collectors.spans"},
     "dsprof.cli.fix": {"dsprof.analyzer.text"},
     "dsprof.cli.tune": {"dsprof.analyzer.text"},
+    "dsprof.cli.live": {"dsprof.collectors.capture.scratch"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
