@@ -10,6 +10,7 @@ faster_hosts    what hosts compute to launch takes less
 without_flows   no chain waits for another of its rank
 communications  collectives and messages removed, added, or moved over another link
 prefetched      gathers issued earlier
+issue_order     in which order a lane takes tasks that are issued elsewhere
 rebucket        gradients in other buckets
 merge           neighbouring collectives in one
 typical         nothing slower than is typical of its kind
