@@ -17,7 +17,7 @@ from dsprof.names import new_run_id
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
 from .runs import UNREADABLE, fail, find_run, reading
-from .trials import changed_files, findings_of, refuse_to_save, runner, say, split
+from .trials import StepsOption, changed_files, findings_of, place_beside, refuse_to_save, runner, say, split
 
 if TYPE_CHECKING:
     from dsprof.fix import Attempt, Journal, Proposal
@@ -47,6 +47,7 @@ def command(
     pairs: Annotated[
         int, typer.Option("--pairs", metavar="N", min=3, max=50, help="Pairs of jobs for one change at most.")
     ] = 6,
+    steps: StepsOption = None,
     yes: Annotated[
         bool,
         typer.Option("--yes", metavar="", help="Also where the job writes checkpoints, which each job overwrites."),
@@ -63,10 +64,9 @@ def command(
     from dsprof.fix import Journal, Tuning, Unreadable, joint_proposals, proposals
 
     folder = _run_of(job or [])
-    run = runner(folder)
+    run = runner(folder, steps)
     refuse_to_save(folder, yes=yes)
-    place = folder.path.with_name(f"{folder.path.name}-tune")
-    place.mkdir(mode=0o700, exist_ok=True)
+    place = place_beside(folder, "tune", steps)
 
     def propose(path: Path) -> list[Proposal]:
         found = findings_of(RunFolder(path))
