@@ -21,7 +21,7 @@ from dsprof.fix import CannotEdit, Proposal, Turns, decide, proposals, slug
 from dsprof.fix.edit_call import set_argument
 from dsprof.fix.edit_json import set_value
 from dsprof.knobs import parse_settings
-from dsprof.launch.again import Again
+from dsprof.launch.again import RepeatedJob
 from dsprof.run import RunFolder, RunInfo
 
 STALL = {
@@ -272,12 +272,12 @@ def test_it_runs_both_and_tells_predicted_and_measured(
 ) -> None:
     lines: list[list[str]] = []
 
-    def start(again: Again, path: Path, settings: Mapping[str, str], *_: Any) -> str:
+    def start(again: RepeatedJob, path: Path, settings: Mapping[str, str], *_: Any) -> str:
         lines.append(again.line(path, settings))
         write_run(path, (40.0 if settings == {"loader.num_workers": "2"} else 60.0) + 0.1 * len(lines))
         return ""
 
-    monkeypatch.setattr(Again, "run", start)
+    monkeypatch.setattr(RepeatedJob, "run", start)
     assert main(["fix", str(run.path), "--verify"]) == 0
     job = ["--nproc-per-node", "2", "--set", "gc.every=3", "train.py", "-o", "x"]
     assert [line[line.index("abort") + 1 :] for line in lines[:2]] == [job, ["--set", "loader.num_workers=2", *job]]
@@ -291,7 +291,7 @@ def test_it_runs_both_and_tells_predicted_and_measured(
 
 def test_what_the_run_had_turned_stays_unless_the_change_turns_it() -> None:
     words = ["-q", "-oout", "--set", "gc.every=3", "--set=env.A=b", "--nnodes", "2", "--", "x", "--set", "gc.every=1"]
-    again = Again.of_words(words, 7, python="python", cwd=".")
+    again = RepeatedJob.of_words(words, 7, python="python", cwd=".")
     rest = ["--set", "env.A=b", "--nnodes", "2", "--", "x", "--set", "gc.every=1"]
     start = ["python", "-m", "dsprof", "run", "-o", "place", "--force", "--no-report", "-q", "--on-hang", "abort"]
     assert again.line(Path("place"), {"gc.every": "0"}) == [*start, "--set", "gc.every=0", *rest]
@@ -306,7 +306,7 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-class Command(Again):
+class Command(RepeatedJob):
     """A command that is run as it is."""
 
     def line(self, path: Path, settings: Mapping[str, str]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from dsprof.launch import LaunchError
-from dsprof.launch.again import Again
+from dsprof.launch.again import RepeatedJob
 from dsprof.run import RunFolder
 
 from .split import split_at_job
@@ -77,7 +77,7 @@ def runner(folder: RunFolder, steps: int | None) -> Run:
     """What runs the job of a run again, up to so many steps; None: to its end. Raises LaunchError."""
     from dsprof.fix import typed
 
-    again, limit_s = Again.of_run(folder, split), _longest(folder)
+    again, limit_s = RepeatedJob.of_run(folder, split), _longest(folder)
     trial = json.dumps({"steps": steps or 0})
 
     def run(path: Path, knobs: Mapping[str, Any]) -> str:

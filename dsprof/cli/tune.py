@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from dsprof.launch import LaunchError
-from dsprof.launch.again import Again
+from dsprof.launch.again import RepeatedJob
 from dsprof.names import new_run_id
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
@@ -97,7 +97,7 @@ def _run_of(words: list[str]) -> RunFolder:
         except RunError as error:
             if not words or not words[0].startswith("-"):
                 fail(error, UNREADABLE)
-    again = Again.of_words(words, split(words), python=sys.executable, cwd=os.getcwd())
+    again = RepeatedJob.of_words(words, split(words), python=sys.executable, cwd=os.getcwd())
     if not again.job:
         raise LaunchError("nothing to run: give a run, a script, or -- and the words of `dsprof run`")
     script = next((word for word in again.job if word not in ("-m", "--")), "run")
