@@ -35,6 +35,11 @@ def arm() -> None:
         _report("arming", error)
 
 
+def is_armed() -> bool:
+    """Whether this process is profiled as a whole."""
+    return _armed
+
+
 def _arm() -> None:
     from ..hooking.hook_parts import HookPart, install_each
 
