@@ -16,6 +16,7 @@ evaluation_order   in which order operations are evaluated
 longest_path       longest paths through them, for many steps and variants at once
 replay       how long the steps of a graph take
 critical_path   the operations that the length of a step is made of, one after the other
+path_summary    the same of several steps, in few numbers
 path_operations  those operations
 trace_back   from an operation back to the one at whose end it began
 chain_work   what each chain works in a step, and which do the same

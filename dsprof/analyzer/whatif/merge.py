@@ -83,10 +83,16 @@ class Merge(WhatIf):
 def families(steps: Steps, of: Communications) -> list[list[int]]:
     """Tasks of one kind and process group between two beginnings of a backward, in the order in which the first of the
     group's ranks issues them."""
+    return list(by_backward(steps, of).values())
+
+
+def by_backward(steps: Steps, of: Communications) -> dict[tuple[int, str, str], list[int]]:
+    """`families`, by how many backwards had begun on the issuing thread and those before it, their kind and process
+    group."""
     found: dict[tuple[int, str, str], list[int]] = {}
     for family, c in _issued(steps, of):
         found.setdefault(family, []).append(c)
-    return list(found.values())
+    return found
 
 
 def packed(steps: Steps, of: Communications, most: float) -> list[list[int]]:

@@ -95,8 +95,8 @@ def _schedule_fact(study: Study) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A pipeline as it ran: its schedule, ranks, micro-batches, stages a rank; and what an F, a B and a W take in each
-    ordinary step, ms, mean over stages, [S]."""
+    """A pipeline as it ran: its schedule, ranks (of one replica), micro-batches, stages a rank; and what an F, a B and
+    a W take in each ordinary step, ms, mean over stages, [S]."""
 
     schedule: str
     ranks: int
@@ -107,6 +107,12 @@ class _Shape:
     weight: Float
     of_stage: dict[tuple[int, str], float]
     """(stage, name) -> what such an action takes, ms, mean over the steps."""
+
+    @property
+    def stages_in_words(self) -> str:
+        """`4 stages`, `8 stages on 4 ranks`: a rank may have several."""
+        stages = count(self.ranks * self.virtual, "stage")
+        return stages if self.virtual == 1 else f"{stages} on {count(self.ranks, 'rank')}"
 
     def uneven_ms(self) -> float:
         """The step with what each stage takes, ms."""
@@ -171,7 +177,7 @@ def bubble(study: Study) -> Found:
         return Finding("pipeline.bubble", title, "info", where, evidence, price.gain, tuple(fixes))
 
     title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
-    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {count(shape.ranks, 'rank')}"
+    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {shape.stages_in_words}"
     where = Where(ranks=study.ranks, steps=study.step_range)
     choice = OneOf(larger, () if interleaved is None else (interleaved,))
     return [Candidate("pipeline.bubble", choice, say)]
@@ -183,7 +189,7 @@ def _evidence(study: Study, shape: _Shape, waited: float, ideal: float, best: in
         Evidence("share of the step", round(100 * waited / study.step_ms, 1), "%"),
         Evidence("bubble of this schedule with equal stages", round(100 * ideal, 1), "%"),
         Evidence("micro-batches a step", shape.microbatches, "count", shape.microbatches * best),
-        Evidence("ranks in the pipeline", shape.ranks, "count"),
+        Evidence("stages of the pipeline", shape.ranks * shape.virtual, "count"),
         Evidence("schedule", _schedule_fact(study).get("schedule") or shape.schedule, ""),
     )
 
@@ -324,7 +330,7 @@ RULES = (
         explains=("bubble",),
         exhausts=("bubble",),
         looks=(Look(bubble, needs=(signals.replay,)),),
-        outranked_by=("pipeline.imbalance",),
+        outranked_by=("pipeline.imbalance", "rank.straggler"),
         error=ModelError(of_gain=0.072, of_step=0.0225, busy=0.036),
         came_true=(22, 25),
         place=110,
