@@ -46,6 +46,7 @@ LAYERS: Final = {
     "knobs": ("dsprof.knobs",),
     "fix": ("dsprof.fix",),
     "reports": ("dsprof.reports",),
+    "interactive": ("dsprof.interactive",),
     "cli": (
         "dsprof.__main__", "dsprof.cli", "dsprof.doctor", "dsprof.launch", "dsprof.machine", "dsprof.settings",
     ),
@@ -65,7 +66,8 @@ MAY_IMPORT: Final = {
     "compare": {"compare", "analyzer", "schema"},
     "knobs": {"knobs", "analyzer", "trace", "schema"},
     "fix": {"fix", "knobs", "analyzer", "trace", "schema"},
-    "reports": {"reports", "compare", "analyzer", "trace", "schema"},
+    "reports": {"reports", "compare", "fix", "knobs", "analyzer", "trace", "schema"},
+    "interactive": {"interactive", "compare", "reports", "fix", "knobs", "analyzer", "trace", "schema"},
     "cli": {"cli", "compare", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
     "collectors": {
         "collectors",
@@ -82,7 +84,7 @@ MAY_IMPORT: Final = {
         *LIVE,
     },
     "engine": {"engine"},
-    "public": {"dsprof.collectors.spans"},
+    "public": {"dsprof.collectors.spans", "interactive"},
 }
 """Layer -> what of ours it may import: whole layers, or single modules by name."""
 
@@ -98,8 +100,10 @@ EXCEPTIONS: Final = {
         "dsprof.collectors.capture.scratch",
         "dsprof.collectors.overrides.install",
     },
+    "dsprof.interactive.profiled": {"dsprof.collectors.arming.in_process", "dsprof.collectors.spans"},
     "dsprof.cli.fix": {"dsprof.analyzer.text"},
     "dsprof.cli.tune": {"dsprof.analyzer.text"},
+    "dsprof.cli.live": {"dsprof.collectors.capture.scratch"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
@@ -127,6 +131,7 @@ THIRD_PARTY: Final = {
     "cli": {"pynvml", "rich", "tensorboard", "torch", "typer"},
     "collectors": {"torch"},
     "engine": {"torch"},
+    "interactive": {"numpy", "pandas"},
     "public": set(),
 }
 """Layer -> packages beyond the standard library."""
@@ -143,7 +148,7 @@ TORCH_FREE: Final = (
 ONLY_INSIDE_FUNCTIONS: Final = {
     "cli": {"dsprof.engine", "dsprof.importers", "dsprof.reports", "pynvml", "rich", "tensorboard", "torch"},
     "collectors": {"torch"},
-    "public": {"dsprof.collectors.spans"},
+    "public": {"dsprof.collectors.spans", "dsprof.interactive"},
 }
 """Layer -> what must not be imported with the module itself: `--help` is quick, and torch is the job's to import."""
 
@@ -152,7 +157,8 @@ NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subp
 
 ROOMS: Final = (
     "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.importers", "dsprof.cli",
-    "dsprof.launch", "dsprof.compare", "dsprof.knobs", "dsprof.fix", "dsprof.trace", "dsprof.live", "dsprof",
+    "dsprof.launch", "dsprof.interactive", "dsprof.compare", "dsprof.knobs", "dsprof.fix", "dsprof.trace",
+    "dsprof.live", "dsprof",
 )  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
@@ -320,6 +326,7 @@ def test_every_module_belongs_to_a_layer() -> None:
         "importers",
         "analyzer",
         "reports",
+        "interactive",
         "cli",
         "collectors",
         "compare",
