@@ -125,7 +125,7 @@ THIRD_PARTY: Final = {
     "compare": {"numpy", "pandas", "scipy"},
     "knobs": set(),
     "fix": {"numpy", "scipy"},
-    "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},
+    "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard", "werkzeug"},
     "cli": {"pynvml", "rich", "tensorboard", "torch", "typer"},
     "collectors": {"torch"},
     "engine": {"torch"},
@@ -196,7 +196,7 @@ PUBLIC_FACES: Final = ("dsprof.engine", "dsprof.engine.tensor")
 TWICE: Final = {"Init"}
 """Classes of the engine that DeepSpeed's stand-in has under the same name, which is DeepSpeed's."""
 
-DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py", "werkzeug": "tensorboard"}
 """Import name -> name in pyproject.toml, where they differ."""
 
 HEAVY: Final = (
