@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.padding import Padding
@@ -89,6 +89,12 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
         console.print(Text(f"\nand {text.count(len(hidden), 'more finding')}: {codes}"))
     console.print()
     _notes(console, analysis)
+
+
+def console_like(file: TextIO) -> dict[str, Any]:
+    """Arguments of `render` for text that is written to `file` later."""
+    color = file.isatty() and not os.environ.get("NO_COLOR")
+    return {"color": color, "width": min(Console(file=file).width, MAX_WIDTH) if file.isatty() else DEFAULT_WIDTH}
 
 
 def _console(file: TextIO, color: bool | None, width: int | None) -> Console:
