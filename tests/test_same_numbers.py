@@ -1,4 +1,4 @@
-"""One run says the same numbers wherever it is shown: findings.json, HTML, the tab, Markdown, the terminal, a notebook."""
+"""One run says the same numbers in findings.json, HTML, the TensorBoard tab, Markdown, the terminal and a notebook."""
 
 from __future__ import annotations
 
