@@ -26,7 +26,7 @@ SCRIPTS: Final = "application/javascript"
 MOST_RANKS: Final = 64
 
 
-class _Refused(Exception):
+class _CannotAnswer(Exception):
     """A request that cannot be answered: `status`, and why."""
 
     def __init__(self, status: int, why: str) -> None:
@@ -72,14 +72,14 @@ class DsprofTab(base_plugin.TBPlugin):  # type: ignore[misc]
         ranks = [rank for rank in asked.get("ranks", "").split(",") if rank]
         step = asked.get("step", "")
         if not all(word.isdecimal() and len(word) < 10 for word in (step, *ranks)) or len(ranks) > MOST_RANKS:
-            raise _Refused(400, "step and ranks are numbers")
+            raise _CannotAnswer(400, "step and ranks are numbers")
         return self._shown().timeline(self._run(asked, "run"), int(step), tuple(map(int, ranks)))
 
     def _run(self, asked: Mapping[str, str], name: str) -> RunFolder:
         """The run that is named by its id."""
         folder = self._listing.runs().get(asked.get(name, ""))
         if folder is None:
-            raise _Refused(404, "no such run below the log folder")
+            raise _CannotAnswer(404, "no such run below the log folder")
         return folder
 
     def _shown(self) -> RunViews:
@@ -97,7 +97,7 @@ class DsprofTab(base_plugin.TBPlugin):  # type: ignore[misc]
         def respond(request: Any) -> Any:
             try:
                 content, status = answer(request.args), 200
-            except _Refused as refused:
+            except _CannotAnswer as refused:
                 content, status = {"error": str(refused)}, refused.status
             except Exception as error:
                 content, status = {"error": str(error)}, 500 if type(error).__name__ != "NotShown" else 422
