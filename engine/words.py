@@ -1,44 +1,9 @@
-"""Names that people write: which of those there are a pattern means, and which one somebody may have meant."""
+"""Names that people write: which of those there are a pattern means, and how they are listed."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
-from difflib import SequenceMatcher
-from typing import Final
-
-SIMILAR_ABOVE: Final = 0.6
-"""How similar to a word another must be to be worth naming: below that, a few letters are the same."""
-
-
-def nearest(
-    word: str, words: Iterable[str], above: float = SIMILAR_ABOVE, meanings: Mapping[str, str] | None = None
-) -> str | None:
-    """The one of `words` that means what `word` does, or is most like it, among equals the first; None if none is.
-    `meanings` has words, in lower case, and what they mean, however unlike."""
-    listed = list(words)
-    meant = (meanings or {}).get(word.lower())
-    if meant in listed:
-        return meant
-    found = max(listed, key=lambda other: similarity(word, other), default=None)
-    return None if found is None or similarity(word, found) < above else found
-
-
-def similarity(one: str, other: str) -> float:
-    """From 0, nothing in common, to 1, the same but for the case."""
-    return SequenceMatcher(None, one.lower(), other.lower()).ratio()
-
-
-def did_you_mean(
-    word: object,
-    words: Iterable[str],
-    above: float = SIMILAR_ABOVE,
-    meanings: Mapping[str, str] | None = None,
-    otherwise: str = "",
-) -> str:
-    """`; did you mean 'lr'?`, to come after what is wrong with the word; `otherwise` if none is like it."""
-    near = nearest(str(word), words, above, meanings)
-    return otherwise if near is None else f"; did you mean {near!r}?"
+from collections.abc import Iterable
 
 
 def fits(name: str, pattern: str) -> bool:

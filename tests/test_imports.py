@@ -29,6 +29,7 @@ LAYERS: Final = {
         "dsprof.gauges",
         "dsprof.live",
         "dsprof.names",
+        "dsprof.nearest",
         "dsprof.ondisk",
         "dsprof.permissions",
         "dsprof.ranges",
@@ -69,6 +70,7 @@ MAY_IMPORT: Final = {
         "dsprof.atomic",
         "dsprof.gauges",
         "dsprof.names",
+        "dsprof.nearest",
         "dsprof.ondisk",
         "dsprof.permissions",
         "dsprof.ranges",
@@ -78,7 +80,7 @@ MAY_IMPORT: Final = {
         "dsprof.engine.hooks",
         *LIVE,
     },
-    "engine": {"engine"},
+    "engine": {"engine", "dsprof.nearest"},
     "public": {"dsprof.collectors.spans"},
 }
 """Layer -> what of ours it may import: whole layers, or single modules by name."""

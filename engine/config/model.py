@@ -21,7 +21,9 @@ from pydantic import (
     field_validator,
 )
 
-from ..words import did_you_mean, joined
+from dsprof.nearest import did_you_mean
+
+from ..words import joined
 
 LARGEST: Final = 2**63 - 1
 """The largest whole number a key can have: also what DeepSpeed writes for "no limit"."""
