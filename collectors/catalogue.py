@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from dsprof.nearest import did_you_mean
+from dsprof.words import did_you_mean
 
 EVERYTHING: Final = "everything"
 """In the place of a finding's code: what the budget and every gain rest on."""

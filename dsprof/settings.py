@@ -8,10 +8,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from .nearest import did_you_mean
 from .ranges import EXIT_WAIT, parse_deep, parse_exit_wait, parse_hang_timeout, parse_ranks, parse_size, parse_steps
 from .run import DEFAULT_PARENT
 from .schema import HANG_TIMEOUT
+from .words import did_you_mean
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "level": ("light", "full"),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dsprof.nearest import nearest
+from dsprof.words import nearest
 
 from ..hooking.caller import caller
 from ..hooking.statements import state

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from dsprof.nearest import did_you_mean
+from dsprof.words import did_you_mean
 
 from . import signals
 from .arrays import Float, Int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from dsprof.nearest import did_you_mean
+from dsprof.words import did_you_mean
 
 from .knob import DIFFERS, Facts, Json, Knob, KnobError, Stated
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from dsprof.nearest import did_you_mean
+from dsprof.words import did_you_mean
 
 from . import ddp, fsdp2, host, json_config, loader, optimizer, pipelining, trainers
 from .knob import Knob, KnobError

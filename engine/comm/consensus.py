@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from .comm import Comm
@@ -83,6 +84,29 @@ def difference(said: Sequence[Mapping[Any, Any]], sets: Iterable[Sequence[int]])
 
 class SharedError(RuntimeError):
     """Something failed on a rank. Raised on every rank, with the reason of the first that failed."""
+
+
+class LostError(SharedError):
+    """The ranks can do nothing together any more, and it is known why."""
+
+
+def any_rank(flags: Sequence[bool], hosts: Comm, begun: int) -> list[int]:
+    """Of each of `flags`, 1 if it is set on any rank of `hosts`, which communicates in host memory. On all of them.
+
+    Raises LostError if the ranks have not `begun` equally many collectives on their device so far, as when the script
+    of one has caught an error half-way and gone on alone: what they have sent each other is mixed up then.
+    """
+    numbers = torch.tensor([*flags, begun, -begun], dtype=torch.int64)
+    hosts.all_reduce(numbers, "other", dist.ReduceOp.MAX).wait()
+    *found, most, least = numbers.tolist()
+    if most != -least:
+        raise LostError(
+            f"the ranks have sent each other unequally many gradients ({-least} to {most} collectives, this one "
+            f"{begun}), so those of this step are mixed up: has one of them left out a backward, or gone on alone "
+            "after an error half-way? The weights are those before this step; end the job, and start it again from a "
+            "checkpoint"
+        )
+    return found
 
 
 @contextlib.contextmanager

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dsprof.nearest import nearest, similarity
+from dsprof.words import joined, nearest, similarity
 
-from ..words import joined
 from .deepspeed_keys import FOREIGN, RENAMED, REPLACED, Foreign
 from .model import Section, sections, shown
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsprof.nearest import did_you_mean
+from dsprof.words import did_you_mean
 
 from ..comm.consensus import first_difference
 from .p2p import PipelineError

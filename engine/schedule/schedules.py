@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Final
 
-from dsprof.nearest import did_you_mean
+from dsprof.words import did_you_mean
 
 from .plan import Action, Plan
 

@@ -1,8 +1,9 @@
-"""Which of the names that there are somebody may have meant by one that there is not. Standard library only, as
-`schema` is."""
+"""Names that people write: which of those there are a pattern means, which one somebody may have meant, and how they
+are listed. Standard library only, as `schema` is."""
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Final
@@ -41,3 +42,20 @@ def did_you_mean(
     the other is written, such as `str` where it is typed without quotes."""
     near = nearest(str(word), words, above, meanings)
     return otherwise if near is None else f"; did you mean {show(near)}?"
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether `name` is one that `pattern` means: part by part between dots, `*` stands for any text in one of them."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def joined(*names: object) -> str:
+    """`zero_optimization` and `stage` as `zero_optimization.stage`, leaving out what is empty."""
+    return ".".join(str(name) for name in names if name != "")
+
+
+def either(words: Iterable[object]) -> str:
+    """`1, 2 or 4`."""
+    *others, last = map(str, words)
+    return f"{', '.join(others)} or {last}" if others else last
