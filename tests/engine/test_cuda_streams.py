@@ -215,7 +215,7 @@ def test_weights_that_come_to_the_host_are_there(on_gpu: bool) -> None:
 def test_what_was_received_is_not_given_to_the_next_receive_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, tensor = mock.Mock(), mock.Mock(is_cuda=True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    arrival = Arrival(mock.Mock(), [Message([tensor], [True])])
+    arrival = Arrival(mock.Mock(), mock.Mock(), [Message([tensor], [True])])
     assert arrival.take().tensors == [tensor]
     tensor.record_stream.assert_called_once_with(stream)
 

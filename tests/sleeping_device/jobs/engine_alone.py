@@ -1,5 +1,5 @@
-"""A backward of the engine fails on one rank when some of its gradients have been sent, and the script of that rank takes
-the next batch. Tells what each step says of each rank. Argument: the stage."""
+"""A backward of the engine fails on one rank when some of its gradients have been sent, and the script of that rank
+takes the next batch. Tells what each step says on each rank. Argument: the stage."""
 
 from __future__ import annotations
 
