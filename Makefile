@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all lint types sanitize bench compat clean
+.PHONY: demo test test-all lint types docs sanitize bench compat clean
 
 demo: $(VENV)/.installed ## train the example under the profiler and say where the report is
 	$(BIN)/dsprof run --nproc-per-node 2 examples/train_gpt.py
@@ -36,6 +36,9 @@ lint: $(VENV)/.tested
 types: $(VENV)/.tested ## strict, over all four folders as users import them
 	$(BIN)/mypy -p dsprof
 
+docs: $(VENV)/.tested ## the documentation as a web site in build/docs; a warning is an error
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs build/docs
+
 sanitize: $(VENV)/.tested ## the native helper under AddressSanitizer, its threads under ThreadSanitizer (a few minutes)
 	$(BIN)/python -m pytest -q tests/test_native_threads.py
 	$(BIN)/python tests/sanitize
@@ -55,7 +58,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[test,frameworks,notebook]"
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[test,docs,frameworks,notebook]"
 	touch $@
 
 clean:

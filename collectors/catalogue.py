@@ -77,8 +77,8 @@ COLLECTORS: Final[dict[str, Collector]] = {
         judges=("checkpoint.stall", "pause.stop"),
     ),
     "compilation": Collector(
-        "loop.compilation", LOOP, "the time that torch.compile takes for itself",
-        judges=("pause.stop",),
+        "loop.compilation", LOOP, "the time that torch.compile takes for itself; what it compiles again, and why",
+        judges=("pause.stop", "compute.recompile"),
     ),
     "sharding": Collector(
         "communication.sharding", COMMUNICATION, "how FSDP divides the model, and its own work for that",

@@ -22,9 +22,11 @@ from dsprof.trace.records import ABSENT, FIELDS, Array, empty, encode
 MS = 1_000_000
 NAMES = {
     1: "data", 2: "forward", 3: "backward", 4: "optimizer", 5: "all_reduce", 6: "0", 7: "gc", 8: "cpu_seconds",
-    9: "training_thread_cpu_seconds", 10: "core_wait_seconds", 11: "loader_start",
+    9: "training_thread_cpu_seconds", 10: "core_wait_seconds", 11: "loader_start", 12: "broadcast", 13: "compile",
+    14: "stopped_seconds", 15: "throttled_seconds",
 }  # fmt: skip
-DATA, FORWARD, BACKWARD, OPTIMIZER, ALL_REDUCE, GROUP, GC, CPU, THREAD_CPU, CORE_WAIT, LOADER_START = NAMES
+DATA, FORWARD, BACKWARD, OPTIMIZER, ALL_REDUCE, GROUP, GC, CPU, THREAD_CPU, CORE_WAIT, LOADER_START = [*NAMES][:11]
+BROADCAST, COMPILE, STOPPED, THROTTLED = [*NAMES][11:]
 
 PerStep = Callable[[int, int], float]
 """(rank, step) -> ms."""
@@ -44,7 +46,11 @@ class Job:
     forward: PerStep = lambda rank, step: 40
     backward: PerStep = lambda rank, step: 80
     optimizer: PerStep = lambda rank, step: 5
+    optimizer_number: int | None = None
+    """Of the optimizer, as the fact of it has it."""
     gc: PerStep = lambda rank, step: 0
+    compiling: PerStep = lambda rank, step: 0
+    """How long torch.compile takes in forward, beside what forward takes."""
     tokens: Callable[[int, int], int] = lambda rank, step: 1024
     buckets: tuple[int, ...] = (1 << 20, 4 << 20)
     """Bytes of each gradient bucket, in the order they become ready."""
@@ -105,6 +111,10 @@ class Job:
                     add(_record(Kind.PAUSE, GC, begin, begin + pause, value=2.0))
                     begin += pause
                 spent = work(self.forward(rank, step))
+                compiled = self.compiling(rank, step)
+                if compiled:
+                    add(_record(Kind.PHASE, COMPILE, begin, begin + compiled))
+                    spent += compiled
                 add(_record(Kind.PHASE, FORWARD, begin, begin + spent, self.tokens(rank, step), Flag.GRAD))
                 begin += spent
                 back_starts[rank] = begin
@@ -131,11 +141,14 @@ class Job:
                 begin = done[rank]
                 records[rank].append(_record(Kind.PHASE, BACKWARD, back_starts[rank], begin))
                 spent = work(self.optimizer(rank, step))
-                records[rank].append(_record(Kind.PHASE, OPTIMIZER, begin, begin + spent))
+                records[rank].append(_record(Kind.PHASE, OPTIMIZER, begin, begin + spent, value=self.optimizer_number))
                 now[rank] = begin + spent
                 cpu[rank] += spent * self.cpu_share
                 for gauge, value in ((CPU, cpu), (THREAD_CPU, cpu), (CORE_WAIT, wanted)):
                     records[rank].append(_record(Kind.GAUGE, gauge, now[rank], now[rank], value=value[rank] / 1e3))
+        return self._captures_of(records)
+
+    def _captures_of(self, records: dict[int, list[tuple[int, ...]]]) -> dict[int, Capture]:
         meta = {"closed": True, "native": True, "world_size": self.ranks}
         return {
             rank: Capture(Path(f"rank{rank:05d}.0.host.{rank + 100}"), array_of(rows), dict(NAMES), meta)
@@ -167,6 +180,54 @@ class Job:
         return {"fact": "process", "rank": rank, "cores": len(cpus), "cpus": cpus, "threads": 1}
 
 
+@dataclass
+class Accumulating(Job):
+    """Ranks in step: each micro-batch has a forward and a backward, and DistributedDataParallel broadcasts buffers
+    before a forward and reduces gradients after a backward, whose end waits for that."""
+
+    micro: int = 4
+    buffer_bytes: int = 0
+    pack_ms: float = 0.0
+    """How long buffers are packed, and then unpacked, in each forward."""
+    reduces: Callable[[int], bool] = lambda micro: True
+    """Which micro-batches' gradients are reduced."""
+    grad_bytes: Callable[[int], int] = lambda micro: 8 << 20
+
+    def captures(self) -> dict[int, Capture]:
+        draw = np.random.default_rng(self.seed)
+        rows: list[tuple[int, ...]] = []
+        now, seq = 1.0, 0
+
+        def work(ms: float) -> float:
+            return ms * (1 + self.jitter * draw.standard_normal())
+
+        for step in range(self.steps):
+            for micro in range(self.micro):
+                begin = now
+                if self.buffer_bytes:
+                    issued = now + work(self.pack_ms)
+                    now = issued + self.latency_ms + self.buffer_bytes / 2**20 * self.ms_per_mib
+                    rows += [_collective(issued, now, self.buffer_bytes, seq, BROADCAST), _waited(issued, now, seq)]
+                    seq, now = seq + 1, now + work(self.pack_ms)
+                now += work(self.forward(0, step))
+                rows.append(_record(Kind.PHASE, FORWARD, begin, now, None, Flag.GRAD))
+                begin, now = now, now + work(self.backward(0, step))
+                if self.reduces(micro):
+                    issued, size = now, self.grad_bytes(micro)
+                    now += self.latency_ms + size / 2**20 * self.ms_per_mib
+                    rows.append(_collective(issued, now, size, seq))
+                    seq += 1
+                rows.append(_record(Kind.PHASE, BACKWARD, begin, now))
+            begin, now = now, now + work(self.optimizer(0, step))
+            rows.append(_record(Kind.PHASE, OPTIMIZER, begin, now))
+            for gauge in (CPU, THREAD_CPU, CORE_WAIT):
+                rows.append(_record(Kind.GAUGE, gauge, now, now, value=0.0 if gauge == CORE_WAIT else now / 2e3))
+        captures = self._captures_of(dict.fromkeys(range(self.ranks), rows))
+        for rank, capture in captures.items():
+            capture.facts.extend(fact for fact in self.facts if fact.get("rank") == rank)
+        return captures
+
+
 NOTHING = {name: ABSENT.get(name, 0) for name in FIELDS}
 
 
@@ -182,12 +243,21 @@ def _record(
     return tuple({**NOTHING, **fields}.values())
 
 
-def _collective(issue_ms: float, end_ms: float, size: int, seq: int) -> tuple[Any, ...]:
+def _collective(issue_ms: float, end_ms: float, size: int, seq: int, name: int = ALL_REDUCE) -> tuple[Any, ...]:
     issue, end = round(issue_ms * MS), round(end_ms * MS)
     fields = {
-        "kind": Kind.COMM, "family": Family.COLLECTIVE, "state": State.DONE, "name": ALL_REDUCE, "thread": 7,
+        "kind": Kind.COMM, "family": Family.COLLECTIVE, "state": State.DONE, "name": name, "thread": 7,
         "flags": int(Flag.ASYNC | Flag.START_MEASURED), "start_ns": issue, "end_ns": end, "issue_ns": issue,
         "bytes": size, "group": GROUP, "seq": seq, "dtype": 7,
+    }  # fmt: skip
+    return tuple({**NOTHING, **fields}.values())
+
+
+def _waited(start_ms: float, end_ms: float, seq: int) -> tuple[Any, ...]:
+    """A wait for the broadcast of that number."""
+    fields = {
+        "kind": Kind.WAIT, "family": Family.COLLECTIVE, "state": State.DONE, "name": BROADCAST, "thread": 7,
+        "start_ns": round(start_ms * MS), "end_ns": round(end_ms * MS), "group": GROUP, "seq": seq,
     }  # fmt: skip
     return tuple({**NOTHING, **fields}.values())
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
 from armed import ALONE, both, captured, inside, train
+
+from dsprof.collectors.hooking import statements
+from dsprof.collectors.hooking.statements import Fact
+from dsprof.collectors.loop.compilation import Recompilations
 
 CODE = f"""
 import os, sys, torch, torch.distributed as dist
@@ -85,3 +91,28 @@ def test_what_we_replace_can_be_called_in_a_compiled_function(native: str, tmp_p
     without, done = (train(tmp_path, WAITS, native=native, DSPROF=armed) for armed in "01")
     assert without.returncode == 0, without.stderr
     assert (done.returncode, done.stdout) == (0, without.stdout), done.stderr
+
+
+def test_what_is_compiled_again_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated: list[Fact] = []
+    monkeypatch.setattr(statements, "_sink", stated.append)
+    again = Recompilations()
+
+    @torch.compile(backend="eager", dynamic=False)
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * x.shape[0]
+
+    again.sample()  # nothing was compiled
+    for size in (2, 3, 4, 5, 6):
+        doubled(torch.ones(size))
+        again.compiled()
+        again.sample()
+    again.state()
+    again.state()
+    line = doubled._torchdynamo_orig_callable.__code__.co_firstlineno  # type: ignore[attr-defined]
+    assert {(fact["function"], fact["site"]) for fact in stated} == {("doubled", f"{__file__}:{line}")}
+    # told when it has come twice as often as it was told, and at the end
+    assert [fact["times"] for fact in stated] == [1, 2, 4]
+    assert stated[-1]["reason"] == "tensor 'x' size mismatch at index 0. expected 5, actual 6"
+    assert stated[-1]["spent_ms"] > 0
+    torch._dynamo.reset()

@@ -75,7 +75,8 @@ def test_a_closure_inside_a_step_is_recorded_as_anywhere_else(native: str, tmp_p
     for row in run.phases("loader_start", "data", "forward", "backward"):
         assert any(inside(row, optimizer) for optimizer in optimizers)
     assert all(row.flags == Flag.GRAD for row in run.phases("forward"))
-    assert run.of("optimizer") == [{"number": 1, "class": "LBFGS", "parameters": 2}]
+    groups = {"groups": 1, "settings": 1, "implementation": None, "elements": 6}
+    assert run.of("optimizer") == [{"number": 1, "class": "LBFGS", "parameters": 2, **groups}]
 
 
 @both

@@ -23,6 +23,7 @@ from dsprof.analyzer.whatif import Refused, WhatIf, apply
 from dsprof.analyzer.whatif.communications import MoreCommunication, ScaleLink, WithoutCommunications
 from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.merge import Merge
+from dsprof.analyzer.whatif.needless import InLastBackward, WithoutBuffers
 from dsprof.analyzer.whatif.prefetched import Prefetched
 from dsprof.analyzer.whatif.rebucket import Rebucket
 from dsprof.analyzer.whatif.schedule import Reschedule, makespan, schedule_graph
@@ -63,6 +64,26 @@ def test_latency_and_bandwidth_apart() -> None:
 def test_gathers_that_are_not_needed() -> None:
     graph = graph_of(steps_of(gathers(), [4.0] * 3, [GATHER, REDUCE, GATHER]))
     assert replay(apply(graph, [WithoutCommunications(GATHERS)])).durations.tolist() == [19.0]
+
+
+def test_gradients_reduced_in_the_last_of_two_backwards() -> None:
+    """Twice 5 ms forward and 6 of backward, after which 4 of reducing are waited for."""
+    graph = graph_of(steps_of(["5 B 6 I0 W0 5 B 6 I1 W1 1"] * 2, [4.0] * 2, [REDUCE] * 2))
+    assert replay(graph).durations.tolist() == [31.0]
+    last = InLastBackward(Communications(purposes=("gradient",)))
+    assert replay(apply(graph, [last])).durations.tolist() == [27.0]
+    whole = graph_of(steps_of(["5 B 6 I0 I1 W0,1 1"] * 2, [4.0] * 2, [REDUCE] * 2))
+    assert replay(apply(whole, [last])).durations.tolist() == replay(whole).durations.tolist()
+
+
+def test_buffers_that_are_not_broadcast() -> None:
+    """2 ms of loading and 3 of packing, 4 of the first broadcast, 1 of packing, 4 of the second, 3 of unpacking, 9 of
+    forward."""
+    buffers = Task("0", "broadcast buffer", workers=1)
+    graph = graph_of(steps_of(["5 I0 W0 1 I1 W1 12"] * 2, [4.0] * 2, [buffers] * 2))
+    assert replay(graph).durations.tolist() == [26.0]
+    without = WithoutBuffers(Communications(purposes=("buffer",)), np.full((2, 1), 3.0))
+    assert replay(apply(graph, [without])).durations.tolist() == [11.0]
 
 
 def test_gathers_that_are_prefetched_by_one_layer() -> None:
@@ -178,6 +199,8 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: WithoutCommunications(Communications(purposes=("norm",))),
     lambda: WithoutCommunications(GRADIENTS),
     lambda: MoreCommunication("a barrier", Task("2", "barrier"), {r: (12 * r + 10, 12 * r + 11) for r in range(4)}, 1),
+    lambda: InLastBackward(GRADIENTS),
+    lambda: WithoutBuffers(GATHERS, np.full((RANKS, STEPS), 0.4)),
     lambda: Prefetched(Communications(kinds=("all_gather parameter",)), ahead=2),
     lambda: Prefetched(GATHERS, 1),
     lambda: Prefetched(GATHERS, 2),
@@ -217,7 +240,7 @@ def test_every_what_if_there_is_is_drawn() -> None:
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [24, 23, 21]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [26, 25, 22]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])

@@ -76,6 +76,11 @@ NAMES: Final = (
     ),
     PrivateName("torch._dynamo.callback:callback_handler", ("compilation",), "compilations are not recorded", True),
     PrivateName(
+        "torch._dynamo.utils:get_compilation_metrics",
+        ("compilation",),
+        "of what torch.compile compiles again it is not told which function it is, and which guard failed",
+    ),
+    PrivateName(
         "torch._C:_get_privateuse1_backend_name",
         ("collectives",),
         "without the native helper, a job on the device of a plugin of torch's is not told from one on the CPU",

@@ -13,7 +13,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.schema import OF_A_NORM, SMALL_GRADIENTS, Kind
@@ -33,6 +33,10 @@ MOST_DESCRIBED: Final = 100
 """Optimizers that a fact tells of: with one for each parameter there are hundreds of the same."""
 MOST_GRADIENTS: Final = 1000
 """Whose sizes it tells."""
+NO_SETTINGS: Final = ("params", "param_names", "name", "group_name")
+"""Keys of a parameter group that do not say how it is updated."""
+IMPLEMENTATIONS: Final = ("fused", "foreach")
+"""Arguments of an optimizer that say how it makes an update; where it has neither, torch chooses."""
 
 
 class _UnderWay(threading.local):
@@ -102,6 +106,12 @@ class _Steps:
             if self.on_step is not None:
                 self.on_step()
 
+    def forget_numbers(self) -> None:
+        """The next optimizer to step is the first one again."""
+        self.numbers.clear()
+        self.next_number = itertools.count(1)
+        self.last_numbered = (lambda: None, None)
+
     def number_of(self, optimizer: Any) -> int | None:
         """From 1 in the order of their first steps; a fact says which it is. None if it cannot be told again."""
         last, number = self.last_numbered
@@ -125,6 +135,7 @@ def _describe(optimizer: Any, number: int) -> facts.Fact:
     tensors = sum(len(group["params"]) for group in optimizer.param_groups)
     fact: facts.Fact = {
         "fact": "optimizer", "number": number, "class": type(optimizer).__name__, "parameters": tensors,
+        **_of_groups(optimizer),
     }  # fmt: skip
     if tensors <= MOST_GRADIENTS:
         grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
@@ -132,6 +143,23 @@ def _describe(optimizer: Any, number: int) -> facts.Fact:
         if made and all(grad.numel() * grad.element_size() <= OF_A_NORM for grad in made):
             fact[SMALL_GRADIENTS] = [grad.numel() for grad in made]
     return fact
+
+
+def _of_groups(optimizer: Any) -> facts.Fact:
+    """How many parameter groups it has, how many of them differ in their settings, and how it makes an update."""
+    groups = optimizer.param_groups
+    settings = {_settings(group) for group in groups}
+    made = next((name for name in IMPLEMENTATIONS if any(group.get(name) for group in groups)), None)
+    elements = sum(param.numel() for group in groups for param in group["params"])
+    return {"groups": len(groups), "settings": len(settings), "implementation": made, "elements": elements}
+
+
+def _settings(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """What of a parameter group says how it is updated. To compare tensors would wait for their device: each of them is
+    taken for another setting."""
+    plain = (str, int, float, bool, tuple, type(None))
+    named = sorted((name, value) for name, value in group.items() if name not in NO_SETTINGS)
+    return tuple((name, repr(value) if isinstance(value, plain) else id(value)) for name, value in named)
 
 
 def _in_backward() -> bool:
@@ -223,5 +251,6 @@ def watch(recorder: Recorder, on_step: Callable[[], None]) -> Uninstall:
 
     def uninstall() -> None:
         _steps.recorder = _steps.on_step = None
+        _steps.forget_numbers()  # the next capture of this process tells of each anew
 
     return uninstall

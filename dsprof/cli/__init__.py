@@ -20,6 +20,7 @@ from .split import split_at_job
 VERBS: Final = (
     "run",
     "runs",
+    "live",
     "capture",
     "report",
     "tensorboard",
@@ -29,6 +30,8 @@ VERBS: Final = (
     "knobs",
     "whatif",
     "fix",
+    "compare",
+    "tune",
     "build",
 )
 """Each the name of its module, with `_` after it where Python has that word for itself."""

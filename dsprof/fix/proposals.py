@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsprof.analyzer.finding import MEASURED_EXCESS
 from dsprof.knobs import KnobError, find
+from dsprof.redact import redact_data, redact_words
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,26 @@ class Proposal:
     gain: Mapping[str, Any] | None = field(default=None)
 
     @property
+    def is_of_whole_run(self) -> bool:
+        """Whether what it saves is time of irregular steps, which the mean of ordinary ones does not have."""
+        return self.gain is not None and self.gain.get("method") == MEASURED_EXCESS
+
+    @property
+    def interval_ms(self) -> tuple[float, float] | None:
+        """What it should save, low and high end, ms; None: nothing is predicted."""
+        if self.gain is None or self.gain.get("method") == "none":
+            return None
+        return float(self.gain["low"]), float(self.gain["high"])
+
+    @property
     def flags(self) -> list[str]:
         """As one types them: `--set`, `ddp.bucket_cap_mb=50`, ..."""
         return [word for key, value in self.knobs.items() for word in ("--set", f"{key}={typed(key, value)}")]
+
+    @property
+    def shown(self) -> str:
+        """The flags as one types them in a shell, without secrets."""
+        return shlex.join(redact_words(self.flags))
 
 
 def typed(key: str, value: Any) -> str:
@@ -50,3 +71,22 @@ def proposals(findings: Mapping[str, Any]) -> Iterator[Proposal]:
                 yield Proposal(
                     str(finding["code"]), str(fix["title"]), fix["set"], fix.get("gain") or finding.get("gain")
                 )
+
+
+def joint_proposals(findings: Mapping[str, Any]) -> Iterator[Proposal]:
+    """Of two faults that hide each other, both fixes at once, as one alone saves little."""
+    first = {one.code: one for one in reversed(list(proposals(findings)))}
+    for finding in findings.get("findings", ()):
+        together = finding.get("together")
+        one, other = first.get(finding["code"]), first.get(together["code"]) if together else None
+        if one is not None and other is not None and one.knobs.keys().isdisjoint(other.knobs):
+            title = f"{other.title}; and {one.title}"
+            yield Proposal(f"{other.code} and {one.code}", title, {**other.knobs, **one.knobs}, together["gain"])
+
+
+def slug(knobs: Mapping[str, Any]) -> str:
+    """A folder's name for a change; another change has another one."""
+    text = "-".join(f"{key}-{value}" for key, value in knobs.items())
+    shown = "-".join(f"{key}-{redact_data({key: value})[key]}" for key, value in knobs.items())
+    name = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in shown)[:80]
+    return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -134,8 +134,10 @@ def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame, profiled: Collection
     own: dict[str, Float] = {}
     for kind in KNOWN:
         spent = wide(f"{kind}_ms")
-        beyond = spent - np.quantile(spent, USUAL, axis=1, keepdims=True, method="lower")
-        own[kind] = np.where(beyond > LEAST_APART * typical, beyond, 0.0)
+        of_most = np.quantile(spent, USUAL, axis=1, keepdims=True, method="lower")
+        beyond = spent - of_most
+        # What most steps have is how the job runs, though it takes longer in one than in another.
+        own[kind] = np.where((beyond > LEAST_APART * typical) & (beyond > of_most), beyond, 0.0)
     loading = wide("data")
     beyond = loading - np.median(loading, axis=1, keepdims=True)
     restarted = _restarted(rows, ranks, common)

@@ -13,7 +13,7 @@ import pandas as pd
 
 from ..arrays import Float, Int
 from ..graph.link import Link, fit_link
-from ..graph.step_graph import Costs, Edges, StepGraph, Steps, Task
+from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf, measured
 from .edit import GONE, Recut, Restructure
 from .select import Communications
@@ -100,10 +100,11 @@ class WithoutCommunications(WhatIf):
 
     @cached_property
     def _edit(self) -> Restructure:
-        return Restructure(lambda steps: _without(steps, self.of.of(steps.structure)))
+        return Restructure(lambda steps: without(steps, self.of.of(steps.structure)))
 
 
-def _without(steps: Steps, gone: Int) -> Recut | None:
+def without(steps: Steps, gone: Int) -> Recut | None:
+    """Steps of one template without these tasks, given by their numbers; None: there are none."""
     if not len(gone):
         return None
     structure = steps.structure
@@ -122,8 +123,15 @@ def _without(steps: Steps, gone: Int) -> Recut | None:
         ids=np.concatenate([structure.ids[:segments], structure.ids[segments + kept]]),
     )
 
+    # Nobody is woken late from a wait that there is no more.
+    waits = structure.waits
+    of_gone = np.isin(waits[:, 0], gone)
+    unwoken = np.setdiff1d(waits[of_gone, 1], waits[~of_gone, 1])
+
     def costs(steps: Steps) -> Costs:
-        return Costs(steps.work, steps.transfer[kept], steps.wire[kept], steps.size[kept])
+        work = steps.work.copy()
+        work[unwoken, :, WAKE_UP_DELAY] = 0.0
+        return Costs(work, steps.transfer[kept], steps.wire[kept], steps.size[kept])
 
     return Recut(changed, number[: segments + count], costs)
 

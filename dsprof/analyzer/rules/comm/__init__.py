@@ -1,4 +1,5 @@
-"""Communication: comm.small-messages, comm.exposed, comm.tensor-parallel. Each dimension of the job by itself.
+"""Communication: comm.small-messages, comm.exposed, comm.tensor-parallel, comm.redundant-reduce,
+comm.buffers. Each dimension of the job by itself.
 
 collectives       which of the following each dimension is asked
 dimensions        what is communicated in each dimension, and how long ranks wait for it
@@ -8,5 +9,7 @@ shards            parameters that are gathered, gradients that are scattered: FS
 prefetch          the same, gathered before they are needed
 zero_buckets      DeepSpeed's ZeRO stages 1 and 2
 deepspeed_config  DeepSpeed's buckets, and how a fix names the keys of its configuration
+redundant_reduce  gradients reduced in each micro-batch of a step
+buffers           buffers broadcast before each forward
 tensor_parallel   what the ranks that share layers communicate
 """

@@ -11,10 +11,11 @@ from ...arrays import Bool, Float
 from ...budget.lanes import STREAM
 from ...budget.parts import OWN_WORK, TRAINING_PHASES
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...graph.chain_work import chain_groups, chain_work
+from ...graph.chain_work import chain_groups, chain_work, hosts
 from ...study import Study, once
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, listed
+from ..compute.recompile import compiling
 from ..data.routed_tokens import explained_by_tokens
 from ..data.unequal_input import explained_by_input
 from .late import late_ones, lateness, typical
@@ -25,8 +26,11 @@ DEVICE: Final = "device"
 
 @once
 def _own_work(study: Study) -> Float:
-    """Work of each chain in each judged step, less what the rank's input explains of its device's, ms, [T, S]."""
-    own: Float = np.sum([chain_work(study.need_graph(), part) for part in OWN_WORK], axis=0)
+    """Work of each chain in each judged step, less what the rank's input explains of its device's, and of its host's
+    what it compiles, ms, [T, S]."""
+    graph = study.need_graph()
+    own: Float = np.sum([chain_work(graph, part) for part in OWN_WORK], axis=0)
+    own[hosts(graph)] -= compiling(study)
     explained = explained_by_data(study)
     if explained is not None:
         own[: len(explained)] -= explained

@@ -17,6 +17,7 @@ from ...study import Study, once
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
+from ..compute.recompile import compiling
 from ..rule import Rule, fault
 from .late import late_ones, lateness, typical
 from .slow_chain import explained_by_data, slow_chain, slow_chains
@@ -59,9 +60,9 @@ def of_each_rank(study: Study, change: Change) -> dict[int, Change]:
 
 @once
 def _own_work(study: Study) -> Float:
-    """Work of a step less what the rank's share of the input explains, or of the tokens that are routed to it, ms,
-    [R, S]."""
-    own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0)
+    """Work of a step less what the rank's share of the input explains, or of the tokens that are routed to it, and what
+    it compiles, ms, [R, S]."""
+    own: Float = np.sum([study.work(part) for part in OWN_WORK], axis=0) - compiling(study)
     explained = explained_by_data(study)
     return own if explained is None else own - explained
 

@@ -1,0 +1,163 @@
+"""comm.redundant-reduce: gradients are reduced in each of several backwards before one step of the optimizer, of which
+only the last has to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from ... import signals
+from ...candidate import Candidate, Price
+from ...finding import Evidence, Finding, Fix, Where
+from ...price.calibration import ModelError
+from ...study import Study, once
+from ...text import ms, size
+from ...whatif.needless import InLastBackward
+from ...whatif.select import Communications
+from ..base import NotJudged, at, zero_stage
+from ..rule import Found, Look, Rule
+from .dimensions import GRADIENT
+
+ALIKE: Final = 0.02
+"""Bytes that two backwards of a step reduce are the same gradients if they differ by no more than this share."""
+MOSTLY: Final = 0.9
+"""Of the steps: so many are like that."""
+MORE_THAN_ONCE: Final = 1.5
+"""So many times the gradients of all models of a job are reduced in a step: below it each of several models, or parts
+of one, may be reduced once."""
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """backwards: that reduce, in a step; bytes: that each of them reduces; group: of the process group with most."""
+
+    backwards: int
+    bytes: float
+    group: str
+
+
+@once
+def repeated_reductions(study: Study) -> Repeated | None:
+    """None where no gradients are reduced more than once before a step of the optimizer."""
+    rows = study.rows
+    numbers, ranks = study.step_numbers, list(study.ranks)
+    chosen = (rows["kind"] == "comm") & (rows["purpose"] == GRADIENT) & rows["step"].isin(numbers)
+    chosen &= rows["issue_ns"].notna() & rows["bytes"].notna()
+    reduced = rows[["rank", "step", "group", "issue_ns", "bytes"]][chosen].astype({"group": str})
+    phases = study.training_phases[["rank", "step", "name", "start_ns"]]
+    phases = phases[phases["step"].isin(numbers)]
+    found: dict[str, Repeated] = {}
+    for rank in ranks:
+        mine, own = reduced[reduced["rank"] == rank], phases[phases["rank"] == rank]
+        for group in set(mine["group"]) - set(found):
+            one = _of_group(mine[mine["group"] == group], own, len(numbers))
+            if one is not None and _more_than_once(study, rank, one):
+                found[group] = one
+    return max(found.values(), key=lambda one: one.bytes, default=None)
+
+
+def _of_group(reduced: pd.DataFrame, phases: pd.DataFrame, steps: int) -> Repeated | None:
+    """Of one rank and group: whether in most steps several backwards, with no step of an optimizer between them, reduce
+    the same number of bytes each."""
+    group = str(reduced["group"].iloc[0])
+    backward = np.sort(phases["start_ns"][phases["name"] == "backward"].to_numpy(np.int64))
+    optimizer = phases[phases["name"] == "optimizer"]
+    if not len(backward):
+        return None
+    number = np.searchsorted(backward, reduced["issue_ns"].to_numpy(np.int64), side="right") - 1
+    each = reduced.assign(number=number)[number >= 0].groupby(["step", "number"])["bytes"].sum().astype("float64")
+    updates = dict(iter(optimizer.groupby("step")["start_ns"]))
+    like, moved = [], []
+    for step, of_step in each.groupby(level="step"):
+        last = int(backward[of_step.index.get_level_values("number").max()])
+        first = int(backward[of_step.index.get_level_values("number").min()])
+        between = step in updates and bool(updates[step].between(first, last).any())
+        alike = of_step.max() - of_step.min() <= ALIKE * of_step.max()
+        if len(of_step) > 1 and alike and not between:
+            like.append(len(of_step))
+            moved.append(float(of_step.mean()))
+    if len(like) < MOSTLY * steps:
+        return None
+    return Repeated(int(np.median(like)), float(np.mean(moved)), group)
+
+
+def _more_than_once(study: Study, rank: int, found: Repeated) -> bool:
+    """Whether what is reduced is more than the gradients of all models that the rank is known to have: two models of
+    one size, each with a backward of its own, reduce equal bytes as well."""
+    models = [fact for fact in study.facts.get("ddp", []) if fact.get("rank") == rank]
+    every = sum(sum(fact.get("gradient_bytes", [])) for fact in models)
+    if not every:
+        return len(study.facts.get("optimizer", [])) <= len(study.ranks)
+    return bool(found.backwards * found.bytes >= MORE_THAN_ONCE * every)
+
+
+def redundant(study: Study) -> Found:
+    """All reductions gone but those of the last backward before each step of the optimizer."""
+    found = repeated_reductions(study)
+    if found is None:
+        return []
+    if study.in_stages:
+        raise NotJudged(
+            f"gradients are reduced in {found.backwards} backwards of a step, but ranks are stages of a pipeline, "
+            "whose schedule says when that may be"
+        )
+    change = InLastBackward(Communications(purposes=(GRADIENT,)))
+    needless = (found.backwards - 1) * found.bytes
+    evidence = (
+        Evidence("backwards that reduce gradients, a step of the optimizer", found.backwards, "count", 1),
+        Evidence("reduced for nothing a step", round(needless / 2**20, 3), "MiB", 0.0),
+    )
+    where = Where(group=found.group, op="all_reduce", steps=study.step_range)
+
+    def say(price: Price) -> Finding:
+        title = (
+            f"gradients are reduced {found.backwards} times for one step of the optimizer, "
+            f"{size(needless)} of it for nothing: {ms(price.gain.ms)} of each step"
+        )
+        fixes = _fixes(study, found, price)
+        return Finding("comm.redundant-reduce", title, "info", where, evidence, price.gain, fixes, share=price.share)
+
+    return [Candidate("comm.redundant-reduce", change, say)]
+
+
+def _fixes(study: Study, found: Repeated, price: Price) -> tuple[Fix, ...]:
+    others = "all micro-batches but the last"
+    keys: dict[str, Any] = {"ddp.accumulate": found.backwards}
+    ddp = next(iter(study.facts.get("ddp", [])), None)
+    if zero_stage(study) is not None:
+        title = "zero_optimization.stage 1: stages 2 and 3 reduce in each micro-batch; or fewer, larger micro-batches"
+        return (Fix("config", title, ({"op": "replace", "path": "/zero_optimization/stage", "value": 1},), price.gain),)
+    if ddp is None:
+        if study.facts.get("fsdp"):
+            title = (
+                f"model.set_requires_gradient_sync(False) before {others} of a step, True before that "
+                "(FSDP1: `with model.no_sync():`); gradients then take their whole size on each rank"
+            )
+            return (Fix("code", title, gain=price.gain),)
+        return (Fix("code", "reduce gradients in the last micro-batch of a step only", gain=price.gain),)
+    framework = ddp.get("framework")
+    titles = {
+        "accelerate": f"Accelerator(gradient_accumulation_steps={found.backwards}), and around each micro-batch "
+        "`with accelerator.accumulate(model):`",
+        "lightning": f"Trainer(accumulate_grad_batches={found.backwards}) in the place of accumulating by hand",
+        "transformers": f"--gradient_accumulation_steps {found.backwards} in the place of accumulating by hand",
+    }
+    by_hand = f"`with model.no_sync():` around forward and backward of {others} of a step{at(ddp.get('site'))}"
+    title = titles.get(str(framework), by_hand)
+    return (Fix("code", title, (), price.gain, tuple(keys.items())),)
+
+
+RULES = (
+    Rule(
+        "comm.redundant-reduce",
+        "gradients are reduced in each of several micro-batches of one step",
+        explains=("comm_exposed",),
+        looks=(Look(redundant, needs=(signals.replay,)),),
+        needs=(signals.communications,),
+        error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
+        place=101,
+    ),
+)

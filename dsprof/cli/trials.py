@@ -1,0 +1,116 @@
+"""What `dsprof fix --verify` and `dsprof tune` share: the findings of a run, its job run again, what is told of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from dsprof.launch import LaunchError
+from dsprof.launch.again import RepeatedJob
+from dsprof.run import RunFolder
+
+from .split import split_at_job
+
+if TYPE_CHECKING:
+    from dsprof.fix import Changes, Proposal, Run
+
+StepsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--steps",
+        metavar="N",
+        min=10,
+        show_default=False,
+        help="End each job after so many steps, on all ranks at the same one. Default: the job ends by itself.",
+    ),
+]
+TIMES_THE_FIRST: Final = 5.0
+LONGER_BY_S: Final = 120.0
+"""A job may take so many times as long as the first run did, and so much longer, before it is ended."""
+
+
+def say(text: str) -> None:
+    print(f"[dsprof] {text}", file=sys.stderr, flush=True)
+
+
+def place_beside(folder: RunFolder, what: str, steps: int | None) -> Path:
+    """The folder of the jobs that are compared, made where it is not there: jobs of another length have another."""
+    place = folder.path.with_name(f"{folder.path.name}-{what}{f'-{steps}-steps' if steps else ''}")
+    place.mkdir(mode=0o700, exist_ok=True)
+    return place
+
+
+def findings_of(folder: RunFolder) -> dict[str, Any]:
+    """findings.json, made where it is not there yet. Raises RunError."""
+    from dsprof import reports
+
+    if not folder.findings_json.exists():
+        reports.finish(folder, report=False)
+    found: dict[str, Any] = json.loads(folder.findings_json.read_text())
+    return found
+
+
+def split(words: list[str]) -> int:
+    """Where the job begins in the words after `dsprof run`."""
+    from . import takes_value
+
+    return split_at_job(words, takes_value())
+
+
+def refuse_to_save(folder: RunFolder, *, yes: bool) -> None:
+    """Raises LaunchError for a job that was seen to write checkpoints."""
+    if not yes and any(fact.get("fact") == "checkpoint" for fact in folder.read_info().facts):
+        raise LaunchError(
+            f"{folder.path}: this job writes checkpoints, and each job of the comparison would write them again, to "
+            "the same place; give --yes if that does no harm"
+        )
+
+
+def runner(folder: RunFolder, steps: int | None) -> Run:
+    """What runs the job of a run again, up to so many steps; None: to its end. Raises LaunchError."""
+    from dsprof.fix import typed
+
+    again, limit_s = RepeatedJob.of_run(folder, split), _longest(folder)
+    trial = json.dumps({"steps": steps or 0})
+
+    def run(path: Path, knobs: Mapping[str, Any]) -> str:
+        return again.run(path, {key: typed(key, value) for key, value in knobs.items()}, say, limit_s, trial)
+
+    return run
+
+
+def _longest(folder: RunFolder) -> float | None:
+    """Seconds after which a job of a comparison is ended; None: the first run does not say how long it took."""
+    info = folder.read_info()
+    with suppress(TypeError, ValueError):
+        took = datetime.datetime.fromisoformat(info.ended or "") - datetime.datetime.fromisoformat(info.started)
+        return TIMES_THE_FIRST * took.total_seconds() + LONGER_BY_S
+    return None
+
+
+def changed_files(folder: RunFolder, knobs: Mapping[str, Any]) -> tuple[Changes, Path]:
+    """What is to be changed in the user's files, and where the job ran. Raises CannotEdit or OSError."""
+    from dsprof.fix import changes
+
+    run = folder.read_info()
+    cwd = Path(run.cwd or ".")
+    return changes(knobs, run.facts_by_kind(), cwd, run.knobs), cwd
+
+
+def keep(folder: RunFolder, chosen: Proposal, verified: Mapping[str, Any]) -> None:
+    """Have findings.json and the reports of the run tell what was measured."""
+    from dsprof import reports
+
+    if not chosen.code:
+        return
+    info = folder.read_info()
+    info.verified = {**info.verified, chosen.code: {"set": dict(chosen.knobs), **verified}}
+    folder.write_info(info)
+    reports.finish(folder, report=folder.report_html.exists())
