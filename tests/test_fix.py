@@ -341,7 +341,7 @@ def test_a_trial_is_no_experiment_that_a_tracker_is_told_of(tmp_path: Path) -> N
     job = "import os; print(os.environ['DSPROF_TRIAL'], os.environ['WANDB_MODE'], os.environ['WANDB_DIR'])"
     again = Command(sys.executable, (), (sys.executable, "-c", job), str(tmp_path))
     again.run(tmp_path / "changed-1", {}, lambda _: None, trial='{"steps": 9}')
-    assert (tmp_path / "changed-1.txt").read_text() == f'{{"steps": 9}} offline {tmp_path / "changed-1"}\n'
+    assert (tmp_path / "changed-1.txt").read_text() == f'{{"steps": 9}} offline {tmp_path / "changed-1.trackers"}\n'
 
 
 def test_changes_of_the_same_letters_have_folders_of_their_own() -> None:

@@ -31,7 +31,7 @@ TRACKERS: Final = {
     "WANDB_MODE": "offline", "WANDB_DIR": "{folder}", "MLFLOW_TRACKING_URI": "file://{folder}/mlruns",
     "NEPTUNE_MODE": "offline", "CLEARML_OFFLINE_MODE": "1",
 }  # fmt: skip
-"""Variables by which trackers of experiments write to the job's folder: a trial is no experiment of the user's."""
+"""Variables by which trackers of experiments write to a folder beside the job's: a trial is no experiment of the user's."""
 KILL_AFTER_S: Final = 30.0
 """How long a job that is told to end by SIGTERM may take for it."""
 LOOK_S: Final = 0.2
@@ -86,12 +86,16 @@ class RepeatedJob:
     def run(
         self, path: Path, settings: Mapping[str, str], say: Say, limit_s: float | None = None, trial: str = ""
     ) -> str:
-        """Run it to its end; what it writes goes into `path` with .txt. trial: what its ranks are told by DSPROF_TRIAL;
-        it is then no experiment of the user's, and trackers write into its folder. Gives why it was ended; empty: it ended by itself. At Ctrl-C it raises KeyboardInterrupt when the job has ended;
-        the folder is gone then."""
+        """Run it to its end; what it writes goes into `path` with .txt.
+
+        trial: what its ranks are told by DSPROF_TRIAL; it is then no experiment of the user's, and trackers write into
+        `path` with .trackers. Gives why it was ended; empty: it ended by itself. At Ctrl-C it raises KeyboardInterrupt
+        when the job has ended; its folder is gone then.
+        """
         environment = dict(os.environ)
         if trial:
-            place = path.absolute()
+            place = path.absolute().with_suffix(".trackers")
+            place.mkdir(exist_ok=True)
             environment |= {name: value.format(folder=place) for name, value in TRACKERS.items()}
             environment["DSPROF_TRIAL"] = trial
         line = self.line(path, settings)
