@@ -31,7 +31,7 @@ TRACKERS: Final = {
     "WANDB_MODE": "offline", "WANDB_DIR": "{folder}", "MLFLOW_TRACKING_URI": "file://{folder}/mlruns",
     "NEPTUNE_MODE": "offline", "CLEARML_OFFLINE_MODE": "1",
 }  # fmt: skip
-"""Variables by which trackers of experiments write beside the folder of a trial, which is no experiment of the user's."""
+"""Variables by which trackers write beside the folder of a trial, which is no experiment of the user's."""
 KILL_AFTER_S: Final = 30.0
 """How long a job that is told to end by SIGTERM may take for it."""
 LOOK_S: Final = 0.2
