@@ -155,7 +155,7 @@ def supply(study: Study) -> Supply | None:
 
 
 def _rest_ms(study: Study, waited: Float, host_ms: float) -> float:
-    """What a step takes that waits for no input: the host does all else in `host_ms`, but its device may take longer."""
+    """What a step without a wait for input takes: the host does all else in `host_ms`, its device may take longer."""
     graph = signals.replay.look(study)
     if isinstance(graph, signals.Absent) or not study.led_by_devices:
         return host_ms
