@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
 import numpy as np
@@ -13,11 +15,38 @@ from . import terminal
 
 if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis
+    from dsprof.run import RunFolder
 
 RECENT: Final = 50
 """Steps that the rate is of."""
 TAIL: Final = "\npassed "
 """Begins what is of no interest while the job runs."""
+
+
+@dataclass(frozen=True)
+class LiveLook:
+    """What is seen of a job at one moment.
+
+    analysis: of the newest steps; None before the first step has ended
+    ended:    the job has ended
+    """
+
+    folder: RunFolder
+    analysis: Analysis | None
+    ended: bool
+
+
+def examine(folder: RunFolder, written_first: tuple[Path, ...]) -> Analysis | None:
+    """The analysis of the newest steps; None where no step has ended. written_first: see `load_recent`. Raises RunError
+    where run.json cannot be read."""
+    from dsprof import analyzer
+    from dsprof.trace.recent import load_recent
+
+    trace = load_recent(folder, written_first=written_first)
+    if not trace.ranks:
+        return None
+    analysis = analyzer.analyze(trace)
+    return analysis if analysis.step_ms is not None else None
 
 
 def text(name: str, analysis: Analysis | None, *, ended: bool, height: int | None, file: TextIO | None = None) -> str:

@@ -100,7 +100,7 @@ def test_it_looks_until_the_job_has_ended(
     folder.run_json.write_text(json.dumps(info))
     analysis = build(Job(slow={1: 20.0}))
     seen = iter([None, analysis, analysis])
-    monkeypatch.setattr(live, "examine", lambda *_: next(seen))
+    monkeypatch.setattr(drawn, "examine", lambda *_: next(seen))
     waited: list[float] = []
 
     def wait(seconds: float) -> bool:
@@ -119,7 +119,7 @@ def test_q_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.capture.mkdir(parents=True)
     folder.run_json.write_text(json.dumps({"id": "run", "name": "job", "command": []}))
-    monkeypatch.setattr(live, "examine", lambda *_: None)
+    monkeypatch.setattr(drawn, "examine", lambda *_: None)
     assert len(list(live.looks(folder, 5.0, once=False, wait=lambda _: True))) == 1
 
 

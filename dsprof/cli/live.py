@@ -22,7 +22,7 @@ from dsprof.settings import load as load_settings
 from .runs import UNREADABLE, RunArgument, fail, find_run, reading
 
 if TYPE_CHECKING:
-    from dsprof.analyzer.analysis import Analysis
+    from dsprof.reports.live import LiveLook
 
 SHARE: Final = 0.2
 """Of one core, at most, that looking takes."""
@@ -57,48 +57,25 @@ def command(
             show(look)
 
 
-class Look:
-    """What is seen of a job at one moment.
-
-    analysis: of the newest steps; None before the first step has ended
-    ended:    the job has ended
-    """
-
-    def __init__(self, folder: RunFolder, analysis: Analysis | None, *, ended: bool) -> None:
-        self.folder = folder
-        self.analysis = analysis
-        self.ended = ended
-
-
-def looks(folder: RunFolder, every_s: float, *, once: bool, wait: Callable[[float], bool]) -> Iterator[Look]:
+def looks(folder: RunFolder, every_s: float, *, once: bool, wait: Callable[[float], bool]) -> Iterator[LiveLook]:
     """One look after the other until the job has ended, or `wait`, which waits so many seconds, says to leave."""
+    from dsprof.reports import live as reports
+
     places = _written_first(folder)
     while True:
         began = time.monotonic()
         ended = folder.read_info().ended is not None
         try:
             with reading(folder):
-                analysis = examine(folder, places)
+                analysis = reports.examine(folder, places)
         except RunError as error:
             fail(error, UNREADABLE)
-        yield Look(folder, analysis, ended=ended)
+        yield reports.LiveLook(folder, analysis, ended)
         if ended or once:
             return
         took = time.monotonic() - began
         if wait(max(every_s - took, took / SHARE - took)):
             return
-
-
-def examine(folder: RunFolder, places: tuple[Path, ...]) -> Analysis | None:
-    """The analysis of the newest steps; None where no step has ended. Raises RunError where run.json cannot be read."""
-    from dsprof import analyzer
-    from dsprof.trace.recent import load_recent
-
-    trace = load_recent(folder, written_first=places)
-    if not trace.ranks:
-        return None
-    analysis = analyzer.analyze(trace)
-    return analysis if analysis.step_ms is not None else None
 
 
 def _written_first(folder: RunFolder) -> tuple[Path, ...]:
@@ -114,21 +91,21 @@ def _written_first(folder: RunFolder) -> tuple[Path, ...]:
 # --- the terminal ---------------------------------------------------------------------------------
 
 
-def _as_json(look: Look) -> None:
+def _as_json(look: LiveLook) -> None:
     from dsprof import reports
 
     found = None if look.analysis is None else json.loads(reports.findings_json(look.analysis))
     print(json.dumps({"ended": look.ended, "findings": found}), flush=True)
 
 
-def _as_lines(look: Look) -> None:
+def _as_lines(look: LiveLook) -> None:
     from dsprof.reports import live
 
     sys.stdout.write(live.text(look.folder.path.name, look.analysis, ended=look.ended, height=None))
     sys.stdout.flush()
 
 
-def _on_screen(look: Look) -> None:
+def _on_screen(look: LiveLook) -> None:
     """In place of the last look; what ends stays on the screen."""
     from dsprof.reports import live
 
