@@ -37,6 +37,7 @@ LAYERS: Final = {
         "dsprof.run",
         "dsprof.schema",
         "dsprof.secret_names",
+        "dsprof.words",
     ),
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
@@ -79,10 +80,11 @@ MAY_IMPORT: Final = {
         "dsprof.redact",
         "dsprof.regular_files",
         "dsprof.schema",
+        "dsprof.words",
         "dsprof.engine.hooks",
         *LIVE,
     },
-    "engine": {"engine"},
+    "engine": {"engine", "dsprof.words"},
     "public": {"dsprof.collectors.spans", "interactive"},
 }
 """Layer -> what of ours it may import: whole layers, or single modules by name."""
@@ -126,7 +128,7 @@ THIRD_PARTY: Final = {
     "compare": {"numpy", "pandas", "scipy"},
     "knobs": set(),
     "fix": {"numpy", "scipy"},
-    "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},
+    "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard", "werkzeug"},
     "cli": {"pynvml", "rich", "tensorboard", "torch", "typer"},
     "collectors": {"torch"},
     "engine": {"torch"},
@@ -144,7 +146,6 @@ THIRD_PARTY_EXCEPTIONS: Final = {
 
 TORCH_FREE: Final = (
     "dsprof.engine.hooks", "dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config",
-    "dsprof.engine.words",
 )  # fmt: skip
 """Of the engine, what others share: the standard library, and what THIRD_PARTY_EXCEPTIONS says."""
 
@@ -166,7 +167,6 @@ ROOMS: Final = (
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
 ENGINE_FLOORS: Final = (
-    {"words"},
     {"config", "data", "forward", "hooks", "partition", "schedule", "tree", "unsupported"},
     {"comm", "monitors"},
     {"optim"},
@@ -201,7 +201,7 @@ PUBLIC_FACES: Final = ("dsprof.engine", "dsprof.engine.tensor")
 TWICE: Final = {"Init"}
 """Classes of the engine that DeepSpeed's stand-in has under the same name, which is DeepSpeed's."""
 
-DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py", "werkzeug": "tensorboard"}
 """Import name -> name in pyproject.toml, where they differ."""
 
 OPTIONAL: Final = ("perfetto",)
@@ -361,10 +361,10 @@ def test_third_party_packages_stay_in_their_layers() -> None:
 
 
 def test_what_the_engine_shares_needs_nothing_else_of_the_engine() -> None:
-    """What is within one of them, and words, which need nothing; torch would come with the rest."""
+    """What is within one of them; torch would come with the rest."""
     for shared in TORCH_FREE:
         own = [found for found in OURS if within(found.module, shared) and within(found.target, "dsprof.engine")]
-        wrong = [found for found in own if found.target != "dsprof.engine.words" and not within(found.target, shared)]
+        wrong = [found for found in own if not within(found.target, shared)]
         assert not wrong, listed(wrong)
 
 
@@ -636,7 +636,6 @@ def test_the_configuration_loads_without_torch_and_the_rest_of_the_engine(tmp_pa
     engine = {name for name in added if within(name, "dsprof.engine")}
     assert {name for name in engine if not within(name, "dsprof.engine.config")} == {
         "dsprof.engine",
-        "dsprof.engine.words",
     }
 
 
