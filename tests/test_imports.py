@@ -138,7 +138,11 @@ THIRD_PARTY: Final = {
 }
 """Layer -> packages beyond the standard library."""
 
-THIRD_PARTY_EXCEPTIONS: Final = {"dsprof.engine.config": {"pydantic"}}
+THIRD_PARTY_EXCEPTIONS: Final = {
+    "dsprof.engine.config": {"pydantic"},
+    "dsprof.reports.export.parquet": {"pyarrow"},
+    "dsprof.reports.export.perfetto": {"perfetto"},
+}
 """Module or package -> packages that it alone of its layer may import."""
 
 TORCH_FREE: Final = (
@@ -200,6 +204,9 @@ TWICE: Final = {"Init"}
 
 DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py", "werkzeug": "tensorboard"}
 """Import name -> name in pyproject.toml, where they differ."""
+
+OPTIONAL: Final = ("perfetto",)
+"""Extras of pyproject.toml whose packages dsprof uses where they are installed."""
 
 HEAVY: Final = (
     "pandas", "pyarrow", "plotly", "pydantic", "typer", "rich", "tensorboard", "jinja2", "scipy", "orjson",
@@ -508,10 +515,15 @@ def test_nobody_imports_a_folder_by_its_bare_name() -> None:
 
 
 def test_what_is_imported_is_a_declared_dependency() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = {requirement.partition(">=")[0] for requirement in declared}
-    used = {found.target.partition(".")[0] for found in others()}
-    assert {DISTRIBUTIONS.get(name, name) for name in used} <= names
+    """One of an extra is imported where it is used, for those who have it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {requirement.partition(">=")[0] for requirement in project["dependencies"]}
+    extra = {
+        requirement.partition(">=")[0] for name in OPTIONAL for requirement in project["optional-dependencies"][name]
+    }
+    for found in others():
+        package = found.target.partition(".")[0]
+        assert DISTRIBUTIONS.get(package, package) in (names | extra if found.lazy else names), listed([found])
 
 
 # --- in a process of its own --------------------------------------------------------------------
