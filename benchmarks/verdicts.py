@@ -74,7 +74,7 @@ def main() -> int:
     done: dict[str, Any] = result.get("jobs", {})
     seed = result.get("seed", args.seed) or time.time_ns() % 2**31
     jobs = dict(HEALTHY) if args.healthy else dict(faulty(seed))
-    print("fifty jobs" if args.healthy else f"seed {seed}", flush=True)
+    print(f"{len(jobs)} jobs" if args.healthy else f"seed {seed}", flush=True)
 
     for name, job in jobs.items():
         if args.only not in name or (name in done and not (args.again and done[name]["wrong"])):
