@@ -158,7 +158,9 @@ def _gradients(study: Study, domain: Domain) -> _Cut:
     for group in domain.groups:
         table = domain.table[domain.table["group"] == group]
         in_all += round(len(table) / table["step"].nunique())
-        groups |= _several_backwards(study, group, links[group]) or {(group, None): _group(study, table, links[group])}
+        groups |= _several_backwards(study, group, links[group]) or {
+            (group, None): _group(study, group, table, links[group])
+        }
     largest = max(groups.values(), key=lambda one: one.total_bytes)
     named = len(domain.groups)
     return _Cut(
@@ -175,12 +177,12 @@ def _gradients(study: Study, domain: Domain) -> _Cut:
     )
 
 
-def _group(study: Study, table: pd.DataFrame, link: Link) -> _Group:
+def _group(study: Study, group: str, table: pd.DataFrame, link: Link) -> _Group:
     """Of the gradient collectives of one process group, all in one backward."""
     total = float(table["bytes"].sum() / table["step"].nunique())
     one_step = table[table["step"] == table["step"].iloc[len(table) // 2]]
     sizes = tuple(int(size) for size in one_step.sort_values("first_ns")["bytes"])
-    return _Group(sizes, link, total, _ddps_of(study, total))
+    return _Group(sizes, link, total, _ddps_of(study, group, total))
 
 
 def _several_backwards(study: Study, group: str, link: Link) -> dict[Reduced, _Group]:
@@ -195,7 +197,7 @@ def _several_backwards(study: Study, group: str, link: Link) -> dict[Reduced, _G
     found: dict[Reduced, _Group] = {}
     for backward, tasks in reduced.items():
         sizes = tuple(round(float(np.mean(steps.size[task]))) for task in tasks)
-        ddps = _ddps_of(study, sum(sizes))
+        ddps = _ddps_of(study, group, sum(sizes))
         if not ddps and study.facts.get("ddp"):
             raise NotJudged("no other bucket size was tried: it is not known of which model the gradients of each of "
                             f"{len(reduced)} backwards of a step are")  # fmt: skip
@@ -203,10 +205,13 @@ def _several_backwards(study: Study, group: str, link: Link) -> dict[Reduced, _G
     return found
 
 
-def _ddps_of(study: Study, total_bytes: float) -> tuple[Mapping[str, Any], ...]:
-    """The DDP whose gradients are as large as what is reduced, or the two that are together; empty: none is."""
-    every = study.facts.get("ddp", [])
-    mine = [fact for fact in every if fact.get("rank") == every[0].get("rank") and fact.get("gradient_bytes")]
+def _ddps_of(study: Study, group: str, total_bytes: float) -> tuple[Mapping[str, Any], ...]:
+    """The DDP of a rank of the process group whose gradients are as large as what is reduced, or the two that are
+    together; empty: none is."""
+    every = [fact for fact in study.facts.get("ddp", []) if fact.get("gradient_bytes")]
+    members = study.run.group(group).get("ranks", ())
+    some = next((fact for fact in every if fact.get("rank") in members), every[0] if every else {})
+    mine = [fact for fact in every if fact.get("rank") == some.get("rank")]
     # Of two models in one backward, the one that was made last is in front: it is the other's judge, head, critic.
     of_them = [(fact,) for fact in mine] + [(b, a) for a, b in combinations(mine, 2)]
 
