@@ -94,6 +94,10 @@ BACKWARD_DONE: Final = "backward_done"
 DEVICE_CLOCK: Final = "device_clock"
 """Name of the `gauge` records that align a device's clock: between `start_ns` and `end_ns` of the host it was `value`,
 in ns, on the device."""
+STREAM_WAIT: Final = "stream_wait"
+EVENT_RECORDED: Final = "event_recorded"
+"""Names of marks on a stream's lane: where it was told to wait for an event, and where that was recorded on another
+one; both have the event's `corr`."""
 HOST_SYNC: Final = "host_sync"
 """Name of the `mark` rows in which a thread of the host stands still until a device has done what it was given.
 `purpose` is the call that does it, of SYNC_CALLS where it is an operator; `site`, where it was called, outside of
@@ -186,6 +190,8 @@ STACKS_FILE: Final = "stacks.txt"
 """In a capture: Python stacks written without the interpreter's lock, where a thread held it and did not give it up."""
 HANGS_FILE: Final = "hangs.json"
 """In the run folder: the times that the launcher called the job hung."""
+TRIAL_FILE: Final = "trial.{rank}.{pid}.json"
+"""What a rank of a trial leaves in the run folder: its losses. See `collectors.loop.trial`."""
 CONTROL_FILE: Final = "control.json"
 """In the run folder: {"capture": "on" or "off"}, for the ranks of a job that runs."""
 COPYING_FILE: Final = "copying.json"

@@ -37,13 +37,16 @@ LAYERS: Final = {
         "dsprof.run",
         "dsprof.schema",
         "dsprof.secret_names",
+        "dsprof.words",
     ),
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),
+    "compare": ("dsprof.compare",),
     "knobs": ("dsprof.knobs",),
     "fix": ("dsprof.fix",),
     "reports": ("dsprof.reports",),
+    "interactive": ("dsprof.interactive",),
     "cli": (
         "dsprof.__main__", "dsprof.cli", "dsprof.doctor", "dsprof.launch", "dsprof.machine", "dsprof.settings",
     ),
@@ -60,10 +63,12 @@ MAY_IMPORT: Final = {
     "trace": {"trace", "schema"},
     "importers": {"importers", "trace", "schema"},
     "analyzer": {"analyzer", "trace", "schema"},
+    "compare": {"compare", "analyzer", "schema"},
     "knobs": {"knobs", "analyzer", "trace", "schema"},
     "fix": {"fix", "knobs", "analyzer", "trace", "schema"},
-    "reports": {"reports", "analyzer", "trace", "schema"},
-    "cli": {"cli", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
+    "reports": {"reports", "compare", "fix", "knobs", "analyzer", "trace", "schema"},
+    "interactive": {"interactive", "compare", "reports", "fix", "knobs", "analyzer", "trace", "schema"},
+    "cli": {"cli", "compare", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
     "collectors": {
         "collectors",
         "dsprof.atomic",
@@ -75,11 +80,12 @@ MAY_IMPORT: Final = {
         "dsprof.redact",
         "dsprof.regular_files",
         "dsprof.schema",
+        "dsprof.words",
         "dsprof.engine.hooks",
         *LIVE,
     },
-    "engine": {"engine"},
-    "public": {"dsprof.collectors.spans"},
+    "engine": {"engine", "dsprof.words"},
+    "public": {"dsprof.collectors.spans", "interactive"},
 }
 """Layer -> what of ours it may import: whole layers, or single modules by name."""
 
@@ -95,8 +101,10 @@ EXCEPTIONS: Final = {
         "dsprof.collectors.capture.scratch",
         "dsprof.collectors.overrides.install",
     },
+    "dsprof.interactive.profiled": {"dsprof.collectors.arming.in_process", "dsprof.collectors.spans"},
     "dsprof.cli.fix": {"dsprof.analyzer.text"},
     "dsprof.cli.tune": {"dsprof.analyzer.text"},
+    "dsprof.cli.live": {"dsprof.collectors.capture.scratch"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
@@ -117,29 +125,34 @@ THIRD_PARTY: Final = {
     "trace": {"numpy", "orjson", "pandas", "pyarrow"},
     "importers": {"numpy", "pandas", "pyarrow"},
     "analyzer": {"numpy", "pandas", "scipy"},
+    "compare": {"numpy", "pandas", "scipy"},
     "knobs": set(),
     "fix": {"numpy", "scipy"},
-    "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},
+    "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard", "werkzeug"},
     "cli": {"pynvml", "rich", "tensorboard", "torch", "typer"},
     "collectors": {"torch"},
     "engine": {"torch"},
+    "interactive": {"numpy", "pandas"},
     "public": set(),
 }
 """Layer -> packages beyond the standard library."""
 
-THIRD_PARTY_EXCEPTIONS: Final = {"dsprof.engine.config": {"pydantic"}}
+THIRD_PARTY_EXCEPTIONS: Final = {
+    "dsprof.engine.config": {"pydantic"},
+    "dsprof.reports.export.parquet": {"pyarrow"},
+    "dsprof.reports.export.perfetto": {"perfetto"},
+}
 """Module or package -> packages that it alone of its layer may import."""
 
 TORCH_FREE: Final = (
     "dsprof.engine.hooks", "dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config",
-    "dsprof.engine.words",
 )  # fmt: skip
 """Of the engine, what others share: the standard library, and what THIRD_PARTY_EXCEPTIONS says."""
 
 ONLY_INSIDE_FUNCTIONS: Final = {
     "cli": {"dsprof.engine", "dsprof.importers", "dsprof.reports", "pynvml", "rich", "tensorboard", "torch"},
     "collectors": {"torch"},
-    "public": {"dsprof.collectors.spans"},
+    "public": {"dsprof.collectors.spans", "dsprof.interactive"},
 }
 """Layer -> what must not be imported with the module itself: `--help` is quick, and torch is the job's to import."""
 
@@ -148,12 +161,12 @@ NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subp
 
 ROOMS: Final = (
     "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.importers", "dsprof.cli",
-    "dsprof.launch", "dsprof.knobs", "dsprof.fix", "dsprof.trace", "dsprof.live", "dsprof",
+    "dsprof.launch", "dsprof.interactive", "dsprof.compare", "dsprof.knobs", "dsprof.fix", "dsprof.trace",
+    "dsprof.live", "dsprof",
 )  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
 ENGINE_FLOORS: Final = (
-    {"words"},
     {"config", "data", "forward", "hooks", "partition", "schedule", "tree", "unsupported"},
     {"comm", "monitors"},
     {"optim"},
@@ -188,8 +201,11 @@ PUBLIC_FACES: Final = ("dsprof.engine", "dsprof.engine.tensor")
 TWICE: Final = {"Init"}
 """Classes of the engine that DeepSpeed's stand-in has under the same name, which is DeepSpeed's."""
 
-DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py", "werkzeug": "tensorboard"}
 """Import name -> name in pyproject.toml, where they differ."""
+
+OPTIONAL: Final = ("perfetto",)
+"""Extras of pyproject.toml whose packages dsprof uses where they are installed."""
 
 HEAVY: Final = (
     "pandas", "pyarrow", "plotly", "pydantic", "typer", "rich", "tensorboard", "jinja2", "scipy", "orjson",
@@ -311,8 +327,10 @@ def test_every_module_belongs_to_a_layer() -> None:
         "importers",
         "analyzer",
         "reports",
+        "interactive",
         "cli",
         "collectors",
+        "compare",
         "engine",
         "fix",
         "knobs",
@@ -343,10 +361,10 @@ def test_third_party_packages_stay_in_their_layers() -> None:
 
 
 def test_what_the_engine_shares_needs_nothing_else_of_the_engine() -> None:
-    """What is within one of them, and words, which need nothing; torch would come with the rest."""
+    """What is within one of them; torch would come with the rest."""
     for shared in TORCH_FREE:
         own = [found for found in OURS if within(found.module, shared) and within(found.target, "dsprof.engine")]
-        wrong = [found for found in own if found.target != "dsprof.engine.words" and not within(found.target, shared)]
+        wrong = [found for found in own if not within(found.target, shared)]
         assert not wrong, listed(wrong)
 
 
@@ -491,10 +509,15 @@ def test_nobody_imports_a_folder_by_its_bare_name() -> None:
 
 
 def test_what_is_imported_is_a_declared_dependency() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = {requirement.partition(">=")[0] for requirement in declared}
-    used = {found.target.partition(".")[0] for found in OTHERS}
-    assert {DISTRIBUTIONS.get(name, name) for name in used} <= names
+    """One of an extra is imported where it is used, for those who have it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {requirement.partition(">=")[0] for requirement in project["dependencies"]}
+    extra = {
+        requirement.partition(">=")[0] for name in OPTIONAL for requirement in project["optional-dependencies"][name]
+    }
+    for found in OTHERS:
+        package = found.target.partition(".")[0]
+        assert DISTRIBUTIONS.get(package, package) in (names | extra if found.lazy else names), listed([found])
 
 
 # --- in a process of its own --------------------------------------------------------------------
@@ -613,7 +636,6 @@ def test_the_configuration_loads_without_torch_and_the_rest_of_the_engine(tmp_pa
     engine = {name for name in added if within(name, "dsprof.engine")}
     assert {name for name in engine if not within(name, "dsprof.engine.config")} == {
         "dsprof.engine",
-        "dsprof.engine.words",
     }
 
 

@@ -20,15 +20,18 @@ from .split import split_at_job
 VERBS: Final = (
     "run",
     "runs",
+    "live",
     "capture",
     "report",
     "tensorboard",
     "analyze",
     "import",
+    "export",
     "doctor",
     "knobs",
     "whatif",
     "fix",
+    "compare",
     "tune",
     "build",
 )

@@ -48,7 +48,7 @@ HINT_FILE: Final = re.compile(r"hint\.(\d+)\.json")
 LARGEST_HINT: Final = 1 << 16
 MOST_ERROR_LINES: Final = 20
 """Of one process."""
-LEFT_BY_PROCESSES: Final = re.compile(rf"error\.\d+\.txt|{HINT_FILE.pattern}")
+LEFT_BY_PROCESSES: Final = re.compile(rf"error\.\d+\.txt|trial\.\d+\.\d+\.json|{HINT_FILE.pattern}")
 """What processes of the job write where there is no capture: see `collectors.capture.without_capture`, `Hint`."""
 
 
@@ -88,6 +88,13 @@ class RunFolder:
     def is_run(self) -> bool:
         """Whether there is anything of a run in it."""
         return regular_files.is_file(self.run_json) or any(map(regular_files.is_folder, (self.capture, self.trace)))
+
+    @property
+    def changed_ns(self) -> int:
+        """When anything of what reports are made of was last written; 0 where there is nothing."""
+        captured = [path for one in regular_files.folders(self.capture, "rank*") for path in regular_files.files(one)]
+        sources = [self.run_json, *captured, *regular_files.files(self.trace, "*.parquet")]
+        return max((path.stat().st_mtime_ns for path in sources if path.exists()), default=0)
 
     def links(self) -> list[str]:
         """The parts of it that are symbolic links, which are not followed."""

@@ -4,6 +4,7 @@ step_graph   the graph itself: operations in arrays, and their edges
 chains       the chains of a rank: its training thread, a device's stream, and what they give each other
 find_chains  which chains a rank has
 device_phases  phases that were timed on a device, and the steps of its rank
+gathers      parameters that a stream of its own gathers: when each could have been issued
 phase_chain  that of a device whose phases were timed by events
 kernel_chains  those of a device whose kernels were traced
 events       what each chain's program issues and waits for, and its own work in between

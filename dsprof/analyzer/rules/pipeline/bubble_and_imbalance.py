@@ -19,6 +19,7 @@ from ...study import Study
 from ...text import count, number, percent
 from ...whatif.schedule import makespan, schedule_graph
 from ...whatif.work import Change
+from ...work.stream_phases import stream_phases
 from ..base import LEAST_SHARE, NotJudged, at, code_fix
 from ..rule import Found, Look, Rule, fault
 
@@ -28,6 +29,7 @@ ACCEPTED: Final = 0.1
 """A bubble that takes less of the step is what pipelines are run with: then a larger batch is not worth asking for."""
 DEEPSPEED: Final = "deepspeed"
 """Its pipelines are set up by its configuration, and no line of the script would change their schedule."""
+KERNELS: Final = "run again with `dsprof run --deep 10:13`, which traces the kernels of three steps"
 VIRTUAL: Final = 2
 """Parts of the model on each rank, that are tried."""
 
@@ -35,7 +37,6 @@ VIRTUAL: Final = 2
 def unbalanced(study: Study) -> Change | None:
     """Every stage computes as long as the mean of them: what an ideal division of the layers would give."""
     signals.stages(study)
-    signals.host_steps(study)
     if study.ranks_missing:
         raise NotJudged("not every stage of the pipeline was captured")
     compute, of_team = _compute_of_stages(study)
@@ -131,7 +132,6 @@ def bubble(study: Study) -> Found:
     """Warm-up and drain of the pipeline cost more than they need: with more micro-batches, or parts of stages."""
     signals.steps(study)
     signals.stages(study)
-    signals.host_steps(study)
     shape = _shape(study)
     waited = float(study.work("bubble").mean())
     if waited < LEAST_SHARE * study.step_ms:
@@ -244,6 +244,8 @@ def _ranks_of_stages(study: Study) -> dict[tuple[int, ...], list[int]]:
 def _actions(study: Study) -> pd.DataFrame:
     """stage, step, rank, name (F, B, W), start_ns, ms: of the ordinary steps. Where no schedule was seen, forwards and
     backwards are taken for F and B."""
+    if study.on_gpu:
+        return _on_devices(study)
     rows = study.rows
     chosen = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
     acted = chosen[(chosen["kind"] == "pipe") & chosen["stage"].notna()]
@@ -270,6 +272,28 @@ def _actions(study: Study) -> pd.DataFrame:
     if not {"F", "B"} <= set(table["name"]):
         raise NotJudged("the forwards and backwards of the pipeline's micro-batches were not captured")
     return table
+
+
+def _on_devices(study: Study) -> pd.DataFrame:
+    """The same, with what devices took. Raises NotJudged where not every forward and backward was timed there."""
+    rows, every = study.rows, stream_phases(study)
+    table = every.assign(
+        name=every["name"].replace({"forward": "F", "backward": "B"}),
+        stage=every["stage"].fillna(
+            every["rank"].map({rank: held[0] for rank, held in study.topology.stage_of.items()})
+        ),
+    )
+    acted = table[table["name"].isin(["F", "B", "W"]) & every["stage"].notna()]
+    of_phases = table[every["name"].isin(["forward", "backward"])]
+    if acted.empty and any(len(held) > 1 for held in study.topology.stage_of.values()):
+        raise NotJudged(f"which part of the model the device worked for was not seen in its phases: {KERNELS}")
+    table = of_phases if acted.empty else acted
+    launched = rows[(rows["kind"] == "phase") & (rows["lane"] == "main") & (rows["source"] == "measured")]
+    launched = launched[launched["step"].isin(study.step_numbers) & launched["name"].isin(["forward", "backward"])]
+    untimed = acted.empty and len(launched) != len(table)
+    if untimed or table.empty or not (table["ms"] > 0).any():
+        raise NotJudged(f"not every forward and backward of a micro-batch was timed on the device: {KERNELS}")
+    return table.astype({"stage": "Int64"})
 
 
 def _schedule_of(actions: pd.DataFrame, virtual: int, splits: bool) -> str:
