@@ -50,7 +50,7 @@ def purposes(
     purpose[comm] = "other"
     reduces, gathers = comm & rows["name"].isin(REDUCTIONS), comm & rows["name"].isin(GATHERS)
     forward, backward = _issued_in(rows, "forward"), _issued_in_backward(rows)
-    updating = _issued_in(rows, "optimizer") | _issued_in(rows, "clip")
+    updating = (_issued_in(rows, "optimizer") | _issued_in(rows, "clip")) & ~backward  # a closure's, in the optimizer
     if "ddp" in facts:
         purpose[forward & gathers & (rows["name"] == "broadcast")] = "buffer"
     if not {"fsdp", "deepspeed"}.isdisjoint(facts):
