@@ -27,7 +27,8 @@ def trace_of(actions: dict[int, list[tuple[str, int, int, int]]], step: int = 3)
     rows = [
         {
             "rank": rank, "restart": 0, "step": step, "kind": "pipe", "name": op, "lane": "main",
-            "stage": rank, "microbatch": micro, "start_ns": (1000 + start) * MS, "dur_ns": length * MS, "ended": True, "source": "measured",
+            "stage": rank, "microbatch": micro, "start_ns": (1000 + start) * MS, "dur_ns": length * MS,
+            "ended": True, "source": "measured",
         }
         for rank, mine in actions.items()
         for op, micro, start, length in mine
