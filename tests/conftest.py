@@ -18,7 +18,6 @@ from sleeping_jobs import SleepingRanks
 from dsprof.launch import Launch
 from dsprof.trace.strings import plain_strings
 
-
 # An example of a test takes as long as the machine is busy: by default one of 0.2 s fails.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")
