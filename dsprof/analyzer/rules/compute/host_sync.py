@@ -225,6 +225,9 @@ RULES = (
         explains=("compute",),
         looks=(Look(stops),),
         needs=(signals.gpus,),
+        outranked_by=(
+            "pause.gc",
+        ),  # a host that is held up is not ahead of its device: it is the collections that gain
         place=190,
     ),
 )
