@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from ..arrays import Int
 from ..text import percent
 from .evaluation_order import Cyclic
 from .replay import replay, replay_all
@@ -125,6 +126,15 @@ def contradicted(graph: StepGraph, clock_error_ms: float = 0.0) -> float:
     return wrong / every if every else 0.0
 
 
+def _drawn(graph: StepGraph, judged: Int, draw: np.random.Generator) -> Int:
+    """The judged steps of a template in another order: one half of them and then the other. How far a host is ahead of
+    its device depends on the steps before, so there each half is of steps that follow one another."""
+    if len(graph.ranks) > graph.leads:
+        return np.roll(judged, int(draw.integers(len(judged)))) if len(judged) else judged
+    shuffled: Int = draw.permutation(judged)
+    return shuffled
+
+
 def hold_out(graph: StepGraph) -> HeldOut | None:
     """Give half of the judged steps of each template what the other half took, step by step and not in the mean: the
     longest of several paths is longer in the mean than that of mean costs. None where too few are alike."""
@@ -135,7 +145,7 @@ def hold_out(graph: StepGraph) -> HeldOut | None:
         into, of, templates = [], [], []
         for index, steps in enumerate(graph.templates):
             columns = graph.columns_of(index)
-            judged = draw.permutation(np.flatnonzero(graph.judged[columns]))
+            judged = _drawn(graph, np.flatnonzero(graph.judged[columns]), draw)
             half = len(judged) // 2 if len(judged) >= FEWEST_HELD_OUT else 0
             chosen, others = judged[:half], judged[half : 2 * half]
             work, transfer = steps.work.copy(), steps.transfer.copy()
