@@ -149,3 +149,12 @@ def test_cores_that_the_hosts_use_up_take_nothing_of_what_is_gained_on_devices()
     gains = [{one.code: one.gain for one in judge(of).findings} for of in (found, crowded)]
     assert gains[0] == gains[1]
     assert {"comm.small-messages", "rank.straggler"} <= gains[0].keys()
+
+
+def test_rare_collections_are_priced_although_their_cost_depends_on_the_steps_before() -> None:
+    """A collection of 300 ms in one of four steps of 64: the host is ahead by up to as many steps as since it asked
+    for the loss last, and the device stands still for the rest."""
+    job = HEALTHY.with_(steps=32)
+    trace, step_ms = job.with_(collect=lambda rank, step: 300.0 if step % 4 == 2 else 0.0).run()
+    found = first_of(analyze(trace), "pause.gc")
+    assert found.gain.ms == pytest.approx(step_ms - job.run()[1], rel=0.05)
