@@ -412,6 +412,19 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     ]  # fmt: skip
 
 
+def test_how_pandas_holds_strings_is_of_no_consequence() -> None:
+    """Commands hold them as Python's own, a notebook as Arrow's."""
+    job = Job(ranks=3, forward=lambda rank, step: 90 if rank == 1 else 40)
+    with pd.option_context("mode.string_storage", "pyarrow"):
+        trace = job.trace()
+        assert trace.rows.columns.dtype.storage == "pyarrow"
+        in_arrow = analyze(trace).to_dict()
+    plain = job.trace()
+    assert plain.rows.columns.dtype.storage == "python"
+    assert analyze(plain).to_dict() == in_arrow
+    assert above_info(analyze(trace))[0] == "rank.straggler"
+
+
 def test_two_hosts_are_put_on_one_clock() -> None:
     trace = Job().trace()
     trace.run.ranks[1].host = "other"
