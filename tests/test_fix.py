@@ -392,6 +392,14 @@ def test_a_run_that_dsprof_did_not_start_is_refused(run: RunFolder, capsys: pyte
     assert "how to run this job again is not known" in capsys.readouterr().err
 
 
+def test_a_job_of_several_hosts_is_not_run_again_from_one(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    info = run.read_info()
+    info.nnodes = "2"
+    run.write_info(info)
+    assert main(["fix", str(run.path), "--verify"]) == 2
+    assert "a job of several hosts is not run again" in capsys.readouterr().err
+
+
 def test_a_job_that_writes_checkpoints_wants_to_be_asked(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     info = run.read_info()
     info.facts = [{"fact": "checkpoint", "function": "torch.save"}]

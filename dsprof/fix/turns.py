@@ -140,7 +140,7 @@ class Turns:
             trial = self._try(path, {**self.base, **(self.knobs if side == CHANGED else {})})
         assert trial is not None
         if trial.step_ms is None:
-            log = path.with_suffix(".txt")
+            log = path.with_name(f"{path.name}.txt")
             what = "failed" if trial.failed else "tells nothing"
             side_of = side if trial.failed else NEITHER
             raise TrialFailed(side_of, f"the {side} job {what}: {trial.why}; what it wrote is in {log}")
