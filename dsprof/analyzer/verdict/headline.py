@@ -55,21 +55,22 @@ COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
 
 
 def verdict_of(
-    analysis: Analysis, *, unknown: str = "", slowdown: str = "", missing: str = "", stood: str = ""
+    analysis: Analysis, *, unknown: str = "", slowdown: str = "", missing: str = "", stood: str = "", crowded: str = ""
 ) -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at.
 
     unknown: why not all chains of the job are known
     slowdown: what to say of a lasting one; missing: why there may well be no step: which part of the run was captured,
-    where somebody asked for one, or that nothing was trained; stood: what to say of a hang that resolved itself
+    where somebody asked for one, or that nothing was trained; stood: what to say of a hang that resolved itself;
+    crowded: what to say of ranks that are late since they wait for a core
     """
-    verdict = _answer(analysis, unknown, slowdown, missing)
+    verdict = _answer(analysis, unknown, slowdown, missing, crowded)
     if not stood or verdict.status == "failed" or stood in verdict.headline:
         return verdict
     return Verdict(verdict.status, f"{verdict.headline}; {clean(stood)}")
 
 
-def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Verdict:
+def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str, crowded: str) -> Verdict:
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
@@ -122,7 +123,7 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Ve
         )
     large = [part for part in lost if part not in explained and lost[part] > LARGE / 2] or unjudged
     named = large or [part for part in lost if part not in explained and lost[part] > LARGE / 10]
-    parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part)}" for part in named]
+    parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part, crowded)}" for part in named]
     return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
 
 
@@ -247,7 +248,7 @@ def _words(part: str) -> str:
     return LOST[part] if part in LOST else COSTS[part.removeprefix("irregular ")]
 
 
-def _more(analysis: Analysis, part: str) -> str:
+def _more(analysis: Analysis, part: str, crowded: str) -> str:
     """Where such time lies, or what would tell."""
     if part == "other":
         place = _where_other(analysis)
@@ -257,7 +258,7 @@ def _more(analysis: Analysis, part: str) -> str:
         return f" (not judged: {clean(reason)})"
     about = [finding for finding in analysis.findings if finding.code in explaining(part)]
     if part == "peer_wait" and not about:
-        return ", none of which is late on the whole"
+        return f", none of which is late on the whole{crowded and f' ({crowded})'}"
     unsure = [finding for finding in about if finding.weight.ms > 0]
     if unsure:
         most = max(unsure, key=lambda finding: finding.weight.ms)
