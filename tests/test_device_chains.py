@@ -13,6 +13,7 @@ from made_up_device import DeviceJob, always
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.graph.link import fit_link
 from dsprof.analyzer.judge import judge
 from dsprof.analyzer.price.contention import busy, freed_ms, kept_of_overlap, lost_by_waiting_less
 from dsprof.analyzer.study import study
@@ -168,3 +169,12 @@ def test_kernels_of_a_few_steps_bound_what_was_not_seen_in_the_others() -> None:
     assert found.unseen_idle_ms > 5
     traced = SimpleNamespace(steps=pd.DataFrame({"idle_ms": [0.3, 0.5]}))
     assert replace(found, device=SimpleNamespace(ranks={0: traced})).unseen_idle_ms == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("on_device", "spread"), [(True, 0.1), (False, 0.5)])
+def test_transfers_of_one_size_tell_more_where_devices_took_them(on_device: bool, spread: float) -> None:
+    """Those of a host's threads are longer where these want a core."""
+    alike = pd.DataFrame({"bytes": [4096] * 8, "transfer_ns": [2_000_000, 2_100_000] * 4})
+    link = fit_link(alike, on_device=on_device)
+    assert (link.fitted, link.spread) == (False, spread)
+    assert link.transfer_ms(np.array(4096.0)) == pytest.approx(2.05, abs=0.01)
