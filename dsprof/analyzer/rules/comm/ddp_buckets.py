@@ -235,7 +235,8 @@ def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
         if in_all == cut.in_all or (found and found[-1].in_all == in_all):
             continue
         saved = [before - _replay_cut(study, cut, sizes, slower) for slower in spread]
-        if cut.domain.on_device and not cut.link.fitted:  # all of one size: it may be the bytes that take long
+        small = not cut.link.fitted and cut.link.latency_ms > 0  # all of one size: it may be the bytes that take long
+        if cut.domain.on_device and small:
             saved.append(before - _replay_cut(study, _by_bytes(cut), sizes))
         if in_all > cut.in_all:
             kept = kept_of_overlap(study)
