@@ -130,6 +130,7 @@ def test_metadata(built: Built) -> None:
         names = archive.namelist()
     assert {name: dict(entry_points[name]) for name in entry_points.sections()} == {
         "console_scripts": {"dsprof": "dsprof.cli:main"},
+        "tensorboard_plugins": {"dsprof": "dsprof.reports.tab.loader:TabLoader"},
         "torch.backends": {"dsprof": "dsprof.collectors.arm:autoload"},
     }
     assert metadata["License-Expression"] == "Apache-2.0"
