@@ -136,7 +136,7 @@ def test_metadata(built: Built) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "dsprof-0.1.0.dist-info/licenses/LICENSE" in names
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        "test", "frameworks", "trainers", "notebook", "perfetto", "dask",
+        "test", "frameworks", "trainers", "notebook", "perfetto", "dask", "docs",
     }  # fmt: skip
     assert metadata["Requires-Python"] == declared["requires-python"] == ">=3.11"
 
