@@ -23,10 +23,11 @@ MS = 1_000_000
 NAMES = {
     1: "data", 2: "forward", 3: "backward", 4: "optimizer", 5: "all_reduce", 6: "0", 7: "gc", 8: "cpu_seconds",
     9: "training_thread_cpu_seconds", 10: "core_wait_seconds", 11: "loader_start", 12: "broadcast", 13: "compile",
-    14: "stopped_seconds", 15: "throttled_seconds",
 }  # fmt: skip
 DATA, FORWARD, BACKWARD, OPTIMIZER, ALL_REDUCE, GROUP, GC, CPU, THREAD_CPU, CORE_WAIT, LOADER_START = [*NAMES][:11]
-BROADCAST, COMPILE, STOPPED, THROTTLED = [*NAMES][11:]
+BROADCAST, COMPILE = [*NAMES][11:]
+FIRST_GAUGE = 100
+"""Number of the name of the first gauge of `Job.gauges`."""
 
 PerStep = Callable[[int, int], float]
 """(rank, step) -> ms."""
@@ -64,6 +65,8 @@ class Job:
     """The same of its loading, where that differs."""
     core_wait: float = 0.0
     """How long it wants a core, as a share of its own work."""
+    gauges: dict[str, PerStep] = field(default_factory=dict)
+    """Other gauges, and by how many ms each rises in a step."""
     cores: int = 64
     cpus: Callable[[int], list[int]] | None = None
     """Rank -> the cores it is bound to; None: any of `cores`, by a capture that tells only how many."""
@@ -83,6 +86,7 @@ class Job:
         records: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in range(self.ranks)}
         now = np.full(self.ranks, 1e6)  # ms
         cpu, wanted = np.zeros(self.ranks), np.zeros(self.ranks)
+        others = np.zeros((len(self.gauges), self.ranks))
         seq = 0
 
         def work(ms: float) -> float:
@@ -146,12 +150,17 @@ class Job:
                 cpu[rank] += spent * self.cpu_share
                 for gauge, value in ((CPU, cpu), (THREAD_CPU, cpu), (CORE_WAIT, wanted)):
                     records[rank].append(_record(Kind.GAUGE, gauge, now[rank], now[rank], value=value[rank] / 1e3))
+                for number, rises in enumerate(self.gauges.values()):
+                    others[number, rank] += rises(rank, step)
+                    value = others[number, rank] / 1e3
+                    records[rank].append(_record(Kind.GAUGE, FIRST_GAUGE + number, now[rank], now[rank], value=value))
         return self._captures_of(records)
 
     def _captures_of(self, records: dict[int, list[tuple[int, ...]]]) -> dict[int, Capture]:
         meta = {"closed": True, "native": True, "world_size": self.ranks}
+        names = {**NAMES, **{FIRST_GAUGE + number: name for number, name in enumerate(self.gauges)}}
         return {
-            rank: Capture(Path(f"rank{rank:05d}.0.host.{rank + 100}"), array_of(rows), dict(NAMES), meta)
+            rank: Capture(Path(f"rank{rank:05d}.0.host.{rank + 100}"), array_of(rows), dict(names), meta)
             for rank, rows in records.items()
         }
 

@@ -21,8 +21,7 @@ WEIGHTS: Final = "W"
 
 def find_passes(rows: pd.DataFrame, time: RankTime) -> pd.DataFrame:
     """PASS_COLUMNS of the actions of a pipeline's schedule; without one, of the training thread's forwards with
-    gradients and backwards, of which `micro` counts those of a step and `stage` is 0. There are none where the sizes of
-    all inputs are known, which tell more. `rows`: of one rank."""
+    gradients and backwards, of which `micro` counts those of a step and `stage` is 0. `rows`: of one rank."""
     columns = ["rank", "step", "name", "stage", "start_ns", "dur_ns"]
     acted = rows[[*columns, "microbatch"]][rows["kind"] == "pipe"]
     acted = acted[acted[["dur_ns", "stage", "microbatch"]].notna().all(axis=1)]
@@ -30,10 +29,7 @@ def find_passes(rows: pd.DataFrame, time: RankTime) -> pd.DataFrame:
     if len(acted):
         found = acted.assign(micro=acted["microbatch"], name=acted["name"].astype(str))
     else:
-        phases = rows[[*columns, "grad", "value"]][(rows["kind"] == "phase") & (rows["lane"] == "main")]
-        forwards = phases["value"][phases["name"] == "forward"]
-        if forwards.notna().all():
-            return NO_PASSES
+        phases = rows[[*columns, "grad"]][(rows["kind"] == "phase") & (rows["lane"] == "main")]
         phases = phases[phases["dur_ns"].notna()]
         forward = (phases["name"] == "forward") & phases["grad"].fillna(True).astype(bool)
         found = phases[forward | (phases["name"] == "backward")]

@@ -20,6 +20,7 @@ from ..compute.device_kernels import COLLECTIVES
 from ..compute.recompile import compiling
 from ..rule import Rule, fault
 from .late import late_ones, lateness, typical
+from .late_cause import Cause, cause_of, unknown
 from .slow_chain import explained_by_data, slow_chain, slow_chains
 
 OUTSIDE = "time outside the phases"
@@ -92,16 +93,13 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     verb = "arrives" if len(ranks) == 1 else "arrive"
     title = f"rank {names}{study.mesh.words(ranks)} {verb} {lateness(late)} and the others wait"
     where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=study.step_range)
-    value, expected = _mine_and_others(study.gauges.spent("core_wait_seconds").mean(axis=1), slow)
-    waited = value - expected
-    crowded = waited > 0.5 * float(late.mean())
-    value, expected = _mine_and_others(study.work("offload").mean(axis=1), slow)
-    offloads = value - expected > 0.5 * float(late.mean())
-    if offloads:
-        evidence.append(Evidence("waiting for offloaded data a step", round(value, 3), "ms", round(expected, 3)))
-    if crowded:
-        evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
-    fixes = _fixes(study, ranks, where_slow, crowded, offloads)
+    cause = cause_of(study, slow, float(late.mean()))
+    if cause is None:
+        evidence.append(Evidence("cause", unknown(study, slow, float(late.mean())), ""))
+    else:
+        evidence += [*cause.evidence, Evidence("cause", cause.name if cause.sure else f"{cause.name}, probably", "")]
+        title += f": {cause.words}"
+    fixes = _fixes(study, ranks, where_slow, cause)
     return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes, share=share)
 
 
@@ -154,27 +152,18 @@ def _phase_excess(study: Study, slow: Bool) -> dict[str, tuple[float, float]]:
     return {**found, OUTSIDE: _mine_and_others(study.work("other").mean(axis=1), slow)}
 
 
-def _fixes(study: Study, ranks: tuple[int, ...], phase: str, crowded: bool, offloads: bool) -> tuple[Fix, ...]:
+def _fixes(study: Study, ranks: tuple[int, ...], phase: str, cause: Cause | None) -> tuple[Fix, ...]:
     host_of = {item.rank: item.host for item in study.run.ranks}
     hosts = {host_of.get(rank) for rank in ranks}
     everyone = {host_of.get(rank) for rank in study.ranks}
     who = f"rank {listed(ranks)}"
-    fixes = []
+    if cause is not None and cause.sure:
+        return cause.fixes
+    fixes = [*cause.fixes] if cause is not None else []
     if len(everyone) > 1 and hosts != everyone:
         names = ", ".join(sorted(str(host) for host in hosts))
         fixes.append(Fix("code", f"take {names} out of the job and run again: if the delay goes, the host is to blame"))
-    if crowded:
-        fixes.append(
-            Fix(
-                "code",
-                f"something else runs on the cores of {who} (workers, the job's own threads, another process): "
-                "give each rank cores of its own",
-            )
-        )
-        return tuple(fixes)
-    if offloads:
-        look = f"what {who} offloads comes and goes more slowly: look at the disk or the memory that it offloads to"
-        fixes.append(Fix("code", f"{look} (offload_optimizer, offload_param), and who else uses it"))
+    if cause is not None:
         return tuple(fixes)
     where = "between the phases of the loop" if phase == OUTSIDE else f"in {phase}"
     look = f"look for what only {who} does {where}: a branch on the rank, a slower device, "
