@@ -7,7 +7,8 @@ Real processes, of which each has a device of its own (tests/sleeping_device). O
 first finding is the right one, by how much the predicted saving misses what the mended twin takes less, and whether its
 interval holds that. Results are written after each pair, and a run that was broken off goes on where it was.
 
-Pairs of `CHOSEN` were written down before any of them ran. After the first four, on a machine with forty threads that
+Pairs were written down, and committed, before any of them ran: first those of `FIRST_TWELVE`, and when the product had
+been mended by what they showed those of `SECOND_TWELVE`. After the first four, on a machine with forty threads that
 wanted its two cores, all lengths were made four times as long: the twins' own steps had differed by half, since their
 hosts, which compute in earnest, were not ahead of the device any more. `load` is how many threads wanted a core.
 """
@@ -60,7 +61,7 @@ class Pair:
 
 EXPOSED: Final = ("--width=1024", "--bandwidth=0.1", "--latency-ms=0.4", "--backward-ms=64")
 SMALL: Final = ("--blocks=24", "--width=256", "--forward-ms=3.2", "--backward-ms=6.4", "--latency-ms=9.6")
-CHOSEN: Final = {
+FIRST_TWELVE: Final = {
     "late device": Pair(("--slow-rank=2",), (), "rank.straggler", ranks=3, where=(2,)),
     "late host": Pair(("--late-rank=1", "--late-ms=480"), (), "rank.straggler", where=(1,)),
     "loader exposed": Pair(("--load-ms=480",), (), "data.stall"),
@@ -78,6 +79,39 @@ CHOSEN: Final = {
     "launches too slow": Pair(("--launch-ms=120",), (), "", unjudged="compute.launch-bound"),
     "one rank loads late": Pair(("--late-rank=3", "--late-ms=400"), (), "rank.straggler", ranks=4, where=(3,)),
 }
+LARGE: Final = (
+    "--shard", "--blocks=12", "--large-every=3", "--large-mb=3", "--bandwidth=0.06", "--forward-ms=16",
+    "--backward-ms=32",
+)  # fmt: skip
+UNITS: Final = ("--shard", "--blocks=24", "--forward-ms=4", "--backward-ms=8", "--latency-ms=8")
+SLOW_LINK: Final = (
+    "--blocks=6", "--width=1024", "--bandwidth=0.2", "--latency-ms=0.4", "--forward-ms=15", "--backward-ms=30"
+)  # fmt: skip
+SMALLER: Final = ("--blocks=16", "--width=128", "--forward-ms=5", "--backward-ms=10", "--latency-ms=14")
+EIGHT: Final = ("--blocks=8", "--forward-ms=10", "--backward-ms=20")
+SECOND_TWELVE: Final = {
+    "straggler in one tensor-parallel pair of four ranks": Pair(
+        ("--share=2", "--slow-rank=1", "--slower=1.6"), ("--share=2",), "rank.straggler", ranks=4, where=(1,)
+    ),
+    "late host in one tensor-parallel pair of four ranks": Pair(
+        ("--share=2", "--late-rank=2", "--late-ms=520"), ("--share=2",), "rank.straggler", ranks=4, where=(2,)
+    ),
+    "shards are gathered too late": Pair(LARGE, (*LARGE, "--ahead=2"), "comm.exposed"),
+    "units of shards too small": Pair(UNITS, (*UNITS, "--together=4"), "comm.small-messages"),
+    "gc, longer than the host is ahead": Pair(("--gc-ms=1800", "--gc-every=5"), (), "pause.gc"),
+    "gc every other step, the host waits for the device": Pair(
+        ("--gc-ms=500", "--gc-every=2", "--item-every=1"), ("--item-every=1",), "pause.gc"
+    ),
+    "collectives as hidden as they can be": Pair(("--latency-ms=30",), (), ""),
+    "collectives exposed, over another link": Pair(
+        (*SLOW_LINK, "--bucket-mb=100"), (*SLOW_LINK, "--bucket-mb=4"), "comm.exposed"
+    ),
+    "a loader hides a slow device": Pair(("--load-ms=560", "--slow-rank=1"), ("--slow-rank=1",), "data.stall"),
+    "late host hidden": Pair(("--late-rank=1", "--late-ms=120"), (), ""),
+    "smaller buckets": Pair((*SMALLER, "--bucket-mb=0.05"), (*SMALLER, "--bucket-mb=0.5"), "comm.small-messages"),
+    "launches of eight blocks too slow": Pair((*EIGHT, "--launch-ms=60"), EIGHT, "", unjudged="compute.launch-bound"),
+}
+CHOSEN: Final = {**FIRST_TWELVE, **SECOND_TWELVE}
 
 
 def step_ms(ran: Ran) -> float:

@@ -55,16 +55,23 @@ its own, until the difference of the pairs decides (three pairs at least, `--pai
     ...
 
 It ends with what was predicted, what was measured, and `kept` (exit status 0; even the low end of a strict interval
-saves 1 % of the step), `withdrawn` (1; even the high end does not, or the changed job fails) or `undecided` (4). The
-run's own findings.json and reports tell it from then on. `--set` tries a change of your own. The job has to end by
-itself, and should take at least 50 steps; one that writes checkpoints is only run with `--yes`. Both jobs have what
-`--set` turned in the run, and one that hangs is ended (`--hang-timeout` of the first run, or 600 s). After Ctrl-C the
-same command goes on where it stopped; jobs that failed are run again.
+saves 1 % of the step), `withdrawn` (1; even the high end does not, the changed job fails, or its losses are others) or
+`undecided` (4). The run's own findings.json and reports tell it from then on, and `--json` prints it. `--set` tries a
+change of your own. Both jobs have what `--set` turned in the run. After Ctrl-C the same command goes on where it
+stopped; jobs that failed are run again.
 
-Where the step varies from job to job like normal noise, a change that does nothing is kept in 0.5 % of the
-comparisons at most. In simulated jobs that are as a whole either fast or slow, by chance (say by where their
-processes land), it was kept in 1 to 2 %, as three pairs may then fall on the same side: prove a change of such a job
-twice, with another run of it.
+The job has to end by itself, or `--steps N` ends it: each rank leaves after its Nth optimizer step as if your script
+had called `sys.exit()` there, so what follows training, such as saving, is left out. Use at least 50 steps. A job that
+writes checkpoints in between is only run with `--yes`. One that hangs is ended (`--hang-timeout` of the first run, or
+600 s), and so is one that takes five times as long as the first run and two minutes more.
+
+Where a knob promises *same loss* or *same up to rounding*, the losses of the first 20 steps are compared, rank by rank:
+they are what `backward()` is called of. How far two runs of the job as it was are apart is allowed for; where that is
+more than 1 %, as the job is not seeded, nothing is compared, and you are told so.
+
+Three pairs decide where a change saves 40 % of the step, or as much as was predicted for it; otherwise five. A change
+that does nothing is kept in 0.5 % of the comparisons at most where the step varies from job to job like normal noise,
+and in 0.1 % (simulated) of jobs that are as a whole either fast or slow, by chance, say by where their processes land.
 
 ## How it works
 

@@ -26,9 +26,16 @@ def measure(folder: RunFolder) -> Study:
 
 def examine(folder: RunFolder) -> Analysis:
     """Load a run, merging it first where that is needed, and analyze it. Raises RunError if it cannot be read."""
-    from dsprof import analyzer, trace
+    return explain(measure(folder), folder)
 
-    return analyzer.analyze(trace.load(folder))
+
+def explain(study: Study, folder: RunFolder) -> Analysis:
+    """What is found of a run that was measured, as `examine` gives it."""
+    from dsprof.analyzer.analyze import explain
+
+    from .diffs import with_diffs
+
+    return with_diffs(explain(study), folder)
 
 
 def finish(folder: RunFolder, *, report: bool = True) -> Analysis:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from dsprof.analyzer.rules.registry import rule_of
-
 
 @dataclass(frozen=True)
 class Part:
@@ -92,9 +90,6 @@ IRREGULAR: Final = {
 LEAST_SHARE: Final = 5e-4
 """A part of less of the step is not shown."""
 
-WAITING: Final = ("comm_exposed", "peer_wait", "bubble")
-"""Parts in which a rank stands still for others; the rest of a step is its own work."""
-
 SERIES: Final = ("#2F86EE", "#E0914A", "#1F7C59", "#A01C8C", "#45C8F5", "#DCCB1E", "#7A2CEB", "#B5121B")
 """Colours for what is no budget part: ranks, operators."""
 
@@ -102,21 +97,6 @@ PROFILED: Final = "#7A2CEB"
 """Behind steps that torch.profiler looked at."""
 HIGHLIGHT: Final = "#B5121B"
 NEUTRAL: Final = "#8A9099"
-
-
-def part_of(code: str) -> str | None:
-    """The part of the ordinary step in which the time lost to a finding shows; None where it shows in none."""
-    return next((part for part in _explained_by(code) if part in PARTS), None)
-
-
-def kind_of(code: str) -> str | None:
-    """The kind of time beside the ordinary steps in which the time lost to a finding shows; None where in none."""
-    return next((kind for kind in _explained_by(code) if kind in TIMES), None)
-
-
-def _explained_by(code: str) -> tuple[str, ...]:
-    rule = rule_of(code)
-    return rule.explains if rule is not None else ()
 
 
 def mark(kind: str) -> Mark:

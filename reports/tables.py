@@ -8,9 +8,8 @@ import numpy as np
 import pandas as pd
 
 from dsprof import gauges
+from dsprof.analyzer.analysis import WAITING
 from dsprof.trace import Trace, concat_rows
-
-from .palette import WAITING
 
 NS_PER_MS = 1e6
 
@@ -59,15 +58,6 @@ def coarsen(table: pd.DataFrame, max_rows: int, max_columns: int) -> tuple[pd.Da
         joined = joined.T.groupby(np.arange(table.shape[1]) // columns).max().T
         joined.columns = table.columns[::columns]
     return joined, rows, columns
-
-
-def typical_step(steps: pd.DataFrame) -> int | None:
-    """The ordinary step whose duration is nearest to the mean of them all; None without one."""
-    ordinary = steps[steps["ordinary"].astype(bool)]
-    if ordinary.empty:
-        return None
-    times = step_ms(ordinary).groupby(ordinary["step"]).mean()
-    return int((times - times.mean()).abs().idxmin())
 
 
 def stretches(numbers: Sequence[int], gap: int = 1) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.padding import Padding
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dsprof.analyzer import text
-from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.analysis import WAITING, Analysis, kind_of, part_of
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.memory.allocator_state import DeviceMemory
 
@@ -79,7 +79,7 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
         _memory(console, glyphs, held, analysis.run.cwd)
     if len(analysis.memory) > SHOWN_DEVICES:
         console.print(Text(f"and {text.count(len(analysis.memory) - SHOWN_DEVICES, 'more device')}", style="dim"))
-    problems = wording.problems(analysis)
+    problems = analysis.problems
     for index, finding in enumerate(problems[:SHOWN_FINDINGS], 1):
         console.print()
         _finding(console, index, finding, analysis.run.cwd)
@@ -89,6 +89,12 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
         console.print(Text(f"\nand {text.count(len(hidden), 'more finding')}: {codes}"))
     console.print()
     _notes(console, analysis)
+
+
+def console_like(file: TextIO) -> dict[str, Any]:
+    """Arguments of `render` for text that is written to `file` later."""
+    color = file.isatty() and not os.environ.get("NO_COLOR")
+    return {"color": color, "width": min(Console(file=file).width, MAX_WIDTH) if file.isatty() else DEFAULT_WIDTH}
 
 
 def _console(file: TextIO, color: bool | None, width: int | None) -> Console:
@@ -130,7 +136,7 @@ def _run_line(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     kinds = wording.kinds_of_time(analysis.time)
     if not kinds:
         return
-    causes = wording.codes(analysis, palette.kind_of)
+    causes = wording.codes(analysis, kind_of)
     line = Text(f"run {wording.duration(sum(analysis.time.values()))}", style="bold")
     gap = "  "
     for kind in kinds:
@@ -154,7 +160,7 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
     console.print(Text.assemble(("step", "bold"), (f" {text.ms(step.mean)}", "bold"), (facts, "dim")))
     if analysis.step_is:
         console.print(Padding(Text(wording.step_is(analysis), style="dim"), (0, 0, 0, 5)))
-    causes = wording.codes(analysis, palette.part_of)
+    causes = wording.codes(analysis, part_of)
     shown = [
         part for part, value in analysis.budget.items() if value >= palette.LEAST_SHARE * step.mean or part in causes
     ]
@@ -185,7 +191,7 @@ def _step_tree(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
                 grid.add_row(
                     Text.assemble((f"{stem}{twig} ", "dim"), (line.label, style)),
                     Text(f"{line.ms:,.{digits}f} ms", style=style), "",
-                    Text(f"{line.said} {line.own_ms:,.{digits}f} ms" if part in palette.WAITING else "", style=style),
+                    Text(f"{line.said} {line.own_ms:,.{digits}f} ms" if part in WAITING else "", style=style),
                 )  # fmt: skip
     console.print(grid)
 
@@ -218,7 +224,7 @@ def _rank_lines(analysis: Analysis, part: str) -> list[RankLine]:
     named = {
         rank
         for finding in analysis.findings
-        if finding.is_problem and palette.part_of(finding.code) == part
+        if finding.is_problem and part_of(finding.code) == part
         for rank in finding.where.ranks or ()
         if rank in table.index
     }
@@ -229,7 +235,7 @@ def _rank_lines(analysis: Analysis, part: str) -> list[RankLine]:
     if len(order) > SHOWN_RANKS:
         picked = sorted(named)[: SHOWN_RANKS - 1]
         picked.append(order[-1] if order[0] in picked else order[0])
-    own, said = table.drop(columns=list(palette.WAITING)).sum(axis=1), "own work"
+    own, said = table.drop(columns=list(WAITING)).sum(axis=1), "own work"
     if analysis.delays is not None:
         own, said = analysis.delays.mean(axis=1).reindex(table.index, fill_value=0.0), "others wait for it"
     lines = [RankLine(f"rank {rank}", table[part][rank], said, own[rank], rank in named) for rank in sorted(picked)]
@@ -326,7 +332,7 @@ def _notes(console: Console, analysis: Analysis) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, min_width=8)
     grid.add_column(overflow="fold")
-    minor = wording.remarks(analysis)
+    minor = analysis.remarks
     for finding in minor[:SHOWN_INFO]:
         saved = wording.saving(finding)
         uncertain = "not certain: the gain may be zero" if finding.gain.low <= 0 else "not certain"

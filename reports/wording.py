@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import math
 import re
 import shlex
@@ -31,7 +32,7 @@ def tone(analysis: Analysis) -> Tone:
     """How grave the verdict is: green, yellow, by the worst finding's severity, red."""
     if analysis.verdict.status == "bottleneck":
         graver: dict[str, Tone] = {"high": "high", "medium": "medium", "low": "low"}
-        return next((graver[finding.severity] for finding in problems(analysis) if finding.severity in graver), "low")
+        return next((graver[finding.severity] for finding in analysis.problems if finding.severity in graver), "low")
     return _TONES[analysis.verdict.status]
 
 
@@ -40,15 +41,10 @@ _TONES: Final[dict[str, Tone]] = {"healthy": "good", "inconclusive": "unsure", "
 
 def steps_judged(analysis: Analysis) -> str:
     """`35 ordinary steps of 40`, which is what the step's mean, quantiles and budget are of; `40 steps` if all are."""
-    ordinary = ordinary_steps(analysis)
+    ordinary = analysis.steps_judged
     if ordinary == analysis.step_count:
         return count(ordinary, "step")
     return f"{count(ordinary, 'ordinary step')} of {analysis.step_count:,}"
-
-
-def ordinary_steps(analysis: Analysis) -> int:
-    steps = analysis.steps
-    return int(steps.loc[steps["ordinary"].astype(bool), "step"].nunique())
 
 
 def step_is(analysis: Analysis) -> str:
@@ -118,29 +114,11 @@ def duration(seconds: float) -> str:
 
 # --- findings -----------------------------------------------------------------------------------
 
-LEAST_PERCENT: Final = 0.1
-"""What gains less of the step than this is not worth a line."""
-
-
-def problems(analysis: Analysis) -> list[Finding]:
-    """Findings above `info`, and what broke the run; worst first."""
-    return [finding for finding in analysis.findings if finding.is_problem]
-
-
-def remarks(analysis: Analysis) -> list[Finding]:
-    """The other findings, but those whose predicted gain is next to nothing."""
-    return [finding for finding in listed(analysis) if not finding.is_problem]
-
-
-def listed(analysis: Analysis) -> list[Finding]:
-    """Problems and remarks, worst first."""
-    return [item for item in analysis.findings if item.is_problem or not 0 < item.weight.percent < LEAST_PERCENT]
-
 
 def codes(analysis: Analysis, place_of: Callable[[str], str | None]) -> dict[str, list[str]]:
-    """Where lost time shows, by `palette.part_of` or `palette.kind_of` -> codes of the problems that lose it."""
+    """Where lost time shows, by `part_of` or `kind_of` of `analyzer.analysis` -> codes of the problems that lose it."""
     found: dict[str, list[str]] = {}
-    for finding in problems(analysis):
+    for finding in analysis.problems:
         place = place_of(finding.code)
         if place is not None and finding.code not in found.setdefault(place, []):
             found[place].append(finding.code)
@@ -240,6 +218,25 @@ def changes(fix: Fix, cwd: str = "") -> list[Edit]:
     return [edit for entry in fix.patch if (edit := _change(fix.kind, entry, cwd)).text]
 
 
+def applied_by(fix: Fix) -> str:
+    """How dsprof makes a change without an edit, as one types it; empty where it cannot."""
+    if not fix.knobs:
+        return ""
+    settings = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in fix.knobs)
+    return "dsprof run " + shlex.join(word for one in settings for word in ("--set", clean(one))) + " ..."
+
+
+def next_commands(analysis: Analysis, run: str) -> list[tuple[str, str]]:
+    """What to type next about a run's fixes, and what it does. run: as it is typed."""
+    found = []
+    if any(fix.knobs for finding in analysis.problems for fix in finding.fixes):
+        found.append((f"dsprof fix {run}", "the change as a diff; --verify runs the job with and without it"))
+    worst = next((one for one in analysis.problems if one.gain.method == "replay" and one.gain.ms > 0), None)
+    if worst is not None:
+        found.append((f"dsprof whatif {run} --without {worst.code}", "what other changes would save beside it"))
+    return found
+
+
 def _change(kind: str, entry: dict[str, Any], cwd: str) -> Edit:
     value = clean(entry.get("value", ""))
     if kind == "env":
@@ -304,10 +301,6 @@ def ended(item: RankExit) -> str:
     return item.how if item.signal is None else f"killed by {item.how} ({item.status})"
 
 
-def missing_ranks(analysis: Analysis) -> tuple[int, ...]:
-    return tuple(sorted(set(range(analysis.ranks_expected)) - set(analysis.ranks_captured)))
-
-
 def by_reason(not_judged: Mapping[str, str]) -> list[tuple[str, list[str]]]:
     """(reason, codes of the rules that could not be judged for it)."""
     reasons: dict[str, list[str]] = {}
@@ -345,7 +338,7 @@ def _bad_ends(analysis: Analysis) -> list[str]:
 def capture_facts(analysis: Analysis) -> str:
     """The capture's quality in one line."""
     capture = analysis.capture
-    missing = missing_ranks(analysis)
+    missing = analysis.missing_ranks
     words = [f"{len(analysis.ranks_captured)}/{count(analysis.ranks_expected, 'rank')}"]
     if missing:
         words[0] += f" (missing {spans(missing)})"

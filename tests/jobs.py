@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,17 +67,19 @@ def profile(
     ranks: int | None = 2,
     flags: tuple[str, ...] = (),
     fresh: bool = False,
+    variables: Mapping[str, str] | None = None,
 ) -> Finished:
     """`dsprof run --nproc-per-node RANKS script args` in `tmp_path`; without ranks, `dsprof run script args`.
 
     fresh: in interpreters that import torch themselves, for what depends on how processes are started and end
+    variables: of the environment, beside this process's
     """
     folder = tmp_path / "run"
     launcher = [] if ranks is None else ["--nproc-per-node", str(ranks)]
     command = [sys.executable, "-m", "dsprof", "run", "-o", str(folder), *launcher, *flags]
     for _ in range(3):
         try:
-            finished = _heard(RunFolder(folder), [*command, str(script), *args], tmp_path, fresh)
+            finished = _heard(RunFolder(folder), [*command, str(script), *args], tmp_path, fresh, variables)
         except subprocess.TimeoutExpired:  # what is ours to blame hangs in interpreters of its own, too
             if fresh:
                 raise
@@ -89,7 +92,9 @@ def profile(
     return finished
 
 
-def _heard(folder: RunFolder, command: list[str], cwd: Path, fresh: bool) -> Finished:
+def _heard(
+    folder: RunFolder, command: list[str], cwd: Path, fresh: bool, variables: Mapping[str, str] | None
+) -> Finished:
     """Run it, and note when it says what on stderr."""
     heard: list[tuple[float, str]] = []
     read, write = os.pipe()
@@ -104,7 +109,7 @@ def _heard(folder: RunFolder, command: list[str], cwd: Path, fresh: bool) -> Fin
         done = forked_python.run(
             command,
             cwd=cwd,
-            env=environment(),
+            env=environment(**(variables or {})),
             stdout=subprocess.PIPE,
             stderr=write,
             fresh=fresh,

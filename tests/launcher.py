@@ -28,9 +28,12 @@ def render(analysis, file, *, color, width):
     print("THE VERDICT", file=file)
 terminal = types.ModuleType("dsprof.reports.terminal")
 terminal.render = render
+wording = types.ModuleType("dsprof.reports.wording")
+wording.next_commands = lambda analysis, run: [(f"dsprof fix {run}", "the change as a diff")]
 reports = types.ModuleType("dsprof.reports")
-reports.finish, reports.terminal = finish, terminal
-sys.modules.update({"dsprof.reports": reports, "dsprof.reports.terminal": terminal})
+reports.finish, reports.terminal, reports.wording = finish, terminal, wording
+stubs = {"dsprof.reports": reports, "dsprof.reports.terminal": terminal, "dsprof.reports.wording": wording}
+sys.modules.update(stubs)
 from dsprof.cli import main
 sys.exit(main())
 """

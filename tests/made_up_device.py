@@ -152,8 +152,8 @@ def _row(
     moments = {"start_ns": start, "issue_ns": issue, "arrival_ns": arrival}
     found = {name: None if at is None else round(at * MS) + MS for name, at in moments.items()}
     if kind in ("comm", "wait"):
-        columns |= {"group": "0", "bytes": 4096, "dtype": "float32"}
-    if kind == "comm":
+        columns = {"group": "0", "bytes": 4096, "dtype": "float32"} | columns
+    if kind == "comm" and "peer" not in columns:
         columns |= {"purpose": "gradient"}
     rows.append({
         "rank": rank, "restart": 0, "step": step, "kind": kind, "name": name, "lane": lane, "thread": 1, "ended": True,

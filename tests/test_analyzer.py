@@ -247,6 +247,26 @@ def test_one_huge_bucket_that_overlaps_nothing() -> None:
     assert first.fixes[0].patch[0]["value"] < 60
 
 
+@pytest.mark.parametrize(
+    ("facts", "settles"),
+    [
+        ([{"fact": "ddp", "rank": 0, "site": None, "gradient_bytes": [1 << 20] * 64}],
+         "`dsprof fix --set ddp.bucket_cap_mb=5 --verify` measures it"),
+        ([], "all collectives that were seen have one size, so what others take is not known; make the change"),
+    ],
+)  # fmt: skip
+def test_one_huge_bucket_is_told_what_settles_how_much_could_be_gained(
+    facts: list[dict[str, object]], settles: str
+) -> None:
+    """The link's latency and bandwidth do not come apart, however many steps there are: so the smallest buckets, which
+    would gain most if there were no latency, are not what is proposed."""
+    analysis = analyze(Job(buckets=(64 << 20,), ms_per_mib=0.8, backward=lambda rank, step: 20, facts=facts).trace())
+    assert analysis.verdict.status == "inconclusive"
+    assert settles in analysis.verdict.headline
+    exposed = next(finding for finding in analysis.findings if finding.code == "comm.exposed")
+    assert exposed.gain.low < 0 < exposed.gain.ms
+
+
 @pytest.mark.parametrize(("tensor_parallel_ms", "judged"), [(9, True), (11, False)])
 def test_waiting_for_tensor_parallelism_is_not_explained_by_buckets(tensor_parallel_ms: int, judged: bool) -> None:
     """Nor is waiting for a late rank, which is not the collective's."""
@@ -339,8 +359,11 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     found = json.loads(json.dumps(analysis.to_dict(), allow_nan=False))
     assert list(found) == [
         "schema", "run", "budget", "findings", "verdict", "time", "passed", "not_judged", "noise_ms", "notes",
-        "memory", "capture",
+        "memory", "critical_path", "capture",
     ]  # fmt: skip
+    path = found["critical_path"]
+    assert sum(path["by_kind"].values()) == pytest.approx(path["ms"])
+    assert path["by_rank"]["1"] > 89  # the late rank sets the pace
     assert list(found["run"]) == [
         "id",
         "command",

@@ -28,6 +28,7 @@ from dsprof.analyzer.graph.path_operations import (
     WAIT,
     CriticalPath,
 )
+from dsprof.analyzer.graph.path_summary import PathPart, summarize_path
 from dsprof.analyzer.graph.replay import moments, replay, replay_all
 from dsprof.analyzer.graph.step_graph import CrossStepEdges, StepGraph, Steps, Task
 from dsprof.analyzer.study import study
@@ -115,6 +116,28 @@ def test_a_pipeline_is_as_long_as_its_first_micro_batch_down_and_the_slow_stage(
         (0, "F", 1.0), *[(1, "F", 2.0), (1, "B", 2.0)] * 3, (0, "B", 1.0),
     ]  # fmt: skip
     assert [one.edge for one in path.operations][1] == MESSAGE
+
+
+def test_steps_that_follow_one_another_in_few_numbers() -> None:
+    """Rank 1 comes last to the collective; step 3 is not judged, so that steps 0 to 2 are the longest stretch."""
+    graph = graph_of(steps_of(["5 I0 W0 1", "9 I0 W0 2"], [4.0], [REDUCE], steps=5))
+    found = summarize_path(replace(graph, judged=np.arange(5) != 3))
+    assert found is not None
+    assert found.steps == (0, 2)
+    assert (found.ms, found.by_kind, found.by_rank) == (
+        15.0,
+        {"compute": 11.0, COMMUNICATION: 4.0},
+        {1: 11.0, None: 4.0},
+    )
+    assert found.parts == (
+        PathPart(1, "host", "compute", "", 11.0, 2.0),
+        PathPart(None, "0", COMMUNICATION, "all_reduce gradient", 4.0, 1.0),
+    )
+    assert found.to_dict()["by_rank"] == {"1": 11.0, "together": 4.0}
+
+
+def test_no_judged_step_has_no_path() -> None:
+    assert summarize_path(replace(graph_of(steps_of(["5"], steps=2)), judged=np.zeros(2, bool))) is None
 
 
 def flows(*kinds: str) -> list[Task]:

@@ -11,6 +11,7 @@ import pytest
 from records import Record, capture_of, derive, phase
 from synthetic import MS
 
+from dsprof.analyzer.align.groups import find_mesh
 from dsprof.analyzer.align.topology import Topology
 from dsprof.analyzer.work.mfu import Efficiency, RankWork, judge_efficiency, sum_work
 from dsprof.analyzer.work.module_times import module_times, sum_modules
@@ -157,11 +158,23 @@ WORK = RankWork(
     samples=8,
     tokens=128,
 )
-NONE = pd.DataFrame({"kind": [], "purpose": [], "peer": [], "group": []})
 
 
-def communications(*groups: str) -> pd.DataFrame:
-    return pd.DataFrame({"kind": "comm", "purpose": "gradient", "peer": None, "group": list(groups)})
+def communications(run: RunInfo, **purposes: str) -> pd.DataFrame:
+    """One collective of each group of the job, on all of its ranks: of what it is for, "gradient" if that is not said;
+    "all_to_all" is a name."""
+    rows = [
+        {
+            "kind": "comm", "rank": rank, "step": 1, "group": group, "seq": 0, "peer": None, "bytes": 64,
+            "purpose": "other" if of == "all_to_all" else of, "name": of if of == "all_to_all" else "all_reduce",
+            "issue_ns": 1, "arrival_ns": None,
+        }
+        for group, fact in run.groups.items()
+        for of in [purposes.get(f"group_{group}", "gradient")]
+        for rank in fact["ranks"]
+    ]  # fmt: skip
+    columns = ["kind", "rank", "step", "group", "seq", "peer", "bytes", "purpose", "name", "issue_ns", "arrival_ns"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def run_of(name: str = "NVIDIA H100 80GB HBM3", ranks: int = 2, **more: Any) -> RunInfo:
@@ -169,10 +182,10 @@ def run_of(name: str = "NVIDIA H100 80GB HBM3", ranks: int = 2, **more: Any) -> 
     return RunInfo(id="run", name="run", command=[], world_size=ranks, **{"facts": facts, **more})
 
 
-def judge(
-    run: RunInfo, work: Mapping[int, RankWork], rows: pd.DataFrame = NONE, topology: Topology | None = None
-) -> Efficiency:
-    found = judge_efficiency(run, work, 200.0, rows, topology or Topology())
+def judge(run: RunInfo, work: Mapping[int, RankWork], topology: Topology | None = None, **purposes: str) -> Efficiency:
+    stages = topology or Topology()
+    mesh = find_mesh(communications(run, **purposes), run, stages)
+    found = judge_efficiency(run, work, 200.0, mesh, stages)
     assert found is not None
     return found
 
@@ -249,35 +262,52 @@ def throughput(found: Efficiency) -> list[tuple[str, float | None, tuple[int, ..
 def test_replicas_are_summed() -> None:
     """8 samples in 200 ms on each rank."""
     run = run_of(groups={"0": {"ranks": [0, 1], "size": 2}})
-    found = judge(run, {0: WORK, 1: WORK}, communications("0"))
+    found = judge(run, {0: WORK, 1: WORK})
     assert throughput(found) == [("samples", 80, (0, 1)), ("tokens", 1280, (0, 1))]
 
 
 def test_tensor_parallel_ranks_are_not() -> None:
     """Ranks 0 and 1 hold parts of one replica, 2 and 3 of another."""
     run = run_of(ranks=4, groups={"5": {"ranks": [0, 2]}, "6": {"ranks": [1, 3]}})
-    found = judge(run, dict.fromkeys(range(4), WORK), communications("5", "6"))
+    found = judge(run, dict.fromkeys(range(4), WORK))
     assert throughput(found) == [("samples", 80, (0, 2)), ("tokens", 1280, (0, 2))]
 
 
 def test_ranks_that_hold_parts_of_one_replica_share_its_batch() -> None:
-    facts = [{"fact": "tensor_parallel", "group": "0", "rank": 0}]
-    found = judge(run_of(facts=facts, groups={"0": {"ranks": [0, 1]}}), {0: WORK, 1: WORK})
+    run = run_of(groups={"0": {"ranks": [0, 1]}})
+    found = judge(run, {0: WORK, 1: WORK}, group_0="tensor-parallel")
     assert throughput(found) == [("samples", 40, (0,)), ("tokens", 640, (0,))]
+
+
+def test_gradients_that_a_tensor_parallel_group_reduces_make_no_replicas_of_it() -> None:
+    """As those of norms are under sequence parallelism: ranks 0 and 1 hold parts of one replica all the same."""
+    groups = {"1": {"ranks": [0, 1]}, "2": {"ranks": [2, 3]}, "3": {"ranks": [0, 2]}, "4": {"ranks": [1, 3]}}
+    facts = [{"fact": "tensor_parallel", "group": group, "rank": 0} for group in "12"]
+    run = run_of(ranks=4, groups=groups, facts=facts)
+    found = judge(run, dict.fromkeys(range(4), WORK))
+    assert throughput(found) == [("samples", 80, (0, 2)), ("tokens", 1280, (0, 2))]
+
+
+def test_ranks_that_divide_a_sequence_have_its_tokens_and_not_its_samples_each() -> None:
+    """Ranks 0 and 1 share sequences, 2 and 3 others; all four average gradients."""
+    groups = {"1": {"ranks": [0, 1]}, "2": {"ranks": [2, 3]}, "3": {"ranks": [0, 1, 2, 3]}}
+    run = run_of(ranks=4, groups=groups)
+    found = judge(run, dict.fromkeys(range(4), WORK), group_1="all_to_all", group_2="all_to_all")
+    assert throughput(found) == [("samples", 80, (0, 2)), ("tokens", 2560, (0, 1, 2, 3))]
 
 
 def test_of_a_pipeline_the_first_stage_tells() -> None:
     run = run_of(ranks=4, groups={"5": {"ranks": [0, 1]}, "6": {"ranks": [2, 3]}})
     work = {rank: WORK if rank >= 2 else RankWork(samples=8, module="Stage") for rank in range(4)}
     stages = Topology({0: (1,), 1: (1,), 2: (0,), 3: (0,)})
-    assert throughput(judge(run, work, communications("5", "6"), stages)) == [
+    assert throughput(judge(run, work, stages)) == [
         ("samples", 80, (2, 3)), ("tokens", 1280, (2, 3)),
     ]  # fmt: skip
 
 
 def test_shards_and_their_replicas_are_one_set() -> None:
     groups = {"1": {"ranks": [0, 1]}, "2": {"ranks": [2, 3]}, "3": {"ranks": [0, 2]}, "4": {"ranks": [1, 3]}}
-    found = judge(run_of(ranks=4, groups=groups), dict.fromkeys(range(4), WORK), communications(*groups))
+    found = judge(run_of(ranks=4, groups=groups), dict.fromkeys(range(4), WORK))
     assert throughput(found)[0] == ("samples", 160, (0, 1, 2, 3))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sysconfig
 import threading
@@ -34,6 +35,7 @@ def stated(monkeypatch: pytest.MonkeyPatch) -> list[Fact]:
 
     for cls in (DataLoader, _BaseDataLoaderIter):
         monkeypatch.setattr(cls, "__init__", cls.__init__)
+    monkeypatch.setattr(facts, "_numbers", itertools.count(1))
     facts.watch_dataloaders()
     return found
 

@@ -41,9 +41,11 @@ LAYERS: Final = {
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
     "analyzer": ("dsprof.analyzer",),
+    "compare": ("dsprof.compare",),
     "knobs": ("dsprof.knobs",),
     "fix": ("dsprof.fix",),
     "reports": ("dsprof.reports",),
+    "interactive": ("dsprof.interactive",),
     "cli": (
         "dsprof.__main__", "dsprof.cli", "dsprof.doctor", "dsprof.launch", "dsprof.machine", "dsprof.settings",
     ),
@@ -60,10 +62,12 @@ MAY_IMPORT: Final = {
     "trace": {"trace", "schema"},
     "importers": {"importers", "trace", "schema"},
     "analyzer": {"analyzer", "trace", "schema"},
+    "compare": {"compare", "analyzer", "schema"},
     "knobs": {"knobs", "analyzer", "trace", "schema"},
     "fix": {"fix", "knobs", "analyzer", "trace", "schema"},
-    "reports": {"reports", "analyzer", "trace", "schema"},
-    "cli": {"cli", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
+    "reports": {"reports", "compare", "fix", "knobs", "analyzer", "trace", "schema"},
+    "interactive": {"interactive", "compare", "reports", "fix", "knobs", "analyzer", "trace", "schema"},
+    "cli": {"cli", "compare", "reports", "importers", "fix", "knobs", "trace", "schema", "public"},
     "collectors": {
         "collectors",
         "dsprof.atomic",
@@ -79,7 +83,7 @@ MAY_IMPORT: Final = {
         *LIVE,
     },
     "engine": {"engine"},
-    "public": {"dsprof.collectors.spans"},
+    "public": {"dsprof.collectors.spans", "interactive"},
 }
 """Layer -> what of ours it may import: whole layers, or single modules by name."""
 
@@ -95,8 +99,10 @@ EXCEPTIONS: Final = {
         "dsprof.collectors.capture.scratch",
         "dsprof.collectors.overrides.install",
     },
+    "dsprof.interactive.profiled": {"dsprof.collectors.arming.in_process", "dsprof.collectors.spans"},
     "dsprof.cli.fix": {"dsprof.analyzer.text"},
     "dsprof.cli.tune": {"dsprof.analyzer.text"},
+    "dsprof.cli.live": {"dsprof.collectors.capture.scratch"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
@@ -117,12 +123,14 @@ THIRD_PARTY: Final = {
     "trace": {"numpy", "orjson", "pandas", "pyarrow"},
     "importers": {"numpy", "pandas", "pyarrow"},
     "analyzer": {"numpy", "pandas", "scipy"},
+    "compare": {"numpy", "pandas", "scipy"},
     "knobs": set(),
     "fix": {"numpy", "scipy"},
     "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},
     "cli": {"pynvml", "rich", "tensorboard", "torch", "typer"},
     "collectors": {"torch"},
     "engine": {"torch"},
+    "interactive": {"numpy", "pandas"},
     "public": set(),
 }
 """Layer -> packages beyond the standard library."""
@@ -139,7 +147,7 @@ TORCH_FREE: Final = (
 ONLY_INSIDE_FUNCTIONS: Final = {
     "cli": {"dsprof.engine", "dsprof.importers", "dsprof.reports", "pynvml", "rich", "tensorboard", "torch"},
     "collectors": {"torch"},
-    "public": {"dsprof.collectors.spans"},
+    "public": {"dsprof.collectors.spans", "dsprof.interactive"},
 }
 """Layer -> what must not be imported with the module itself: `--help` is quick, and torch is the job's to import."""
 
@@ -148,7 +156,8 @@ NO_FILES_NO_PRINTING: Final = {"io", "logging", "os", "pathlib", "shutil", "subp
 
 ROOMS: Final = (
     "dsprof.engine", "dsprof.collectors", "dsprof.reports", "dsprof.analyzer", "dsprof.importers", "dsprof.cli",
-    "dsprof.launch", "dsprof.knobs", "dsprof.fix", "dsprof.trace", "dsprof.live", "dsprof",
+    "dsprof.launch", "dsprof.interactive", "dsprof.compare", "dsprof.knobs", "dsprof.fix", "dsprof.trace",
+    "dsprof.live", "dsprof",
 )  # fmt: skip
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
@@ -311,8 +320,10 @@ def test_every_module_belongs_to_a_layer() -> None:
         "importers",
         "analyzer",
         "reports",
+        "interactive",
         "cli",
         "collectors",
+        "compare",
         "engine",
         "fix",
         "knobs",

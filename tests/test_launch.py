@@ -77,11 +77,12 @@ def test_a_command_runs_armed_and_otherwise_unchanged(tmp_path: Path) -> None:
     assert done.stdout == f"1 {folder.path} ['-o', 'foo', '--help', '--', '-x'] {tmp_path}\n"
     assert all(line.startswith("[dsprof] ") for line in done.stderr.splitlines() if line != "THE VERDICT")
     name = f"dsprof-out/{folder.path.name}"
-    assert done.stderr.splitlines()[-4:] == [
+    assert done.stderr.splitlines()[-5:] == [
         "THE VERDICT",
         f"[dsprof] report: {name}/report.html",
         f"[dsprof] next: dsprof report {name}",
         f"[dsprof]       dsprof tensorboard {name}",
+        f"[dsprof]       dsprof fix {name}    # the change as a diff",
     ]
     written = folder.read_info()
     assert (written.status, written.name, written.level) == (0, Path(PYTHON).name, "light")

@@ -60,3 +60,4 @@ def test_few_micro_batches_for_many_stages(tmp_path: Path) -> None:
     analysis = analyze(import_trace(tmp_path / "trace.parquet"))
     bubble = next(finding for finding in analysis.findings if finding.code == "pipeline.bubble")
     assert bubble.is_problem
+    assert bubble.title.endswith(": 4 micro-batches for 4 stages")

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from dsprof.analyzer.analysis import typical_step
 from dsprof.reports import palette, plots, tables
 from dsprof.reports.timeline import timeline
 from dsprof.schema import BUDGET_PARTS, TIME_KINDS
@@ -385,5 +386,5 @@ def test_stretches() -> None:
 def test_typical_step_is_nearest_to_the_mean_of_the_ordinary() -> None:
     steps = table({0: [50, 10, 20, 14, 90]}, {0: [0] * 5})
     steps["ordinary"] = [False, True, True, True, False]
-    assert tables.typical_step(steps) == 3
-    assert tables.typical_step(steps[:0]) is None
+    assert typical_step(steps) == 3
+    assert typical_step(steps[:0]) is None

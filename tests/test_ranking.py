@@ -9,17 +9,19 @@ from synthetic import Job
 from dsprof.analyzer import analyze
 from dsprof.analyzer.finding import Finding, Gain, Severity, Where
 from dsprof.analyzer.graph.step_graph import StepGraph
-from dsprof.analyzer.judge import ranked
+from dsprof.analyzer.judge import judge, ranked
 from dsprof.analyzer.price.attribution import Attribution, attribute
 from dsprof.analyzer.rules.registry import all_rules
+from dsprof.analyzer.rules.rule import Look, Rule
+from dsprof.analyzer.study import study
 from dsprof.analyzer.whatif import WhatIf
 
 RULES = {rule.code: rule for rule in all_rules()}
 
 
-def finding(code: str, severity: Severity, ms: float, share: float | None = None) -> Finding:
+def finding(code: str, severity: Severity, ms: float, share: float | None = None, low: float | None = None) -> Finding:
     return Finding(
-        code, code, severity, Where(), (), Gain(ms, ms, ms, ms),
+        code, code, severity, Where(), (), Gain(ms, ms, ms if low is None else low, ms),
         share=None if share is None else Gain(share, share, share, share),
     )  # fmt: skip
 
@@ -38,21 +40,34 @@ def test_the_share_and_not_what_it_gains_alone_says_where_a_finding_stands() -> 
     assert order(finding("pause.gc", "high", 16, share=16), hidden)[0] == ("rank.straggler", "high")
 
 
-def test_a_bubble_weighs_no_more_than_the_slow_stage_that_it_takes_to_be_fixed() -> None:
+@pytest.mark.parametrize("fault", ["pipeline.imbalance", "rank.straggler"])
+def test_a_bubble_weighs_no_more_than_the_fault_that_it_takes_to_be_fixed(fault: str) -> None:
+    """Where the bubble gains 12 to 25, and the fault 13."""
     slow, bubble, other = (
-        finding("pipeline.imbalance", "medium", 13), finding("pipeline.bubble", "high", 25),
-        finding("pause.gc", "low", 3),
+        finding(fault, "medium", 13), finding("pipeline.bubble", "high", 25, low=12), finding("pause.gc", "low", 3),
     )  # fmt: skip
-    assert order(bubble, other, slow) == [
-        ("pipeline.imbalance", "medium"), ("pipeline.bubble", "medium"), ("pause.gc", "low")
-    ]  # fmt: skip
+    assert order(bubble, other, slow) == [(fault, "medium"), ("pipeline.bubble", "medium"), ("pause.gc", "low")]
     said = ranked([bubble, slow], RULES)[1].evidence[-1]
-    assert (said.metric, said.value) == ("counts only once this is fixed", "pipeline.imbalance")
+    assert (said.metric, said.value) == ("counts only once this is fixed", fault)
+
+
+@pytest.mark.parametrize("fault", ["pipeline.imbalance", "rank.straggler"])
+def test_a_bubble_that_surely_gains_more_than_a_small_fault_stands_above_it(fault: str) -> None:
+    given = finding(fault, "low", 4), finding("pipeline.bubble", "high", 25, low=12)
+    assert order(*given) == [("pipeline.bubble", "high"), (fault, "low")]
 
 
 def test_a_bubble_beside_stages_that_are_nearly_equal_stands_by_itself() -> None:
     given = finding("pipeline.imbalance", "info", 0.4), finding("pipeline.bubble", "high", 25)
     assert order(*given) == [("pipeline.bubble", "high"), ("pipeline.imbalance", "info")]
+
+
+@pytest.mark.parametrize(("ms", "listed"), [(-5.0, False), (0.0, True)])
+def test_what_costs_time_by_itself_is_no_remark(ms: float, listed: bool) -> None:
+    rule = Rule("pause.gc", "", looks=(Look(lambda study: [finding("pause.gc", "info", ms)]),))
+    judged = judge(study(Job(steps=12).trace()), [rule])
+    assert [one.code for one in judged.findings] == (["pause.gc"] if listed else [])
+    assert judged.passed == ("pause.gc",)
 
 
 def test_what_ended_the_run_comes_first() -> None:

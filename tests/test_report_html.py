@@ -19,8 +19,10 @@ import factories
 import pytest
 
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.finding import Evidence
+from dsprof.analyzer.finding import Evidence, Fix
 from dsprof.reports import html
+from dsprof.reports.diffs import with_diffs
+from dsprof.run import RunFolder
 from dsprof.trace import Trace
 
 HERE = Path(html.__file__).parent
@@ -127,6 +129,63 @@ def test_a_cost_beside_the_ordinary_steps() -> None:
     assert [trace["name"] for trace in marks] == ["checkpointing", "evaluation", "stop"]
 
 
+def test_the_fix_comes_before_all_else_that_is_told_of_a_finding() -> None:
+    text = text_of(rendered(factories.straggler))
+    body = text[text.rindex("What to do, worst first") :]
+    places = [body.index(words) for words in (
+        "saves 37.9 ms", "Fix 1", "forward on rank 1", "Where the step goes", "Where the run goes", "Who was slower",
+    )]  # fmt: skip
+    assert places == sorted(places)
+
+
+def test_evidence_that_is_as_expected_is_left_out() -> None:
+    evidence = (Evidence("own work a step", 256.0, "ms", 180.0), Evidence("CPU time a step", 177.0, "ms", 177.2))
+    finding = replace(factories.STRAGGLER, evidence=evidence)
+    text = text_of(html.render(replace(factories.straggler(), findings=(finding,))))
+    assert "own work a step 256 ms 180 ms" in text
+    assert "CPU time a step" not in text
+
+
+def test_a_fix_that_is_known_as_a_diff_is_shown_as_one() -> None:
+    diff = "--- a/train.py\n+++ b/train.py\n@@ -3,1 +3,1 @@\n-model = DDP(model)\n+model = DDP(model, <b>=5)\n"
+    fixes = (replace(factories.STRAGGLER.fixes[0], diff=diff),)
+    finding = replace(factories.STRAGGLER, fixes=fixes)
+    page = html.render(replace(factories.straggler(), findings=(finding,)))
+    assert '<span class="del">-model = DDP(model)</span>' in page
+    assert '<span class="add">+model = DDP(model, &lt;b&gt;=5)</span>' in page
+    assert "slow_rank=None" not in page
+    assert finding.to_dict()["fixes"][0]["diff"] == diff
+
+
+def test_a_diff_is_made_of_the_users_own_files_and_only_where_the_run_was_started_here(tmp_path: Path) -> None:
+    script = "from torch.nn.parallel import DistributedDataParallel\n\nmodel = DistributedDataParallel(model)\n"
+    (tmp_path / "train.py").write_text(script)
+    analysis = factories.straggler()
+    analysis.run.cwd = str(tmp_path)
+    analysis.run.facts.append({"fact": "ddp", "rank": 0, "site": "train.py:3"})
+    fix = Fix("code", "larger buckets", knobs=(("ddp.bucket_cap_mb", 50),))
+    by_hand = Fix("env", "more threads", knobs=(("ddp.bucket_cap_mb", 50), ("env.OMP_NUM_THREADS", "2")))
+    analysis = replace(analysis, findings=(replace(factories.STRAGGLER, fixes=(fix, by_hand)),))
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    assert with_diffs(analysis, folder) == analysis
+    folder.write_rerun({"command": []})
+    made = [fix.diff for fix in with_diffs(analysis, folder).findings[0].fixes]
+    assert "-model = DistributedDataParallel(model)\n" in made[0]
+    assert "+model = DistributedDataParallel(model, bucket_cap_mb=50)\n" in made[0]
+    assert made[1] == ""
+    (tmp_path / "train.py").unlink()
+    assert with_diffs(analysis, folder).findings[0].fixes[0].diff == ""
+
+
+def test_what_was_measured_stands_beside_what_was_predicted() -> None:
+    analysis = factories.straggler()
+    analysis.run.verified["rank.straggler"] = {
+        "ms": 35.0, "low": 30.0, "high": 40.0, "percent": 16.5, "outcome": "kept",
+    }  # fmt: skip
+    assert "measured: saves 35.0 ms a step (16 %) [30.0, 40.0], kept" in text_of(html.render(analysis))
+
+
 def test_evidence_without_anything_expected_has_no_such_column() -> None:
     finding = replace(factories.EVAL_UNEVEN, evidence=(Evidence("one evaluation", 420.0, "ms"),))
     text = text_of(html.render(replace(factories.evaluates(), findings=(finding,))))
@@ -137,7 +196,7 @@ def test_an_inconclusive_verdict_promises_nothing() -> None:
     page = rendered(factories.inconclusive)
     text = text_of(page)
     assert "verdict inconclusive nothing found that is sure to shorten the 263 ms step, but 34 % is" in text
-    assert "Nothing above info . Who was slower" in text
+    assert "Nothing above info. Where the step goes" in text
     assert '<h1 class="unsure">' in page
     assert "34\N{NO-BREAK SPACE}% is" in page
 
@@ -194,7 +253,10 @@ def test_the_policy_names_exactly_the_two_scripts() -> None:
 def test_the_page_refers_to_nothing_outside() -> None:
     page = rendered(factories.wide)
     own = page.replace((HERE / "plotly-cartesian.min.js").read_text(encoding="utf-8"), "")
-    assert set(re.findall(r"""\b(?:src|href|action)\s*=\s*(\S+?)[\s>]""", own)) == {'"#findings"'}
+    links = set(re.findall(r"""\b(?:src|href|action)\s*=\s*"(\S+?)"[\s>]""", own))
+    assert {"#rank.straggler", "#timeline", "#run"} < links
+    inside = set(re.findall(r"""\bid="(\S+?)"[\s>]""", own))
+    assert {link.removeprefix("#") for link in links} < inside  # to places of its own, which are there
     assert "http" not in own.replace("http-equiv", "")
 
 
@@ -239,14 +301,14 @@ def browser() -> Iterator[Any]:
 def test_columns_that_are_empty_and_figures_of_one_step_are_left_out() -> None:
     analysis = factories.straggler()
     whole = html.render(analysis)
-    assert "<th>host</th>" in whole
-    assert "<th>ended</th>" in whole
+    assert '<th scope="col">host</th>' in whole
+    assert '<th scope="col">ended</th>' in whole
     assert "steps" in figures(whole)
     run = replace(analysis.run, ranks=[replace(item, host="") for item in analysis.run.ranks], exits=[])
     one = analysis.steps[analysis.steps["step"] == analysis.steps["step"].max()]
     bare = html.render(replace(analysis, run=run, steps=one))
-    assert "<th>host</th>" not in bare
-    assert "<th>ended</th>" not in bare
+    assert '<th scope="col">host</th>' not in bare
+    assert '<th scope="col">ended</th>' not in bare
     assert "steps" not in figures(bare)
 
 
@@ -294,6 +356,7 @@ class Visit:
         return bool(self.page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
 
 
+CARD = '[id="rank.straggler"]'
 AXIS = "document.querySelector('#plot-budget .xtick text')"
 
 
@@ -319,8 +382,20 @@ def test_the_toolbar_covers_nothing(straggler: Visit) -> None:
 
 
 def test_a_fix_can_be_copied(straggler: Visit) -> None:
-    straggler.page.locator("#finding-1 button.copy").first.click()
-    straggler.until("document.querySelector('#finding-1 button.copy').textContent === 'copied'")
+    straggler.page.locator(f"{CARD} button.copy").first.click()
+    straggler.until(f"document.querySelector('{CARD} button.copy').textContent === 'copied'")
+
+
+def test_a_link_to_a_remark_unfolds_it(browser: Any, tmp_path: Path) -> None:
+    finding = factories.EXPOSED_INFO
+    page = html.render(replace(factories.straggler(), findings=(factories.STRAGGLER, finding)))
+    visit = Visit(browser, tmp_path / "report.html", page)
+    folded = "document.querySelector('details').open"
+    assert visit.page.evaluate(folded) is False
+    visit.page.evaluate("location.hash = '#comm.exposed'")
+    visit.until(folded)
+    assert visit.page.evaluate("document.querySelector(':target').id") == "comm.exposed"
+    assert visit.complaints == []
 
 
 def test_plots_are_drawn_in_the_dark_and_follow_a_change_of_scheme(browser: Any, tmp_path: Path) -> None:

@@ -145,10 +145,10 @@ def test_on_the_terminal() -> None:
 @pytest.mark.parametrize("made", [on_devices, on_the_host])
 def test_in_the_html_report(made: Any) -> None:
     page = html.render(analysis_with(*made()))
-    assert '<section id="memory-use">' in page
+    assert '<section id="memory-use"' in page
     assert 'id="plot-memory"' in page
     assert 'id="plot-memory-parts"' in page
-    assert '<section id="memory-use">' not in html.render(factories.healthy())
+    assert '<section id="memory-use"' not in html.render(factories.healthy())
 
 
 def test_in_tensorboard(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dsprof.cli import main
 from dsprof.cli.tune import table
 from dsprof.fix import Journal, Proposal, Tuning, joint_proposals, proposals
 from dsprof.fix.corrections import Scored, corrected, factor
-from dsprof.launch.again import Again
+from dsprof.launch.again import RepeatedJob
 from dsprof.run import RunFolder, RunInfo
 
 
@@ -268,7 +268,7 @@ def run(tmp_path: Path) -> RunFolder:
     return run
 
 
-def take(again: Again, path: Path, settings: Mapping[str, str], *_: Any) -> str:
+def take(again: RepeatedJob, path: Path, settings: Mapping[str, str], *_: Any) -> str:
     write_run(path, 70.0 if settings else 100.0)
     return ""
 
@@ -276,7 +276,7 @@ def take(again: Again, path: Path, settings: Mapping[str, str], *_: Any) -> str:
 def test_it_ends_with_a_table_the_patch_and_how_to_apply_it(
     run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Again, "run", take)
+    monkeypatch.setattr(RepeatedJob, "run", take)
     assert main(["tune", str(run.path)]) == 0
     said = capsys.readouterr().out
     lines = said.splitlines()
@@ -292,11 +292,11 @@ def test_it_ends_with_a_table_the_patch_and_how_to_apply_it(
 def test_the_result_as_json_and_nothing_kept_has_a_status_of_its_own(
     run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def same(again: Again, path: Path, settings: Mapping[str, str], *_: Any) -> str:
+    def same(again: RepeatedJob, path: Path, settings: Mapping[str, str], *_: Any) -> str:
         write_run(path, 100.0)
         return ""
 
-    monkeypatch.setattr(Again, "run", same)
+    monkeypatch.setattr(RepeatedJob, "run", same)
     assert main(["tune", str(run.path), "--json"]) == 4
     found = json.loads(capsys.readouterr().out)
     assert (found["kept"], found["attempts"][0]["measured"]["outcome"]) == ({}, "withdrawn")
@@ -308,7 +308,7 @@ def test_a_job_is_run_first_where_no_run_is_named(
     monkeypatch.chdir(tmp_path)
     lines: list[list[str]] = []
 
-    def first(again: Again, path: Path, settings: Mapping[str, str], *_: Any) -> str:
+    def first(again: RepeatedJob, path: Path, settings: Mapping[str, str], *_: Any) -> str:
         lines.append(again.line(path, settings))
         write_run(path, 100.0)
         RunFolder(path).write_rerun(
@@ -316,7 +316,7 @@ def test_a_job_is_run_first_where_no_run_is_named(
         )
         return ""
 
-    monkeypatch.setattr(Again, "run", first)
+    monkeypatch.setattr(RepeatedJob, "run", first)
     assert main(["tune", "--", "--nproc-per-node", "2", "train.py", "--lr", "1"]) == 4
     assert lines[0][-5:] == ["--nproc-per-node", "2", "train.py", "--lr", "1"]
     assert "nothing was tried" in capsys.readouterr().out

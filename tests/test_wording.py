@@ -9,6 +9,7 @@ import pytest
 
 from dsprof.analyzer import text
 from dsprof.analyzer.align.steps import StepTime
+from dsprof.analyzer.analysis import kind_of, part_of
 from dsprof.analyzer.finding import Fix, Gain, Severity, Where
 from dsprof.reports import palette, wording
 from dsprof.run import RankExit
@@ -185,14 +186,28 @@ def test_a_command_reads_back() -> None:
 
 
 def test_findings_point_at_budget_parts() -> None:
-    assert palette.part_of("rank.straggler") == "peer_wait"
-    assert palette.part_of("data.stall") == "data"
-    assert palette.part_of("comm.exposed") == "comm_exposed"
-    assert palette.part_of("comm.unheard-of") is None
-    assert palette.part_of("pipeline.bubble") == "bubble"
-    assert palette.part_of("pipeline.imbalance") == "bubble"
-    assert palette.part_of("pause.gc") == "pause"
+    assert part_of("rank.straggler") == "peer_wait"
+    assert part_of("data.stall") == "data"
+    assert part_of("comm.exposed") == "comm_exposed"
+    assert part_of("comm.unheard-of") is None
+    assert part_of("pipeline.bubble") == "bubble"
+    assert part_of("pipeline.imbalance") == "bubble"
+    assert part_of("pause.gc") == "pause"
     beside = ("eval.uneven", "checkpoint.stall", "pause.stop", "run.hang")
-    assert [palette.part_of(code) for code in beside] == [None] * 4
-    assert [palette.kind_of(code) for code in beside] == ["evaluation", "checkpointing", None, None]
+    assert [part_of(code) for code in beside] == [None] * 4
+    assert [kind_of(code) for code in beside] == ["evaluation", "checkpointing", None, None]
     assert palette.part("unheard_of").label == "unheard of"
+
+
+def test_the_next_commands_are_those_that_a_finding_of_the_run_can_take() -> None:
+    run = factories.straggler()
+    slow = run.findings[0]
+    whatif = ("dsprof whatif RUN --without rank.straggler", "what other changes would save beside it")
+    assert wording.next_commands(run, "RUN") == [whatif]
+    fix = Fix("code", "larger buckets", knobs=(("ddp.bucket_cap_mb", 25), ("ddp.comm_hook", "bf16")))
+    run = replace(run, findings=(replace(slow, fixes=(fix,)),))
+    shown = ("dsprof fix RUN", "the change as a diff; --verify runs the job with and without it")
+    assert wording.next_commands(run, "RUN") == [shown, whatif]
+    assert wording.next_commands(replace(run, findings=(replace(slow, severity="info"),)), "RUN") == []
+    assert wording.applied_by(fix) == "dsprof run --set ddp.bucket_cap_mb=25 --set ddp.comm_hook=bf16 ..."
+    assert wording.applied_by(Fix("code", "look")) == ""

@@ -35,6 +35,11 @@ def arm() -> None:
         _report("arming", error)
 
 
+def is_armed() -> bool:
+    """Whether this process is profiled as a whole."""
+    return _armed
+
+
 def _arm() -> None:
     from ..hooking.hook_parts import HookPart, install_each
 
@@ -51,9 +56,11 @@ def _arm() -> None:
         HookPart("a process without a process group opens its capture with its first backward", _watch_optimizers),
         HookPart("a rank opens its capture only when it begins to train", _watch_process_group),
     )
+    when_watched = (HookPart("a trial goes on to the end of the job, and its losses are not compared", _watch_trial),)
     install_each("arming", before_it_opens)
     failed: list[Exception] = []
     install_each("arming", opening, failed)
+    install_each("arming", when_watched)
     if len(failed) == len(opening):  # there will be no capture to count that in
         _report("arming", failed[-1])
 
@@ -106,6 +113,15 @@ def _watch_optimizers() -> None:
     from ..loop import optimizers
 
     optimizers.before_first(_start_training)
+
+
+def _watch_trial() -> None:
+    from ..capture import identity
+
+    if identity.setting("DSPROF_TRIAL"):
+        from ..loop import trial
+
+        trial.install()
 
 
 def _watch_process_group() -> None:

@@ -32,6 +32,28 @@ ENGINES_DATA: Final = "dsprof.engine.data"
 """The module in which dsprof's engine makes its DataLoader."""
 
 
+class Described:
+    """What was said of objects as they were made, by identity, as long as somebody keeps them."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, tuple[weakref.ref[Any], Fact]] = {}
+
+    def note(self, made: Any, fact: Fact) -> None:
+        key = id(made)
+        self._facts[key] = (weakref.ref(made, lambda _: self._facts.pop(key, None)), fact)
+
+    def of(self, made: Any) -> Fact | None:
+        """None: nobody looked on when it was made."""
+        known = self._facts.get(id(made))
+        return known[1] if known is not None and known[0]() is made else None
+
+
+_described = Described()
+_numbers = itertools.count(1)
+_ddp_numbers = itertools.count(1)
+"""Of DataLoaders, and of models in DistributedDataParallel: two of one shape are two facts."""
+
+
 def by_engine() -> bool:
     """Whether dsprof's engine is making what is being made, of a data set that the script gave it."""
     frame: FrameType | None = sys._getframe(1)
@@ -57,16 +79,14 @@ def watch_dataloaders() -> None:
 
     They bear it from the beginning: one may well be made before the capture opens.
     """
-    from torch.utils.data import DataLoader, IterableDataset
+    from torch.utils.data import DataLoader
 
-    numbers = itertools.count(1)
     made_by_user: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
     """id of a data set -> the loader that the user made of it, and `sites` by its number."""
     sites: dict[int, str | None] = {}
 
     def tell(loader: Any, *_: Any, **__: Any) -> None:
-        number = next(numbers)
-        object.__setattr__(loader, LOADER, number)
+        number = _number(loader)
         site, framework = caller()
         model = made_by_user.get(id(loader.dataset))
         if framework is None:
@@ -74,19 +94,8 @@ def watch_dataloaders() -> None:
         elif model is not None and model.dataset is loader.dataset:
             # accelerate and Lightning make another in the image of the user's: his is the call to change
             site, framework = sites.get(getattr(model, LOADER), site), None
-        fact = {
-            "fact": "dataloader",
-            "number": number,
-            "num_workers": loader.num_workers,
-            "batch_size": loader.batch_size,
-            "pin_memory": bool(loader.pin_memory),
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": bool(loader.persistent_workers),
-            "iterable": isinstance(loader.dataset, IterableDataset),
-            "by_engine": by_engine(),
-            "site": site,
-            "framework": framework,
-        }
+        fact = {**_of_loader(loader, number), "by_engine": by_engine(), "site": site, "framework": framework}
+        _described.note(loader, fact)
         state(fact)
 
     def number(iterator: Any, loader: Any, *_: Any, **__: Any) -> None:
@@ -96,39 +105,79 @@ def watch_dataloaders() -> None:
     _each_made(private.need(ITERATOR), number)
 
 
+def _number(loader: Any) -> int:
+    """Have a DataLoader bear its number."""
+    number = next(_numbers)
+    object.__setattr__(loader, LOADER, number)
+    return number
+
+
+def _of_loader(loader: Any, number: int) -> Fact:
+    from torch.utils.data import IterableDataset
+
+    return {
+        "fact": "dataloader",
+        "number": number,
+        "num_workers": loader.num_workers,
+        "batch_size": loader.batch_size,
+        "pin_memory": bool(loader.pin_memory),
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": bool(loader.persistent_workers),
+        "iterable": isinstance(loader.dataset, IterableDataset),
+    }
+
+
 def watch_ddp() -> None:
     """State the settings of every DistributedDataParallel made from now on."""
     from torch.nn.parallel import DistributedDataParallel
 
-    numbers = itertools.count(1)
+    after_init(DistributedDataParallel, _of_ddp)
 
-    def describe(ddp: Any) -> Fact:
-        sizes = [p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad]
-        buffers = dict(ddp.module.named_buffers())
-        return {
-            "fact": "ddp",
-            "number": next(numbers),  # two models of one shape are two facts
-            "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
-            "find_unused_parameters": bool(ddp.find_unused_parameters),
-            "static_graph": bool(ddp.static_graph),
-            "gradient_as_bucket_view": bool(ddp.gradient_as_bucket_view),
-            "broadcast_buffers": bool(ddp.broadcast_buffers),
-            "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in buffers.values()),
-            "statistics": any(name.rpartition(".")[2] in STATISTICS for name in buffers),
-            # In the order DDP fills its buckets: the last registered comes first out of backward.
-            "gradient_bytes": sizes[::-1],
-        }
 
-    after_init(DistributedDataParallel, describe)
+def _of_ddp(ddp: Any) -> Fact:
+    sizes = [p.numel() * p.element_size() for p in ddp.parameters() if p.requires_grad]
+    buffers = dict(ddp.module.named_buffers())
+    return {
+        "fact": "ddp",
+        "number": next(_ddp_numbers),
+        "bucket_cap_mb": ddp.bucket_bytes_cap / 2**20,
+        "find_unused_parameters": bool(ddp.find_unused_parameters),
+        "static_graph": bool(ddp.static_graph),
+        "gradient_as_bucket_view": bool(ddp.gradient_as_bucket_view),
+        "broadcast_buffers": bool(ddp.broadcast_buffers),
+        "buffer_bytes": sum(buffer.numel() * buffer.element_size() for buffer in buffers.values()),
+        "statistics": any(name.rpartition(".")[2] in STATISTICS for name in buffers),
+        # In the order DDP fills its buckets: the last registered comes first out of backward.
+        "gradient_bytes": sizes[::-1],
+    }
+
+
+def state_ddp(ddp: Any) -> None:
+    """State the settings of one that is there already. On which line it was made is known where `watch_ddp` saw it."""
+    known = _described.of(ddp)
+    if known is None:
+        known = {**_of_ddp(ddp), "site": None, "framework": None}
+        _described.note(ddp, known)
+    state(known)
+
+
+def state_dataloader(loader: Any) -> None:
+    """State the settings of one that is there already, likewise; iterators of it from now on bear its number."""
+    known = _described.of(loader)
+    if known is None:
+        known = {**_of_loader(loader, _number(loader)), "by_engine": False, "site": None, "framework": None}
+        _described.note(loader, known)
+    state(known)
 
 
 def after_init(cls: type, describe: Callable[[Any], Fact]) -> None:
     """State what `describe` tells of every object of `cls` made from now on, with the line that made it."""
 
     def tell(made: Any, *_: Any, **__: Any) -> None:
-        fact = describe(made)
         site, framework = caller()
-        state({**fact, "site": site, "framework": framework})
+        fact = {**describe(made), "site": site, "framework": framework}
+        _described.note(made, fact)
+        state(fact)
 
     _each_made(cls, tell)
 

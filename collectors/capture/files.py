@@ -21,7 +21,7 @@ from ..hooking.statements import Fact
 from ..recorder.record import Recorder
 from ..system import clock
 from ..system.clock import now_ns
-from .identity import Identity
+from .identity import BEGAN_NS, Identity, setting
 
 MOST_FACTS: Final = 1000
 """Of a kind: each DataLoader of a script that makes one every epoch is another fact, and the others must still fit."""
@@ -65,6 +65,8 @@ class MetaFile:
     def __init__(self, folder: Path, who: Identity, level: str, native: bool) -> None:
         self._folder, self._who, self._level, self._native = folder, who, level, native
         self._opened_ns = now_ns()
+        began = setting(BEGAN_NS)
+        self._began_ns = int(began) if began.isdecimal() else clock.process_start_ns()
 
     def write(self, recorder: Recorder, closed: bool) -> None:
         """As things stand now."""
@@ -87,7 +89,7 @@ class MetaFile:
             "clock": {
                 "monotonic_ns": now_ns(),
                 "epoch_ns": time.time_ns(),
-                "process_start_ns": clock.process_start_ns(),
+                "process_start_ns": self._began_ns,
                 "id": clock.clock_id(),
             },
             "opened_ns": self._opened_ns,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,8 @@ from ..hooking import private
 RANK_VARIABLES: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
+BEGAN_NS: Final = "DSPROF_BEGAN_NS"
+"""Setting: when what is captured began, where that is not when the process did; its monotonic clock."""
 FOLDER_KEY: Final = "dsprof/run-folder"
 
 
@@ -46,6 +49,21 @@ def remember_settings() -> None:
         _remembered["DSPROF_SCRATCH"] = absolute(os.environ["DSPROF_SCRATCH"])
     permissions.remember(os.environ.get(permissions.SHARED, ""))
     _remembered["DSPROF_DIR"] = os.path.abspath(os.environ.get("DSPROF_DIR") or "dsprof-out")
+
+
+def use_settings(settings: dict[str, str]) -> Callable[[], None]:
+    """Have these count in the place of those of the environment, which are taken anew; what is returned brings back
+    those that counted before."""
+    before = dict(_remembered)
+    _remembered.clear()
+    remember_settings()
+    _remembered.update(settings)
+
+    def bring_back() -> None:
+        _remembered.clear()
+        _remembered.update(before)
+
+    return bring_back
 
 
 def setting(name: str) -> str:
@@ -96,10 +114,13 @@ def run_folder(identity: Identity) -> Path:
         return Path(given)
     parent = Path(setting("DSPROF_DIR") or "dsprof-out").absolute()
     mine = parent / new_run_id(Path(sys.argv[0] or "python").stem)
-    store = _job_store() if identity.world_size > 1 else None
-    if store is None:
-        return mine
-    return Path(os.fsdecode(store.compare_set(FOLDER_KEY, "", os.fspath(mine))))
+    return agreed_folder(mine, FOLDER_KEY, identity.world_size)
+
+
+def agreed_folder(mine: Path, key: str, world_size: int) -> Path:
+    """The folder that the first rank to ask under `key` named: `mine`, of this rank alone or where it is the first."""
+    store = _job_store() if world_size > 1 else None
+    return mine if store is None else Path(os.fsdecode(store.compare_set(key, "", os.fspath(mine))))
 
 
 def _job_store() -> Any:

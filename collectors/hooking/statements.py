@@ -29,3 +29,8 @@ def send_to(sink: Callable[[Fact], None] | None) -> None:
         for fact in _kept:
             sink(fact)
         _kept.clear()
+
+
+def forget() -> None:
+    """Keep none of the facts that were stated while no capture was open: they are of what came before the next one."""
+    _kept.clear()

@@ -8,5 +8,6 @@ batch_size    how large a batch is
 pipelining    torch's pipeline schedules: the actions of stages
 checkpoints   saving checkpoints
 compilation   what torch.compile takes for itself
+trial         a trial of `dsprof fix --verify`: it ends after so many steps, and keeps its losses
 flops         floating-point operations of a step
 """

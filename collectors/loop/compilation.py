@@ -32,7 +32,7 @@ LONGEST_REASON: Final = 300
 
 
 @dataclass
-class Again:
+class Recompiled:
     """What was compiled again of one function: how often, for how long altogether, and the guard that failed last."""
 
     times: int = 0
@@ -48,7 +48,7 @@ class Recompilations:
         self._pending = False
         self._last = ""
         """Number of the last compilation that was read."""
-        self._again: dict[tuple[str, str], Again] = {}
+        self._again: dict[tuple[str, str], Recompiled] = {}
 
     def compiled(self) -> None:
         self._pending = True
@@ -75,12 +75,12 @@ class Recompilations:
         key = str(one.co_name), f"{one.co_filename}:{one.co_firstlineno}"
         if key not in self._again and len(self._again) == MOST_FUNCTIONS:
             return
-        again = self._again.setdefault(key, Again())
+        again = self._again.setdefault(key, Recompiled())
         again.times += 1
         again.spent_ms += (getattr(one, "duration_us", None) or 0) / 1e3
         again.reason = str(reason).splitlines()[0].partition(": ")[2][:LONGEST_REASON]
 
-    def state(self, which: Callable[[Again], bool] = lambda again: again.times > again.stated) -> None:
+    def state(self, which: Callable[[Recompiled], bool] = lambda again: again.times > again.stated) -> None:
         for (function, site), again in self._again.items():
             if which(again):
                 again.stated = again.times

@@ -106,6 +106,12 @@ class _Steps:
             if self.on_step is not None:
                 self.on_step()
 
+    def forget_numbers(self) -> None:
+        """The next optimizer to step is the first one again."""
+        self.numbers.clear()
+        self.next_number = itertools.count(1)
+        self.last_numbered = (lambda: None, None)
+
     def number_of(self, optimizer: Any) -> int | None:
         """From 1 in the order of their first steps; a fact says which it is. None if it cannot be told again."""
         last, number = self.last_numbered
@@ -245,5 +251,6 @@ def watch(recorder: Recorder, on_step: Callable[[], None]) -> Uninstall:
 
     def uninstall() -> None:
         _steps.recorder = _steps.on_step = None
+        _steps.forget_numbers()  # the next capture of this process tells of each anew
 
     return uninstall

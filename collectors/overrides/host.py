@@ -27,7 +27,7 @@ def install(overrides: list[Override]) -> Uninstall:
     return in_reverse([apply[override.key](override) for override in overrides])
 
 
-def _after_steps(step: Callable[[int], None]) -> Uninstall:
+def after_steps(step: Callable[[int], None]) -> Uninstall:
     """Call `step` with the number of steps taken, after each. Where several optimizers step in turns, that is one
     step: the next begins when one of them steps again."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -66,7 +66,7 @@ def _freeze(override: Override) -> Uninstall:
             gc.freeze()
             override.applied(False, by_call=False)
 
-    return _after_steps(step)
+    return after_steps(step)
 
 
 def _every(override: Override) -> Uninstall:
@@ -86,7 +86,7 @@ def _every(override: Override) -> Uninstall:
         if before and before[0]:
             gc.enable()
 
-    return in_reverse([enable, _after_steps(step)])
+    return in_reverse([enable, after_steps(step)])
 
 
 def _pin(override: Override) -> Uninstall:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import pandas as pd
 
 from dsprof.run import RunInfo
+from dsprof.schema import BUDGET_PARTS, TIME_KINDS
 from dsprof.trace import Trace
 
 from .align.steps import StepTime
 from .budget.irregular import warm_up
 from .device import Devices
 from .finding import Finding
+from .graph.path_summary import PathSummary
 from .graph.validate import ReplayCheck
 from .memory.allocator_state import DeviceMemory
 from .memory.use_by_step import MemoryUse, nothing
+from .rules.registry import ends_run, rule_of
 from .work.layer_costs import LayerCost
 from .work.mfu import Efficiency
 from .work.module_times import COLUMNS as MODULE_COLUMNS
 
 FINDINGS_SCHEMA = 1
+WAITING: Final = ("comm_exposed", "peer_wait", "bubble")
+"""Parts of the budget in which a rank stands still for others; the rest of a step is its own work."""
+LEAST_PERCENT: Final = 0.1
+"""A remark that gains less of the step than this is not worth a line."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class Analysis:
     memory_steps: what the ranks had after each step (`use_by_step.COLUMNS`), and
     memory_uses: the most of it, by rank and place.
     device:      what the devices' streams did; None where their kernels were not traced.
+    critical_path: what the length of some ordinary steps is made of; None where no replay of them can be believed.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
     not_judged:  code -> why a rule could not be judged on this capture.
@@ -122,10 +130,62 @@ class Analysis:
     modules: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=list(MODULE_COLUMNS)))
     efficiency: Efficiency | None = None
     device: Devices | None = None
+    critical_path: PathSummary | None = None
 
     @property
     def rows(self) -> pd.DataFrame:
         return self.trace.rows
+
+    @property
+    def problems(self) -> list[Finding]:
+        """Findings above `info`, and what broke the run; worst first."""
+        return [finding for finding in self.findings if finding.is_problem]
+
+    @property
+    def listed(self) -> list[Finding]:
+        """Problems, and the remarks whose predicted gain is not next to nothing; worst first."""
+        return [item for item in self.findings if item.is_problem or not 0 < item.weight.percent < LEAST_PERCENT]
+
+    @property
+    def remarks(self) -> list[Finding]:
+        """Those of `listed` that are no problems."""
+        return [finding for finding in self.listed if not finding.is_problem]
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks of the job that were not captured."""
+        return tuple(sorted(set(range(self.ranks_expected)) - set(self.ranks_captured)))
+
+    @property
+    def blamed_rank(self) -> int | None:
+        """The rank that the others wait for most in ordinary steps, where a finding says that it matters."""
+        about = [item for item in self.problems if part_of(item.code) in WAITING]
+        named = {rank for finding in about for rank in finding.where.ranks or ()}
+        return self.slowest_rank if self.slowest_rank in named else None
+
+    @property
+    def hungry_rank(self) -> int | None:
+        """The rank that a finding about memory names."""
+        about = [item for item in self.problems if item.code.startswith("memory.")]
+        return next((rank for finding in about for rank in finding.where.ranks or ()), None)
+
+    @property
+    def named_ranks(self) -> list[int]:
+        """Ranks that are worth a look, the slowest first, then those that findings name."""
+        named = [rank for finding in self.findings for rank in finding.where.ranks or ()]
+        slowest = [] if self.slowest_rank is None else [self.slowest_rank]
+        return list(dict.fromkeys([*slowest, *named]))
+
+    @property
+    def step_to_show(self) -> tuple[int | None, str]:
+        """A step that is worth a look, and why it: where the run broke, else a typical one. None: there is none."""
+        broken = any(ends_run(finding.code) for finding in self.findings)
+        if self.ranks_captured and (broken or self.step_ms is None):
+            numbers = (self.trace.read(rank, ("step",))["step"] for rank in self.trace.ranks)
+            last = max((int(of_rank.max()) for of_rank in numbers if len(of_rank)), default=-1)
+            return (last, "the last one begun") if last >= 0 else (None, "")
+        alone = self.steps["step"].nunique() == 1
+        return typical_step(self.steps), "the only one" if alone else "the ordinary one nearest to the mean"
 
     @property
     def steps_judged(self) -> int:
@@ -180,6 +240,7 @@ class Analysis:
             **({"memory_use": [use.to_dict() for use in self.memory_uses]} if self.memory_uses else {}),
             **({"efficiency": self.efficiency.to_dict()} if self.efficiency is not None else {}),
             **({"device": self.device.to_dict()} if self.device is not None else {}),
+            **({"critical_path": self.critical_path.to_dict()} if self.critical_path is not None else {}),
             **({"modules": self.modules.to_dict("records")} if len(self.modules) else {}),
             "capture": {
                 "overhead_percent": self.capture.overhead_percent,
@@ -190,3 +251,28 @@ class Analysis:
                 "replay": self.capture.replay.to_dict() if self.capture.replay is not None else None,
             },
         }
+
+
+def typical_step(steps: pd.DataFrame) -> int | None:
+    """The ordinary step of `Analysis.steps` whose duration, mean over ranks, is nearest to the mean of them all; None
+    without one."""
+    ordinary = steps[steps["ordinary"].astype(bool)]
+    if ordinary.empty:
+        return None
+    times = (ordinary["dur_ns"].astype(float) / 1e6).groupby(ordinary["step"]).mean()
+    return int((times - times.mean()).abs().idxmin())
+
+
+def part_of(code: str) -> str | None:
+    """The part of the ordinary step in which the time lost to a finding shows; None where it shows in none."""
+    return next((part for part in _explained_by(code) if part in BUDGET_PARTS), None)
+
+
+def kind_of(code: str) -> str | None:
+    """The kind of time beside the ordinary steps in which the time lost to a finding shows; None where in none."""
+    return next((kind for kind in _explained_by(code) if kind in TIME_KINDS), None)
+
+
+def _explained_by(code: str) -> tuple[str, ...]:
+    rule = rule_of(code)
+    return rule.explains if rule is not None else ()

@@ -9,15 +9,19 @@ from dsprof.trace import Trace
 from .analysis import Analysis
 from .judge import judge
 from .map_ranks import Observer
-from .study import study
+from .study import Study, study
 from .verdict.answer import answer
 
-__all__ = ["analyze"]
+__all__ = ["analyze", "explain"]
 
 
 def analyze(trace: Trace, executor: Executor | None = None, observer: Observer | None = None) -> Analysis:
     """Explain a run. Never raises for a poor capture: what cannot be judged is named in `not_judged`. `executor`,
     `observer`: as in `study`."""
-    measured = study(trace, executor, observer)  # everything measured, and nothing judged
+    return explain(study(trace, executor, observer))  # everything measured, and nothing judged
+
+
+def explain(measured: Study) -> Analysis:
+    """Explain a run that was measured."""
     judgement = judge(measured)  # what every rule says of it
     return answer(measured, judgement)  # what holds the job back, and what that rests on

@@ -99,7 +99,8 @@ class Fix:
     {"name", "value"}; for `code`, entries {"file", "line", "argument", "value"} whose file and line are
     None where the call was not found.
 
-    `knobs` is the same change as `dsprof run --set` takes it, by key, where it takes it.
+    `knobs` is the same change as `dsprof run --set` takes it, by key, where it takes it. `diff` is it as a unified diff
+    of the user's files, where it could be made.
     """
 
     kind: Literal["config", "env", "code"]
@@ -107,11 +108,13 @@ class Fix:
     patch: tuple[dict[str, Any], ...] = ()
     gain: Gain | None = None
     knobs: tuple[tuple[str, Any], ...] = ()
+    diff: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         gain = None if self.gain is None else self.gain.to_dict()
         return {
             "kind": self.kind, "title": self.title, "patch": list(self.patch), "gain": gain, "set": dict(self.knobs),
+            **({"diff": self.diff} if self.diff else {}),
         }  # fmt: skip
 
 
@@ -135,6 +138,7 @@ class Finding:
     together:   of a fault that another one hides: which one, and what fixing both saves
     by_rank:    of one on several ranks: what fixing it on one of them alone saves
     confidence: the share of such predictions that came true (`Rule.confidence`); None: none was ever tried
+    unknown:    what makes the gain uncertain however many steps are profiled; empty: more steps would tell
     """
 
     code: str
@@ -148,6 +152,7 @@ class Finding:
     share: Gain | None = None
     together: Together | None = None
     by_rank: Mapping[int, Gain] = field(default_factory=dict)
+    unknown: str = ""
 
     @property
     def weight(self) -> Gain:

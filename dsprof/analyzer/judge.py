@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -109,7 +109,7 @@ class _Judging:
         self._prices(refusal)
         self._keep_one_of_two()
         self._link_causes()
-        rated = {code: [self._rated(finding) for finding in of] for code, of in self.found.items()}
+        rated = {code: self._worth_a_line(map(self._rated, of)) for code, of in self.found.items()}
         self._leave_what_few_steps_cannot_tell(rated)
         left_out = {*self.not_judged, *self.not_concerned}
         passed = [code for code, of in rated.items() if code not in left_out and all(f.severity == "info" for f in of)]
@@ -261,6 +261,12 @@ class _Judging:
                     self.found[effect] = [replace(one, fixes=(fix, *one.fixes)) for one in self.found[effect]]
                     return
 
+    @staticmethod
+    def _worth_a_line(rated: Iterable[Finding]) -> list[Finding]:
+        """Without remarks on what mending would cost time: alone it does, and with others mended what it saves is not
+        sure."""
+        return [one for one in rated if one.is_problem or one.gain.ms >= 0]
+
     def _rated(self, finding: Finding) -> Finding:
         """With the model's error in its intervals, and as severe as they allow."""
         study, rule = self.study, self.rules[finding.code]
@@ -291,11 +297,12 @@ class _Judging:
 
 def ranked(findings: list[Finding], rules: Mapping[str, Rule]) -> list[Finding]:
     """Worst first: by severity, and then by what each weighs. One that another outranks is no more severe than that,
-    and stands after it: its gain takes it to be fixed."""
+    and stands after it, if that may well weigh as much: at least what this one surely gains."""
     weight = {id(finding): finding.weight.ms for finding in findings}
     for place, finding in enumerate(findings):
         above = rules[finding.code].outranked_by if finding.code in rules else ()
-        first = [other for other in findings if other.code in above and other.is_problem]
+        surely = finding.weight.low
+        first = [one for one in findings if one.code in above and one.is_problem and one.weight.ms >= surely]
         if first and finding.is_problem:
             other = min(first, key=lambda one: (-SEVERITIES.index(one.severity), one.weight.ms))
             worst = max(SEVERITIES.index(finding.severity), SEVERITIES.index(other.severity))

@@ -92,14 +92,6 @@ def peers(study: Study) -> tuple[int, ...] | Absent:
 
 
 @Signal
-def host_steps(study: Study) -> StepGraph | Absent:
-    """The graph of a job that computes on its hosts."""
-    if study.on_gpu:
-        return Absent("the job ran on a device, for which this version does not try that")
-    return steps.look(study)
-
-
-@Signal
 def replay(study: Study) -> StepGraph | Absent:
     """The graph, where every chain of a rank is known and a replay of it can be believed."""
     graph = steps.look(study)

@@ -20,6 +20,7 @@ from .split import split_at_job
 VERBS: Final = (
     "run",
     "runs",
+    "live",
     "capture",
     "report",
     "tensorboard",
@@ -29,6 +30,7 @@ VERBS: Final = (
     "knobs",
     "whatif",
     "fix",
+    "compare",
     "tune",
     "build",
 )

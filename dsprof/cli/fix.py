@@ -15,10 +15,10 @@ from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
 from .run import read_changes
 from .runs import UNREADABLE, RunArgument, fail, find_run, reading
-from .trials import changed_files, findings_of, keep, refuse_to_save, runner, say
+from .trials import StepsOption, changed_files, findings_of, keep, place_beside, refuse_to_save, runner, say
 
 if TYPE_CHECKING:
-    from dsprof.fix import Proposal
+    from dsprof.fix import LossCheck, Proposal
 
 STATUS: Final = {"kept": 0, "withdrawn": 1, "undecided": 4}
 """Outcome -> exit status."""
@@ -42,6 +42,7 @@ def command(
     pairs: Annotated[
         int, typer.Option("--pairs", metavar="N", min=3, max=50, help="Pairs of jobs after which it stays undecided.")
     ] = 6,
+    steps: StepsOption = None,
     yes: Annotated[
         bool,
         typer.Option("--yes", metavar="", help="Also where the job writes checkpoints, which each job overwrites."),
@@ -56,8 +57,9 @@ def command(
     """List the changes that a run's findings offer; write one into your files, or prove that it pays.
 
     The job is run again as it was and with the change, in turns and in processes of their own, until the difference of
-    the pairs decides. It has to end by itself, and should take at least 50 steps. The exit status is 0 if the change is
-    kept, 1 if it is withdrawn as it does not pay, 4 if that is undecided. Interrupted, it goes on where it stopped.
+    the pairs decides. It has to end by itself or by --steps, and should take at least 50 steps. The exit status is 0 if
+    the change is kept, 1 if it is withdrawn as it does not pay or fails, 4 if that is undecided. Interrupted, it goes
+    on where it stopped.
     """
     from dsprof.fix import Proposal, proposals
 
@@ -85,7 +87,7 @@ def command(
         return _write(folder, chosen, in_place=in_place)
     if not verify:
         return _list(folder, [chosen] if changes else offered, as_json=as_json)
-    return _verify(folder, chosen, pairs, yes=yes, as_json=as_json)
+    return _verify(folder, chosen, pairs, steps, yes=yes, as_json=as_json)
 
 
 def _list(folder: RunFolder, offered: Sequence[Proposal], *, as_json: bool) -> int:
@@ -149,15 +151,15 @@ def _predicted(gain: Mapping[str, Any] | None) -> str:
     return f"gain   {with_interval(gain['ms'], gain['low'], gain['high'], gain['percent'])}"
 
 
-def _verify(folder: RunFolder, chosen: Proposal, pairs: int, *, yes: bool, as_json: bool) -> int:
+def _verify(folder: RunFolder, chosen: Proposal, pairs: int, steps: int | None, *, yes: bool, as_json: bool) -> int:
     from dsprof.fix import Turns, slug, with_interval
 
-    run = runner(folder)
+    run = runner(folder, steps)
     refuse_to_save(folder, yes=yes)
-    place = folder.path.with_name(f"{folder.path.name}-fix-{slug(chosen.knobs)}")
-    place.mkdir(mode=0o700, exist_ok=True)
+    place = place_beside(folder, f"fix-{slug(chosen.knobs)}", steps)
     say(f"comparing in {place}: {chosen.shown}")
-    comparison = Turns(place, chosen.knobs, run, say, pairs, whole=chosen.is_of_whole_run).compare()
+    whole, predicted = chosen.is_of_whole_run, chosen.interval_ms
+    comparison = Turns(place, chosen.knobs, run, say, pairs, whole=whole, predicted=predicted).compare()
     verified, decision = comparison.to_dict(), comparison.decision
     keep(folder, chosen, verified)
     if as_json:
@@ -169,5 +171,15 @@ def _verify(folder: RunFolder, chosen: Proposal, pairs: int, *, yes: bool, as_js
         measured = with_interval(decision.saved_ms, decision.low, decision.high, decision.percent)
         print(f"predicted  {_predicted(chosen.gain).removeprefix('gain   ')}")
         print(f"measured   {measured}, {len(comparison.pairs)} pairs")
+        if comparison.losses is not None:
+            print(f"losses     {_told(comparison.losses)}")
         print(f"{comparison.outcome}: {chosen.shown}")
     return STATUS[comparison.outcome]
+
+
+def _told(losses: LossCheck) -> str:
+    if losses.apart is None:
+        return f"not compared: {losses.why}"
+    from dsprof.analyzer.text import percent
+
+    return losses.broken or f"of the first steps differ by {percent(100 * losses.apart)}, as they may"

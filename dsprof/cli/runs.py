@@ -1,11 +1,8 @@
-"""`dsprof runs`: which runs there are. And for the other commands: finding the run that one names, and saying what is
-wrong with it."""
+"""`dsprof runs`: which runs there are. And for the other commands: saying what is wrong with a run."""
 
 from __future__ import annotations
 
-import datetime
 import json
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,45 +13,16 @@ import typer
 
 from dsprof import regular_files
 from dsprof.launch.hints import one_line
-from dsprof.run import DEFAULT_PARENT, RunError, RunFolder, open_run
+from dsprof.run import DEFAULT_PARENT, RunError, RunFolder, began, find_run, find_runs
 
 USAGE: Final = 2
 UNREADABLE: Final = 3
 
+__all__ = ["UNREADABLE", "USAGE", "RunArgument", "command", "fail", "find_run", "find_runs", "reading"]
+
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run folder, or the folder above: then its newest run.")
 ]
-
-_STAMP: Final = re.compile(r"-(\d{8}T\d{6})Z-[0-9a-f]+$")
-
-
-def find_run(path: Path) -> RunFolder:
-    """The run at `path`, or the newest one right below it. Raises RunError if there is none."""
-    runs = find_runs(path)
-    return max(runs, key=_began)
-
-
-def find_runs(path: Path) -> list[RunFolder]:
-    """The run at `path`, or all those right below it, by name. Raises RunError if there is none."""
-    if path.is_dir() and not RunFolder(path).is_run():
-        children = [RunFolder(child) for child in sorted(path.iterdir()) if child.is_dir()]
-        below = [child for child in children if child.is_run()]
-        if below:
-            return below
-    if not path.exists() and path == Path(DEFAULT_PARENT):
-        raise RunError(f"{path}/: no such folder, so no run to take; name a run folder, or make one with `dsprof run`")
-    return [open_run(path)]
-
-
-def _began(folder: RunFolder) -> tuple[float, str]:
-    """When a run began: by its name, else by the age of its capture or run.json."""
-    stamp = _STAMP.search(folder.path.resolve().name)
-    if stamp:
-        with suppress(ValueError):  # the thirteenth month
-            moment = datetime.datetime.strptime(stamp[1], "%Y%m%dT%H%M%S").replace(tzinfo=datetime.UTC)
-            return moment.timestamp(), folder.path.name
-    sources = [path for path in (folder.capture, folder.run_json, folder.trace) if path.exists()]
-    return min((path.stat().st_mtime for path in sources), default=0.0), folder.path.name
 
 
 @contextmanager
@@ -91,7 +59,7 @@ def command(
     A job that still runs has no status, nor has one that dsprof did not launch.
     """
     try:
-        runs = [_describe(folder) for folder in sorted(find_runs(parent), key=_began)]
+        runs = [_describe(folder) for folder in sorted(find_runs(parent), key=began)]
     except RunError as error:
         fail(error, UNREADABLE)
     if as_json:

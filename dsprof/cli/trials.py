@@ -8,10 +8,12 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
 
 from dsprof.launch import LaunchError
-from dsprof.launch.again import Again
+from dsprof.launch.again import RepeatedJob
 from dsprof.run import RunFolder
 
 from .split import split_at_job
@@ -19,6 +21,16 @@ from .split import split_at_job
 if TYPE_CHECKING:
     from dsprof.fix import Changes, Proposal, Run
 
+StepsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--steps",
+        metavar="N",
+        min=10,
+        show_default=False,
+        help="End each job after so many steps, on all ranks at the same one. Default: the job ends by itself.",
+    ),
+]
 TIMES_THE_FIRST: Final = 5.0
 LONGER_BY_S: Final = 120.0
 """A job may take so many times as long as the first run did, and so much longer, before it is ended."""
@@ -26,6 +38,13 @@ LONGER_BY_S: Final = 120.0
 
 def say(text: str) -> None:
     print(f"[dsprof] {text}", file=sys.stderr, flush=True)
+
+
+def place_beside(folder: RunFolder, what: str, steps: int | None) -> Path:
+    """The folder of the jobs that are compared, made where it is not there: jobs of another length have another."""
+    place = folder.path.with_name(f"{folder.path.name}-{what}{f'-{steps}-steps' if steps else ''}")
+    place.mkdir(mode=0o700, exist_ok=True)
+    return place
 
 
 def findings_of(folder: RunFolder) -> dict[str, Any]:
@@ -54,14 +73,15 @@ def refuse_to_save(folder: RunFolder, *, yes: bool) -> None:
         )
 
 
-def runner(folder: RunFolder) -> Run:
-    """What runs the job of a run again. Raises LaunchError."""
+def runner(folder: RunFolder, steps: int | None) -> Run:
+    """What runs the job of a run again, up to so many steps; None: to its end. Raises LaunchError."""
     from dsprof.fix import typed
 
-    again, limit_s = Again.of_run(folder, split), _longest(folder)
+    again, limit_s = RepeatedJob.of_run(folder, split), _longest(folder)
+    trial = json.dumps({"steps": steps or 0})
 
     def run(path: Path, knobs: Mapping[str, Any]) -> str:
-        return again.run(path, {key: typed(key, value) for key, value in knobs.items()}, say, limit_s)
+        return again.run(path, {key: typed(key, value) for key, value in knobs.items()}, say, limit_s, trial)
 
     return run
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from dsprof.launch import LaunchError
-from dsprof.launch.again import Again
+from dsprof.launch.again import RepeatedJob
 from dsprof.names import new_run_id
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
 from .runs import UNREADABLE, fail, find_run, reading
-from .trials import changed_files, findings_of, refuse_to_save, runner, say, split
+from .trials import StepsOption, changed_files, findings_of, place_beside, refuse_to_save, runner, say, split
 
 if TYPE_CHECKING:
     from dsprof.fix import Attempt, Journal, Proposal
@@ -47,6 +47,7 @@ def command(
     pairs: Annotated[
         int, typer.Option("--pairs", metavar="N", min=3, max=50, help="Pairs of jobs for one change at most.")
     ] = 6,
+    steps: StepsOption = None,
     yes: Annotated[
         bool,
         typer.Option("--yes", metavar="", help="Also where the job writes checkpoints, which each job overwrites."),
@@ -63,10 +64,9 @@ def command(
     from dsprof.fix import Journal, Tuning, Unreadable, joint_proposals, proposals
 
     folder = _run_of(job or [])
-    run = runner(folder)
+    run = runner(folder, steps)
     refuse_to_save(folder, yes=yes)
-    place = folder.path.with_name(f"{folder.path.name}-tune")
-    place.mkdir(mode=0o700, exist_ok=True)
+    place = place_beside(folder, "tune", steps)
 
     def propose(path: Path) -> list[Proposal]:
         found = findings_of(RunFolder(path))
@@ -97,7 +97,7 @@ def _run_of(words: list[str]) -> RunFolder:
         except RunError as error:
             if not words or not words[0].startswith("-"):
                 fail(error, UNREADABLE)
-    again = Again.of_words(words, split(words), python=sys.executable, cwd=os.getcwd())
+    again = RepeatedJob.of_words(words, split(words), python=sys.executable, cwd=os.getcwd())
     if not again.job:
         raise LaunchError("nothing to run: give a run, a script, or -- and the words of `dsprof run`")
     script = next((word for word in again.job if word not in ("-m", "--")), "run")

@@ -7,6 +7,7 @@ edit_call  another value for an argument of a call in a Python text, likewise
 turns      original and changed job in turns, until the paired difference decides
 decide     kept, withdrawn or undecided: the statistics
 trial      one job of a comparison, from its run folder
+losses     whether two jobs train alike
 tune       change after change, until nothing worth it is left
 journal    tune.json: what was tried, predicted and measured
 corrections  what trials have shown of predictions
@@ -18,11 +19,12 @@ from .decide import Decision, decide
 from .edit_json import CannotEdit
 from .files import Changes, changes
 from .journal import Attempt, Journal, Unreadable
+from .losses import LossCheck
 from .proposals import Proposal, joint_proposals, proposals, slug, typed
 from .tune import Tuning
 from .turns import Comparison, Run, Turns
 
 __all__ = [
-    "Attempt", "CannotEdit", "Changes", "Comparison", "Decision", "Journal", "Proposal", "Run", "Tuning", "Turns",
-    "Unreadable", "changes", "decide", "joint_proposals", "proposals", "slug", "typed", "with_interval",
+    "Attempt", "CannotEdit", "Changes", "Comparison", "Decision", "Journal", "LossCheck", "Proposal", "Run", "Tuning",
+    "Turns", "Unreadable", "changes", "decide", "joint_proposals", "proposals", "slug", "typed", "with_interval",
 ]  # fmt: skip

@@ -11,6 +11,12 @@ import numpy as np
 from scipy.special import stdtrit
 
 FEWEST_PAIRS: Final = 3
+PAIRS_OF_LITTLE: Final = 5
+"""Whole jobs may be fast or slow by chance, say by where their processes land, and three or four pairs then fall on the
+same side, of a change that does nothing, in one comparison of a hundred. So a saving that few pairs may show by chance,
+below MUCH and not as large as was predicted, takes more."""
+MUCH: Final = 0.4
+"""Of the step."""
 LEAST_GAIN: Final = 0.01
 """Of the step: a change that saves less is not worth it."""
 WRONG: Final = 0.005
@@ -44,8 +50,11 @@ class Decision:
         }  # fmt: skip
 
 
-def decide(pairs: Sequence[tuple[float, float]], most_pairs: int) -> Decision:
-    """What the pairs so far say. pairs: ms a step of the original and of the changed job, at least two.
+def decide(
+    pairs: Sequence[tuple[float, float]], most_pairs: int, predicted: tuple[float, float] | None = None
+) -> Decision:
+    """What the pairs so far say. pairs: ms a step of the original and of the changed job, at least two; predicted: low
+    and high end of what the change should save, ms.
 
     It is asked again after each pair, up to `most_pairs`, so each look has its part of the chance to be wrong. Kept:
     even the low end saves LEAST_GAIN of the step. Withdrawn: even the high end does not.
@@ -58,11 +67,17 @@ def decide(pairs: Sequence[tuple[float, float]], most_pairs: int) -> Decision:
     surely_low, _ = _interval(saved, 1 - WRONG / looks)
     _, surely_high = _interval(saved, 1 - WITHDRAWN_WRONG / looks)
     outcome: Outcome = "undecided"
-    if len(pairs) >= FEWEST_PAIRS and surely_low > LEAST_GAIN * step_ms:
+    few = FEWEST_PAIRS if _is_no_chance(mean, step_ms, predicted) else min(PAIRS_OF_LITTLE, most_pairs)
+    if len(pairs) >= few and surely_low > LEAST_GAIN * step_ms:
         outcome = "kept"
     elif len(pairs) >= FEWEST_PAIRS and surely_high < LEAST_GAIN * step_ms:
         outcome = "withdrawn"
     return Decision(outcome, mean, low, high, 100 * mean / step_ms if step_ms else math.nan)
+
+
+def _is_no_chance(saved_ms: float, step_ms: float, predicted: tuple[float, float] | None) -> bool:
+    """Whether so much is saved, or just what was predicted, that jobs which happen to be fast do not explain it."""
+    return saved_ms >= MUCH * step_ms or (predicted is not None and predicted[0] <= saved_ms <= predicted[1])
 
 
 def _interval(values: np.ndarray, confidence: float) -> tuple[float, float]:

@@ -35,6 +35,13 @@ class Proposal:
         return self.gain is not None and self.gain.get("method") == MEASURED_EXCESS
 
     @property
+    def interval_ms(self) -> tuple[float, float] | None:
+        """What it should save, low and high end, ms; None: nothing is predicted."""
+        if self.gain is None or self.gain.get("method") == "none":
+            return None
+        return float(self.gain["low"]), float(self.gain["high"])
+
+    @property
     def flags(self) -> list[str]:
         """As one types them: `--set`, `ddp.bucket_cap_mb=50`, ..."""
         return [word for key, value in self.knobs.items() for word in ("--set", f"{key}={typed(key, value)}")]

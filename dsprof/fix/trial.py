@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dsprof.run import RunError, RunFolder
+from dsprof.schema import TRIAL_FILE
+
+from .losses import Losses
 
 
 @dataclass(frozen=True)
@@ -15,12 +19,14 @@ class Trial:
     """step_ms:  mean of the ordinary steps; None: there was none, or the job failed, and `why` says so
     whole_ms: mean of all steps, irregular ones included
     lost:     knobs that were not applied, as warnings say it
+    losses:   of each rank by step, as far as they were captured
     """
 
     step_ms: float | None
     why: str
     lost: tuple[str, ...] = ()
     whole_ms: float | None = None
+    losses: Losses = field(default_factory=dict)
 
 
 def read_trial(folder: Path) -> Trial | None:
@@ -39,4 +45,13 @@ def read_trial(folder: Path) -> Trial | None:
     lost = tuple(warning for warning in warnings if warning.startswith("--set ") and "was not applied" in warning)
     step_ms = (found["run"]["step_ms"] or {}).get("mean")
     why = "" if step_ms else "none of its steps is ordinary: run more steps"
-    return Trial(step_ms, why, lost, found["run"].get("whole_step_ms"))
+    return Trial(step_ms, why, lost, found["run"].get("whole_step_ms"), _losses(folder))
+
+
+def _losses(folder: Path) -> Losses:
+    found: dict[int, dict[int, float]] = {}
+    for path in folder.glob(TRIAL_FILE.format(rank="*", pid="*")):
+        with suppress(OSError, ValueError, KeyError, TypeError):  # they are then not compared
+            told = json.loads(path.read_text())
+            found[int(told["rank"])] = {int(step): float(loss) for step, loss in told["losses"]}
+    return found

@@ -114,7 +114,7 @@ class Tuning:
         proposal = Proposal(attempt.code, attempt.title, attempt.knobs, attempt.predicted)
         says = "" if attempt.corrected is None else f", should save {attempt.corrected['percent']:.1f} % of the step"
         self.tell(f"change {number}: {proposal.shown}{says}")
-        comparison = self._turns(journal, name, attempt.knobs, attempt.base, whole=proposal.is_of_whole_run).compare()
+        comparison = self._turns(journal, name, proposal, attempt.base).compare()
         attempt.measured, attempt.failed = comparison.to_dict(), comparison.failed == CHANGED
         attempt.newest = f"{name}/{CHANGED}-{len(comparison.pairs)}" if comparison.pairs else ""
         journal.write()
@@ -125,15 +125,14 @@ class Tuning:
         """All that was kept, beside the job as it was. Where only the budget ends it early, what was kept stays: each
         of it was measured."""
         self.tell("all that was kept, beside the job as it was")
-        whole = any(Proposal("", "", {}, one.predicted).is_of_whole_run for one in journal.which_kept)
-        found = self._turns(journal, ALL, journal.kept, {}, whole=whole).compare().to_dict()
+        of_whole = [one.predicted for one in journal.which_kept if Proposal("", "", {}, one.predicted).is_of_whole_run]
+        everything = Proposal("", "", journal.kept, of_whole[0] if of_whole else None)
+        found = self._turns(journal, ALL, everything, {}).compare().to_dict()
         if found.get("ms", 0.0) < 0:  # undecided, but it seems to cost
             found["outcome"] = "withdrawn"
         return found
 
-    def _turns(
-        self, journal: Journal, name: str, knobs: Mapping[str, Any], base: Mapping[str, Any], *, whole: bool
-    ) -> Turns:
+    def _turns(self, journal: Journal, name: str, change: Proposal, base: Mapping[str, Any]) -> Turns:
         place = self.place / name
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -148,7 +147,8 @@ class Tuning:
         def go_on() -> bool:
             return journal.spent_s < self.budget_s
 
-        return Turns(place, knobs, timed, self.tell, self.most_pairs, base, whole, go_on)
+        whole, predicted = change.is_of_whole_run, change.interval_ms
+        return Turns(place, change.knobs, timed, self.tell, self.most_pairs, base, whole, go_on, predicted)
 
 
 def _changes(knobs: Mapping[str, Any], base: Mapping[str, Any]) -> bool:

@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Again:
+class RepeatedJob:
     """How a job is run again.
 
     python: the interpreter; cwd: where it ran
@@ -49,12 +49,12 @@ class Again:
     cwd: str
 
     @staticmethod
-    def of_words(words: Sequence[str], job: int, *, python: str, cwd: str) -> Again:
+    def of_words(words: Sequence[str], job: int, *, python: str, cwd: str) -> RepeatedJob:
         """words: what follows `dsprof run`; job: index of the first word of the job in them."""
-        return Again(python, tuple(_of_every_run(words[:job])), tuple(words[job:]), cwd)
+        return RepeatedJob(python, tuple(_of_every_run(words[:job])), tuple(words[job:]), cwd)
 
     @staticmethod
-    def of_run(folder: RunFolder, split: Callable[[list[str]], int]) -> Again:
+    def of_run(folder: RunFolder, split: Callable[[list[str]], int]) -> RepeatedJob:
         """That of a run. split: where the job begins in the words after `dsprof run`. Raises LaunchError."""
         try:
             again = json.loads(folder.rerun_json.read_text())
@@ -69,7 +69,7 @@ class Again:
         if not Path(cwd).is_dir():
             raise LaunchError(f"{cwd}: the job ran there, and there is no such folder now")
         python = python if Path(python).is_file() else sys.executable
-        return Again.of_words(words[2:], split(words[2:]), python=python, cwd=cwd)
+        return RepeatedJob.of_words(words[2:], split(words[2:]), python=python, cwd=cwd)
 
     def line(self, path: Path, settings: Mapping[str, str]) -> list[str]:
         """The command line that runs it into a run folder. settings: what `--set` is to turn, as it is typed, by key;

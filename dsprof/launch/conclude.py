@@ -67,7 +67,7 @@ class Conclusion:
             if shutil.disk_usage(self.folder.path).free < FULL:
                 self.talk.warn(f"warning: the disk of {shown(self.folder.path)} is full; the capture may be incomplete")
         if not self.as_json:
-            self._say_next()
+            self._attempt("the next commands", lambda: self._say_next(analysis))
 
     def gather(self) -> None:
         """Have all captures of this host in the run folder, or say which are not."""
@@ -143,12 +143,16 @@ class Conclusion:
 
             terminal.render(analysis, sys.stderr, color=None, width=None)
 
-    def _say_next(self) -> None:
+    def _say_next(self, analysis: Any) -> None:
+        from dsprof.reports import wording
+
         run = shown(self.folder.path)
         if self.folder.report_html.exists():
             self.talk.say(f"report: {shown(self.folder.report_html)}")
         self.talk.say(f"next: dsprof report {run}")
         self.talk.say(f"      dsprof tensorboard {run}")
+        for command, does in [] if analysis is None else wording.next_commands(analysis, run):
+            self.talk.say(f"      {command}    # {does}")
 
 
 def describe_end(status: int, exits: list[RankExit]) -> str:

@@ -32,6 +32,7 @@ from dsprof.settings import Settings
 
 from . import left_behind
 from .claim import claim
+from .commit import checked_out
 from .conclude import Conclusion, now
 from .hints import launch_hints
 from .hosts import MEETING, Participation, take_part
@@ -88,6 +89,7 @@ class Launch:
             level=self.settings.level,
             engine=self.settings.engine,
             versions=versions(),
+            commit=checked_out(Path.cwd()),
             knobs={key: redact_data({key: value})[key] for key, value in self.knobs.items()},
         )
         path = self.output or Path(self.settings.dir) / new_run_id(self.job.name)

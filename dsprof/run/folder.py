@@ -48,7 +48,7 @@ HINT_FILE: Final = re.compile(r"hint\.(\d+)\.json")
 LARGEST_HINT: Final = 1 << 16
 MOST_ERROR_LINES: Final = 20
 """Of one process."""
-LEFT_BY_PROCESSES: Final = re.compile(rf"error\.\d+\.txt|{HINT_FILE.pattern}")
+LEFT_BY_PROCESSES: Final = re.compile(rf"error\.\d+\.txt|trial\.\d+\.\d+\.json|{HINT_FILE.pattern}")
 """What processes of the job write where there is no capture: see `collectors.capture.without_capture`, `Hint`."""
 
 

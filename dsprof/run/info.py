@@ -57,6 +57,8 @@ class RunInfo:
     """By the code of a finding, what `dsprof fix --verify` measured of its fix: `set` (knobs), `outcome`; `ms`, `low`,
     `high`, `percent`, `pairs` (ms a step, original and changed); of a trial that failed `why`."""
     versions: dict[str, str] = field(default_factory=dict)
+    commit: str = ""
+    """What was checked out of the job's own repository when it began; empty: it lies in none, or it is not known."""
     exits: list[RankExit] = field(default_factory=list)
     ranks: list[RankInfo] = field(default_factory=list)
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -97,13 +97,20 @@ class Capture:
         return [str(line) for line in noted] if isinstance(noted, list) else []
 
 
-def read_capture(path: Path) -> Capture:
-    """Everything that can still be read of the capture folder `path`. Never raises for damaged content."""
+def read_capture(path: Path, *, newest: int | None = None, moved_to: Path | None = None) -> Capture:
+    """Everything that can still be read of the capture folder `path`. Never raises for damaged content.
+
+    newest:   of the records only those of the first chunk and of so many at the end; None: all
+    moved_to: another folder of the same capture, to which chunks are moved from `path` while it is written
+    """
     problems: list[str] = []
     names = _read_names(path / "names.txt", problems)
     counters = read_counters(path, problems)
     counted = counters.counts["given_up"] if counters else 0
-    records, damaged, version, gaps = _read_chunks(path, names, counted, problems)
+    chunks = {**(_chunks(moved_to) if moved_to else {}), **_chunks(path)}
+    if newest is not None:
+        chunks = {number: chunks[number] for number in sorted(chunks)[:1] + sorted(chunks)[1:][-newest:]}
+    records, damaged, version, gaps = _read_chunks(chunks, names, counted, problems)
     meta = _read_json(path / "meta.json", problems)
     facts = _read_facts(path / "facts.jsonl", problems) + _read_stacks(path / STACKS_FILE)
     _look_for_a_copy(path / COPYING_FILE, problems)
@@ -129,8 +136,13 @@ def _read_names(path: Path, problems: list[str]) -> dict[int, str]:
     return names
 
 
+def _chunks(folder: Path) -> dict[int, Path]:
+    """The chunks of a capture by their number."""
+    return {int(match[1]): path for path in _listed(folder) if (match := CHUNK_NAME.fullmatch(path.name))}
+
+
 def _read_chunks(
-    folder: Path, names: dict[int, str], counted: int, problems: list[str]
+    chunks: dict[int, Path], names: dict[int, str], counted: int, problems: list[str]
 ) -> tuple[Array, int, int, list[Gap]]:
     """The records of all chunks, in the order of their numbers, how many were left out, their format, and gaps.
 
@@ -142,7 +154,6 @@ def _read_chunks(
     """Of each chunk that was read: how many records come before it, and how many steps."""
     given_up = range(0)
     before = len(problems)
-    chunks = {int(match[1]): path for path in _listed(folder) if (match := CHUNK_NAME.fullmatch(path.name))}
     for number, path in sorted(chunks.items()):
         content = _read_chunk(path, problems, newest=number == max(chunks))
         if content is None:

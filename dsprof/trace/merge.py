@@ -64,7 +64,7 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
     before = folder.read_info()
     info = folder.read_info()
     info.warnings = []
-    captures = _captures(folder)
+    captures = captures_by_rank(folder)
     merged = parquet_files(folder)
     if not captures and not merged and not folder.run_json.exists():
         raise RunError(f"{folder.path}: no capture and no trace in it; was the job started with dsprof?")
@@ -89,7 +89,7 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
     _note_missing(info)
     _note_hosts(folder, info)
     _note_notes(info)
-    _note_groups(info)
+    note_groups(info)
     info.hangs = folder.read_hangs() or info.hangs
     if info != before or not folder.run_json.exists():
         try:
@@ -111,7 +111,7 @@ def _checked_summary(rank: int, stored: bytes) -> dict[str, Any]:
 
 def derive_anew(folder: RunFolder, rank: int) -> pd.DataFrame | None:
     """The rank's rows from its captures, whatever its Parquet file holds; None where there is no capture."""
-    captures = _captures(folder).get(rank)
+    captures = captures_by_rank(folder).get(rank)
     return None if captures is None else _derive(rank, captures)[0]
 
 
@@ -121,7 +121,7 @@ def parquet_files(folder: RunFolder) -> dict[int, Path]:
     return {int(match[1]): path for path in found if (match := TRACE_NAME.fullmatch(path.name))}
 
 
-def _captures(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
+def captures_by_rank(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
     """rank -> [(restart, capture folder)]."""
     found: dict[int, list[tuple[int, Path]]] = defaultdict(list)
     for path in regular_files.folders(folder.capture, "rank*"):
@@ -140,11 +140,11 @@ def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], i
     stored = _stored(target)
     signature = _signature([path for _, path in folders])
     if not folders or stored.get(SIGNATURE) == signature:
-        _add_rank(rank, _checked_summary(rank, stored[RANK_INFO]), info)
+        add_rank(rank, _checked_summary(rank, stored[RANK_INFO]), info)
         return None
     rows, summary = _derive(rank, folders)
     summary["problems"] += _merge_snapshot(folder, rank, folders, summary["facts"])
-    _add_rank(rank, summary, info)
+    add_rank(rank, summary, info)
     table = pa.Table.from_pandas(rows, preserve_index=False)
     about = {SIGNATURE: signature, RANK_INFO: json.dumps(summary).encode()}
     try:
@@ -195,7 +195,7 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
         deep_problems += wrong
     captures = list(chosen.values())
     summary: dict[str, Any] = {
-        "ranks": [vars(_describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
+        "ranks": [vars(describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
         # Operations are rows of the trace, too many for `run.json`.
         "facts": [fact for capture in captures for fact in capture.facts if fact["fact"] != FLOPS_FACT],
         "versions": next((told for capture in captures if isinstance(told := capture.meta.get("versions"), dict)), {}),
@@ -212,7 +212,7 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
     return pd.concat(tables.values(), ignore_index=True), summary
 
 
-def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> RankInfo:
+def describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> RankInfo:
     name = _capture_name(capture)
     steps = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]
     clock = capture.meta.get("clock")
@@ -258,7 +258,7 @@ def _process(capture: Capture) -> str:
     return f"{name.pid} on {name.host}"
 
 
-def _add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
+def add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
     described = [from_known(RankInfo, item) for item in summary["ranks"]]
     info.ranks += described
     info.facts += summary["facts"]
@@ -355,7 +355,7 @@ def _note_notes(info: RunInfo) -> None:
         warn(info, f"rank {_some(sorted(set(ranks)))}: {text}")
 
 
-def _note_groups(info: RunInfo) -> None:
+def note_groups(info: RunInfo) -> None:
     for fact in info.facts:
         if fact["fact"] == "group" and fact.get("name") is not None:
             ranks = fact.get("ranks", [])

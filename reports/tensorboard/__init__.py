@@ -146,7 +146,7 @@ def _scalar_events(values: pd.DataFrame, start: float) -> Iterator[Any]:
 
 def _text_events(analysis: Analysis, start: float) -> Iterator[Any]:
     yield _text_event("00 verdict", verdict_markdown(analysis), start)
-    for index, finding in enumerate(wording.listed(analysis), 1):
+    for index, finding in enumerate(analysis.listed, 1):
         tag = f"{index:02d} {clean(finding.code)}"
         yield _text_event(tag, finding_markdown(finding, analysis.run.cwd), start)
 

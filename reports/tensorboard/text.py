@@ -37,13 +37,13 @@ def verdict_markdown(analysis: Analysis) -> str:
                     f"| {look.label} | {text.ms(value)} | {text.percent(100 * value / step.mean)} | {look.meaning} |"
                 )
         lines.append("")
-    for index, finding in enumerate(wording.listed(analysis), 1):
+    for index, finding in enumerate(analysis.listed, 1):
         saved = wording.saving(finding)
         lines.append(
             f"{index}. **{finding.severity}** `{finding.code}` {_escape(finding.title)}"
             + (f" ({_escape(saved)})" if saved else "")
         )
-    lines += [""] if wording.listed(analysis) else []
+    lines += [""] if analysis.listed else []
     if analysis.passed:
         lines += [f"Passed: {', '.join(f'`{code}`' for code in analysis.passed)}", ""]
     for reason, codes in wording.by_reason(analysis.not_judged):
@@ -75,6 +75,8 @@ def finding_markdown(finding: Finding, cwd: str = "") -> str:
         changes = wording.changes(fix, cwd)
         if changes:
             lines += [*(f"    {change}" for change in changes), ""]
+        if tried := wording.applied_by(fix):
+            lines += [f"Without an edit: `{tried}`; `dsprof fix RUN --verify` proves it", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

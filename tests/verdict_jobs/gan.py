@@ -10,6 +10,7 @@ def main():
     parser.add_argument("--critic-steps", type=int, default=1)
     parser.add_argument("--forward-ms", type=float, default=3.0, help="of either network")
     parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--through-ddp", action="store_true", help="the generator is trained through the critic's DDP")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -21,6 +22,8 @@ def main():
     judge = critic  # of the generator: DDP has no gradients to reduce there
     if args.ddp:
         generator, critic = DistributedDataParallel(generator), DistributedDataParallel(critic)
+    if args.through_ddp:
+        judge = critic
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-4, betas=(0.0, 0.9))
     critic_optimizer = torch.optim.Adam(critic.parameters(), lr=1e-4, betas=(0.0, 0.9))
     noise = torch.Generator().manual_seed(args.seed + log.rank)
@@ -34,7 +37,7 @@ def main():
             critic_optimizer.zero_grad()
             critic_loss.backward()
             critic_optimizer.step()
-        judge.requires_grad_(False)
+        judge.requires_grad_(args.through_ddp)  # a DDP waits for the gradients of all that it was made with
         generator_loss = -judge(generator(torch.randn(8, 16, generator=noise))).mean()
         judge.requires_grad_(True)
         generator_optimizer.zero_grad()

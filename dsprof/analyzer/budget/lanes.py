@@ -26,6 +26,7 @@ from ..columns import codes_of
 from .intervals import Intervals
 from .label import NOTHING, PHASE_PART, Parts, add, innermost_of, labels
 from .lane_tasks import LANE_TASK_COLUMNS, LaneTasks, find_lane_tasks
+from .stream_waits import ended_together
 
 KIND_PART: Final = {"copy": "offload", "kernel": "compute"}
 LAUNCHED_FOR: Final = ("optimizer", "data", "outside_training")
@@ -150,9 +151,12 @@ class Lanes:
             return dict(self.busy(lane))
         waits = bind_waits(self._rows, self._collectives, self._run, self._matches, self, self.names[lane])
         told = waits[waits["collective"] != NOTHING]
-        start, arrival = told["start_ns"].to_numpy(np.int64), told["arrival_ns"].to_numpy(np.int64)
-        found = {"peer_wait": Intervals.union(start, arrival)}
-        add(found, {"comm_exposed": Intervals.union(arrival, told["end_ns"].to_numpy(np.int64))})
+        purpose = self._collectives["purpose"].iloc[told["collective"].to_numpy(np.int64)]
+        bubble = told["bubble"].to_numpy(bool) | (purpose == PIPELINE).to_numpy(bool)
+        start, arrival, end = (told[f"{name}_ns"].to_numpy(np.int64) for name in ("start", "arrival", "end"))
+        found = {"bubble": Intervals.union(start[bubble], end[bubble])}
+        add(found, {"peer_wait": Intervals.union(start[~bubble], arrival[~bubble])})
+        add(found, {"comm_exposed": Intervals.union(arrival[~bubble], end[~bubble])})
         add(found, self.behind(waits, deep=False))
         add(found, self.busy(lane))  # a phase that is timed as a whole holds its waits
         begin, finish, others = self._gaps(lane)
@@ -281,7 +285,8 @@ def bind_waits(
     """What each wait on a lane waited for (columns of `RankTime.waits`). `rows` and `lanes` are of one rank.
 
     A wait that names it is taken at its word. Another of the training thread, of an older capture or inside C++, is
-    taken to have waited for that collective, of those this rank had issued, that ended last by the end of the wait.
+    taken to have waited for that collective, of those this rank had issued, that ended last by the end of the wait;
+    one of a device's stream for that which ended as it did.
     """
     chosen = (rows["kind"] == "wait") & (rows["lane"] == lane) & rows["dur_ns"].notna()
     waits, for_lane, part, task = lanes.name(rows[list(WAITING)][chosen].sort_values("start_ns"))
@@ -298,6 +303,9 @@ def bind_waits(
             # One for a copy whose record is missing is no wait for a collective.
             guessed = ~named & ~bubble & (for_lane == NOTHING) & waits["corr"].isna().to_numpy(bool)
             bound[guessed] = _guess(start[guessed], end[guessed], rows, matches)
+        elif lane.startswith(STREAM):
+            untold = ~named & (for_lane == NOTHING) & waits["corr"].isna().to_numpy(bool)
+            bound[untold] = ended_together(start[untold], end[untold], rows, matches, run)
     arrival = start.copy()
     known = bound != NOTHING
     if known.any():

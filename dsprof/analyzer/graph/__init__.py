@@ -4,6 +4,7 @@ step_graph   the graph itself: operations in arrays, and their edges
 chains       the chains of a rank: its training thread, a device's stream, and what they give each other
 find_chains  which chains a rank has
 device_phases  phases that were timed on a device, and the steps of its rank
+gathers      parameters that a stream of its own gathers: when each could have been issued
 phase_chain  that of a device whose phases were timed by events
 kernel_chains  those of a device whose kernels were traced
 events       what each chain's program issues and waits for, and its own work in between
@@ -15,6 +16,7 @@ evaluation_order   in which order operations are evaluated
 longest_path       longest paths through them, for many steps and variants at once
 replay       how long the steps of a graph take
 critical_path   the operations that the length of a step is made of, one after the other
+path_summary    the same of several steps, in few numbers
 path_operations  those operations
 trace_back   from an operation back to the one at whose end it began
 chain_work   what each chain works in a step, and which do the same

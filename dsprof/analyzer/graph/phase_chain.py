@@ -22,14 +22,14 @@ from ..arrays import Int
 from ..budget.intervals import Intervals
 from ..budget.lanes import MAIN
 from ..budget.step_budget import RankTime
+from ..budget.stream_waits import AT_ONCE_NS, ended_together
 from .chains import LAUNCH, STEP, SYNC, Chain, Flows, RankChains, StreamTime, ThreadTime
 from .device_phases import DevicePhases, device_phases, host_steps, step_ends
 from .events import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, Program
+from .gathers import Gathers, awaited, ended_before, find_gathers, issued_from, places
 
 MOST_LATENCY_NS: Final = 1_000_000
 """From a launch to its operation, where the device has nothing else to do: no more is taken to be that."""
-AT_ONCE_NS: Final = 50_000
-"""What begins so soon after something has ended is taken to have waited for it."""
 BOUND_NS: Final = 1_000_000
 """A phase that ends so soon after the host has launched its end is taken to have waited for that."""
 USUAL: Final = 25
@@ -118,6 +118,7 @@ class _PhaseStream:
         self._reducing: list[tuple[int, int, int]] = []  # of backwards: issue, end of the host's, the stream's wait
         self._count = 0
         self._limits: tuple[Int, Int] = np.empty(0, np.int64), np.empty(0, np.int64)
+        self._gathers = Gathers.none()
 
     def _put(self, key: Int, turn: int, what: int, when: npt.NDArray[np.float64] | Int, target: Int | None) -> None:
         count = len(key)
@@ -169,40 +170,50 @@ class _PhaseStream:
         self._flow_to_stream(LAUNCH, of.host_end, 0, of.host_end, reached, of.end)
 
     def communicate(self) -> None:
-        self._waits()
         rows = self._rows
         comm = rows[(rows["kind"] == "comm") & rows["seq"].notna() & rows["arrival_ns"].notna()]
         comm = comm[comm["issue_ns"].notna() & comm["dur_ns"].notna()]
         target = self._matches.find(comm, self._run) if self._matches.unique and len(comm) else np.empty(0, np.int64)
         comm, target = comm[target >= 0], target[target >= 0]
         if comm.empty:
+            self._waits()
             return
         arrival = comm["arrival_ns"].to_numpy(np.int64)
         end = arrival + comm["dur_ns"].to_numpy(np.int64)
         issue = asked_ns(comm).to_numpy(np.int64)
         # One that began as soon as the one before on its own stream had ended: when the stream that computes had got
-        # to it is not seen.
-        order = np.lexsort((arrival, comm["lane"].astype(str)))
-        lane = comm["lane"].astype(str).to_numpy(object)[order]
-        queued = np.zeros(len(order), bool)
-        queued[order[1:]] = (lane[1:] == lane[:-1]) & (np.abs(arrival[order][1:] - end[order][:-1]) < AT_ONCE_NS)
-        reached = np.where(queued, np.nan, arrival)
+        # to it is not seen, unless another stream issued it, which tells when it had got to it.
+        issued_at, issuer = issued_from(rows, comm, self._phases.lane)
+        by_another = ~np.isnan(issued_at)
+        at = np.where(by_another, issued_at, arrival)
+        lane = comm["lane"].astype(str).to_numpy(object)
+        queued = np.abs(arrival - ended_before(lane, arrival, end)) < AT_ONCE_NS
+        reached = np.where(queued & ~by_another, np.nan, at)
+        gathers = by_another & (comm["purpose"] == "parameter").to_numpy(bool)
+
+        moment = np.rint(at).astype(np.int64)
+
+        def gathered(taken: Int) -> Gathers:
+            return find_gathers(gathers, issuer, lane, issue, moment, end, target, taken)
+
+        taken = self._waits(gathered(np.empty(0, np.int64)))
+        self._gathers = gathered(taken)
         # The last that a backward reduces is issued with its last gradient.
         for begin, end_of_host, first in self._reducing:
             inside = np.flatnonzero((issue >= begin) & (issue <= end_of_host))
             if len(inside):
                 last = inside[issue[inside].argmax()]
                 reached[last] = min(first, arrival[last])
-        self._put(issue, 2, ISSUE, reached, target)
+        self._put(issue[~gathers], 2, ISSUE, reached[~gathers], target[~gathers])
 
-    def _waits(self) -> None:
+    def _waits(self, gathers: Gathers | None = None) -> Int:
         """Of the stream, for communications. Of those that do not say for which, one that took time was for what ended
-        as it did."""
+        as it did, and one that took none for what was gathered. Returns when the stream went on, ascending."""
         rows, of = self._rows, self._phases
         waits = rows[(rows["kind"] == "wait") & (rows["lane"] == of.lane) & rows["dur_ns"].notna()]
-        waits = waits[waits["issue_ns"].notna()].sort_values("start_ns", kind="stable")
+        waits = waits[waits["issue_ns"].notna()].sort_values(["issue_ns", "start_ns"], kind="stable")
         if waits.empty:
-            return
+            return np.empty(0, np.int64)
         start = waits["start_ns"].to_numpy(np.int64)
         end = start + waits["dur_ns"].to_numpy(np.int64)
         key = waits["issue_ns"].to_numpy(np.int64).copy()
@@ -210,7 +221,9 @@ class _PhaseStream:
         named = waits["seq"].notna().to_numpy(bool)
         if named.any() and self._matches.unique:
             target[named] = self._matches.find(waits[named], self._run)
-        self._bind(rows, target, np.flatnonzero(~named), start, end)
+        target[~named] = ended_together(start[~named], end[~named], rows, self._matches, self._run)
+        if gathers is not None:
+            target = awaited(gathers, key, start, target)
         bound = target != NONE
         self._unknown = Intervals.union(start[~bound], end[~bound])
         self._idle.append((start[bound], end[bound]))
@@ -219,6 +232,7 @@ class _PhaseStream:
         self._put(key[own], 3, ANCHOR, start[own], None)
         self._put(key[own], 4, WAIT, end[own], target[own])
         self._reduced(key[derived], start[derived], end[derived])
+        return np.sort(end[own])
 
     def _reduced(self, issue: Int, start: Int, end: Int) -> None:
         """DDP's reducer has the stream wait for all gradients at the end of a backward, which was issued then: for as
@@ -235,21 +249,6 @@ class _PhaseStream:
         key = of.host_end[which] - 1
         self._put(key, 3, ANCHOR, first, None)
         self._put(key, 4, WAIT_GRADIENTS, last, None)
-
-    def _bind(self, rows: pd.DataFrame, target: Int, which: Int, start: Int, end: Int) -> None:
-        """In place: of the waits that do not say what for, those that end as a communication of the rank does."""
-        comm = rows[
-            (rows["kind"] == "comm") & rows["seq"].notna() & rows["arrival_ns"].notna() & rows["dur_ns"].notna()
-        ]
-        which = which[end[which] - start[which] > AT_ONCE_NS]
-        if comm.empty or not len(which) or not self._matches.unique:
-            return
-        row = self._matches.find(comm, self._run)
-        ended = (comm["start_ns"] + comm["dur_ns"]).to_numpy(np.int64)
-        order = np.argsort(ended, kind="stable")
-        at = np.searchsorted(ended[order], end[which] + AT_ONCE_NS, "right") - 1
-        near = (at >= 0) & (np.abs(ended[order][np.maximum(at, 0)] - end[which]) <= AT_ONCE_NS)
-        target[which[near]] = row[order][at[near]]
 
     def synchronize(self) -> None:
         """Where the training thread waits for the device: until what it had launched by then is over. A call that came
@@ -304,6 +303,7 @@ class _PhaseStream:
         order = np.lexsort((turn, key))
         what, target, flow, when, key = what[order], target[order], flow[order], when[order], key[order]
         moments = self._in_order(when, key)
+        what, target, flow, moments = self._with_gathers(key, what, target, flow, moments)
         kept = what != ANCHOR
         what, target, flow, moments = what[kept], target[kept], flow[kept], moments[kept]
         zero = np.zeros(len(what), np.int64)
@@ -324,6 +324,14 @@ class _PhaseStream:
         none = np.zeros(len(host_what), np.int64)
         host = host_what, host_target, host_when, host_when, none, none + 1
         return stream, host, Flows(kind, issue, end)
+
+    def _with_gathers(self, key: Int, what: Int, target: Int, flow: Int, moments: Int) -> tuple[Int, Int, Int, Int]:
+        """The stream's program with gathers that another one issues, each where the stream was when it did."""
+        if not len(self._gathers):
+            return what, target, flow, moments
+        place, at, gathered = places(self._gathers, moments, key, *self._limits)
+        what, target, flow = (np.insert(of, place, new) for of, new in ((what, ISSUE), (target, gathered), (flow, 0)))
+        return what, target, flow, np.maximum.accumulate(np.insert(moments, place, at))
 
     def _in_order(self, when: npt.NDArray[np.float64], key: Int) -> Int:
         """The moments of what was launched in this order: in order too, each in the step in which it was launched. What

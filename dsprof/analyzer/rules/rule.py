@@ -43,7 +43,8 @@ class Rule:
                 budget is explained
     looks:      what finds it
     needs:      signals without which there is nothing to judge, whatever was captured
-    outranked_by: codes that its gain takes to be fixed: beside one of them it is no more severe
+    outranked_by: codes of faults that its gain takes to be fixed: beside one that gains as much as is sure of it, it is
+                no more severe
     causes:     codes whose findings it is the reason of, where they are of the same ranks: what mending them gains is
                 what mending it does
     ends_run:   the job did not do what it was started for: it stands first, and the run has failed

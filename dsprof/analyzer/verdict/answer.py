@@ -7,15 +7,19 @@ from dataclasses import replace
 from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import concat_rows
 
+from .. import signals
 from ..align.numbering import mismatches
 from ..align.steps import captured_part, describe_steps, early_ends, lasting_change, without_training
 from ..analysis import Analysis, CaptureQuality, Verdict
 from ..budget.wall_time import divide_time, run_span
 from ..device import unknown_kernels
 from ..finding import Finding
+from ..graph.evaluation_order import Cyclic
+from ..graph.path_summary import PathSummary, summarize_path
 from ..hang.transient_hang import transient_hangs
 from ..judge import Judged
 from ..memory.allocator_state import summarize_memory
+from ..signals import Absent
 from ..study import Study
 from ..text import ms
 from ..work.layer_costs import layer_costs
@@ -61,13 +65,14 @@ def answer(study: Study, judgement: Judged) -> Analysis:
             run,
             {rank: summary.work for rank, summary in ranks.items() if summary.work is not None},
             study.step_ms,
-            study.rows,
+            study.mesh,
             study.topology,
         ),
         memory=summarize_memory(study.trace.memory),
         memory_steps=study.memory,
         memory_uses=study.memory_uses,
         device=study.device,
+        critical_path=_critical_path(study),
         findings=tuple(_placed(finding, study) for finding in judgement.findings),
         passed=judgement.passed,
         not_judged=dict(judgement.not_judged),
@@ -88,6 +93,16 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         stood=_longest_hang(study),
     )
     return replace(analysis, verdict=verdict)
+
+
+def _critical_path(study: Study) -> PathSummary | None:
+    graph = signals.replay.look(study)
+    if isinstance(graph, Absent):
+        return None
+    try:
+        return summarize_path(graph)
+    except Cyclic:
+        return None
 
 
 def _placed(finding: Finding, study: Study) -> Finding:

@@ -28,6 +28,7 @@ from ..memory.allocator_state import STATE_COLUMNS
 from ..rules.registry import all_rules, ends_run, explaining, with_
 from ..rules.rule import Rule
 from ..text import clean, count, ms, percent, ranks, size
+from .overrides import shown
 
 LARGE: Final = 0.1
 """Share of the step that may be lost unexplained in a healthy run."""
@@ -257,9 +258,21 @@ def _more(analysis: Analysis, part: str) -> str:
     about = [finding for finding in analysis.findings if finding.code in explaining(part)]
     if part == "peer_wait" and not about:
         return ", none of which is late on the whole"
-    if any(finding.weight.ms > 0 for finding in about):
-        return " (how much of it could be gained is not certain: run more steps)"
+    unsure = [finding for finding in about if finding.weight.ms > 0]
+    if unsure:
+        most = max(unsure, key=lambda finding: finding.weight.ms)
+        return f" (how much of it could be gained is not certain: {_what_tells(most)})"
     return f" ({clean(about[0].title)})" if about else ""
+
+
+def _what_tells(finding: Finding) -> str:
+    """What to do to know how much a finding gains."""
+    knobs = next((fix.knobs for fix in finding.fixes if fix.knobs), ())
+    if knobs:
+        return f"`dsprof fix {' '.join(f'--set {key}={shown(value)}' for key, value in knobs)} --verify` measures it"
+    if finding.unknown:
+        return f"{finding.unknown}; make the change and run it: `dsprof compare` of the two runs tells"
+    return "run more steps"
 
 
 def _where_other(analysis: Analysis) -> str | None:

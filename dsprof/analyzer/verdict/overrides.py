@@ -18,11 +18,11 @@ def applied_knobs(run: RunInfo) -> Iterator[str]:
         told = [fact for fact in _facts(run, key) if "why" not in fact]
         if not told:
             continue
-        was = [_shown(fact.get("was")) for fact in told]
+        was = [shown(fact.get("was")) for fact in told]
         sites = [str(fact["site"]) for fact in told if fact.get("site")]
         before = "" if key.startswith("env.") else f" (without it: {', '.join(dict.fromkeys(was))})"
         where = f", {', '.join(list(dict.fromkeys(sites))[:MOST_SITES])}" if sites else ""
-        yield f"this run had --set {key}={_shown(value)}{before}{where}"
+        yield f"this run had --set {key}={shown(value)}{before}{where}"
 
 
 def lost_knobs(run: RunInfo) -> Iterator[str]:
@@ -34,13 +34,13 @@ def lost_knobs(run: RunInfo) -> Iterator[str]:
             why = ["nothing in the job takes it"]
         for reason in why:
             part = " everywhere" if any("why" not in fact for fact in told) else ""
-            yield f"--set {key}={_shown(value)} was not applied{part}: {reason}"
+            yield f"--set {key}={shown(value)} was not applied{part}: {reason}"
 
 
 def verified_fixes(run: RunInfo) -> Iterator[str]:
     """A sentence for each fix that was tried."""
     for code, found in run.verified.items():
-        change = " ".join(f"{key}={_shown(value)}" for key, value in found["set"].items())
+        change = " ".join(f"{key}={shown(value)}" for key, value in found["set"].items())
         if "ms" in found:
             measured = with_interval(found["ms"], found["low"], found["high"])
             yield f"{code}: {change} was tried and {measured}: {found['outcome']}"
@@ -52,7 +52,7 @@ def _facts(run: RunInfo, key: str) -> list[dict[str, Any]]:
     return [fact for fact in run.facts if fact.get("fact") == "override" and fact.get("key") == key]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """As `--set` takes it; None: the framework chooses."""
     if value is None:
         return "not set"

@@ -12,6 +12,7 @@ without_flows   no chain waits for another of its rank
 communications  collectives and messages removed, added, or moved over another link
 needless        reductions and broadcasts that a step can do without
 prefetched      gathers issued earlier
+issue_order     in which order a lane takes tasks that are issued elsewhere
 rebucket        gradients in other buckets
 merge           neighbouring collectives in one
 typical         nothing slower than is typical of its kind

@@ -13,6 +13,7 @@ from ..graph.link import Link
 from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps
 from .apply import Turn, WhatIf
 from .edit import GONE, Recut
+from .issue_order import in_order_of_issue, issue_edges
 from .rebucket import Division, NotRebucketed
 from .select import Communications
 
@@ -30,6 +31,8 @@ class Merge(WhatIf):
     host_ms:    the issuing thread's cost of each collective that is saved
     blocking:   each is waited for before anything else is done: else it is not known what would wait for the merged one
     unit_work:  by what FSDP's own work for its units is multiplied
+    in_advance: what is gathered is issued when what was gathered so many before it is taken over, as FSDP does on a
+                device: then merged ones are issued as many merged ones before, too, which is earlier
     """
 
     of: Communications
@@ -39,6 +42,7 @@ class Merge(WhatIf):
     host_ms: float = 0.0
     blocking: bool = False
     unit_work: float = 1.0
+    in_advance: bool = False
     turn = Turn.DIVISION
 
     @property
@@ -60,7 +64,9 @@ class Merge(WhatIf):
     def _merged(self, steps: Steps) -> Recut:
         if self.blocking:
             need_blocking(steps, self.of)
-        return merged(steps, self.packs(steps), self.link, self.host_ms, self.unit_work)
+        packs = self.packs(steps)
+        source = _in_advance(steps, families(steps, self.of), packs) if self.in_advance else None
+        return merged(steps, packs, self.link, self.host_ms, self.unit_work, source)
 
     def packs(self, steps: Steps) -> list[list[int]]:
         """Of steps of one template, the tasks that become one, in order of issue."""
@@ -119,8 +125,41 @@ def _issued(steps: Steps, of: Communications) -> Iterator[tuple[tuple[int, str, 
             yield (int(begun[segment]), task.kind, task.lane), c
 
 
-def merged(steps: Steps, packs: list[list[int]], link: Link, host_ms: float = 0.0, unit_work: float = 1.0) -> Recut:
-    """What `Merge` makes of steps of one template.
+def _in_advance(steps: Steps, of: list[list[int]], packs: list[list[int]]) -> Int:
+    """The sources of the structure's edges, with the gathers that others are merged into issued where they are if as
+    many merged ones are under way as there were single ones. of: `families`"""
+    structure, source = steps.structure, steps.structure.edges.source
+    moved, at_of = source.copy(), issue_edges(structure)
+    waits: dict[tuple[int, int], int] = {}
+    for task, segment in structure.waits.tolist():
+        key = int(structure.thread[segment]), task
+        waits[key] = min(waits.get(key, segment), segment)
+    size = {pack[0]: len(pack) for pack in packs}
+    for family in of:
+        if structure.tasks[family[0]].gradient:
+            continue
+        for thread in range(structure.threads):
+            waited = np.sort([waits[thread, c] for c in family if (thread, c) in waits])
+            for place, c in enumerate(family):
+                if size.get(c, 1) < 2 or (thread, c) not in waits or (thread, c) not in at_of:
+                    continue
+                issued = int(source[at_of[thread, c]])
+                under_way = int(np.sum((waited > issued + 1) & (waited <= waits[thread, c])))
+                earlier = family[max(place - under_way * (size[c] - 1), 0)]
+                if (thread, earlier) in at_of:
+                    moved[at_of[thread, c]] = source[at_of[thread, earlier]]
+    return moved
+
+
+def merged(
+    steps: Steps,
+    packs: list[list[int]],
+    link: Link,
+    host_ms: float = 0.0,
+    unit_work: float = 1.0,
+    issued: Int | None = None,
+) -> Recut:
+    """What `Merge` makes of steps of one template. issued: sources of its edges, where they are others than now.
 
     Raises NotRebucketed where ranks of a process group do not issue the same collectives.
     """
@@ -136,12 +175,13 @@ def merged(steps: Steps, packs: list[list[int]], link: Link, host_ms: float = 0.
     dropped: Int = np.array(sorted(dropped_list), np.int64)
     issues = structure.issues
     _need_the_same(steps, [c for pack in packs for c in pack])
-    kept_tasks = np.setdiff1d(np.arange(len(tasks)), dropped)
+    source, target = structure.edges.source if issued is None else issued, structure.edges.target
+    order = np.arange(len(tasks)) if issued is None else in_order_of_issue(structure, source)
+    kept_tasks = order[~np.isin(order, dropped)]
     number = np.full(len(tasks), GONE)
     number[kept_tasks] = np.arange(len(kept_tasks))
     gone = np.zeros(segments + len(tasks) + structure.outside, bool)
     gone[segments + dropped] = True
-    source, target = structure.edges.source, structure.edges.target
     stays = ~gone[source] & ~gone[target]
     moved = np.concatenate(
         [np.arange(segments), np.where(number >= 0, number + segments, GONE),

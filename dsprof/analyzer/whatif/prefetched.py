@@ -7,10 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
-from ..arrays import Int
-from ..graph.step_graph import Costs, Edges, StepGraph, Steps, Structure
+from ..graph.step_graph import Costs, Edges, StepGraph, Steps
 from .apply import Turn, WhatIf
 from .edit import Recut, Restructure
+from .issue_order import in_order_of_issue, issue_edges
 from .merge import families
 from .select import Communications
 
@@ -43,10 +43,7 @@ class Prefetched(WhatIf):
         structure = steps.structure
         source, target = structure.edges.source.copy(), structure.edges.target
         segments = structure.segments
-        issue = (source < segments) & (target >= segments)
-        at_of: dict[tuple[int, int], int] = {}  # (thread, task) -> its edge
-        for edge in np.flatnonzero(issue).tolist():
-            at_of[int(structure.thread[source[edge]]), int(target[edge]) - segments] = edge
+        at_of = issue_edges(structure)
         moved = False
         for family in families(steps, self.of):
             for thread in range(structure.threads):
@@ -56,7 +53,7 @@ class Prefetched(WhatIf):
                     source[edge], moved = earlier, True
         if not moved:
             return None
-        taken = _in_order_of_issue(structure, source)
+        taken = in_order_of_issue(structure, source)
         number = np.arange(segments + len(taken) + structure.outside)
         number[segments + taken] = segments + np.arange(len(taken))
         changed = replace(
@@ -70,25 +67,3 @@ class Prefetched(WhatIf):
             return Costs(steps.work, steps.transfer[taken], steps.wire[taken], steps.size[taken])
 
         return Recut(changed, number[: segments + len(taken)], costs)
-
-
-def _in_order_of_issue(structure: Structure, source: Int) -> Int:
-    """The tasks, those of a lane in the order in which the first rank that issues one of them does; `source`: of the
-    edges, as they are now."""
-    segments, count = structure.segments, len(structure.tasks)
-    issue = (source < segments) & (structure.edges.target >= segments)
-    lead: dict[str, int] = {}
-    at = np.full(count, -1)
-    tasks = structure.edges.target[issue] - segments
-    for segment, c in sorted(zip(source[issue].tolist(), tasks.tolist(), strict=True)):
-        lane, thread = structure.tasks[c].lane, int(structure.thread[segment])
-        if lead.setdefault(lane, thread) == thread and at[c] < 0:
-            at[c] = segment
-    order = np.arange(count)
-    places: dict[str, list[int]] = {}
-    for c, task in enumerate(structure.tasks):
-        if at[c] >= 0:
-            places.setdefault(task.lane, []).append(c)
-    for mine in places.values():
-        order[mine] = sorted(mine, key=lambda c: (at[c], c))
-    return order

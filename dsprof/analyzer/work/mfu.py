@@ -18,6 +18,7 @@ import pandas as pd
 from dsprof.run import RunInfo, last_processes
 from dsprof.schema import CAPTURE_GAP, COUNTED, FLOPS, FLOPS_FOR, SAMPLES, TOKENS, UNCOUNTED
 
+from ..align.groups import CP, Mesh
 from ..align.topology import Topology
 from ..text import clean, count, ranks
 from .module_times import NOT_COUNTED, counted_step
@@ -169,9 +170,9 @@ def _at(sums: pd.Series[float], name: str) -> float | None:
 
 
 def judge_efficiency(
-    run: RunInfo, work: Mapping[int, RankWork], step_ms: float, rows: pd.DataFrame, topology: Topology
+    run: RunInfo, work: Mapping[int, RankWork], step_ms: float, mesh: Mesh, topology: Topology
 ) -> Efficiency | None:
-    """What the ranks' work comes to; None where no rank says anything. `rows`: communications of all ranks."""
+    """What the ranks' work comes to; None where no rank says anything."""
     if not work or step_ms <= 0:
         return None
     flops = {rank: item.flops for rank, item in work.items() if item.flops is not None}
@@ -190,7 +191,7 @@ def judge_efficiency(
         hfu=used[1] if used else None,
         peak=peak,
         why_no_mfu=why,
-        throughput=tuple(_throughput(run, work, step_ms, rows, topology)),
+        throughput=tuple(_throughput(run, work, step_ms, mesh, topology)),
         notes=tuple(notes),
     )
 
@@ -301,11 +302,11 @@ def _peak(run: RunInfo, rank: int, dtype: str) -> Peak | str:
 
 
 def _throughput(
-    run: RunInfo, work: Mapping[int, RankWork], step_ms: float, rows: pd.DataFrame, topology: Topology
+    run: RunInfo, work: Mapping[int, RankWork], step_ms: float, mesh: Mesh, topology: Topology
 ) -> list[Throughput]:
-    replicas, how = _replicas(run, work, rows, topology)
     found = []
     for what in (SAMPLES, TOKENS):
+        replicas, how = _counted_over(what, run.world_size or len(work), mesh, topology)
         each = {rank: getattr(item, what) for rank, item in work.items() if getattr(item, what) is not None}
         if not each:
             continue
@@ -334,32 +335,35 @@ def _taken_from(run: RunInfo, rank: int, module: str, what: str) -> str:
     return f"{measure} of {which} of {clean(module)}{shape}"
 
 
-def _replicas(
-    run: RunInfo, work: Mapping[int, RankWork], rows: pd.DataFrame, topology: Topology
-) -> tuple[tuple[int, ...], str]:
-    """Ranks that each have a batch of their own, and that together have all of them; and how that is known."""
-    world = run.world_size or len(work)
-    if world == 1:
-        return tuple(work), "one rank"
-    chosen = (rows["kind"] == "comm") & (rows["purpose"] == "gradient") & rows["peer"].isna() & rows["group"].notna()
-    components: list[set[int]] = []
-    for group in rows.loc[chosen, "group"].astype(str).unique():
-        members = {int(rank) for rank in run.group(group).get("ranks", ())}
-        if len(members) < 2:
+def _counted_over(what: str, world_size: int, mesh: Mesh, topology: Topology) -> tuple[tuple[int, ...], str]:
+    """Ranks whose samples, or tokens, are together the job's, none of them twice; and how that is known. None where it
+    is not known.
+
+    The ranks of a tensor-parallel group have the same batch, and so have the stages of a pipeline, of which the first
+    one is asked. Those of a context-parallel group have the same samples, and of each other tokens.
+    """
+    if world_size == 1:
+        return (0,), "one rank"
+    for rank in range(world_size):
+        if 0 not in topology.stage_of.get(rank, (0,)):
             continue
-        joined = [item for item in components if item & members]
-        components = [item for item in components if not item & members] + [members.union(*joined)]
-    if topology.stage_of:
-        components = [item for item in components if all(0 in topology.stage_of.get(rank, ()) for rank in item)]
-    if not components and _one_replica(run, world):
-        return (0,), "of rank 0, whose batch the others share (tensor parallelism)"
-    if not components:
+        replicas = mesh.replicas_of(rank)
+        if len(replicas) > 1 or mesh.data_parallel_size(rank, world_size) == 1:
+            break
+    else:
         return (), "which ranks have batches of their own is not known, so of each rank"
-    first = tuple(sorted(min(components, key=min)))
-    return first, f"over {ranks(first)}, which average their gradients"
+    sequences = next((one for one in mesh.dimensions if one.role == CP), None)
+    if sequences is None:
+        return replicas, _said_of(replicas, "")
+    teams = {sequences.team_of(replica) or (replica,) for replica in replicas}
+    if what == TOKENS:
+        counted = tuple(sorted(rank for team in teams for rank in team))
+        return counted, _said_of(counted, f"; each rank of a group of {sequences.name} has tokens of its own")
+    counted = tuple(sorted(min(team) for team in teams))
+    return counted, _said_of(counted, f"; the ranks of a group of {sequences.name} have the same samples")
 
 
-def _one_replica(run: RunInfo, world: int) -> bool:
-    """Whether all ranks hold parts of the same layers."""
-    groups = (str(fact.get("group")) for fact in run.facts if fact.get("fact") == "tensor_parallel")
-    return any(len(run.group(group).get("ranks", ())) == world for group in groups)
+def _said_of(counted: tuple[int, ...], more: str) -> str:
+    if len(counted) == 1:
+        return f"of rank {counted[0]}, whose batch the others share" + more
+    return f"over {ranks(counted)}, which average their gradients" + more

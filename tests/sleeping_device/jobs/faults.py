@@ -1,5 +1,6 @@
-"""Data-parallel training with one fault or two, or none: see the arguments. Lengths are in milliseconds, of each step
-unless they say otherwise. The host is as far ahead of the device as it can be, but for what it is told to wait for."""
+"""Training with one fault or two, or none, in data parallel, with layers that ranks share, or with sharded parameters:
+see the arguments. Lengths are in milliseconds, of each step unless they say otherwise. The host is as far ahead of the
+device as it can be, but for what it is told to wait for."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from typing import Any
 import common
 import sleeping_device as device
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -33,6 +37,12 @@ arguments.add_argument("--gc-ms", type=float, default=0, help="a collection of g
 arguments.add_argument("--gc-every", type=int, default=3, help="steps")
 arguments.add_argument("--launch-ms", type=float, default=0, help="the host takes so long to launch a block")
 arguments.add_argument("--item-every", type=int, default=10, help="steps: the host asks for the loss")
+arguments.add_argument("--share", type=int, default=1, help="so many ranks share each layer, and reduce what it makes")
+arguments.add_argument("--shard", action="store_true", help="FSDP2, a unit a block")
+arguments.add_argument("--together", type=int, default=1, help="blocks in a unit")
+arguments.add_argument("--ahead", type=int, default=0, help="units that are gathered ahead by request")
+arguments.add_argument("--large-every", type=int, default=0, help="one of so many blocks has many parameters")
+arguments.add_argument("--large-mb", type=float, default=4, help="MiB of them")
 options = arguments.parse_args()
 
 common.join()
@@ -48,10 +58,10 @@ class Loaded(IterableDataset[torch.Tensor]):
             yield torch.ones(options.width)
 
 
-class Launched(torch.nn.Module):
+class Launched(nn.Module):
     """A block that its host takes its time to launch."""
 
-    def __init__(self, block: torch.nn.Module) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
 
@@ -61,16 +71,86 @@ class Launched(torch.nn.Module):
         return result
 
 
+class Reduced(torch.autograd.Function):
+    """What a layer makes, reduced over the ranks that share it, and its gradient, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        result = x.clone()
+        torch.distributed.all_reduce(result, group=group)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        result = gradient.clone()
+        torch.distributed.all_reduce(result, group=ctx.group)
+        return result, None
+
+
+class Shared(nn.Module):
+    """A block that several ranks share."""
+
+    def __init__(self, block: nn.Module, group: torch.distributed.ProcessGroup) -> None:
+        super().__init__()
+        self.block, self.group = block, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = Reduced.apply(self.block(x), self.group)
+        return result
+
+
+class Large(nn.Module):
+    """A block with so many parameters that are gathered with it."""
+
+    def __init__(self, block: nn.Module, mib: float) -> None:
+        super().__init__()
+        self.block = block
+        self.table = nn.Parameter(torch.zeros(int(mib * (1 << 18)), device="cuda"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.block(x) + self.table[:1]
+        return result
+
+
+def sharded(blocks: list[nn.Module]) -> nn.Module:
+    """FSDP2 in units of neighbours, each of which asks for the units ahead of it."""
+    mesh = init_device_mesh("cuda", (common.WORLD,))
+    together = options.together
+    units = [nn.Sequential(*blocks[begin : begin + together]) for begin in range(0, len(blocks), together)]
+    for unit in units:
+        fully_shard(unit, mesh=mesh)
+    model = nn.Sequential(*units)
+    fully_shard(model, mesh=mesh)
+    if options.ahead:
+        for place, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + options.ahead])  # type: ignore[operator]
+            before = units[max(place - options.ahead, 0) : place]
+            unit.set_modules_to_backward_prefetch(before[::-1])  # type: ignore[operator]
+    return model
+
+
 def collects(phase: str, _: dict[str, Any]) -> None:
     """In the collector, where a profiler that was there before measures it."""
     if phase == "start":
         time.sleep(options.gc_ms / 1000)
 
 
-blocks = common.model(options.blocks, options.width, options.forward_ms, options.backward_ms)
+blocks: list[nn.Module] = list(common.model(options.blocks, options.width, options.forward_ms, options.backward_ms))
 if options.launch_ms:
-    blocks = torch.nn.Sequential(*(Launched(block) for block in blocks))
-model = DistributedDataParallel(blocks, bucket_cap_mb=options.bucket_mb)
+    blocks = [Launched(block) for block in blocks]
+if options.large_every:
+    large = range(options.large_every - 1, len(blocks), options.large_every)
+    blocks = [Large(block, options.large_mb) if place in large else block for place, block in enumerate(blocks)]
+replicas = None
+if options.share > 1:
+    mesh = init_device_mesh("cuda", (common.WORLD // options.share, options.share), mesh_dim_names=("dp", "tp"))
+    blocks = [Shared(block, mesh["tp"].get_group()) for block in blocks]
+    replicas = mesh["dp"].get_group()
+if options.shard:
+    model = sharded(blocks)
+else:
+    model = DistributedDataParallel(nn.Sequential(*blocks), bucket_cap_mb=options.bucket_mb, process_group=replicas)
 optimizer = common.Sgd(model.parameters(), 0.01)
 batches = iter(DataLoader(Loaded(), batch_size=1))
 gc.disable()

@@ -27,8 +27,6 @@ CODES: Final = ("comm.small-messages", "comm.exposed")
 def collectives(study: Study) -> Found:
     """What is communicated too often, or in the way although it could overlap the computation."""
     signals.steps(study)
-    if study.on_gpu and any(gathers_parameters(domain) for domain in domains(study)):
-        raise NotJudged("other gathers of sharded parameters are not tried in this version where devices communicate")
     if study.ranks_missing:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
     stage = zero_stage(study)

@@ -22,6 +22,9 @@ from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, replay_divided
 from .dimensions import GRADIENT, Domain, domains, waited_ms
 
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
+AS_GOOD: Final = 0.9
+"""Where the latency of a collective is not known, the largest buckets are proposed that gain this part of the most."""
+ONE_SIZE: Final = "all collectives that were seen have one size, so what others take is not known"
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def bucket_size(study: Study, domain: Domain) -> list[Finding]:
     """
     waited = waited_ms(study, domain)
     cut = _gradients(study, domain)
-    best = max(_rebucketings(study, cut), key=lambda rebucketed: rebucketed.gain.ms, default=None)
+    best = _best(cut, _rebucketings(study, cut))
     if best is not None and best.gain.ms < LEAST_SHARE * study.step_ms:
         best = None
     if best is not None and best.in_all < cut.in_all:
@@ -51,6 +54,15 @@ def bucket_size(study: Study, domain: Domain) -> list[Finding]:
     if best is None and waited < LEAST_SHARE * study.step_ms:
         return []
     return [_exposed(study, cut, best, waited)]
+
+
+def _best(cut: _Cut, tried: list[Rebucketed]) -> Rebucketed | None:
+    """What gains most. Of large collectives of one size the link's latency is not known, which each of many small ones
+    would have."""
+    most = max(tried, key=lambda one: one.gain.ms, default=None)
+    if most is None or cut.link.fitted or cut.link.latency_ms > 0 or most.gain.ms <= 0:
+        return most
+    return min((one for one in tried if one.gain.ms >= AS_GOOD * most.gain.ms), key=lambda one: one.in_all)
 
 
 def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
@@ -64,7 +76,8 @@ def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
     where = cut.domain.where(study, cut.op)
     fixes = (_bucket_fix(cut, best),)
     return Finding(
-        "comm.small-messages", title + cut.domain.inside, "info", where, evidence, best.gain, fixes
+        "comm.small-messages", title + cut.domain.inside, "info", where, evidence, best.gain, fixes,
+        unknown="" if cut.link.fitted else ONE_SIZE,
     )  # fmt: skip
 
 
@@ -83,7 +96,8 @@ def _exposed(study: Study, cut: _Cut, best: Rebucketed | None, waited: float) ->
     title = f"{ms(waited)} of each step wait for collectives{cut.domain.inside}"
     title += "; no other bucket size would hide more of them" if best is None and cut.ddp else ""
     return Finding(
-        "comm.exposed", title, "info", cut.domain.where(study, cut.op), evidence, gain, tuple(fixes)
+        "comm.exposed", title, "info", cut.domain.where(study, cut.op), evidence, gain, tuple(fixes),
+        unknown="" if cut.link.fitted else ONE_SIZE,
     )  # fmt: skip
 
 

@@ -23,6 +23,8 @@ from .dimensions import Domain, waited_ms
 
 AHEAD: Final = (1, 2)
 """So many gathers ahead are tried."""
+OF_ITSELF: Final = 1
+"""Units that FSDP2 gathers ahead on a device where nobody asks for more."""
 GATHER: Final = "all_gather parameter"
 SCATTER: Final = "reduce_scatter gradient"
 PREFETCH_KEY: Final = "stage3_prefetch_bucket_size"
@@ -39,7 +41,9 @@ def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
         gain = mean_gain(study, _saved(study, before, _replay(study, domain, tried)))
         if gain.ms > best.ms + LEAST_SHARE * study.step_ms:
             best, ahead = gain, tried
-    if study.facts.get("fsdp"):  # no public setting of torch's does it where collectives run on the CPU: a remark
+    if (
+        study.facts.get("fsdp") and not study.on_gpu
+    ):  # no public setting of torch's does it where collectives run on the CPU: a remark
         best = replace(best, low=min(best.low, 0.0))
     gathers = len(domain.of("parameter").table) / len(study.step_numbers) / max(len(domain.groups), 1)
     evidence = (
@@ -75,6 +79,14 @@ def _saved(study: Study, before: Float, after: Float) -> Float:
 def _fix(study: Study, domain: Domain, ahead: int, gain: Gain) -> Fix:
     what = "the next unit's parameters" if ahead == 1 else f"the parameters of the next {ahead} units"
     fact = next(iter(study.facts.get("fsdp", [])[-1:]), None)
+    if fact is not None and fact.get("version") == 2 and study.on_gpu:
+        site = fact.get("site")
+        calls = "set_modules_to_forward_prefetch and set_modules_to_backward_prefetch"
+        title = (
+            f"gather the next {OF_ITSELF + ahead} units while one computes{at(site)}, not the next alone: {calls} of "
+        )
+        title += "each unit, with the units that come next in forward and in backward; it holds more memory"
+        return code_fix(title, "set_modules_to_forward_prefetch", OF_ITSELF + ahead, site, gain)
     if fact is not None and fact.get("version") == 2:
         site = fact.get("site")
         title = f"gather {what} while one computes{at(site)}: set_modules_to_forward_prefetch([...]) of each unit, and "

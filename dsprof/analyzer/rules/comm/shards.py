@@ -36,6 +36,8 @@ OF_A_UNIT: Final = 0.93
 """The share of the work for a unit, but for copying, that does not grow with what is in it: calibrated."""
 COPY_MS_PER_BYTE: Final = 5e-7
 """Of copying shards in and out, nominal: 2 GB/s."""
+MOSTLY: Final = 0.5
+"""Of what merging gains on a device, what must be fixed costs that are saved for messages to be too small."""
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
 
@@ -100,6 +102,9 @@ def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) 
     best = max(_merges(study, units), key=lambda merged: merged.gain.ms, default=None)
     if best is None or best.gain.ms < LEAST_SHARE * study.step_ms:
         return []
+    saved_ms = a_step * (1 - 1 / best.together) * link.latency_ms
+    if study.on_gpu and saved_ms < MOSTLY * best.gain.ms:
+        return []  # it is that they are gathered earlier that gains: comm.exposed
     median = float(table["bytes"].median())
     evidence = (
         Evidence("all-gathers and reduce-scatters a step", round(a_step), "count", round(a_step / best.together)),
@@ -132,8 +137,6 @@ def with_modules_per_unit(study: Study, together: int) -> Effect:
         raise NotJudged("no fully_shard was seen in this run")
     if MODULES in study.run.knobs:
         raise NotJudged(f"this run had --set {MODULES} itself; ask of a run without it")
-    if study.on_gpu:
-        raise NotJudged("other gathers of sharded parameters are not tried in this version where devices communicate")
     every = domains(study)
     replicas = [one for one in every if one.role == REPLICATE and len(one.of("gradient").table)]
     sharded = [
@@ -215,9 +218,10 @@ def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Lin
     worked = units.worked_ms
     copied = min(_moved_bytes(study, units) * COPY_MS_PER_BYTE / worked, 1.0) if worked else 1.0
     left = 1 - (1 - copied) * OF_A_UNIT * (1 - 1 / together)
+    ahead = study.on_gpu and bool(study.facts.get("fsdp"))
     # FSDP's own work is of no group, so one of these takes it along.
     return [
-        Merge(of, link, together, host_ms=units.host_ms, unit_work=left if i == 0 else 1.0)
+        Merge(of, link, together, host_ms=units.host_ms, unit_work=left if i == 0 else 1.0, in_advance=ahead)
         for i, (of, link) in enumerate(links.items())
     ]
 

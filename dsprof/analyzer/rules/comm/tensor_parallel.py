@@ -40,8 +40,6 @@ def tensor_parallel(study: Study) -> list[Finding]:
     layers = [one for one in (domain.of(TENSOR_PARALLEL) for domain in domains(study)) if len(one.table)]
     if not layers:
         raise NotConcerned
-    if study.on_gpu:
-        raise NotJudged("no other division of layers is tried in this version where devices communicate")
     if study.ranks_missing:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
     found: list[Finding] = []

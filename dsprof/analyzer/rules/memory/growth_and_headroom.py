@@ -15,13 +15,13 @@ from ...arrays import Float
 from ...budget.irregular import warm_up
 from ...candidate import Candidate, Price
 from ...finding import MEASURED_MEMORY, Evidence, Finding, Fix, Gain, Severity, Where
-from ...graph.validate import check
 from ...memory.allocator_state import UNKNOWN, sites_of
 from ...memory.slope import FEWEST, Slope, climb
 from ...memory.use_by_step import HELD, MemoryUse, main_place
 from ...study import Study
 from ...text import count, percent, size
 from ...whatif.work import Change, LessWork
+from ...work.stream_phases import stream_phases
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, sharded_stage
 from ..rule import Found, Look, Rule
 
@@ -199,15 +199,12 @@ def headroom(study: Study) -> Found:
         return []
     worst = max(uses, key=lambda use: use.share or 0.0)
     unused = size((worst.capacity or 0) * (1 - used))
-    signals.host_steps(study)
     if not paid:
         raise NotJudged(
             f"{unused} of {size(worst.capacity or 0)} are unused while {unpriced}; what doing without would gain this "
             "capture does not tell"
         )
-    refusal = check(study.need_graph(), study.clock_error_ms).refusal
-    if refusal is not None:
-        raise NotJudged(refusal)
+    signals.replay(study)
     return [_unused(study, worst, unused, what, change) for what, change in paid]
 
 
@@ -259,9 +256,13 @@ def _recomputed(study: Study) -> Float | None:
     """ms of forward that backward computes again, [R, S]; None where there is none."""
     again = study.training_phases
     again = again[again["name"] == "recompute"]
+    again = again.assign(ms=again["dur_ns"] / 1e6)
+    if study.on_gpu:
+        again = stream_phases(study)
+        again = again[again["name"] == "recompute"]
     if again.empty:
         return None
-    table = again.assign(ms=again["dur_ns"] / 1e6).groupby(["rank", "step"])["ms"].sum().unstack()
+    table = again.groupby(["rank", "step"])["ms"].sum().unstack()
     wide: Float = table.reindex(index=study.ranks, columns=study.step_numbers).fillna(0.0).to_numpy(np.float64)
     return wide
 

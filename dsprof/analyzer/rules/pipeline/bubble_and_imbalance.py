@@ -19,6 +19,7 @@ from ...study import Study
 from ...text import count, number, percent
 from ...whatif.schedule import makespan, schedule_graph
 from ...whatif.work import Change
+from ...work.stream_phases import stream_phases
 from ..base import LEAST_SHARE, NotJudged, at, code_fix
 from ..rule import Found, Look, Rule, fault
 
@@ -28,6 +29,7 @@ ACCEPTED: Final = 0.1
 """A bubble that takes less of the step is what pipelines are run with: then a larger batch is not worth asking for."""
 DEEPSPEED: Final = "deepspeed"
 """Its pipelines are set up by its configuration, and no line of the script would change their schedule."""
+KERNELS: Final = "run again with `dsprof run --deep 10:13`, which traces the kernels of three steps"
 VIRTUAL: Final = 2
 """Parts of the model on each rank, that are tried."""
 
@@ -35,7 +37,6 @@ VIRTUAL: Final = 2
 def unbalanced(study: Study) -> Change | None:
     """Every stage computes as long as the mean of them: what an ideal division of the layers would give."""
     signals.stages(study)
-    signals.host_steps(study)
     if study.ranks_missing:
         raise NotJudged("not every stage of the pipeline was captured")
     compute, of_team = _compute_of_stages(study)
@@ -94,8 +95,8 @@ def _schedule_fact(study: Study) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Shape:
-    """A pipeline as it ran: its schedule, ranks, micro-batches, stages a rank; and what an F, a B and a W take in each
-    ordinary step, ms, mean over stages, [S]."""
+    """A pipeline as it ran: its schedule, ranks (of one replica), micro-batches, stages a rank; and what an F, a B and
+    a W take in each ordinary step, ms, mean over stages, [S]."""
 
     schedule: str
     ranks: int
@@ -106,6 +107,12 @@ class _Shape:
     weight: Float
     of_stage: dict[tuple[int, str], float]
     """(stage, name) -> what such an action takes, ms, mean over the steps."""
+
+    @property
+    def stages_in_words(self) -> str:
+        """`4 stages`, `8 stages on 4 ranks`: a rank may have several."""
+        stages = count(self.ranks * self.virtual, "stage")
+        return stages if self.virtual == 1 else f"{stages} on {count(self.ranks, 'rank')}"
 
     def uneven_ms(self) -> float:
         """The step with what each stage takes, ms."""
@@ -125,7 +132,6 @@ def bubble(study: Study) -> Found:
     """Warm-up and drain of the pipeline cost more than they need: with more micro-batches, or parts of stages."""
     signals.steps(study)
     signals.stages(study)
-    signals.host_steps(study)
     shape = _shape(study)
     waited = float(study.work("bubble").mean())
     if waited < LEAST_SHARE * study.step_ms:
@@ -171,7 +177,7 @@ def bubble(study: Study) -> Found:
         return Finding("pipeline.bubble", title, "info", where, evidence, price.gain, tuple(fixes))
 
     title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
-    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {count(shape.ranks, 'rank')}"
+    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {shape.stages_in_words}"
     where = Where(ranks=study.ranks, steps=study.step_range)
     choice = OneOf(larger, () if interleaved is None else (interleaved,))
     return [Candidate("pipeline.bubble", choice, say)]
@@ -183,7 +189,7 @@ def _evidence(study: Study, shape: _Shape, waited: float, ideal: float, best: in
         Evidence("share of the step", round(100 * waited / study.step_ms, 1), "%"),
         Evidence("bubble of this schedule with equal stages", round(100 * ideal, 1), "%"),
         Evidence("micro-batches a step", shape.microbatches, "count", shape.microbatches * best),
-        Evidence("ranks in the pipeline", shape.ranks, "count"),
+        Evidence("stages of the pipeline", shape.ranks * shape.virtual, "count"),
         Evidence("schedule", _schedule_fact(study).get("schedule") or shape.schedule, ""),
     )
 
@@ -238,6 +244,8 @@ def _ranks_of_stages(study: Study) -> dict[tuple[int, ...], list[int]]:
 def _actions(study: Study) -> pd.DataFrame:
     """stage, step, rank, name (F, B, W), start_ns, ms: of the ordinary steps. Where no schedule was seen, forwards and
     backwards are taken for F and B."""
+    if study.on_gpu:
+        return _on_devices(study)
     rows = study.rows
     chosen = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
     acted = chosen[(chosen["kind"] == "pipe") & chosen["stage"].notna()]
@@ -264,6 +272,28 @@ def _actions(study: Study) -> pd.DataFrame:
     if not {"F", "B"} <= set(table["name"]):
         raise NotJudged("the forwards and backwards of the pipeline's micro-batches were not captured")
     return table
+
+
+def _on_devices(study: Study) -> pd.DataFrame:
+    """The same, with what devices took. Raises NotJudged where not every forward and backward was timed there."""
+    rows, every = study.rows, stream_phases(study)
+    table = every.assign(
+        name=every["name"].replace({"forward": "F", "backward": "B"}),
+        stage=every["stage"].fillna(
+            every["rank"].map({rank: held[0] for rank, held in study.topology.stage_of.items()})
+        ),
+    )
+    acted = table[table["name"].isin(["F", "B", "W"]) & every["stage"].notna()]
+    of_phases = table[every["name"].isin(["forward", "backward"])]
+    if acted.empty and any(len(held) > 1 for held in study.topology.stage_of.values()):
+        raise NotJudged(f"which part of the model the device worked for was not seen in its phases: {KERNELS}")
+    table = of_phases if acted.empty else acted
+    launched = rows[(rows["kind"] == "phase") & (rows["lane"] == "main") & (rows["source"] == "measured")]
+    launched = launched[launched["step"].isin(study.step_numbers) & launched["name"].isin(["forward", "backward"])]
+    untimed = acted.empty and len(launched) != len(table)
+    if untimed or table.empty or not (table["ms"] > 0).any():
+        raise NotJudged(f"not every forward and backward of a micro-batch was timed on the device: {KERNELS}")
+    return table.astype({"stage": "Int64"})
 
 
 def _schedule_of(actions: pd.DataFrame, virtual: int, splits: bool) -> str:
@@ -300,7 +330,7 @@ RULES = (
         explains=("bubble",),
         exhausts=("bubble",),
         looks=(Look(bubble, needs=(signals.replay,)),),
-        outranked_by=("pipeline.imbalance",),
+        outranked_by=("pipeline.imbalance", "rank.straggler"),
         error=ModelError(of_gain=0.072, of_step=0.0225, busy=0.036),
         came_true=(22, 25),
         place=110,

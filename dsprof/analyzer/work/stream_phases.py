@@ -1,0 +1,88 @@
+"""What devices took for the phases that their hosts launched: where whole phases were timed on streams, what lies
+between their ends but for the waits; where kernels were traced, the kernels that were launched in each.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from ..arrays import Int
+from ..budget.intervals import Intervals
+from ..budget.lanes import MAIN, STREAM
+from ..study import Study, once
+
+READ: Final = ("kind", "name", "lane", "step", "stage", "start_ns", "dur_ns", "issue_ns", "source")
+COLUMNS: Final = ("rank", "step", "name", "stage", "start_ns", "ms")
+PHASES: Final = ("forward", "backward", "recompute", "optimizer")
+ACTIONS: Final = ("F", "B", "W")
+"""Of a pipeline's schedule."""
+
+
+@once
+def stream_phases(study: Study) -> pd.DataFrame:
+    """COLUMNS of each phase in the ordinary steps, by rank and launch. start_ns: when its host began it. Without a
+    device that was timed in every such step it is empty."""
+    tables = [_of_rank(study, rank) for rank in study.ranks] if study.led_by_devices else []
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(COLUMNS))
+
+
+def _of_rank(study: Study, rank: int) -> pd.DataFrame:
+    rows = study.trace.read(rank, READ)
+    rows = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
+    on_stream = rows["lane"].astype(str).str.startswith(STREAM)
+    timed = rows[on_stream & (rows["kind"] == "kernel") & (rows["source"] == "measured") & rows["name"].isin(PHASES)]
+    found = _timed(rows[on_stream], timed) if len(timed) else _launched(rows, rows[on_stream])
+    return found.assign(rank=rank)[list(COLUMNS)].sort_values("start_ns", kind="stable")
+
+
+def _timed(of_streams: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
+    """Phases that were timed as a whole, each without what its stream waited for."""
+    waited = np.zeros(len(timed))
+    lanes = timed["lane"].astype(str).to_numpy(object)
+    start = timed["start_ns"].to_numpy(np.int64)
+    end = start + timed["dur_ns"].to_numpy(np.int64)
+    waits = of_streams[of_streams["kind"] == "wait"]
+    for lane in dict.fromkeys(lanes.tolist()):
+        of_lane = waits[waits["lane"].astype(str) == lane]
+        begin = of_lane["start_ns"].to_numpy(np.int64)
+        stood = Intervals.union(begin, begin + of_lane["dur_ns"].to_numpy(np.int64))
+        mine = lanes == lane
+        waited[mine] = stood.before(end[mine]) - stood.before(start[mine])
+    launched = timed["issue_ns"].where(timed["issue_ns"].notna(), timed["start_ns"]).astype("int64")
+    return pd.DataFrame(
+        {
+            "step": timed["step"].astype("int64"),
+            "name": timed["name"].astype(str),
+            "stage": timed["stage"].astype("Int64"),
+            "start_ns": launched,
+            "ms": (end - start - waited) / 1e6,
+        }
+    )
+
+
+def _launched(rows: pd.DataFrame, of_streams: pd.DataFrame) -> pd.DataFrame:
+    """Phases, and actions of a schedule, with the kernels that the training thread launched in each."""
+    acts = (rows["kind"] == "pipe") & rows["name"].isin(ACTIONS)
+    acts |= (rows["kind"] == "phase") & rows["name"].isin(PHASES)
+    host = rows[acts & (rows["lane"] == MAIN)].sort_values("start_ns", kind="stable")
+    kernels = of_streams[(of_streams["kind"] == "kernel") & of_streams["issue_ns"].notna()]
+    kernels = kernels.sort_values("issue_ns", kind="stable")
+    if host.empty or kernels.empty:
+        return pd.DataFrame(columns=list(COLUMNS))
+    launch = kernels["issue_ns"].to_numpy(np.int64)
+    upto = np.concatenate([[0.0], np.cumsum(kernels["dur_ns"].to_numpy(np.float64))])
+    start: Int = host["start_ns"].to_numpy(np.int64)
+    end = start + host["dur_ns"].to_numpy(np.int64)
+    spent = upto[np.searchsorted(launch, end)] - upto[np.searchsorted(launch, start)]
+    return pd.DataFrame(
+        {
+            "step": host["step"].astype("int64"),
+            "name": host["name"].astype(str),
+            "stage": host["stage"].astype("Int64"),
+            "start_ns": host["start_ns"].astype("int64"),
+            "ms": spent / 1e6,
+        }
+    )

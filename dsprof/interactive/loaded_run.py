@@ -1,0 +1,192 @@
+"""A run that is looked at: `run = dsprof.load(".")`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsprof.run import DEFAULT_PARENT, RunError, RunFolder, find_run
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dsprof.analyzer.analysis import Analysis, Verdict
+    from dsprof.analyzer.study import Study
+
+    from .comparison import ComparedRuns
+    from .in_cells import Findings
+    from .questions import WhatIfAnswers
+    from .run_plots import Plots
+
+
+class Run:
+    """A run: its verdict, tables, figures, and what changes would save.
+
+    All of it is made when it is first asked for, and kept; `reload` forgets it. In a notebook a run shows its verdict.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self.folder.path
+
+    # --- what it says
+
+    @property
+    def verdict(self) -> Verdict:
+        """`status` (healthy, bottleneck, inconclusive, failed) and `headline`."""
+        return self.analysis.verdict
+
+    @property
+    def findings(self) -> Findings:
+        """What holds the job back, worst first (`dsprof.analyzer.finding.Finding`); `.table` has a row for each."""
+        from .in_cells import Findings
+
+        return Findings(self.analysis.findings)
+
+    def whatif(
+        self, without: str | Sequence[str] = (), *, scale: Mapping[str, float] | None = None,
+        set: Mapping[str, Any] | None = None, sweep: Mapping[str, Sequence[Any]] | None = None,
+    ) -> WhatIfAnswers:  # fmt: skip
+        """What changes would save, by a replay of the run's steps: each alone, and all together.
+
+            run.whatif("rank.straggler:2")                       # without a finding's fault, of one rank or of all
+            run.whatif(scale={"link": 10, "compute": 0.5})       # links ten times as fast, compute half as long
+            run.whatif(set={"ddp.bucket_cap_mb": 50})            # with a knob turned
+            run.whatif(sweep={"ddp.bucket_cap_mb": [1, 5, 25]})  # a row for each value
+
+        Raises dsprof.knobs.KnobError for what is no such question, and dsprof.knobs.questions.NotAnswered where the
+        steps do not tell.
+        """
+        from .questions import ask
+
+        return ask(self.study, str(self.path), without, scale or {}, set or {}, sweep or {})
+
+    def compare(self, other: Run | str | os.PathLike[str]) -> ComparedRuns:
+        """What is different in `other`, as `dsprof compare` says it. Of two runs only large differences are certain."""
+        from .comparison import compare
+
+        second = other if isinstance(other, Run) else load(other)
+        return compare(self.analysis, str(self.path), second.analysis, str(second.path))
+
+    @property
+    def plot(self) -> Plots:
+        """Its figures: `run.plot.timeline(step=5)`."""
+        from .run_plots import Plots
+
+        return Plots(lambda: self.analysis)
+
+    # --- tables
+
+    @property
+    def events(self) -> pd.DataFrame:
+        """All that was recorded, of all ranks on one clock. Read anew each time: keep it in a variable."""
+        from . import run_tables
+
+        return run_tables.events(self.analysis)
+
+    @property
+    def steps(self) -> pd.DataFrame:
+        """A row for each rank and step, with where its time went."""
+        from . import run_tables
+
+        return run_tables.steps(self.analysis)
+
+    @property
+    def collectives(self) -> pd.DataFrame:
+        """A row for each communication that was matched between ranks."""
+        from . import run_tables
+
+        return run_tables.collectives(self.analysis)
+
+    @property
+    def pipeline(self) -> pd.DataFrame:
+        """A row for each action of a pipeline's schedule."""
+        from . import run_tables
+
+        return run_tables.pipeline(self.analysis)
+
+    @property
+    def memory(self) -> pd.DataFrame:
+        """A row for each rank, place and step after which memory was sampled; bytes."""
+        from . import run_tables
+
+        return run_tables.memory(self.analysis)
+
+    @property
+    def modules(self) -> pd.DataFrame:
+        """A row for each module; empty below `--level full`."""
+        from . import run_tables
+
+        return run_tables.modules(self.analysis)
+
+    @staticmethod
+    def describe(table: str) -> pd.DataFrame:
+        """What the columns of a table are: `run.describe("steps")`."""
+        from . import run_tables
+
+        if table not in run_tables.COLUMNS:
+            raise RunError(f"{table}: no such table; there are {', '.join(run_tables.COLUMNS)}")
+        return run_tables.describe(table)
+
+    # --- what it is made of
+
+    @cached_property
+    def analysis(self) -> Analysis:
+        """Everything that was found, as the reports draw it. Raises RunError where the run cannot be read."""
+        from dsprof import reports
+
+        self._need()
+        return reports.explain(self.study, self.folder)
+
+    @cached_property
+    def study(self) -> Study:
+        """Everything that was measured. Raises RunError where the run cannot be read."""
+        from dsprof import reports
+
+        self._need()
+        return reports.measure(self.folder)
+
+    def _need(self) -> None:
+        """Raises RunError where there is nothing to read."""
+
+    def reload(self) -> Run:
+        """Forget what was read: more of the run may have come since. Gives the run itself."""
+        for name in ("analysis", "study"):
+            self.__dict__.pop(name, None)
+        return self
+
+    def __repr__(self) -> str:
+        from .in_cells import run_as_text
+
+        return run_as_text(self.analysis)
+
+    def _repr_html_(self) -> str:
+        from .in_cells import run_as_html
+
+        return run_as_html(self.analysis)
+
+
+def load(path: str | os.PathLike[str] = ".") -> Run:
+    """The run at `path`: a run folder, or a folder above, of which the newest run counts.
+
+    Where neither it nor a `dsprof-out` in it has a run, the `dsprof-out` of the folders above are looked through, as a
+    notebook often lies below them. Raises dsprof.run.RunError where there is none.
+    """
+    folder = Path(path)
+    if folder.is_dir() and not RunFolder(folder).is_run():
+        around = [folder, *(above / DEFAULT_PARENT for above in (folder.resolve(), *folder.resolve().parents))]
+        for place in around:
+            if place.is_dir() and any(RunFolder(child).is_run() for child in place.iterdir() if child.is_dir()):
+                return Run(find_run(place))
+        raise RunError(
+            f"{path}: no run in it, nor in a {DEFAULT_PARENT}/ there or above; make one with `dsprof run train.py`, or "
+            "with dsprof.profile()"
+        )
+    return Run(find_run(folder))

@@ -1,0 +1,70 @@
+"""The newest part of a run while its job runs: read beside the job, and nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from dsprof import regular_files
+from dsprof.names import CaptureName
+from dsprof.run import RunFolder
+
+from .capture import Capture, read_capture
+from .derive import trace_rows
+from .files import brief
+from .load import Trace, concat_rows
+from .merge import add_rank, captures_by_rank, describe, note_groups, warn
+
+CHUNKS: Final = 2
+"""Of each rank, besides its first: a chunk has 16,000 records, so some hundred steps at least."""
+
+
+def load_recent(folder: RunFolder, *, chunks: int = CHUNKS, written_first: Iterable[Path] = ()) -> Trace:
+    """The beginning and the newest records of each rank's newest process.
+
+    written_first: folders of this host in which ranks may write captures that are moved into the run folder
+    (`collectors/capture/scratch.py`). What cannot be read of a rank is a warning in `run`. Raises RunError where
+    run.json is unreadable.
+    """
+    info = folder.read_info()
+    info.warnings, info.ranks, info.facts = [], [], []
+    places: dict[int, list[tuple[int, Path]]] = {rank: list(found) for rank, found in captures_by_rank(folder).items()}
+    for place in written_first:
+        for path in regular_files.folders(place / "capture", "rank*"):
+            name = CaptureName.of(path.name)
+            if name is not None:
+                places.setdefault(name.rank, []).append((name.restart, path))
+    tables = []
+    for rank, found in sorted(places.items()):
+        try:
+            restart, capture = _newest(found, chunks)
+            table = trace_rows(capture, rank, restart)
+        except Exception as error:  # whatever is wrong with one rank, the others count
+            warn(info, f"rank {rank}: its capture cannot be read as yet ({type(error).__name__}: {brief(error)})")
+            continue
+        size = capture.meta.get("world_size")
+        summary: dict[str, Any] = {
+            "ranks": [vars(describe(rank, restart, capture, table))],
+            "facts": capture.facts,
+            "versions": {},
+            "world_size": size if isinstance(size, int) else None,
+            "problems": [],
+            "errors": capture.errors,
+            "cuda": False,
+        }
+        add_rank(rank, summary, info)
+        tables.append(table)
+    note_groups(info)
+    return Trace.of(info, concat_rows(tables))
+
+
+def _newest(found: list[tuple[int, Path]], chunks: int) -> tuple[int, Capture]:
+    """The capture of the rank's last restart. Where it lies in two folders, it is written in the one with the newest
+    chunk, and moved from there to the other."""
+    restart = max(number for number, _ in found)
+    paths = [path for number, path in found if number == restart]
+    paths.sort(key=lambda path: max((chunk.name for chunk in regular_files.files(path, "chunk-*.bin")), default=""))
+    path = paths[-1]
+    other = next((one for one in paths[:-1] if one.name == path.name), None)
+    return restart, read_capture(path, newest=chunks, moved_to=other)

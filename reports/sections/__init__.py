@@ -1,0 +1,54 @@
+"""The one list of sections. The HTML report, the TensorBoard tab, Markdown and notebooks show it, each in its own way
+and all with the same words and numbers.
+
+section         what a section is made of
+head            what stands above all of them
+findings        what to do, worst first
+time_and_step   where the run goes, and where a step
+over_steps      who was slower and when, one step as a timeline, step by step, collectives
+on_devices      what devices did and told, how well they are used
+ranks_table     one line a rank
+memory_tables   what memory was for, what allocators held
+modules_table   what each module takes
+judged          what was judged, and what the run was
+
+To add a section is to add a `Maker` to the list here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from dsprof.analyzer.analysis import Analysis
+
+from . import findings, judged, memory_tables, modules_table, on_devices, over_steps, ranks_table, time_and_step
+from .head import head
+from .section import Maker, Report, Section
+
+MAKERS: Final[tuple[Maker, ...]] = (
+    findings.FINDINGS,
+    time_and_step.STEP,
+    time_and_step.TIME,
+    over_steps.HEATMAP,
+    over_steps.TIMELINE,
+    over_steps.STEPS,
+    over_steps.COLLECTIVES,
+    on_devices.DEVICE_TIME,
+    on_devices.DEVICES,
+    ranks_table.RANKS,
+    on_devices.EFFICIENCY,
+    memory_tables.USE,
+    memory_tables.ALLOCATORS,
+    modules_table.MODULES,
+    judged.JUDGED,
+    judged.RUN,
+)
+
+__all__ = ["MAKERS", "Maker", "Report", "Section", "report_of"]
+
+
+def report_of(analysis: Analysis, only: Collection[str] = ()) -> Report:
+    """The report of a run, for whatever shows it. only: the ids of the sections that are wanted; all, if none is."""
+    made = (maker.make(analysis) for maker in MAKERS if not only or maker.id in only)
+    return Report(head(analysis), tuple(section for section in made if section is not None))

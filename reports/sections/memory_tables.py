@@ -1,0 +1,94 @@
+"""Memory: what it was for over the steps, and what the devices' allocators held in the end."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.budget.irregular import profiled_steps
+from dsprof.analyzer.memory.allocator_state import DeviceMemory, segment_uses
+from dsprof.analyzer.text import clean, size
+
+from .. import memory, wording
+from .section import Block, Column, Figure, Heading, Maker, Row, Words, table
+
+MOST_SNAPSHOTS: Final = 8
+"""Devices whose segments are drawn."""
+
+# --- over the steps -------------------------------------------------------------------------------
+
+
+def _needs_samples(analysis: Analysis) -> str:
+    return "" if memory.line(analysis.memory_uses) else "memory was not sampled"
+
+
+def _use(analysis: Analysis) -> list[Block]:
+    uses = memory.main_uses(analysis.memory_uses)
+    over = memory.over_steps(
+        analysis.memory_steps, uses, profiled_steps(analysis.run), highlight=analysis.hungry_rank
+    )  # fmt: skip
+    return [
+        Figure("memory", "memory in use over the steps, by rank", over),
+        Heading("What it was for"),
+        Figure("memory-parts", "stacked bars of what memory was for, by rank", memory.by_part(uses)),
+        Words(
+            "Parameters, gradients, optimizer states and buffers are counted by the storage of the tensors that are "
+            "alive when a step has ended, in the first steps and then ever more rarely. Activations are what was "
+            "allocated, or the process had grown by, when backward began."
+        ),
+    ]
+
+
+# --- allocators -----------------------------------------------------------------------------------
+
+
+def _needs_snapshots(analysis: Analysis) -> str:
+    return "" if analysis.memory else "no snapshot of a device's allocator was taken"
+
+
+def _allocators(analysis: Analysis) -> list[Block]:
+    return [block for at, held in enumerate(analysis.memory) for block in _device(analysis, at, held)]
+
+
+def _device(analysis: Analysis, at: int, held: DeviceMemory) -> list[Block]:
+    parts = ", ".join(f"{size(value)} {label}" for label, value in wording.memory_parts(held))
+    blocks: list[Block] = [
+        Heading(f"{wording.device(held)}: {size(held.total('reserved'))} reserved"),
+        Words(f"{parts}."),
+    ]
+    if at < MOST_SNAPSHOTS and held.total("reserved"):
+        drawn = memory.segments(segment_uses(analysis.trace.memory[held.rank], held.device))
+        label = "segments of the allocator, the largest first, and what their bytes are"
+        blocks.append(Figure(f"segments-{at}", label, drawn))
+    numbers = ("stream", "segments", "reserved", "in use", "asked for", "pending", "free, whole segments",
+               "free, between blocks", "largest free block")  # fmt: skip
+    pools = []
+    for pool in held.pools:
+        bytes_of = (
+            pool.reserved, pool.allocated, pool.requested, pool.pending, pool.releasable, pool.split, pool.largest_free,
+        )  # fmt: skip
+        pools.append(Row((clean(pool.pool), str(pool.stream), f"{pool.segments:,}", *map(size, bytes_of))))
+    blocks.append(table([Column("pool"), *(Column(name, number=True) for name in numbers)], pools))
+    if held.holders:
+        blocks.append(Words("Who holds what is in use: the innermost line of the stack that is the script's own."))
+        columns = [
+            Column("allocated at", code=True), Column("in"), Column("in use", number=True),
+            Column("blocks", number=True),
+        ]  # fmt: skip
+        holders = [
+            Row((clean(item.site), clean(item.function), size(item.bytes), f"{item.blocks:,}"))
+            for item in held.holders
+        ]  # fmt: skip
+        blocks.append(table(columns, holders))
+    return blocks
+
+
+USE = Maker(
+    "memory-use", "Memory", _needs_samples, lambda analysis: f"{memory.line(analysis.memory_uses)}.", _use
+)  # fmt: skip
+ALLOCATORS = Maker(
+    "memory", "Device memory", _needs_snapshots,
+    lambda _: "What the caching allocator held in the end. A segment is as wide as it is large, so areas are bytes. "
+    "What is free in whole segments can go back to the device; what is free between blocks in use cannot.",
+    _allocators,
+)  # fmt: skip
