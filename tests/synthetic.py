@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ MS = 1_000_000
 NAMES = {
     1: "data", 2: "forward", 3: "backward", 4: "optimizer", 5: "all_reduce", 6: "0", 7: "gc", 8: "cpu_seconds",
     9: "training_thread_cpu_seconds", 10: "core_wait_seconds", 11: "loader_start", 12: "broadcast", 13: "compile",
+    14: "stack",
 }  # fmt: skip
 DATA, FORWARD, BACKWARD, OPTIMIZER, ALL_REDUCE, GROUP, GC, CPU, THREAD_CPU, CORE_WAIT, LOADER_START = [*NAMES][:11]
-BROADCAST, COMPILE = [*NAMES][11:]
+BROADCAST, COMPILE, STACK_SAMPLE = [*NAMES][11:]
 FIRST_GAUGE = 100
 """Number of the name of the first gauge of `Job.gauges`."""
 
@@ -67,6 +68,10 @@ class Job:
     """How long it wants a core, as a share of its own work."""
     gauges: dict[str, PerStep] = field(default_factory=dict)
     """Other gauges, and by how many ms each rises in a step."""
+    pause_before: float = 0.0
+    """ms in which a rank does something before a step that no phase covers."""
+    stacks: Callable[[int, int], Sequence[tuple[float, int]]] = lambda rank, step: ()
+    """Samples of a step: how many ms after its begin, and the number of the stack."""
     cores: int = 64
     cpus: Callable[[int], list[int]] | None = None
     """Rank -> the cores it is bound to; None: any of `cores`, by a capture that tells only how many."""
@@ -97,6 +102,10 @@ class Job:
             for rank in range(self.ranks):
                 add = records[rank].append
                 begin, number = now[rank], self.loader
+                for after, stack in self.stacks(rank, step):
+                    add(_record(Kind.GAUGE, STACK_SAMPLE, begin + after, begin + after, value=float(stack)))
+                now[rank] += self.pause_before
+                begin = now[rank]
                 if half := self.evaluation(rank, step) / 2:
                     add(_record(Kind.PHASE, DATA, begin, begin + half, value=(number or 0) + 1))
                     add(_record(Kind.PHASE, FORWARD, begin + half, begin + 2 * half, value=self.tokens(rank, step)))

@@ -55,21 +55,28 @@ COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
 
 
 def verdict_of(
-    analysis: Analysis, *, unknown: str = "", slowdown: str = "", missing: str = "", stood: str = ""
+    analysis: Analysis,
+    *,
+    unknown: str = "",
+    slowdown: str = "",
+    missing: str = "",
+    stood: str = "",
+    outside: str = "",
 ) -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at.
 
     unknown: why not all chains of the job are known
     slowdown: what to say of a lasting one; missing: why there may well be no step: which part of the run was captured,
-    where somebody asked for one, or that nothing was trained; stood: what to say of a hang that resolved itself
+    where somebody asked for one, or that nothing was trained; stood: what to say of a hang that resolved itself;
+    outside: the line that most of the time outside the phases lies in
     """
-    verdict = _answer(analysis, unknown, slowdown, missing)
+    verdict = _answer(analysis, unknown, slowdown, missing, outside)
     if not stood or verdict.status == "failed" or stood in verdict.headline:
         return verdict
     return Verdict(verdict.status, f"{verdict.headline}; {clean(stood)}")
 
 
-def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Verdict:
+def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str, outside: str) -> Verdict:
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
@@ -122,7 +129,7 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str) -> Ve
         )
     large = [part for part in lost if part not in explained and lost[part] > LARGE / 2] or unjudged
     named = large or [part for part in lost if part not in explained and lost[part] > LARGE / 10]
-    parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part)}" for part in named]
+    parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part, outside)}" for part in named]
     return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
 
 
@@ -247,10 +254,12 @@ def _words(part: str) -> str:
     return LOST[part] if part in LOST else COSTS[part.removeprefix("irregular ")]
 
 
-def _more(analysis: Analysis, part: str) -> str:
+def _more(analysis: Analysis, part: str, outside: str) -> str:
     """Where such time lies, or what would tell."""
     if part == "other":
         place = _where_other(analysis)
+        if place and outside:
+            return f", mostly {place}, in {clean(outside)}"
         return f", mostly {place}: put dsprof.span around what runs there to see it named" if place else ""
     reason = _unjudged(analysis, part)
     if reason is not None:

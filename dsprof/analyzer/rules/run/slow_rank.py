@@ -14,7 +14,9 @@ from ...budget.parts import OWN_WORK, TRAINING_PHASES
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
 from ...study import Study, once
+from ...text import ms
 from ...whatif.work import Change
+from ...work.stacks import Line, differing_line, told
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
 from ..compute.recompile import compiling
@@ -100,6 +102,13 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         evidence += [*cause.evidence, Evidence("cause", cause.name if cause.sure else f"{cause.name}, probably", "")]
         title += f": {cause.words}"
     fixes = _fixes(study, ranks, where_slow, cause)
+    line = differing_line(study, slow, float(late.mean()))
+    if line is not None:
+        peers = [rank for rank in study.ranks if rank not in ranks]
+        evidence.append(Evidence(f"in {line.words} a step", round(line.ms, 3), "ms", round(line.others_ms, 3)))
+        if cause is None or not cause.sure:
+            title += f": {told(line, peers)}" if cause is None else ""
+            fixes = (_look_at(line, names), *fixes)
     return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes, share=share)
 
 
@@ -150,6 +159,14 @@ def _phase_excess(study: Study, slow: Bool) -> dict[str, tuple[float, float]]:
             spent[name] += np.bincount(begin + spans.start // length, own, len(study.ranks))
     found = {name: _mine_and_others(ns / 1e6 / len(study.step_numbers), slow) for name, ns in spent.items()}
     return {**found, OUTSIDE: _mine_and_others(study.work("other").mean(axis=1), slow)}
+
+
+def _look_at(line: Line, who: str) -> Fix:
+    """To look at the line in which a rank differs from the others."""
+    file, _, number = (line.site or "").rpartition(":")
+    place = ({"file": file, "line": int(number), "argument": None, "value": None},) if number.isdigit() else ()
+    more = ms(line.ms - line.others_ms)
+    return Fix("code", f"look at {line.words}, in which rank {who} is {more} a step longer than the others", place)
 
 
 def _fixes(study: Study, ranks: tuple[int, ...], phase: str, cause: Cause | None) -> tuple[Fix, ...]:
