@@ -3,6 +3,7 @@
     python benchmarks/verdicts.py              # half an hour; writes benchmarks/results/verdicts.json
     python benchmarks/verdicts.py --healthy    # twenty minutes; writes benchmarks/results/healthy.json
 
+On a machine that others use, put `chrt -r 1` in front of it: ranks that wait for a core lose time, truly.
 Results are written after each job, and a run that was broken off goes on where it was. Each family of
 `tests/verdict_cases.py` is run in its usual form and in three that are drawn: magnitude, place, number of ranks.
 """
@@ -74,7 +75,7 @@ def main() -> int:
     done: dict[str, Any] = result.get("jobs", {})
     seed = result.get("seed", args.seed) or time.time_ns() % 2**31
     jobs = dict(HEALTHY) if args.healthy else dict(faulty(seed))
-    print("fifty jobs" if args.healthy else f"seed {seed}", flush=True)
+    print(f"{len(jobs)} jobs" if args.healthy else f"seed {seed}", flush=True)
 
     for name, job in jobs.items():
         if args.only not in name or (name in done and not (args.again and done[name]["wrong"])):

@@ -8,8 +8,9 @@ when a capture opens, so that none that fails to import takes the others with it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Final
+
+from dsprof.words import did_you_mean
 
 EVERYTHING: Final = "everything"
 """In the place of a finding's code: what the budget and every gain rest on."""
@@ -161,7 +162,6 @@ def without(names: str) -> frozenset[str]:
     chosen = [name.strip() for name in names.split(",") if name.strip()]
     for name in chosen:
         if name not in COLLECTORS:
-            near = get_close_matches(name, COLLECTORS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(COLLECTORS))}"
-            raise ValueError(f"{name!r} is no collector; {hint}")
+            hint = did_you_mean(name, COLLECTORS, otherwise=f"; there are {', '.join(sorted(COLLECTORS))}", show=str)
+            raise ValueError(f"{name!r} is no collector{hint}")
     return frozenset(chosen)

@@ -8,7 +8,7 @@ from dsprof.engine.config import Config
 from dsprof.engine.config.deepspeed_keys import FOREIGN, RENAMED, REPLACED
 from dsprof.engine.config.model import Section, TorchParams, as_section, sections, shown
 from dsprof.engine.config.values import wanted
-from dsprof.engine.words import joined
+from dsprof.words import joined
 
 HEAD: Final = """\
 # The engine's configuration

@@ -94,6 +94,10 @@ BACKWARD_DONE: Final = "backward_done"
 DEVICE_CLOCK: Final = "device_clock"
 """Name of the `gauge` records that align a device's clock: between `start_ns` and `end_ns` of the host it was `value`,
 in ns, on the device."""
+STREAM_WAIT: Final = "stream_wait"
+EVENT_RECORDED: Final = "event_recorded"
+"""Names of marks on a stream's lane: where it was told to wait for an event, and where that was recorded on another
+one; both have the event's `corr`."""
 HOST_SYNC: Final = "host_sync"
 """Name of the `mark` rows in which a thread of the host stands still until a device has done what it was given.
 `purpose` is the call that does it, of SYNC_CALLS where it is an operator; `site`, where it was called, outside of

@@ -5,13 +5,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
 from .ranges import EXIT_WAIT, parse_deep, parse_exit_wait, parse_hang_timeout, parse_ranks, parse_size, parse_steps
 from .run import DEFAULT_PARENT
 from .schema import HANG_TIMEOUT
+from .words import did_you_mean
 
 CHOICES: Final[dict[str, tuple[str, ...]]] = {
     "level": ("light", "full"),
@@ -155,9 +155,8 @@ def _from_pyproject(path: Path) -> dict[str, Any]:
     known = [field.name for field in fields(Settings)]
     for key in table:
         if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise SettingsError(f"{path}: [tool.dsprof] has no setting {key!r}; {hint}")
+            hint = did_you_mean(key, known, otherwise=f"; known are {', '.join(known)}", show=str)
+            raise SettingsError(f"{path}: [tool.dsprof] has no setting {key!r}{hint}")
     return {key: _checked(key, value, f"{path}: [tool.dsprof] {key}") for key, value in table.items()}
 
 

@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from .words import did_you_mean
+from dsprof.words import did_you_mean
 
 METHODS: Final = ("parameters", "uniform", "type:REGEX", "measured")
 """What `partition` takes besides explicit boundaries."""

@@ -20,8 +20,10 @@ def measure(folder: RunFolder) -> Study:
     cannot be read."""
     from dsprof import trace
     from dsprof.analyzer.study import study
+    from dsprof.trace.strings import plain_strings
 
-    return study(trace.load(folder))
+    with plain_strings():
+        return study(trace.load(folder))
 
 
 def examine(folder: RunFolder) -> Analysis:
@@ -32,10 +34,12 @@ def examine(folder: RunFolder) -> Analysis:
 def explain(study: Study, folder: RunFolder) -> Analysis:
     """What is found of a run that was measured, as `examine` gives it."""
     from dsprof.analyzer.analyze import explain
+    from dsprof.trace.strings import plain_strings
 
     from .diffs import with_diffs
 
-    return with_diffs(explain(study), folder)
+    with plain_strings():
+        return with_diffs(explain(study), folder)
 
 
 def finish(folder: RunFolder, *, report: bool = True) -> Analysis:

@@ -15,6 +15,14 @@ from planting import planted
 from sleeping_jobs import SleepingRanks
 
 from dsprof.launch import Launch
+from dsprof.trace.strings import plain_strings
+
+
+@pytest.fixture(scope="session", autouse=True)
+def as_commands_do() -> Iterator[None]:
+    """What runs in this process holds strings as every command of dsprof does."""
+    with plain_strings():
+        yield
 
 
 @pytest.fixture(params=RECORDERS)

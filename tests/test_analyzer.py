@@ -122,6 +122,26 @@ def test_a_rank_that_is_late_by_chance_is_no_straggler() -> None:
     assert "rank.straggler" not in above_info(analysis)
 
 
+@pytest.mark.parametrize(
+    ("core_wait", "cpu_share", "said"),
+    [
+        (0.0, 0.2, "none of which is late on the whole"),
+        (0.3, 0.2, "of each step for a core, as other processes use theirs: run it where cores are free)"),
+        (0.3, 0.6, "of each step for a core, as the job has too few: run it where cores are free)"),
+    ],
+)
+def test_ranks_that_are_late_in_turn_may_wait_for_cores(core_wait: float, cpu_share: float, said: str) -> None:
+    """Three ranks on two cores, of which another one is late in each step."""
+    draw = np.random.default_rng(1).exponential(25, (3, 40))
+    job = Job(
+        ranks=3, steps=40, forward=lambda rank, step: 40 + float(draw[rank, step]), core_wait=core_wait,
+        cpu_share=cpu_share, cores=2,
+    )  # fmt: skip
+    verdict = analyze(job.trace()).verdict
+    assert verdict.status == "inconclusive"
+    assert verdict.headline.endswith(said), verdict.headline
+
+
 @pytest.mark.plants("data.stall")
 def test_a_slow_loader_is_a_data_stall_with_a_number_of_workers() -> None:
     loader = {"fact": "dataloader", "rank": 0, "num_workers": 0, "site": "/home/me/train.py:12"}
@@ -390,6 +410,19 @@ def test_findings_json_has_the_shape_of_the_design() -> None:
     assert list(found["capture"]["replay"]) == [
         "error_percent", "contradicted_percent", "held_out_error_percent", "halves_differ_percent"
     ]  # fmt: skip
+
+
+def test_how_pandas_holds_strings_is_of_no_consequence() -> None:
+    """Commands hold them as Python's own, a notebook as Arrow's."""
+    job = Job(ranks=3, forward=lambda rank, step: 90 if rank == 1 else 40)
+    with pd.option_context("mode.string_storage", "pyarrow"):
+        trace = job.trace()
+        assert trace.rows.columns.dtype.storage == "pyarrow"
+        in_arrow = analyze(trace).to_dict()
+    plain = job.trace()
+    assert plain.rows.columns.dtype.storage == "python"
+    assert analyze(plain).to_dict() == in_arrow
+    assert above_info(analyze(trace))[0] == "rank.straggler"
 
 
 def test_two_hosts_are_put_on_one_clock() -> None:

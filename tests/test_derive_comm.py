@@ -185,6 +185,16 @@ def test_a_thread_of_autograds_stays_one_where_a_backward_was_not_captured() -> 
     assert of(rows[rows["kind"] == "comm"], "purpose") == [("gradient",)] * 10 + [("other",)]
 
 
+def test_small_gradients_of_a_closure_that_the_optimizer_runs_are_no_norm() -> None:
+    """A bucket of 3 KiB is issued in the backward that is inside of the optimizer's step; a norm after it."""
+    rows = derive(
+        phase("optimizer", 0, 90), phase("forward", 1, 9), BACKWARD, DONE, comm("all_reduce", 29, 55, 0, bytes=3264),
+        comm("all_reduce", 70, 71, 1, bytes=8),
+    )  # fmt: skip
+    assert of(rows[rows["kind"] == "comm"], "purpose") == [("gradient",), ("norm",)]
+    assert waits_of(rows) == [("all_reduce", "0", 0, 30, 55)]
+
+
 BY_HAND = (phase("forward", 0, 9), phase("backward", 10, 20), phase("optimizer", 40, 50))
 """A step between whose backward and optimizer a script communicates itself."""
 

@@ -81,6 +81,13 @@ def test_a_loader_costs_what_the_device_waits_for_it(load: float) -> None:
         assert found[0].gain.ms == pytest.approx(saved, rel=0.1)
 
 
+def test_as_many_workers_as_load_a_batch_while_the_device_computes_one() -> None:
+    """A batch takes 120 ms to load and 64 to compute: two workers keep up, and one more has some to spare. The host's
+    own part of a step takes 7."""
+    (fix,) = first_of(analyze(HEALTHY.with_(load=always(120.0), item_every=100).run()[0]), "data.stall").fixes
+    assert "num_workers=3" in fix.title
+
+
 @pytest.mark.parametrize(("item_every", "costs"), [(1, True), (100, False)])
 def test_a_collection_costs_what_the_host_was_not_ahead(item_every: int, costs: bool) -> None:
     collect = HEALTHY.with_(collect=lambda rank, step: 45.0 if step % 2 else 0.0, item_every=item_every)

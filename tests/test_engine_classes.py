@@ -19,7 +19,9 @@ def classes(source: str) -> list[ast.ClassDef]:
     return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
 
 
-CLASSES: Final = {node.name: node for path in sorted(ENGINE.rglob("*.py")) for node in classes(path.read_text())}
+@pytest.fixture(scope="module")
+def engine_classes() -> dict[str, ast.ClassDef]:
+    return {node.name: node for path in sorted(ENGINE.rglob("*.py")) for node in classes(path.read_text())}
 
 
 def methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
@@ -76,17 +78,17 @@ def test_attributes_that_are_born_late_are_found(body: str, found: set[str]) -> 
     assert late(known["A"], known) == found
 
 
-def test_attributes_are_born_in_init() -> None:
+def test_attributes_are_born_in_init(engine_classes: dict[str, ast.ClassDef]) -> None:
     """Who reads `__init__` knows all that an object has; what a class of torch has is for that to set."""
-    assert len(CLASSES) > 200
-    assert not {name: found for name, node in CLASSES.items() if (found := late(node, CLASSES))}
+    assert len(engine_classes) > 200
+    assert not {name: found for name, node in engine_classes.items() if (found := late(node, engine_classes))}
 
 
-def test_no_method_is_there_only_to_refuse() -> None:
+def test_no_method_is_there_only_to_refuse(engine_classes: dict[str, ast.ClassDef]) -> None:
     """What DeepSpeed has and the engine has not is in a table (`unsupported`), and `hasattr` tells the truth."""
     only = {
         f"{name}.{method.name}"
-        for name, node in CLASSES.items()
+        for name, node in engine_classes.items()
         for method in methods(node)
         if not method.name.startswith("__") and isinstance(method.body[-1], ast.Raise)
         and all(isinstance(each, ast.Expr) for each in method.body[:-1])

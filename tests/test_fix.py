@@ -337,6 +337,13 @@ def test_a_job_that_takes_too_long_is_ended_and_its_folder_stays(tmp_path: Path)
     assert run_python(tmp_path, "", limit_s=60) == ""
 
 
+def test_a_trial_is_no_experiment_that_a_tracker_is_told_of(tmp_path: Path) -> None:
+    job = "import os; print(os.environ['DSPROF_TRIAL'], os.environ['WANDB_MODE'], os.environ['WANDB_DIR'])"
+    again = Command(sys.executable, (), (sys.executable, "-c", job), str(tmp_path))
+    again.run(tmp_path / "changed-1", {}, lambda _: None, trial='{"steps": 9}')
+    assert (tmp_path / "changed-1.txt").read_text() == f'{{"steps": 9}} offline {tmp_path / "changed-1.trackers"}\n'
+
+
 def test_changes_of_the_same_letters_have_folders_of_their_own() -> None:
     slugs = {slug({"env.A": value}) for value in ("x/y", "x:y", "x_y", 90 * "x", 91 * "x")}
     assert len(slugs) == 5

@@ -1,4 +1,4 @@
-"""No false alarm: fifty jobs of every kind with nothing wrong. `benchmarks/verdicts.py --healthy` keeps them."""
+"""No false alarm: jobs of every kind with nothing wrong. `benchmarks/verdicts.py --healthy` keeps them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ said: dict[str, str] = {}
 """Name -> status of the verdict, of the jobs that have run."""
 
 
-def test_there_are_fifty() -> None:
-    assert len(HEALTHY) == 50
+def test_there_are_more_than_fifty() -> None:
+    assert len(HEALTHY) == 56
 
 
 @pytest.mark.parametrize("name", HEALTHY)

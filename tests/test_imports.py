@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -37,6 +38,7 @@ LAYERS: Final = {
         "dsprof.run",
         "dsprof.schema",
         "dsprof.secret_names",
+        "dsprof.words",
     ),
     "trace": ("dsprof.trace",),
     "importers": ("dsprof.importers",),
@@ -79,10 +81,11 @@ MAY_IMPORT: Final = {
         "dsprof.redact",
         "dsprof.regular_files",
         "dsprof.schema",
+        "dsprof.words",
         "dsprof.engine.hooks",
         *LIVE,
     },
-    "engine": {"engine"},
+    "engine": {"engine", "dsprof.words"},
     "public": {"dsprof.collectors.spans", "interactive"},
 }
 """Layer -> what of ours it may import: whole layers, or single modules by name."""
@@ -126,7 +129,7 @@ THIRD_PARTY: Final = {
     "compare": {"numpy", "pandas", "scipy"},
     "knobs": set(),
     "fix": {"numpy", "scipy"},
-    "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard"},
+    "reports": {"jinja2", "markupsafe", "numpy", "orjson", "pandas", "plotly", "rich", "tensorboard", "werkzeug"},
     "cli": {"pynvml", "rich", "tensorboard", "torch", "typer"},
     "collectors": {"torch"},
     "engine": {"torch"},
@@ -135,12 +138,15 @@ THIRD_PARTY: Final = {
 }
 """Layer -> packages beyond the standard library."""
 
-THIRD_PARTY_EXCEPTIONS: Final = {"dsprof.engine.config": {"pydantic"}}
+THIRD_PARTY_EXCEPTIONS: Final = {
+    "dsprof.engine.config": {"pydantic"},
+    "dsprof.reports.export.parquet": {"pyarrow"},
+    "dsprof.reports.export.perfetto": {"perfetto"},
+}
 """Module or package -> packages that it alone of its layer may import."""
 
 TORCH_FREE: Final = (
     "dsprof.engine.hooks", "dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config",
-    "dsprof.engine.words",
 )  # fmt: skip
 """Of the engine, what others share: the standard library, and what THIRD_PARTY_EXCEPTIONS says."""
 
@@ -162,7 +168,6 @@ ROOMS: Final = (
 """Inside one, imports are relative; between two, by full name. The last is what lies in dsprof/ itself."""
 
 ENGINE_FLOORS: Final = (
-    {"words"},
     {"config", "data", "forward", "hooks", "partition", "schedule", "tree", "unsupported"},
     {"comm", "monitors"},
     {"optim"},
@@ -197,8 +202,11 @@ PUBLIC_FACES: Final = ("dsprof.engine", "dsprof.engine.tensor")
 TWICE: Final = {"Init"}
 """Classes of the engine that DeepSpeed's stand-in has under the same name, which is DeepSpeed's."""
 
-DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py"}
+DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py", "werkzeug": "tensorboard"}
 """Import name -> name in pyproject.toml, where they differ."""
+
+OPTIONAL: Final = ("perfetto",)
+"""Extras of pyproject.toml whose packages dsprof uses where they are installed."""
 
 HEAVY: Final = (
     "pandas", "pyarrow", "plotly", "pydantic", "typer", "rich", "tensorboard", "jinja2", "scipy", "orjson",
@@ -260,20 +268,25 @@ def imports(module: str, path: Path) -> Iterator[Import]:
                     yield Import(module, target, child.lineno, child.level > 0, lazy)
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 yield from visit(child, True)
-            else:
-                function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-                yield from visit(child, lazy or function)
+            elif not isinstance(child, ast.expr):  # in which no import can stand
+                yield from visit(child, lazy or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)))
 
     return visit(tree, False)
 
 
-IMPORTS = [found for module, path in sorted(FILES.items()) for found in imports(module, path)]
-OURS = [found for found in IMPORTS if found.target.partition(".")[0] == "dsprof"]
-OTHERS = [
-    found
-    for found in IMPORTS
-    if found.target.partition(".")[0] not in {"dsprof", "__future__", *sys.stdlib_module_names}
-]
+@functools.cache
+def all_imports() -> list[Import]:
+    """Found by the first test that asks, and not in every process that only collects this file."""
+    return [found for module, path in sorted(FILES.items()) for found in imports(module, path)]
+
+
+def ours() -> list[Import]:
+    return [found for found in all_imports() if found.target.partition(".")[0] == "dsprof"]
+
+
+def others() -> list[Import]:
+    elsewhere = {"dsprof", "__future__", *sys.stdlib_module_names}
+    return [found for found in all_imports() if found.target.partition(".")[0] not in elsewhere]
 
 
 def within(module: str, package: str) -> bool:
@@ -329,7 +342,7 @@ def test_every_module_belongs_to_a_layer() -> None:
         "knobs",
         "public",
     } == {layer_of(module) for module in FILES}
-    assert len(IMPORTS) > 200
+    assert len(all_imports()) > 200
 
 
 def test_layers_import_downwards_only() -> None:
@@ -338,7 +351,7 @@ def test_layers_import_downwards_only() -> None:
         single = {name for module, names in EXCEPTIONS.items() if within(found.module, module) for name in names}
         return layer_of(found.target) in MAY_IMPORT[layer] or found.target in MAY_IMPORT[layer] | single
 
-    wrong = [found for found in OURS if not allowed(found)]
+    wrong = [found for found in ours() if not allowed(found)]
     assert not wrong, listed(wrong)
 
 
@@ -349,15 +362,15 @@ def test_third_party_packages_stay_in_their_layers() -> None:
         layer = set() if shared else THIRD_PARTY[layer_of(found.module)]
         return found.target.partition(".")[0] in layer.union(*own)
 
-    wrong = [found for found in OTHERS if not allowed(found)]
+    wrong = [found for found in others() if not allowed(found)]
     assert not wrong, listed(wrong)
 
 
 def test_what_the_engine_shares_needs_nothing_else_of_the_engine() -> None:
-    """What is within one of them, and words, which need nothing; torch would come with the rest."""
+    """What is within one of them; torch would come with the rest."""
     for shared in TORCH_FREE:
-        own = [found for found in OURS if within(found.module, shared) and within(found.target, "dsprof.engine")]
-        wrong = [found for found in own if found.target != "dsprof.engine.words" and not within(found.target, shared)]
+        own = [found for found in ours() if within(found.module, shared) and within(found.target, "dsprof.engine")]
+        wrong = [found for found in own if not within(found.target, shared)]
         assert not wrong, listed(wrong)
 
 
@@ -366,14 +379,14 @@ def test_what_is_heavy_is_imported_when_it_is_needed() -> None:
         names = ONLY_INSIDE_FUNCTIONS.get(layer_of(found.module), set())
         return not found.lazy and any(within(found.target, name) for name in names)
 
-    wrong = [found for found in IMPORTS if early(found)]
+    wrong = [found for found in all_imports() if early(found)]
     assert not wrong, listed(wrong)
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     """Neither inside functions nor for the type checker: it could be imported, but not understood."""
     graph: dict[str, set[str]] = defaultdict(set)
-    for found in OURS:
+    for found in ours():
         graph[found.module].add(found.target)
     assert len(graph) > 200
     assert not circle_in(graph), " imports ".join(circle_in(graph))
@@ -404,7 +417,7 @@ def test_imports_go_down_the_floors(house: str, floors: Sequence[Collection[str]
         return found[0]
 
     inside = [
-        found for found in OURS
+        found for found in ours()
         if found.module not in PUBLIC_FACES
         and all(within(name, house) and name != house for name in (found.module, found.target))
     ]  # fmt: skip
@@ -470,7 +483,7 @@ def test_no_two_classes_have_one_name(engine: bool) -> None:
 def test_the_analyzer_touches_no_files_and_prints_nothing() -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in all_imports()
         if layer_of(found.module) == "analyzer" and found.target.partition(".")[0] in NO_FILES_NO_PRINTING
     ]
     assert not wrong, listed(wrong)
@@ -490,22 +503,27 @@ def test_imports_are_relative_inside_a_room_and_full_between() -> None:
             return not found.relative
         return found.relative == (room_of(found.module) == room_of(found.target))
 
-    wrong = [found for found in OURS if not well_spelt(found)]
+    wrong = [found for found in ours() if not well_spelt(found)]
     assert not wrong, listed(wrong)
 
 
 def test_nobody_imports_a_folder_by_its_bare_name() -> None:
     """`import engine` would work in the checkout and nowhere else, and find the user's own file there."""
     bare = {"analyzer", "cli", "collectors", "engine", "reports"}
-    wrong = [found for found in IMPORTS if not found.relative and found.target.partition(".")[0] in bare]
+    wrong = [found for found in all_imports() if not found.relative and found.target.partition(".")[0] in bare]
     assert not wrong, listed(wrong)
 
 
 def test_what_is_imported_is_a_declared_dependency() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = {requirement.partition(">=")[0] for requirement in declared}
-    used = {found.target.partition(".")[0] for found in OTHERS}
-    assert {DISTRIBUTIONS.get(name, name) for name in used} <= names
+    """One of an extra is imported where it is used, for those who have it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {requirement.partition(">=")[0] for requirement in project["dependencies"]}
+    extra = {
+        requirement.partition(">=")[0] for name in OPTIONAL for requirement in project["optional-dependencies"][name]
+    }
+    for found in others():
+        package = found.target.partition(".")[0]
+        assert DISTRIBUTIONS.get(package, package) in (names | extra if found.lazy else names), listed([found])
 
 
 # --- in a process of its own --------------------------------------------------------------------
@@ -624,7 +642,6 @@ def test_the_configuration_loads_without_torch_and_the_rest_of_the_engine(tmp_pa
     engine = {name for name in added if within(name, "dsprof.engine")}
     assert {name for name in engine if not within(name, "dsprof.engine.config")} == {
         "dsprof.engine",
-        "dsprof.engine.words",
     }
 
 

@@ -36,6 +36,50 @@ def found(code: str, analysis: Analysis) -> Finding:
 OPTIMIZER = (Phase("optimizer", (Work(1),)), Work(0.2))
 STEPS = 16
 
+# --- two models, each with a backward of its own --------------------------------------------------
+
+
+def two_models(critic: list[int], generator: list[int], through_critic: bool = False) -> MeshJob:
+    """A critic and a generator, each in one bucket, of tensors of so many MiB. through_critic: the generator's backward
+    reduces the critic's gradients, too."""
+    facts = [
+        {"fact": "ddp", "rank": rank, "site": f"gan.py:{line}", "gradient_bytes": [mib << 20 for mib in sizes]}
+        for rank in range(2)
+        for line, sizes in ((10, generator), (11, critic))
+    ]
+
+    def trained(ms: float, *sizes: list[int]) -> Program:
+        buckets = [Call("w", "all_reduce", sum(of) << 20, "gradient", later=str(i)) for i, of in enumerate(sizes)]
+        work = [part for bucket in buckets for part in (Work(ms / len(buckets)), bucket)]
+        waits = [Wait(str(i)) for i in range(len(buckets))]
+        return Phase("forward", (Work(ms / 2),)), Phase("backward", (*work, *waits))
+
+    def program(rank: int, step: int) -> Program:
+        second = (critic, generator) if through_critic else (generator,)
+        return *trained(20, critic), *trained(10, *second), *OPTIMIZER
+
+    return MeshJob(2, {"w": ((0, 1), "")}, program, steps=24, latency_ms=0.1, facts=facts)
+
+
+def test_each_of_two_models_is_cut_into_buckets_of_its_own() -> None:
+    """16 MiB of the critic wait 16 ms after its backward, 8 of the generator 8 ms; the last bucket of each stays."""
+    analysis = analyze(two_models([1] * 16, [1] * 8).trace())
+    exposed = found("comm.exposed", analysis)
+    assert above_info(analysis) == ["comm.exposed"]
+    assert exposed.gain.ms == pytest.approx(21, abs=1.5)
+    assert dict(exposed.fixes[0].knobs) == {"ddp.bucket_cap_mb": 1}
+    assert exposed.fixes[0].title.endswith("(gan.py:11): 24 collectives a step")
+
+
+@pytest.mark.parametrize("through_critic", [False, True])
+def test_two_models_of_one_bucket_each_are_as_they_can_be(through_critic: bool) -> None:
+    """No cap divides a single tensor: what waits is explained, and not `inconclusive`."""
+    analysis = analyze(two_models([8], [8], through_critic).trace())
+    assert analysis.verdict.status == "healthy", analysis.verdict.headline
+    assert {"comm.exposed", "comm.small-messages"} <= {*analysis.passed}
+    assert "no other bucket size would hide more" in found("comm.exposed", analysis).title
+
+
 # --- shards beside tensor parallelism -----------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import pickle
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -136,6 +137,40 @@ def test_fsdp2_is_refused_where_units_stay_incomplete(ask: Ask, group: None) -> 
         torch.optim.SGD(model.parameters(), 0.1)
 
 
+def test_fsdp2_that_is_set_up_unit_by_unit_keeps_its_units(ask: Ask, group: None) -> None:
+    from torch.distributed import fsdp
+
+    facts = ask({"fsdp2.modules_per_unit": 2})
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        fsdp.fully_shard(layer)
+        assert layer.in_features == 4
+        assert not hasattr(layer, "nothing_of_the_kind")
+        layer.set_requires_gradient_sync(True)  # type: ignore[operator]
+    fsdp.fully_shard(model)
+    assert sorted(sharded_units(model)) == [2, 2, 2]
+    assert (
+        "the script calls set_requires_gradient_sync() of each module" in told(facts, "fsdp2.modules_per_unit")["why"]
+    )
+    assert [type(layer).__name__ for layer in model] == 3 * ["FSDPLinear"]
+    assert type(model[0]).__mro__[2] is nn.Linear
+
+
+def test_fsdp2_is_reached_by_its_older_names(ask: Ask, group: None) -> None:
+
+    facts = ask({"fsdp2.modules_per_unit": 2})
+    from torch.distributed._composable.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard as other
+
+    assert other is fully_shard
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer)
+    other(model)
+    assert sorted(sharded_units(model)) == [4, 4]
+    assert told(facts, "fsdp2.modules_per_unit")["was"] == 1
+
+
 def test_fsdp2_prefetches_ahead(ask: Ask, group: None) -> None:
     from torch.distributed import fsdp
 
@@ -206,6 +241,17 @@ def test_pipelines_have_other_micro_batches_and_schedules(ask: Ask, group: None)
     schedule.step(torch.ones(12, 2), target=torch.ones(12, 2))
     assert told(facts, "pipelining.microbatches")["was"] == 3
     assert told(facts, "pipelining.schedule")["was"] == "Schedule1F1B"
+
+
+def test_a_schedule_that_takes_the_place_of_another_can_be_pickled(ask: Ask, group: None) -> None:
+    from torch.distributed import pipelining
+
+    ask({"pipelining.schedule": "gpipe"})
+    schedule = pipelining.Schedule1F1B.__new__(pipelining.Schedule1F1B)
+    schedule._n_microbatches = 5
+    again = pickle.loads(pickle.dumps(schedule))
+    assert type(again) is pipelining.ScheduleGPipe
+    assert again._n_microbatches == 5
 
 
 def test_arguments_of_trainers(ask: Ask, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import hashlib
 import html as html_lib
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any
 
 import factories
 import pytest
+from browsers import PATIENCE_S, running_browser
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Evidence, Fix
@@ -26,8 +26,6 @@ from dsprof.run import RunFolder
 from dsprof.trace import Trace
 
 HERE = Path(html.__file__).parent
-PATIENCE_S = 120.0
-"""For a browser on a busy machine: nothing below measures how long it takes."""
 EVIL = "</script><script>window.hacked = 1</script><img src=x onerror=alert(1)>"
 
 
@@ -75,7 +73,7 @@ def test_straggler_says_what_matters() -> None:
     for phrase in (
         "rank 1 arrives late in every step: its forward takes longer; fixing it saves 37.9 ms of each 212 ms step",
         "peer wait 19.00 ms 8.9 % standing still until the last rank arrives rank.straggler",
-        "saves 37.9 ms a step (18 %) 95 % interval 31.2 to 44.6 ms, predicted by replay",
+        "Saves 37.9 ms a step (18 %) 95 % interval 31.2 to 44.6 ms, predicted by replay",
         "confidence 97 % where rank 1, all_reduce, group 0, steps 0-39",
         "forward on rank 1 88.0 ms 50.0 ms",
         "Fix 1 the slow part is called here; move it off the training thread",
@@ -118,7 +116,7 @@ def test_a_cost_beside_the_ordinary_steps() -> None:
         "a step is an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2.",
         "steps are slower from step 41 on",
         "evaluation 1.3 s 6.8 % forwards without gradients, between training steps eval.uneven",
-        "saves 42.0 ms a step on average (17 % of the run's time per step)"
+        "Saves 42.0 ms a step on average (17 % of the run's time per step)"
         " 95 % interval 38.1 to 45.9 ms, measured as excess over ordinary steps",
         "Marked: what made a step longer than these.",
         "Not judged: rank.straggler : the ranks do different work",
@@ -133,7 +131,7 @@ def test_the_fix_comes_before_all_else_that_is_told_of_a_finding() -> None:
     text = text_of(rendered(factories.straggler))
     body = text[text.rindex("What to do, worst first") :]
     places = [body.index(words) for words in (
-        "saves 37.9 ms", "Fix 1", "forward on rank 1", "Where the step goes", "Where the run goes", "Who was slower",
+        "Saves 37.9 ms", "Fix 1", "forward on rank 1", "Where the step goes", "Where the run goes", "Who was slower",
     )]  # fmt: skip
     assert places == sorted(places)
 
@@ -280,22 +278,11 @@ def test_a_large_run_stays_small() -> None:
 
 # --- in a browser -----------------------------------------------------------------------------------
 
-CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("no chromium on this machine")
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(
-            executable_path=CHROMIUM,
-            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking"],
-            timeout=PATIENCE_S * 1000,
-        )
+    with running_browser() as running:
         yield running
-        running.close()
 
 
 def test_columns_that_are_empty_and_figures_of_one_step_are_left_out() -> None:

@@ -25,7 +25,7 @@ from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.merge import Merge
 from dsprof.analyzer.whatif.needless import InLastBackward, WithoutBuffers
 from dsprof.analyzer.whatif.prefetched import Prefetched
-from dsprof.analyzer.whatif.rebucket import Rebucket
+from dsprof.analyzer.whatif.rebucket import Rebucket, reduced_in_backwards
 from dsprof.analyzer.whatif.schedule import Reschedule, makespan, schedule_graph
 from dsprof.analyzer.whatif.select import Communications
 from dsprof.analyzer.whatif.typical import Typical
@@ -322,6 +322,25 @@ def test_buckets_of_each_process_group_by_themselves() -> None:
     assert replay(both).end[:, 0].tolist() == [25.0, 25.0, 35.0, 35.0]
     with pytest.raises(Refused, match="gradients are reduced by 2 process groups"):
         apply(graph, [Rebucket((4,) * 4, link)])
+
+
+def test_buckets_of_each_backward_by_themselves() -> None:
+    """A critic's 16 bytes and then a generator's 8: each in pieces of 4, 4 ms after its backward is over."""
+    gradients = Task("0", "all_reduce gradient", gradient=True)
+    graph = graph_of(steps_of(["B 20 I0 W0 1 B 10 I1 W1 1"] * 2, [16.0, 8.0], [gradients] * 2, sizes=[16.0, 8.0]))
+    assert list(reduced_in_backwards(graph.templates[0], "0").items()) == [(1, [0]), (2, [1])]
+    link = Link(0.0, 1.0, True)
+    critic, generator = (
+        Rebucket((4,) * 4, link, group="0", backward=1), Rebucket((4, 4), link, group="0", backward=2)
+    )  # fmt: skip
+    assert replay(graph).durations == pytest.approx([56.0])  # 20 + 16 + 1, 10 + 8 + 1
+    assert replay(apply(graph, [critic])).durations == pytest.approx([44.0])
+    for order in ([critic, generator], [generator, critic]):
+        assert replay(apply(graph, order)).durations == pytest.approx([40.0])
+    with pytest.raises(Refused, match="no gradients are reduced in these steps"):
+        apply(graph, [replace(critic, backward=3)])
+    with pytest.raises(Refused, match="it does not go together with gradients of group 0 in backward 1"):
+        apply(graph, [critic, replace(generator, backward=1)])
 
 
 def test_another_schedule_of_the_same_actions() -> None:

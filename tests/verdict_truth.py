@@ -78,6 +78,7 @@ class Job:
     first: the code of the first finding, which stands above `info`; None: nothing does.
     also:  codes that are true of the job as well.
     ranks: None where the script is started by itself, without ranks.
+    own_ranks: that a script which is started by itself makes.
     """
 
     script: str
@@ -90,6 +91,7 @@ class Job:
     checks: tuple[Check, ...] = ()
     explained: bool = True
     """Nearly nothing of a step is unexplained."""
+    own_ranks: int = 1
 
     def run(self, folder: Path) -> Outcome:
         args = ("--steps", str(self.steps), *self.args, "--results", str(folder / "results"))
@@ -122,7 +124,7 @@ class Job:
 def _sound(outcome: Outcome, job: Job) -> Iterator[str]:
     """What holds of every run: all was captured, and the parts sum to the whole."""
     found = outcome.found
-    captured, ranks = found["run"]["ranks"], job.ranks or 1
+    captured, ranks = found["run"]["ranks"], job.ranks or job.own_ranks
     if captured != {"expected": ranks, "captured": ranks}:
         yield f"ranks: {captured}"
     if abs(found["run"]["steps"] - job.steps) > 1:

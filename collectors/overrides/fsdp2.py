@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import Mapping
-from functools import partial
 from types import ModuleType
 from typing import Any, Final
 
@@ -17,38 +16,62 @@ from ..hooking.wrap import stands_for
 from .arguments import put
 from .override import Override
 
-MODULE: Final = "torch.distributed.fsdp"
+MODULES: Final = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+"""From which scripts import `fully_shard`; all have the same."""
 DTYPES: Final = {"param_dtype", "reduce_dtype"}
 """Fields of its MixedPrecisionPolicy."""
+ORIGINAL: Final = "_dsprof_class"
+"""In the class that a module has while it waits: its own."""
 PREFETCH: Final = ("forward_prefetch", "backward_prefetch")
 
 
 def install(overrides: list[Override]) -> Uninstall:
     """Apply them to every `fully_shard` from now on."""
-    by_name = {override.name: override for override in overrides}
-    return when_imported(MODULE, partial(_override, by_name))
+    override = _Sharding({override.name: override for override in overrides}).override
+    return in_reverse([when_imported(name, override) for name in MODULES])
 
 
-def _override(overrides: Mapping[str, Override], module: ModuleType) -> Uninstall:
-    shard = module.fully_shard
-    units = _UnitsOfScript(shard, overrides)
+class _Sharding:
+    """`fully_shard` with what is asked for, wherever a script imports it from: its units are counted in one place."""
 
-    @stands_for(shard)
-    def fully_shard(*args: Any, **kwargs: Any) -> Any:
-        try:
-            bound = inspect.signature(shard).bind(*args, **kwargs)
-            _change(bound, overrides)
-        except Exception as error:
-            count_error("--set for fully_shard", error)
-            return shard(*args, **kwargs)
-        return units.shard(bound)
+    def __init__(self, overrides: Mapping[str, Override]) -> None:
+        self.overrides = overrides
+        self.units: _UnitsOfScript | None = None
+        self.ours: Any = None
 
-    hooks = [replace_attribute(module, "fully_shard", fully_shard)]
-    if units.coarser is not None:
-        from torch.optim import Optimizer
+    def override(self, module: ModuleType) -> Uninstall:
+        shard = module.fully_shard
+        if (
+            isinstance(shard, ModuleType) or shard is self.ours
+        ):  # a module of the same name; imported from where we were
+            return lambda: None
+        hooks = []
+        if self.units is None:
+            self.units = _UnitsOfScript(shard, self.overrides)
+            self.ours = self._wrapper(shard, self.units)
+            if self.units.coarser is not None:
+                from torch.optim import Optimizer
 
-        hooks.append(replace_attribute(Optimizer, "__init__", units.before_optimizer(Optimizer.__init__)))
-    return in_reverse(hooks)
+                hooks.append(replace_attribute(Optimizer, "__init__", self.units.before_optimizer(Optimizer.__init__)))
+        return in_reverse([*hooks, replace_attribute(module, "fully_shard", self.ours)])
+
+    def _wrapper(self, shard: Any, units: _UnitsOfScript) -> Any:
+        @stands_for(shard)
+        def fully_shard(*args: Any, **kwargs: Any) -> Any:
+            try:
+                bound = inspect.signature(shard).bind(*args, **kwargs)
+                _change(bound, self.overrides)
+            except Exception as error:
+                count_error("--set for fully_shard", error)
+                return shard(*args, **kwargs)
+            return units.shard(bound)
+
+        return fully_shard
 
 
 def _change(bound: inspect.BoundArguments, overrides: Mapping[str, Override]) -> None:
@@ -70,7 +93,8 @@ class _UnitsOfScript:
 
     The modules of a unit that is not full yet wait for the next call that is not one of them: that for what holds them,
     which is the last. A script that never makes it is ended where it builds its optimizer, which would hold parameters
-    that are not sharded.
+    that are not sharded. One that sets up a module right after it was sharded (`layer.set_...`, `layer.unshard()`)
+    needs it sharded by then: its unit is closed as it is.
     """
 
     def __init__(self, shard: Any, overrides: Mapping[str, Override]) -> None:
@@ -99,19 +123,44 @@ class _UnitsOfScript:
     def _add(self, module: Any, bound: inspect.BoundArguments) -> None:
         assert self.coarser is not None
         self.seen.add(module)
-        if self.waiting and (type(self.waiting[-1]) is not type(module) or not _equal_but_module(self.bound, bound)):
+        if self.waiting and (
+            vars(type(self.waiting[-1]))[ORIGINAL] is not type(module) or not _equal_but_module(self.bound, bound)
+        ):
             self.flush()
+        self._watch(module)
         self.waiting.append(module)
         self.bound = bound
         if len(self.waiting) == self.coarser.value:
             self.flush()
 
+    def _watch(self, module: Any) -> None:
+        """Until it is sharded, the module has a class of ours, which knows when a sharded one's attribute is wanted."""
+        original = type(module)
+
+        def __getattr__(waiting: Any, name: str) -> Any:
+            if name in _of_sharded() and any(one is waiting for one in self.waiting):
+                self._close_early(name)
+                return getattr(waiting, name)
+            return original.__getattr__(waiting, name)
+
+        module.__class__ = type(original.__name__, (original,), {"__getattr__": __getattr__, ORIGINAL: original})
+
+    def _close_early(self, name: str) -> None:
+        assert self.coarser is not None
+        self.coarser.not_applied(
+            f"the script calls {name}() of each module as soon as it is sharded, so no unit can wait for its others"
+        )
+        self.flush()
+
     def flush(self) -> None:
         modules, self.waiting = self.waiting, []
         if not modules or self.bound is None or self.coarser is None:
             return
+        for one in modules:
+            one.__class__ = vars(type(one))[ORIGINAL]
         self.bound.arguments["module"] = modules if len(modules) > 1 else modules[0]
-        self.coarser.applied(1)
+        if len(modules) > 1:
+            self.coarser.applied(1)
         self.call(*self.bound.args, **self.bound.kwargs)
 
     def before_optimizer(self, construct: Any) -> Any:
@@ -125,6 +174,14 @@ class _UnitsOfScript:
             construct(optimizer, *args, **kwargs)
 
         return __init__
+
+
+def _of_sharded() -> frozenset[str]:
+    """Names that a module has only once it is sharded."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    return frozenset(dir(FSDPModule)) - frozenset(dir(torch.nn.Module))
 
 
 def _equal_but_module(one: inspect.BoundArguments | None, other: inspect.BoundArguments) -> bool:

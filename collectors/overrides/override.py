@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Final
+
+from dsprof.words import nearest
 
 from ..hooking.caller import caller
 from ..hooking.statements import state
@@ -38,8 +39,8 @@ class Override:
 
     def has_none(self, what: str, there: Iterable[str]) -> None:
         """It is not applied, as `what` has nothing of that name among what is `there`."""
-        near = get_close_matches(self.name, list(there), n=1)
-        self.not_applied(f"{what} {self.name}" + (f"; it has {near[0]}" if near else ""))
+        near = nearest(self.name, there)
+        self.not_applied(f"{what} {self.name}" + (f"; it has {near}" if near else ""))
 
     def _tell(self, said: dict[str, Any]) -> None:
         once = repr(said)

@@ -75,7 +75,13 @@ def _standing_for(original: type, chosen: Any, override: Override) -> type:
         override.applied(original.__name__)
         chosen.__init__(self, *args, **kwargs)
 
-    return type(chosen.__name__, (chosen,), {"__init__": construct, "__module__": chosen.__module__})
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickled, and copied, it is one of the chosen class, which can be found by its name."""
+        _, _, *rest = chosen.__reduce_ex__(self, protocol)
+        return (chosen.__new__, (chosen,), *rest)
+
+    own = {"__init__": construct, "__reduce_ex__": __reduce_ex__, "__module__": chosen.__module__}
+    return type(chosen.__name__, (chosen,), own)
 
 
 def _telling(other: Any, override: Override) -> Uninstall:

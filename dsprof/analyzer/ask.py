@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any, Final, Protocol
 
 import numpy as np
+
+from dsprof.words import did_you_mean
 
 from . import signals
 from .arrays import Float, Int
@@ -69,9 +70,8 @@ class Without:
     def __post_init__(self) -> None:
         if rule_of(self.code) is None:
             codes = [rule.code for rule in all_rules()]
-            near = get_close_matches(self.code, codes, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(codes)}"
-            raise Misasked(f"{self.code}: no finding has this code; {hint}")
+            hint = did_you_mean(self.code, codes, above=0.4, otherwise=f"; there are {', '.join(codes)}", show=str)
+            raise Misasked(f"{self.code}: no finding has this code{hint}")
 
     @property
     def says(self) -> str:
@@ -141,9 +141,8 @@ class Scaled:
 
     def __post_init__(self) -> None:
         if self.part not in SCALED:
-            near = get_close_matches(self.part, SCALED, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(SCALED)}"
-            raise Misasked(f"{self.part}: no such part of a step; {hint}")
+            hint = did_you_mean(self.part, SCALED, otherwise=f"; there are {', '.join(SCALED)}", show=str)
+            raise Misasked(f"{self.part}: no such part of a step{hint}")
         least = 0.0 if self.part in (*WORK, "link.latency") else 1e-6
         if not least <= self.factor < 1e9:
             raise Misasked(f"{self.part}={self.factor:g}: write a factor above 0, such as 0.5 or 10")

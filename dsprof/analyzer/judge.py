@@ -264,8 +264,8 @@ class _Judging:
     @staticmethod
     def _worth_a_line(rated: Iterable[Finding]) -> list[Finding]:
         """Without remarks on what mending would cost time: alone it does, and with others mended what it saves is not
-        sure."""
-        return [one for one in rated if one.is_problem or one.gain.ms >= 0]
+        sure. Where the interval reaches above zero it may save, which is why such a job is not called healthy."""
+        return [one for one in rated if one.is_problem or one.gain.ms >= 0 or one.gain.high > 0]
 
     def _rated(self, finding: Finding) -> Finding:
         """With the model's error in its intervals, and as severe as they allow."""

@@ -26,6 +26,7 @@ VERBS: Final = (
     "tensorboard",
     "analyze",
     "import",
+    "export",
     "doctor",
     "knobs",
     "whatif",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -77,10 +78,7 @@ def _stale(folder: RunFolder) -> bool:
         path for run in regular_files.folders(folder.tensorboard) for path in regular_files.files(run, "*tfevents*")
     ]
     written = [path.stat().st_mtime_ns for path in below]
-    captured = [path for one in regular_files.folders(folder.capture, "rank*") for path in regular_files.files(one)]
-    sources = [folder.run_json, *captured, *regular_files.files(folder.trace, "*.parquet")]
-    newest = max((path.stat().st_mtime_ns for path in sources if path.exists()), default=0)
-    return not written or min(written) < newest
+    return not written or min(written) < folder.changed_ns
 
 
 def _serve(logdir: Path, host: str, port: int) -> None:
@@ -89,14 +87,32 @@ def _serve(logdir: Path, host: str, port: int) -> None:
 
     from tensorboard import program
 
-    server = program.TensorBoard()
+    server = program.TensorBoard(plugins=_plugins())
     server.configure(logdir=str(logdir), host=host, port=port, reload_interval=30, load_fast="false")
     try:
         url = server.launch()
     except program.TensorBoardServerException as error:
         fail(f"TensorBoard does not start: {error}; choose another with --port or --host", USAGE)
-    print(f"TensorBoard on {logdir}: {url} (Ctrl-C ends it)", flush=True)
+    print(f"TensorBoard on {logdir}: {url}#dsprof (Ctrl-C ends it)", flush=True)
+    if host == "localhost" and os.environ.get("SSH_CONNECTION"):
+        print(_from_elsewhere(url), flush=True)
     try:
         threading.Event().wait()
     except KeyboardInterrupt:
         return
+
+
+def _plugins() -> list[Any]:
+    """TensorBoard's own and those that are installed, the tab among them."""
+    from tensorboard import default
+
+    from dsprof.reports.tab.loader import TabLoader
+
+    plugins = default.get_plugins()
+    return plugins if TabLoader in plugins else [*plugins, TabLoader]  # a checkout has no entry point
+
+
+def _from_elsewhere(url: str) -> str:
+    """What to type on the machine that one sits at."""
+    port = url.rstrip("/").rpartition(":")[2]
+    return f"from your own machine: ssh -L {port}:localhost:{port} {socket.gethostname()}, then open {url}#dsprof there"

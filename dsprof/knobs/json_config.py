@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from typing import Any, Final
+
+from dsprof.words import did_you_mean
 
 from .knob import DIFFERS, Facts, Json, Knob, KnobError, Stated
 
@@ -42,8 +43,7 @@ def find(key: str) -> Knob | None:
     if elsewhere and last:
         raise KnobError(f"{key}: no such key in a configuration; did you mean {elsewhere[0]}?")
     if section:
-        near = get_close_matches(key, [one for one in known if one.startswith(f"{section}.")], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(key, [one for one in known if one.startswith(f"{section}.")], show=str)
         raise KnobError(f"{key}: the section {section} has no such key{hint}")
     return None
 

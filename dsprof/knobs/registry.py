@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any, Final
+
+from dsprof.words import did_you_mean
 
 from . import ddp, fsdp2, host, json_config, loader, optimizer, pipelining, trainers
 from .knob import Knob, KnobError
@@ -36,12 +37,9 @@ def find(key: str) -> Knob:
     if found is not None:
         return found
     names = [*(one.key for one in KNOBS if "*" not in one.key), *json_config.known_keys()]
-    near = get_close_matches(key, names, n=1)
-    of_framework = [one for one in names if one.startswith(f"{first}.")]
-    hint = f"did you mean {near[0]}?" if near else "`dsprof knobs` lists them"
-    if not near and of_framework:
-        hint = f"{first} has {', '.join(one.partition('.')[2] for one in of_framework)}"
-    raise KnobError(f"{key}: no knob of this name; {hint}")
+    of_framework = ", ".join(one.partition(".")[2] for one in names if one.startswith(f"{first}."))
+    there = f"; {first} has {of_framework}" if of_framework else "; `dsprof knobs` lists them"
+    raise KnobError(f"{key}: no knob of this name{did_you_mean(key, names, otherwise=there, show=str)}")
 
 
 def parse_settings(words: Iterable[str]) -> dict[str, Any]:

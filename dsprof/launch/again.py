@@ -27,6 +27,11 @@ OF_THE_FIRST_RUN: Final = {
 """Flags that are not those of a job that is run again -> whether a value follows."""
 OF_A_TRIAL: Final = ("--force", "--no-report", "-q", "--on-hang", "abort")
 """Flags of such a job: nobody reads its report, and one that hangs is to end."""
+TRACKERS: Final = {
+    "WANDB_MODE": "offline", "WANDB_DIR": "{folder}", "MLFLOW_TRACKING_URI": "file://{folder}/mlruns",
+    "NEPTUNE_MODE": "offline", "CLEARML_OFFLINE_MODE": "1",
+}  # fmt: skip
+"""Variables by which trackers write beside the folder of a trial, which is no experiment of the user's."""
 KILL_AFTER_S: Final = 30.0
 """How long a job that is told to end by SIGTERM may take for it."""
 LOOK_S: Final = 0.2
@@ -81,10 +86,18 @@ class RepeatedJob:
     def run(
         self, path: Path, settings: Mapping[str, str], say: Say, limit_s: float | None = None, trial: str = ""
     ) -> str:
-        """Run it to its end; what it writes goes into `path` with .txt. trial: what its ranks are told by DSPROF_TRIAL.
-        Gives why it was ended; empty: it ended by itself. At Ctrl-C it raises KeyboardInterrupt when the job has ended;
-        the folder is gone then."""
-        environment = {**os.environ, **({"DSPROF_TRIAL": trial} if trial else {})}
+        """Run it to its end; what it writes goes into `path` with .txt.
+
+        trial: what its ranks are told by DSPROF_TRIAL; it is then no experiment of the user's, and trackers write into
+        `path` with .trackers. Gives why it was ended; empty: it ended by itself. At Ctrl-C it raises KeyboardInterrupt
+        when the job has ended; its folder is gone then.
+        """
+        environment = dict(os.environ)
+        if trial:
+            place = path.absolute().with_suffix(".trackers")
+            place.mkdir(exist_ok=True)
+            environment |= {name: value.format(folder=place) for name, value in TRACKERS.items()}
+            environment["DSPROF_TRIAL"] = trial
         line = self.line(path, settings)
         with open(path.with_suffix(".txt"), "w", encoding="utf-8") as output:
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}

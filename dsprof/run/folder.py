@@ -89,6 +89,13 @@ class RunFolder:
         """Whether there is anything of a run in it."""
         return regular_files.is_file(self.run_json) or any(map(regular_files.is_folder, (self.capture, self.trace)))
 
+    @property
+    def changed_ns(self) -> int:
+        """When anything of what reports are made of was last written; 0 where there is nothing."""
+        captured = [path for one in regular_files.folders(self.capture, "rank*") for path in regular_files.files(one)]
+        sources = [self.run_json, *captured, *regular_files.files(self.trace, "*.parquet")]
+        return max((path.stat().st_mtime_ns for path in sources if path.exists()), default=0)
+
     def links(self) -> list[str]:
         """The parts of it that are symbolic links, which are not followed."""
         return [part.name for part in self.parts if part.is_symlink()]

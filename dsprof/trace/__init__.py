@@ -11,6 +11,7 @@ snapshot reads them from what torch dumps (plain_pickle: pickles that hold nothi
 files    how the folder's files are written
 load     a run folder as a Trace, whose ranks are read one at a time
 save     a Trace as a run folder, for importers
+strings  how pandas holds strings meanwhile
 """
 
 from __future__ import annotations

@@ -24,11 +24,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from dsprof.words import did_you_mean, fits
+
 from ..config.config import ActivationCheckpointingConfig
 from ..forward import Undo, last_first, wrap_forward
 from ..hooks import Hooks
 from ..monitors.flops import has_formula
-from ..words import did_you_mean, fits
 
 Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
 """What the forward runs in, and what the recomputation runs in."""

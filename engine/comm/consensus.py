@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from .comm import Comm
@@ -85,14 +86,41 @@ class SharedError(RuntimeError):
     """Something failed on a rank. Raised on every rank, with the reason of the first that failed."""
 
 
+class LostError(SharedError):
+    """The ranks can do nothing together any more, and it is known why."""
+
+
+def any_rank(flags: Sequence[bool], hosts: Comm, begun: int) -> list[int]:
+    """Of each of `flags`, 1 if it is set on any rank of `hosts`, which communicates in host memory. On all of them.
+
+    Raises LostError if the ranks have not `begun` equally many collectives on their device so far, as when the script
+    of one has caught an error half-way and gone on alone: what they have sent each other is mixed up then.
+    """
+    numbers = torch.tensor([*flags, begun, -begun], dtype=torch.int64)
+    hosts.all_reduce(numbers, "other", dist.ReduceOp.MAX).wait()
+    *found, most, least = numbers.tolist()
+    if most != -least:
+        raise LostError(
+            f"the ranks have sent each other unequally many gradients ({-least} to {most} collectives, this one "
+            f"{begun}), so those of this step are mixed up: has one of them left out a backward, or gone on alone "
+            "after an error half-way? The weights are those before this step; end the job, and start it again from a "
+            "checkpoint"
+        )
+    return found
+
+
 @contextlib.contextmanager
 def failing_together(
-    doing: str, everyone: Comm | None = None, error: Callable[[str], Exception] = SharedError
+    doing: str,
+    everyone: Comm | None = None,
+    error: Callable[[str], Exception] = SharedError,
+    *,
+    same: bool = False,
 ) -> Iterator[None]:
     """What fails in this block on one rank fails on all, by default of the job. On all of them; they must not
     communicate in it, except in its first lines.
 
-    A rank raises its own error, or `error`, beginning with `doing`, if only others failed.
+    A rank raises its own error, or `error`, beginning with `doing`, if only others failed; with `same`, all raise that.
     """
     failure: Exception | None = None
     try:
@@ -100,14 +128,17 @@ def failing_together(
     except Exception as raised:
         failure = raised
     reasons = gather_objects(None if failure is None else reason(failure), everyone)
-    if failure is not None:
-        try:
+    failed = [rank for rank, text in enumerate(reasons) if text is not None]
+    if not failed:
+        return
+    try:
+        if failure is not None and not same:
             raise failure
-        finally:
-            del failure  # which leads to this frame, and to all that it was raised in
-    for rank, text in enumerate(reasons):
-        if text is not None:
-            raise error(f"{doing}: failed on rank {rank}: {text}")
+        where = f"rank {failed[0]}: " if len(reasons) > 1 else ""
+        others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
+        raise error(f"{doing}: {where if same else 'failed on ' + where}{reasons[failed[0]]}{others}") from failure
+    finally:
+        del failure  # which leads to this frame, and to all that it was raised in
 
 
 class World:
@@ -122,19 +153,8 @@ class World:
 
         Raises `error` on all of them, beginning with `doing`, if it raised on any.
         """
-        result: T | None = None
-        cause: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:
-            cause = error
-        reasons = gather_objects(None if cause is None else reason(cause))
-        failed = [rank for rank, text in enumerate(reasons) if text is not None]
-        if failed:
-            others = f" (and {len(failed) - 1} other ranks failed)" if len(failed) > 1 else ""
-            where = f"rank {failed[0]}: " if self.size > 1 else ""
-            raise self._error(f"{doing}: {where}{reasons[failed[0]]}{others}") from cause
-        return result  # type: ignore[return-value]
+        with failing_together(doing, error=self._error, same=True):
+            return work()
 
     def from_first(self, doing: str, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, which alone does it, on every rank; raises as `together` does."""

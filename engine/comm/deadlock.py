@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from ..hooks import DEADLOCK, Hooks
 from .comm import Comm, break_connections
-from .consensus import SharedError
+from .consensus import LostError
 
 PATIENCE_S: Final = 2.0
 """How long a wait takes before anybody thinks of it."""
@@ -139,16 +139,11 @@ class DeadlockWatch:
         self._recoveries = 0
         self._failed = ""
         self._withheld: Sequence[str] = ()
-        self._error: RuntimeError | None = None
+        self._error: LostError | None = None
         self._store.set(f"{self._key}/{self._rank}", "")  # what there may be of an earlier job in the same store
         self._store.delete_key(f"{self._key}/{self._rank}/saw")
         for kind, comm in comms.items():
             comm.watch(partial(self._until, kind))
-
-    @property
-    def proved(self) -> RuntimeError | None:
-        """What was raised since nothing can go on any more."""
-        return self._error
 
     # --- after a backward or a step that has failed half-way
 
@@ -161,7 +156,7 @@ class DeadlockWatch:
     def recover(self, begun: int) -> None:
         """Wait until all ranks are here. Each says how much it had `begun` of what has failed.
 
-        Raises SharedError on all ranks if some never come, or have begun more than others."""
+        Raises LostError on all ranks if some never come, or have begun more than others."""
         number, self._recoveries = self._recoveries, self._recoveries + 1
         keys = {rank: f"{self._key}/{RECOVERY}/{number}/{rank}" for rank in self._everyone}
         self._store.set(keys[self._rank], str(begun))
@@ -179,7 +174,7 @@ class DeadlockWatch:
         self._withdraw()
         if len(set(found.values())) > 1:
             listed = ", ".join(f"rank {rank} {count}" for rank, count in found.items())
-            self._error = SharedError(
+            self._error = LostError(
                 "a backward failed at different places, and what the ranks have sent each other of it does not match "
                 f"(buckets of gradients: {listed}): end the job, and start it again from a checkpoint"
             )
@@ -220,7 +215,7 @@ class DeadlockWatch:
             raise
 
     def _until(self, kind: str, over: Callable[[float], bool]) -> None:
-        """Raises RuntimeError, on all ranks that it concerns, if `over` will never be true."""
+        """Raises LostError, on all ranks that it concerns, if `over` will never be true."""
         if self._error is not None:
             raise self._error
         if over(PATIENCE_S):
@@ -288,21 +283,21 @@ class DeadlockWatch:
             time.sleep(0.05)
 
 
-def _error_of(posts: Mapping[int, Post]) -> RuntimeError:
+def _error_of(posts: Mapping[int, Post]) -> LostError:
     waits = "; ".join(f"rank {rank} waits for {_what(post)}" for rank, post in posts.items() if post.kind)
     if failed := [f"rank {rank} has failed in {post.failed}" for rank, post in posts.items() if post.failed]:
-        return SharedError(
+        return LostError(
             f"{'; '.join(failed)}. The ranks now wait for each other: {waits}. What fails half-way on one rank alone "
             "ends the training: end the job, and start it again from a checkpoint"
         )
     if not any(front.names for post in posts.values() for front in post.fronts.values()):
-        return RuntimeError(
+        return LostError(
             f"the ranks now wait for each other: {waits}. All must call the engine's methods equally often and in the "
             "same order. The training cannot go on"
         )
     if len({post.replaced for post in posts.values()}) > 1:
         waits += "".join(f"; on rank {r} {post.replaced} was replaced" for r, post in posts.items() if post.replaced)
-    return RuntimeError(
+    return LostError(
         f"ZeRO stage 3: the ranks ran different modules, and now wait for each other: {waits}. Every rank has a shard "
         "of all parameters, so all must run the same modules in the same order: where the data decide, run the branch "
         "on all ranks (times 0 where it is not wanted), or write a lower stage. The training cannot go on"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ..hooks import Hooks
-from .comm import Comm, open_comm
+from .comm import Comm, open_comm, open_host_group
 from .lane import Inline
 from .launch import rank_and_size
 
@@ -83,10 +83,14 @@ class Parallel:
     tensor: Comm
     """Of those, the ones on the same stage."""
     everyone: Comm
+    data_hosts: Comm
+    """The ranks of `data` for what is in host memory: no rank waits for its device then. The same where `data` does."""
+    hosts: Comm
+    """Everyone, likewise."""
 
     def all(self) -> list[Comm]:
         """Each of them."""
-        return [self.data, self.model, self.tensor, self.everyone]
+        return [self.data, self.model, self.tensor, self.everyone, self.data_hosts, self.hosts]
 
     def close(self) -> None:
         """Destroy the groups. On all ranks."""
@@ -100,13 +104,20 @@ def open_parallel(mesh: Mesh, hooks: Hooks) -> Parallel:
     def inline() -> Inline:
         return Inline(hooks)
 
+    def on_hosts(comm: Comm, sets: list[list[int]]) -> Comm:
+        if comm.group is None or comm.device is None:
+            return comm
+        return Comm(open_host_group(sets, comm.group), inline())
+
+    everyone_sets = [list(range(mesh.size))]
     data = open_comm(mesh.sets("dp"), inline)
+    data_hosts = on_hosts(data, mesh.sets("dp"))
     if mesh.pp * mesh.tp == 1:
-        return Parallel(mesh, data, Comm(None, None), Comm(None, None), data)
+        return Parallel(mesh, data, Comm(None, None), Comm(None, None), data, data_hosts, data_hosts)
     model = open_comm(mesh.sets("pp", "tp"), inline)
     tensor = model if mesh.pp == 1 else open_comm(mesh.sets("tp"), inline)
-    everyone = model if mesh.dp == 1 else open_comm([range(mesh.size)], inline)
-    return Parallel(mesh, data, model, tensor, everyone)
+    everyone = model if mesh.dp == 1 else open_comm(everyone_sets, inline)
+    return Parallel(mesh, data, model, tensor, everyone, data_hosts, on_hosts(everyone, everyone_sets))
 
 
 def mesh_of(pp: int, tp: int) -> Mesh:

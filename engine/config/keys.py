@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ..words import joined, nearest, similarity
+from dsprof.words import joined, nearest, similarity
+
 from .deepspeed_keys import FOREIGN, RENAMED, REPLACED, Foreign
 from .model import Section, sections, shown
 

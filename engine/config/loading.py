@@ -10,7 +10,8 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from ..words import joined
+from dsprof.words import joined
+
 from . import batch
 from .config import Config
 from .keys import Notes, known_keys

@@ -21,7 +21,7 @@ from pydantic import (
     field_validator,
 )
 
-from ..words import did_you_mean, joined
+from dsprof.words import did_you_mean, joined
 
 LARGEST: Final = 2**63 - 1
 """The largest whole number a key can have: also what DeepSpeed writes for "no limit"."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..words import either, joined
+from dsprof.words import either, joined
+
 from .config import Config
 from .model import Section
 from .zero import AioConfig

@@ -10,7 +10,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar, Union, get_args, get
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from ..words import either, joined
+from dsprof.words import either, joined
+
 from .model import Complaint, Section, as_section, shown
 
 T = TypeVar("T", bound=Section)

@@ -17,11 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..comm.comm import Comm, open_host_group
+from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
-from ..comm.lane import Inline
 from ..comm.peers import Peers, is_lost
-from ..hooks import Hooks
 from .p2p import Link, PeerError, PipelineError
 
 GRACE_S: Final = 5.0
@@ -35,29 +33,22 @@ LOST: Final = (
 class FailureConsensus:
     """Of one engine's runs, one after the other."""
 
-    def __init__(
-        self, everyone: Comm, comms: Sequence[Comm], links: Sequence[Link], hooks: Hooks, peers: Peers, *, apart: bool
-    ) -> None:
-        """On all ranks. Of `comms` and `links` are the groups that ranks of the job may be waiting for this one in.
-        `apart`: whether they may do so elsewhere than at the ends of their pipeline's links."""
-        self._everyone = _hosts_of(everyone, hooks)
-        self._shared = self._everyone is everyone
+    def __init__(self, hosts: Comm, comms: Sequence[Comm], links: Sequence[Link], peers: Peers, *, apart: bool) -> None:
+        """On all ranks, which communicate by `hosts` in host memory. Of `comms` and `links` are the groups that ranks
+        of the job may be waiting for this one in. `apart`: whether they may do so elsewhere than at the ends of their
+        pipeline's links."""
+        self._everyone = hosts
         self._comms, self._links, self._peers = comms, links, peers
         self._grace = GRACE_S / 2 if apart else None
         self._runs = 0
         self._store: Any = None
         self.over = False
         """Whether ranks have lost each other, and nothing can be run any more."""
-        if everyone.group is not None:
-            number = torch.tensor(secrets.randbits(48) if everyone.rank == 0 else 0)
+        if hosts.group is not None:
+            number = torch.tensor(secrets.randbits(48) if hosts.rank == 0 else 0)
             self._everyone.all_reduce(number, "pipeline").wait()  # nobody has looked for these keys before
             store = distributed_c10d._get_default_store()
             self._store = distributed_c10d.PrefixStore(f"dsprof/pipeline/{number.item()}", store)
-
-    def close(self) -> None:
-        """Destroy the hosts' group, if they have one of their own. On all ranks."""
-        if not self._shared:
-            self._everyone.close()
 
     def begin(self) -> None:
         """Another run. Raises PipelineError if there cannot be one."""
@@ -139,13 +130,6 @@ class FailureConsensus:
         error = PipelineError(cause)
         error.__cause__ = failed
         return error
-
-
-def _hosts_of(everyone: Comm, hooks: Hooks) -> Comm:
-    """The same ranks, for what is in host memory: no rank waits for its device then. On all ranks."""
-    if everyone.group is None or everyone.device is None:
-        return everyone
-    return Comm(open_host_group([range(everyone.size)], everyone.group), Inline(hooks))
 
 
 def said(error: BaseException, where: str) -> str:

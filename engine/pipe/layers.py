@@ -10,8 +10,9 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dsprof.words import did_you_mean
+
 from ..comm.consensus import first_difference
-from ..words import did_you_mean
 from .p2p import PipelineError
 
 TIED: Final = "tied_modules"

@@ -7,7 +7,7 @@ notify its neighbours, who would wait for it otherwise.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..comm.comm import break_connections, close_group, open_group, open_host_group, wait_all
-from ..comm.lane import Ticket, open_lane
+from ..comm.lane import CpuLane, Ticket, open_lane
 from ..comm.mesh import Mesh
 from ..hooks import Attributes, Hooks, Position
 from ..tree import SEVERAL, SINGLE, form_of
@@ -86,12 +86,34 @@ def message_of(output: Any, what: str) -> Message:
 class Arrival:
     """A message on its way here."""
 
-    ticket: Ticket
+    head: Ticket
+    """Of what says how large it is."""
+    rest: Callable[[], Ticket]
+    """Starts receiving the rest, when that is here."""
     box: list[Message]
+    ticket: Ticket | None = None
+    """Of the rest."""
+
+    def advance(self) -> None:
+        """Have it received as soon as it is there: its head may be here by now. Waits for nothing."""
+        if self.ticket is None and self.head.done:
+            self.ticket = self.rest()
+
+    @property
+    def done(self) -> bool:
+        """Whether it can be taken without waiting."""
+        self.advance()
+        return self.ticket is not None and self.ticket.done
+
+    def wait(self) -> None:
+        """Return when it is here. Raises PipelineError if its sender failed instead."""
+        self.head.wait()
+        self.ticket = self.ticket or self.rest()
+        self.ticket.wait()
 
     def take(self) -> Message:
-        """The message, once it is here. Raises PipelineError if its sender failed instead."""
-        self.ticket.wait()
+        """The message, once it is here. Raises as `wait` does."""
+        self.wait()
         message = self.box.pop()
         for tensor in message.tensors:
             if tensor.is_cuda:  # its memory is the lane's, which would give it to the next receive too early
@@ -123,6 +145,9 @@ class Link:
         self._to, self._from = (rank + AHEAD[direction]) % size, (rank - AHEAD[direction]) % size
         self._out = open_lane(f"pipe.send_{name}", device, hooks)
         self._in = open_lane(f"pipe.recv_{name}", device, hooks)
+        self._heads = self._in if isinstance(self._in, CpuLane) else CpuLane(f"pipe.head_{name}", Hooks())
+        """Where heads are waited for: on a device by a thread, so that neither it nor the host waits. That is not
+        reported, as is what follows."""
         self._counts: Counter[str] = Counter()
 
     @property
@@ -142,10 +167,12 @@ class Link:
         return self._out.submit(work, "send", at, **self._attributes("send", self._to, message))
 
     def receive(self, at: Position) -> Arrival:
-        """Have the next message received as soon as it is there: what is computed before need not be over."""
+        """Have the next message received as soon as it is there: what is computed before need not be over. On a device
+        that takes `Arrival.advance` now and then."""
         box: list[Message] = []
+        about = self._attributes("recv", self._from)
 
-        def work() -> None:
+        def read() -> None:
             if self._ended is not None:
                 raise PeerError(self._ended)
             head = torch.empty(HEADER, dtype=torch.int64)
@@ -154,9 +181,13 @@ class Link:
             if numbers[0] == FAILED:
                 self._ended = self._read(numbers[1])
                 raise PeerError(self._ended)
+            form = self._read(numbers[1] - len(PLAIN)) if numbers[1] >= len(PLAIN) else ""
+            heads.append((numbers, form))
+
+        def fill() -> None:
+            ((numbers, form),) = heads
             message, microbatch = _empty(numbers, self._device)
-            if numbers[1] >= len(PLAIN):
-                message.form = self._read(numbers[1] - len(PLAIN))
+            message.form = form or message.form
             parts = [_bytes(tensor) for tensor in message.tensors if tensor.numel()]
             wait_all([dist.irecv(part, group=self.group, group_src=self._from) for part in parts])
             if microbatch != at[1]:
@@ -166,7 +197,16 @@ class Link:
                 )
             box.append(message)
 
-        return Arrival(self._in.submit(work, "recv", at, fresh=True, **self._attributes("recv", self._from)), box)
+        def both() -> None:
+            read()
+            fill()
+
+        heads: list[tuple[list[int], str]] = []
+        if self._heads is self._in:
+            ticket = self._in.submit(both, "recv", at, fresh=True, **about)
+            return Arrival(ticket, lambda: ticket, box)
+        head = self._heads.submit(read, "recv", at)
+        return Arrival(head, lambda: self._in.submit(fill, "recv", at, fresh=True, **about) if heads else head, box)
 
     def fail(self, reason: str, at: Position) -> Ticket:
         """In the place of the next message: say that no more will come in this step."""
@@ -203,6 +243,8 @@ class Link:
         """End the lanes, and destroy the groups."""
         self._out.close()
         self._in.close()
+        if self._heads is not self._in:
+            self._heads.close()
         close_group(self.group)
         close_group(self._host_group)
 

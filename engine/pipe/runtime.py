@@ -27,7 +27,7 @@ from .split_backward import Work, deferring
 from .step_data import StepData
 
 EARLY: Final = 2
-"""Receives in one direction that are started before they are needed, where that costs the computation nothing."""
+"""Receives in one direction that are started before they are needed."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,6 @@ class PipelineRun:
         self._cast = cast
         self._scale = scale / plan.microbatches
         self._last_stage = module.placement.last_stage
-        self._early = EARLY if device.type == "cpu" else 0  # a device's lane would have the host wait for the head
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._put_off: dict[tuple[int, int], list[Work]] = {}
         self._here: dict[tuple[Direction, int, int], Message] = {}
@@ -280,8 +279,10 @@ class PipelineRun:
 
     def _start_receives(self) -> None:
         for direction, arrivals in self._arrivals.items():
-            while len(arrivals) < self._early and self._receive_next(direction):
+            while len(arrivals) < EARLY and self._receive_next(direction):
                 pass
+            for arrival in arrivals.values():
+                arrival.advance()
 
     def _notify_neighbours(self, reason: str) -> None:
         """Have the ranks that wait for this one fail too, and not wait for ever."""
@@ -297,8 +298,8 @@ class PipelineRun:
         Until `deadline`, if they may be waiting for this rank elsewhere."""
         for direction in AHEAD:
             with suppress(Exception):  # the sender failed, too, and sends no more
-                while (arrival := self._next_arrival(direction)) and _ends(arrival.ticket, deadline):
-                    arrival.ticket.wait()
+                while (arrival := self._next_arrival(direction)) and _ends(arrival, deadline):
+                    arrival.wait()
         for ticket in self._sent:
             if _ends(ticket, deadline):
                 with suppress(Exception):
@@ -310,7 +311,7 @@ class PipelineRun:
                     link.settle()
 
 
-def _ends(ticket: Ticket, deadline: float | None) -> bool:
+def _ends(ticket: Ticket | Arrival, deadline: float | None) -> bool:
     """Whether it is done by then; waits no longer."""
     while deadline is not None and not ticket.done:
         if time.monotonic() > deadline:

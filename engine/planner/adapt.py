@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from torch import nn
 
+from dsprof.words import joined
+
 from ..tensor.layers import layer_of
 from ..tensor.shape_override import ShapeOverride
-from ..words import joined
 from .blocks import Stack
 from .styles import PlanError, Role, Roles, leave_whole
 from .tracer import Trial

@@ -10,10 +10,11 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from dsprof.words import joined
+
 from ..comm.comm import Comm
 from ..pipe.module import PipelineModule
 from ..tensor.layers import layer_of, layers_of
-from ..words import joined
 from .adapt import find_arrangement
 from .blocks import Edges, LayerSpan, Stack, with_edges
 from .example_inputs import given_inputs, guesses, variants

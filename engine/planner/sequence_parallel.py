@@ -12,12 +12,13 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from dsprof.words import joined
+
 from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
 from ..pipe.module import Passage, PipelineModule
 from ..tensor.collectives import join, split
 from ..tensor.rng import RankStream
-from ..words import joined
 from .blocks import Edges, LayerSpan, Stack, hook_edges, of_first, passage, passed_by
 from .styles import PlanError, Role
 from .tracer import Trial, run_again

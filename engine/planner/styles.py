@@ -8,8 +8,9 @@ from typing import Any, Final, Literal, get_args
 
 from torch import nn
 
+from dsprof.words import did_you_mean, fits
+
 from ..tensor.layers import Layer, layers_of
-from ..words import did_you_mean, fits
 from .dependence import Bands, Share
 
 Style = Literal["column", "column_gather", "row", "row_split", "vocab", "heads", "whole"]

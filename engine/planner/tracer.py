@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from dsprof.words import joined
+
 from ..tensor.batch_norm import is_batch_norm
 from ..tensor.layers import Layer, derived, layers_of
 from ..tensor.shape_override import plain
 from ..tree import leaves
-from ..words import joined
 from .example_inputs import Inputs
 
 _log: Final = logging.getLogger(__name__)

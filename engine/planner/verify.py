@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from dsprof.words import joined
+
 from ..tensor.layers import Layer
 from ..tensor.shape_override import ShapeOverride, override_shapes, plain
 from ..tree import leaves
-from ..words import joined
 from .blocks import Edges, Stack, on_first_activation, with_edges
 from .dependence import GradientSums, Share
 from .styles import Role

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Final
 
-from ..words import did_you_mean
+from dsprof.words import did_you_mean
+
 from .plan import Action, Plan
 
 

@@ -141,7 +141,7 @@ def _divide(
         of_pipeline = {"names": model.names(), "stages": model.stages_of_parameters()}
     for each in links.values():
         opened.callback(each.close)
-    comms = _open_comms(config, parallel.mesh, device, hooks, link)
+    comms = _open_comms(config, parallel, device, hooks, link)
     for comm in comms.all():
         opened.callback(comm.close)
     between = [group for each in links.values() for group in each.groups]
@@ -237,16 +237,18 @@ def _bring(model: nn.Module, device: torch.device, dtype: torch.dtype | None) ->
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else None)
 
 
-def _open_comms(config: Config, mesh: Mesh, device: torch.device, hooks: Hooks, link: float | None) -> Comms:
+def _open_comms(config: Config, parallel: Parallel, device: torch.device, hooks: Hooks, link: float | None) -> Comms:
     def comm(name: str, sets: list[list[int]]) -> Comm:
         return open_comm(sets, lambda: open_lane(name, device, hooks, link))
 
-    replicas, near, zero = mesh.sets("dp"), None, config.zero_optimization
+    mesh, near, zero = parallel.mesh, None, config.zero_optimization
+    replicas = mesh.sets("dp")
     size = zero.zero_hpz_partition_size
     if zero.stage == 3 and size > 1:
         neighbours = [ranks[first : first + size] for ranks in replicas for first in range(0, mesh.dp, size)]
         near = comm("near", neighbours)
-    return Comms(comm("gradients", replicas), comm("parameters", replicas), near)
+    hosts = None if parallel.data_hosts is parallel.data else parallel.data_hosts
+    return Comms(comm("gradients", replicas), comm("parameters", replicas), near, hosts)
 
 
 def _optimizer(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dsprof.words import did_you_mean, fits
+
 from ..comm.comm import open_comm
 from ..comm.consensus import gather_objects
 from ..comm.lane import Inline
@@ -19,7 +21,6 @@ from ..pipe.layers import check_agreement
 from ..pipe.module import PipelineModule, TiedParameters
 from ..tensor.rng import same_random_numbers
 from ..tensor.sharding import partial_parameters, shard_of
-from ..words import did_you_mean, fits
 from ..zero.shard import find_sharded
 from ..zero.shared_params import SharedParameters, Sharing
 

@@ -10,11 +10,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from dsprof.words import joined
+
 from ..comm.consensus import first_difference
 from ..comm.mesh import Parallel
 from ..config import Config
 from ..tree import leaves
-from ..words import joined
 
 OF_A_RANK: Final[Any] = {
     **dict.fromkeys(

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsprof.words import joined
+
 from ..comm.comm import Comm
 from ..tree import leaves
-from ..words import joined
 
 _MULTIPLIER: Final = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed integer
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .. import checkpoint
 from ..activation_checkpoint.policies import repeated_blocks
-from ..comm.consensus import reason
+from ..comm.consensus import LostError, reason
 from ..comm.mesh import Parallel
 from ..config import Config
 from ..data import endless
@@ -253,9 +253,9 @@ class BaseEngine(nn.Module):
     def _failed(self, doing: str, error: Exception, withheld: Sequence[str] = ()) -> None:
         """`withheld`: what this rank begins no more before all ranks begin anew."""
         peers, watch = self.state.peers, self.zero.deadlocks
-        proved = watch is not None and watch.proved is error
+        lost = isinstance(error, LostError)
         told = peers.explain(f"engine.{doing}", error)
-        if told is not None or proved:
+        if told is not None or lost:
             self.state.failure = None  # which may be the same, in fewer words
             self.state.fail("an earlier step of this engine", told or error)
             self.zero.lost = True
@@ -263,7 +263,7 @@ class BaseEngine(nn.Module):
         if told is not None:
             raise told from error
         peers.note(f"engine.{doing} in step {self.global_steps}", error)
-        if withheld and watch is not None and not proved:
+        if withheld and watch is not None and not lost:
             watch.failed(f"engine.{doing} in step {self.global_steps}: {reason(error)}", withheld)
 
     def _batches(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:

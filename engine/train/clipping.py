@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
-import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
@@ -22,7 +21,7 @@ class Holder(Protocol):
 
 _HOLDERS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _NAMES: Final = ("_clip_grads_with_norm_", "clip_grad_value_")
-"""What is looked up in torch's module when it is called: by `clip_grad_norm_` too, however a script has imported it."""
+"""The first is called by `clip_grad_norm_`."""
 _REPLACED: Final[list[str]] = []
 
 
@@ -30,15 +29,13 @@ def refuse_for(holder: Holder) -> None:
     """From now on torch's functions refuse to clip what `holder` holds, as long as it lives. It must be hashable."""
     _HOLDERS.add(holder)
     for name in _NAMES:
-        function = getattr(clip_grad, name, None)
-        if function is None or name in _REPLACED:
-            continue
-        _REPLACED.append(name)
-        ours = _refusing(function)
-        setattr(clip_grad, name, ours)
-        for public in (name, name.removeprefix("_")):
-            if getattr(torch.nn.utils, public, None) is function:
-                setattr(torch.nn.utils, public, ours)
+        # A script may have imported the function by name: so not its name, but what is within it is replaced.
+        function: Any = getattr(clip_grad, name, None)
+        inner = getattr(function, "__wrapped__", None)
+        for cell in getattr(function, "__closure__", None) or ():
+            if cell.cell_contents is inner and name not in _REPLACED:
+                _REPLACED.append(name)
+                cell.cell_contents = _refusing(inner)
 
 
 def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,6 +51,8 @@ class Engine(BaseEngine):
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self._check_data((args, kwargs))
         self.metrics.start_clock()
+        if torch.is_grad_enabled():
+            self.optimizer_step.begin()
         activation_checkpoint.attach(self.hooks, self.config.activation_checkpointing)
         try:
             with self.hooks.span("phase", "forward" if torch.is_grad_enabled() else "eval"):

@@ -61,7 +61,7 @@ class OptimizerStep:
         self._new_parameters.check()
         self._storages.check("engine.step")
         stepped = self.stepped_masters()
-        self._training.zero.check_order(self._training.parallel.everyone)
+        self._training.zero.check_order(self._training.parallel.hosts)
         try:
             return self._take(stepped)
         except BaseException as error:
@@ -95,7 +95,7 @@ class OptimizerStep:
             else:
                 unscale_and_clip_(grads, value, loss_scale=scale, max_norm=max_norm)
             zero.begin_update()
-            self._writes.mark()
+            self._writes.mark(step=True)
             self._update()
             self._writes.note()
         reducer.rebuild_buckets()
@@ -138,6 +138,11 @@ class OptimizerStep:
         """Before a checkpoint is loaded: have the optimizer's groups and the parameters as the engine knows them."""
         self.stepped_masters()
         self._storages.reset()
+
+    def begin(self) -> None:
+        """A forward of the step begins."""
+        if self._training.under_way == 0:
+            self._writes.ask()
 
     def close(self) -> None:
         """Have the optimizer step as the script calls it again."""

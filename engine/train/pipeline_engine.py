@@ -36,10 +36,8 @@ class PipelineEngine(BaseEngine):
         # What all ranks do together comes first: what may fail on one of them comes behind it.
         parallel, mesh = training.parallel, training.parallel.mesh
         failures = FailureConsensus(
-            parallel.everyone, training.comms(), list(links.values()), training.hooks, training.peers,
-            apart=mesh.dp * mesh.tp > 1,
+            parallel.hosts, training.comms(), list(links.values()), training.peers, apart=mesh.dp * mesh.tp > 1,
         )  # fmt: skip
-        opened.callback(failures.close)
         double = torch.tensor(float(any(param.dtype is torch.float64 for param in training.module.parameters())))
         double = double.to(training.device)
         parallel.everyone.all_reduce(double, "pipeline").wait()  # a rank without parameters is to know
@@ -76,6 +74,7 @@ class PipelineEngine(BaseEngine):
             raise RuntimeError("train_batch is called under torch.no_grad(); write engine.eval_batch(data_iter) there")
         self.train()
         self.metrics.start_clock()
+        self.optimizer_step.begin()
         if data_iter is not None:
             self._own_data = data_iter
         loss_fn = self.module.loss_fn

@@ -3,7 +3,9 @@
 zero           the stages, put together
 shard          how one parameter is sharded
 reduce         gradients, in buckets, from backward to the masters
+ready          gradients as they come in a backward
 bucket         gradients that are reduced together, and their collectives
+bucket_layout  which gradients those are, and in which order
 buffer_pool    memory of communications that is used again
 gather         masters to the weights, and parameters, in batches, back to full size
 fetch          stage 3: when a module's parameters come and go
@@ -18,8 +20,8 @@ shared_params  parameters that several ranks of a replica hold
 validate       parameters that are refused: without a shape, in shared memory, or newer than the engine
 """
 
+from .bucket_layout import BackwardPart
 from .init import GatheredParameters, Init
-from .reduce import BackwardPart
 from .zero import Comms, Zero
 
 __all__ = ["BackwardPart", "Comms", "GatheredParameters", "Init", "Zero"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 import torch
@@ -33,6 +34,18 @@ def adds_up_in(param: ShardedParam, config: Config) -> torch.dtype:
     return DTYPES.get(config.data_types.grad_accum_dtype or "", param.master_dtype)
 
 
+def scales(params: Iterable[ShardedParam], size: int, config: Config) -> tuple[float, float]:
+    """What gradients are multiplied by before the sum over `size` ranks, and what remains after it for the mean.
+
+    The first costs nothing, while copying into the bucket; the second is left to the step, with the other scaling.
+    Dividing by a power of two commutes with a sum in fp32, so it is done before.
+    """
+    factor = config.gradient_predivide_factor
+    wide = all(travels_in(param, config).itemsize >= 4 for param in params)
+    exact = size & (size - 1) == 0 and wide and factor == 1.0
+    return (1.0 / size, 1.0) if config.prescale_gradients or exact else (1.0 / factor, factor / size)
+
+
 class MicrobatchSums(dict[ShardedParam, Tensor]):
     """Sums of the micro-batches of a step, where autograd would add them up in another dtype; dense, or of rows."""
 
@@ -53,6 +66,18 @@ class MicrobatchSums(dict[ShardedParam, Tensor]):
             else:
                 self[param] = grad.to(dtype)
             param.param.grad = None
+
+    def take(self, params: Sequence[ShardedParam]) -> list[Tensor]:
+        """The gradients of these that have one, of all micro-batches so far; nothing of them is left here."""
+        if self:
+            self.add(param for param in params if param in self)
+        grads = [self.pop(param, param.param.grad) for param in params]
+        for param in params:
+            param.param.grad = None
+        found = [grad for grad in grads if grad is not None]
+        if any(grad.dtype != found[0].dtype for grad in found):  # not all have come in earlier micro-batches
+            found = [grad.to(self._dtypes[param]) for param, grad in zip(params, found, strict=True)]
+        return found
 
 
 @dataclass(eq=False, slots=True)
@@ -191,6 +216,22 @@ def await_host_copies(buckets: Iterable[Bucket]) -> None:
         if bucket.copied is not None:
             bucket.copied.synchronize()
             bucket.copied = None
+
+
+def read_flags(buckets: Sequence[Bucket]) -> list[list[float]]:
+    """Those of each bucket, none where it holds nothing. Each reading waits for the device, so of those on one device
+    there is one."""
+    found: list[list[float]] = [[] for _ in buckets]
+    places: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    for at, bucket in enumerate(buckets):
+        if bucket.reduced is not None and bucket.holds:
+            places.setdefault(bucket.reduced.device, []).append((at, bucket.reduced[bucket.width :]))
+    for here in places.values():
+        rows = [row for _, row in here]
+        read = iter(torch.cat([row.float() for row in rows]).tolist() if len(rows) > 1 else rows[0].tolist())
+        for at, row in here:
+            found[at] = list(islice(read, len(row)))
+    return found
 
 
 class BucketExchange:

@@ -261,22 +261,21 @@ class OrderCheck:
         """It is being gathered."""
         self._contents.append(content)
 
-    def check(self, everyone: Comm) -> None:
+    def check(self, hosts: Comm) -> None:
         """Begin anew. Raises RuntimeError on all ranks of the job if ranks that share parameters gathered different
-        ones. On all ranks; costs one collective of 16 bytes a rank."""
+        ones. `hosts` are all of them, in host memory. On all; costs one collective of 16 bytes a rank."""
         contents, self._contents = self._contents, []
-        rows = torch.zeros(everyone.size, 2, dtype=torch.int64, device=everyone.device)
+        rows = torch.zeros(hosts.size, 2, dtype=torch.int64)
         tags = ",".join([str(content.tag) for content in contents])
         first = 0 if self._comm.group is None else dist.get_global_rank(self._comm.group, 0)
-        mine = [first, crc32(tags.encode())]
-        rows[everyone.rank] = torch.tensor(mine, device=everyone.device)
-        everyone.all_gather(rows, "parameter").wait()
+        rows[hosts.rank] = torch.tensor([first, crc32(tags.encode())])
+        hosts.all_gather(rows, "parameter").wait()
         found = [tuple(row) for row in rows.tolist()]
         firsts = {first for first, _ in found}
         if len(set(found)) == len(firsts):
             return
         sets = [[rank for rank, (first, _) in enumerate(found) if first == each] for each in sorted(firsts)]
-        mixed = difference(gather_objects(dict(enumerate(contents)), everyone), sets)
+        mixed = difference(gather_objects(dict(enumerate(contents)), hosts), sets)
         assert mixed is not None  # equal contents have equal digests
         wanted = mixed.listed(lambda content: ", ".join((content or NOTHING).names[:4]), ("wanted", "wanted"))
         raise RuntimeError(

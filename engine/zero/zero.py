@@ -21,10 +21,11 @@ from ..comm.deadlock import DeadlockWatch
 from ..config import Config
 from ..hooks import Hooks, MemoryPart, holds_memory
 from ..tree import batches
+from .bucket_layout import BackwardPart
 from .fetch import Fetcher
 from .gather import Gatherer
 from .init import EarlyParam
-from .reduce import BackwardPart, Reducer
+from .reduce import Reducer
 from .shard import ParamGatherer, Partition, ShardedParam, find_sharded, forget, register
 from .sparse import SparseReducer, sparse_params
 from .validate import UNCOMPILED, compiled_module
@@ -38,6 +39,9 @@ class Comms:
     parameters: Comm
     near: Comm | None = None
     """Ranks that share a second partition of the parameters (hierarchical partition)."""
+    hosts: Comm | None = None
+    """The ranks of `gradients` for what is in host memory, where that communicates on a device. It is another's to
+    close."""
 
     def all(self) -> list[Comm]:
         """Those that there are."""
@@ -110,7 +114,7 @@ class Zero:
         sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients, config)
         self.masters = {param.param: make_master(param) for param in self.trainable}
         dense = [p for p in self.trainable if p.param not in rows]
-        self.reducer = Reducer(dense, sparse, comms.gradients, config, stages)
+        self.reducer = Reducer(dense, sparse, comms.gradients, config, stages, comms.hosts)
         # Ranks of a pipeline have a consensus of their own.
         self.deadlocks = _watch(comms, hooks) if size > 1 and (settings.stage == 3 or names is None) else None
         self.fetcher: Fetcher | None = None
@@ -175,10 +179,10 @@ class Zero:
         if self.fetcher is not None:
             self.fetcher.weights_change()
 
-    def check_order(self, everyone: Comm) -> None:
+    def check_order(self, hosts: Comm) -> None:
         """Before the step: raise RuntimeError on all ranks of the job if ranks were seen to run different modules."""
         if self.gatherer.order_check is not None:
-            self.gatherer.order_check.check(everyone)
+            self.gatherer.order_check.check(hosts)
 
     def settle(self) -> None:
         """The engine is made: `close` leaves what `zero.Init` had sharded whole, too."""

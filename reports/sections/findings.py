@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsprof.analyzer.analysis import Analysis, kind_of, part_of
-from dsprof.analyzer.finding import Evidence, Finding, Fix
+from dsprof.analyzer.finding import Evidence, Finding, Fix, Gain
 from dsprof.analyzer.text import clean, count, ms, quantity, with_interval
 
 from .. import palette, wording
@@ -20,7 +20,7 @@ def _blocks(analysis: Analysis) -> list[Block]:
     blocks: list[Block] = [*problems] if problems else [Words(_nothing(analysis))]
     if remarks:
         summary = f"{count(len(remarks), 'remark')} below the threshold"
-        blocks.append(Folded(summary, tuple(remarks), open=not problems))
+        blocks.append(Folded(summary, tuple(remarks)))
     return blocks
 
 
@@ -45,7 +45,7 @@ def _card(finding: Finding, analysis: Analysis, ids: dict[str, int]) -> FindingC
         severity=finding.severity,
         title=clean(finding.title),
         color=_color(finding.code),
-        saving=wording.saving(finding) if together or gain.ms <= 0 else f"{wording.verb(gain)} {_of_a_step(finding)}",
+        saving=_capital(wording.saving(finding) if together else _saving(gain)),
         how="" if together or gain.ms <= 0 else wording.how(gain),
         measured=_measured(analysis.run.verified.get(finding.code)),
         confidence=wording.confidence(finding),
@@ -55,8 +55,13 @@ def _card(finding: Finding, analysis: Analysis, ids: dict[str, int]) -> FindingC
     )
 
 
-def _of_a_step(finding: Finding) -> str:
-    return f"{ms(finding.gain.ms)} {wording.a_step(finding.gain)}"
+def _saving(gain: Gain) -> str:
+    """Without its interval, which stands beside it; empty where nothing is predicted."""
+    return f"{wording.verb(gain)} {ms(gain.ms)} {wording.a_step(gain)}" if gain.ms > 0 else ""
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _color(code: str) -> str:

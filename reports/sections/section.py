@@ -175,7 +175,6 @@ class Folded:
 
     summary: str
     blocks: tuple[Block, ...]
-    open: bool = False
 
 
 Block = Words | Heading | Figure | Table | Stack | Said | Tiles | Codes | FindingCard | Folded

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from dsprof.engine.config import Config
 from dsprof.engine.config.model import Params, sections
-from dsprof.engine.words import joined
+from dsprof.words import joined
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 

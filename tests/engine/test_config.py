@@ -16,7 +16,7 @@ from dsprof.engine.config.model import Section, TorchParams, sections
 from dsprof.engine.config.optimizer import OPTIMIZERS
 from dsprof.engine.config.scheduler import SCHEDULERS
 from dsprof.engine.config.zero import ZeroConfig
-from dsprof.engine.words import joined
+from dsprof.words import joined
 
 ONE = {"train_batch_size": 1}
 AUTO = '"auto" is for Hugging Face\'s Trainer to fill in; write'

@@ -10,7 +10,7 @@ from dsprof.engine.config import Config, ConfigError, load
 from dsprof.engine.config.deepspeed_keys import FOREIGN, RENAMED, REPLACED
 from dsprof.engine.config.keys import ALIASES
 from dsprof.engine.config.model import sections
-from dsprof.engine.words import joined, nearest
+from dsprof.words import joined, nearest
 
 ONE = {"train_batch_size": 1}
 NOT_OURS = "DeepSpeed's key, which this engine does not have; "

@@ -9,7 +9,7 @@ import pytest
 
 from dsprof.engine.config import Config
 from dsprof.engine.config.model import Section, TorchParams, sections
-from dsprof.engine.words import joined
+from dsprof.words import joined
 
 DOCS = Path(__file__).parents[2] / "docs" / "engine-config.md"
 render = runpy.run_path(str(DOCS.with_name("engine_config.py")))["render"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import numpy as np
@@ -112,6 +114,67 @@ def test_a_host_that_is_ahead_does_not_wait_for_the_norm(ran: Ran) -> None:
     assert told["off"] < 1e-6
 
 
+RANKS: Final = {
+    **{f"stage {stage}": (stage, {}) for stage in range(4)},
+    "bf16": (1, {"bf16": {"enabled": True, "check_grad_overflow": False}}),
+}
+"""What several ranks train: the stage, and more of the configuration."""
+
+
+@pytest.fixture(scope="module")
+def several(sleeping_ranks: SleepingRanks, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    jobs = [(name, *job) for name, job in RANKS.items()]
+    return sleeping_ranks.run(
+        tmp_path_factory.mktemp("ranks"), "engine_ranks.py", json.dumps(jobs), ranks=2, armed=False
+    )
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_hosts_of_several_ranks_are_ahead_of_their_devices(several: Ran, name: str) -> None:
+    """Which gradients there are is exchanged by the hosts: the flags that come with them are not read."""
+    for rank in range(2):
+        told, log = several.told[rank][name], several.log(rank)
+        step = log[(log["launch_ns"] >= told["begin"]) & (log["launch_ns"] <= told["went_on"])]
+        assert len(step) > 5
+        assert step.loc[step["name"] == "layer", "end_ns"].max() > told["went_on"]
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_steps_whose_hosts_are_ahead_train_as_torch_does(several: Ran, name: str) -> None:
+    more = RANKS[name][1]
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (model(torch.full((2, 8), 1.0 + rank)).square().mean() / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    wanted = [param.detach().view(-1).tolist() for param in model.parameters()]
+    for told in several.told:
+        for found, true in zip(told[name]["weights"], wanted, strict=True):
+            assert found == pytest.approx(true, abs=1e-2 if more else 1e-5)
+
+
+def test_writes_that_torch_does_not_count_are_taken_over_or_refused(several: Ran) -> None:
+    """The host does not wait for what it asks of the device when the forward begins."""
+    for told in several.told:
+        assert told["written"]["after a step"] == 5.0
+        assert told["written"]["after a forward"].startswith("weight was written to through .data")
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_of_two_steps_are_not_mixed(sleeping_ranks: SleepingRanks, tmp_path: Path, stage: int) -> None:
+    """Where one rank has caught an error half-way and gone on alone, which no device shows."""
+    ran = sleeping_ranks.run(tmp_path, "engine_alone.py", str(stage), ranks=2, armed=False)
+    for told in ran.told:
+        before, mixed, after = told["said"]
+        assert before == ""
+        assert mixed.startswith("LostError: the ranks have sent each other unequally many gradients")
+        assert "unequally many gradients" in after
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_a_storage_that_is_freed_waits_for_the_stream_that_used_it(
     monkeypatch: pytest.MonkeyPatch, on_gpu: bool
@@ -152,7 +215,7 @@ def test_weights_that_come_to_the_host_are_there(on_gpu: bool) -> None:
 def test_what_was_received_is_not_given_to_the_next_receive_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, tensor = mock.Mock(), mock.Mock(is_cuda=True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    arrival = Arrival(mock.Mock(), [Message([tensor], [True])])
+    arrival = Arrival(mock.Mock(), mock.Mock(), [Message([tensor], [True])])
     assert arrival.take().tensors == [tensor]
     tensor.record_stream.assert_called_once_with(stream)
 

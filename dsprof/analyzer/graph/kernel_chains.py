@@ -1,9 +1,11 @@
 """The chains of a device whose kernels were traced: its streams, one chain each.
 
 An operation begins at the latest of: the end of the one before it on its stream, its launch, and what its stream was
-told to wait for. The last is told where it can be seen: an operation that had been launched, on a stream that was free,
-and that began as soon as one of another stream had ended, waited for that one. A host that synchronizes waits for what
-ended last by then of what it had launched. A communication begins when all ranks' streams have got to it.
+told to wait for. Where the trace has the calls that tell (Kineto's `cuda_sync` events), the next operation of a stream
+waits for the last one that was launched on the other stream before the event was recorded there. Where it has none, an
+operation that had been launched, on a stream that was free, and that began as soon as one of another stream had ended,
+is taken to have waited for that one. A host that synchronizes waits for what ended last by then of what it had
+launched. A communication begins when all ranks' streams have got to it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from dsprof.run import RunInfo
+from dsprof.schema import EVENT_RECORDED, STREAM_WAIT
 
 from ..align.match import Matches
 from ..arrays import Bool, Int
@@ -173,7 +176,7 @@ class _ChainMaker:
     def chains(self, rows: pd.DataFrame) -> RankChains:
         self._launches()
         self._communications()
-        self._dependencies()
+        self._dependencies(rows)
         stood = self._synchronizations(rows)
         lead = self._lead()
         self._ends(lead)
@@ -219,8 +222,13 @@ class _ChainMaker:
         self._put_each(shared, 2, ISSUE, self._of.start[shared], self._of.target[shared], flow=False)
         self._put_each(shared, 3, WAIT, self._of.end[shared], self._of.target[shared], flow=False)
 
-    def _dependencies(self) -> None:
-        """Operations that were launched, on a stream that was free, and began as soon as another stream's had ended."""
+    def _dependencies(self, rows: pd.DataFrame) -> None:
+        """What streams were told to wait for; where no such call was traced, operations that were launched, on a stream
+        that was free, and began as soon as another stream's had ended."""
+        told = rows[(rows["kind"] == "mark") & rows["name"].isin([STREAM_WAIT, EVENT_RECORDED])]
+        if len(told):
+            self._told(told)
+            return
         of = self._of
         ready = np.maximum(self.before, np.where(of.launch != NONE, of.launch + self.latency, of.start))
         late = np.flatnonzero(of.start - ready > ALREADY_NS)
@@ -236,6 +244,37 @@ class _ChainMaker:
                     break
                 place -= 1
         self._give(DEPENDS, np.array(source, np.int64), np.array(waits, np.int64))
+
+    def _told(self, marks: pd.DataFrame) -> None:
+        """marks: where events were recorded, and where streams were told to wait for them, by `corr`. The next
+        operation of a stream that waits waits for the last one that had been launched on the other stream by then."""
+        of = self._of
+        place = {str(name): number for number, name in enumerate(self._of.names.tolist())}
+        launched = {}  # stream -> its operations of known launch, and when they were launched, ascending
+        for stream in self._streams:
+            mine = of.of_stream(stream)
+            mine = mine[of.launch[mine] != NONE]
+            mine = mine[np.argsort(of.launch[mine], kind="stable")]
+            launched[stream] = mine, of.launch[mine]
+        columns = ("name", "lane", "issue_ns", "corr")
+        table = list(zip(*(marks[column].tolist() for column in columns), strict=True))
+        recorded = {int(corr): (place.get(str(lane), NONE), int(when))
+                    for name, lane, when, corr in table if name == EVENT_RECORDED}  # fmt: skip
+        edges: dict[tuple[int, int], None] = {}
+        for name, lane, when, corr in table:
+            stream, event = place.get(str(lane), NONE), recorded.get(int(corr))
+            if name != STREAM_WAIT or event is None or not {stream, event[0]} <= launched.keys():
+                continue
+            before, upto = launched[event[0]]
+            after, since = launched[stream]
+            last, following = int(np.searchsorted(upto, event[1], "right")) - 1, int(np.searchsorted(since, when))
+            if last < 0 or following >= len(after):
+                continue
+            source, waits = int(before[last]), int(after[following])
+            if of.end[source] <= of.start[waits] + ALREADY_NS:
+                edges[source, waits] = None
+        ends = np.array(list(edges), np.int64).reshape(-1, 2)
+        self._give(DEPENDS, ends[:, 0], ends[:, 1])
 
     def _give(self, kind: str, source: Int, waits: Int) -> None:
         """Operations wait for others."""

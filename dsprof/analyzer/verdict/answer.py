@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
+
+import numpy as np
 
 from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import concat_rows
@@ -30,6 +33,11 @@ from .headline import verdict_of
 from .overrides import applied_knobs, lost_knobs, verified_fixes
 
 __all__ = ["answer"]
+
+FOR_CORES: Final = 0.3
+"""Waiting for a core that is at least this share of the waiting for late ranks may be why they are late."""
+ALL_CORES: Final = 0.75
+"""A job that uses less of its cores' time is not what fills them."""
 
 
 def answer(study: Study, judgement: Judged) -> Analysis:
@@ -93,6 +101,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         missing=part or ("" if run.status else without_training(study.rows)),
         stood=_longest_hang(study),
         outside=line.words if (line := outside_phases(study)) is not None else "",
+        crowded=_waiting_for_cores(study),
     )
     return replace(analysis, verdict=verdict)
 
@@ -135,6 +144,17 @@ def _longest_hang(study: Study) -> str:
     """The longest of the hangs that resolved themselves, in words; empty without one."""
     longest = max(transient_hangs(study), key=lambda hang: hang.seconds, default=None)
     return "" if longest is None else longest.words
+
+
+def _waiting_for_cores(study: Study) -> str:
+    """How long training threads wait for a core, in words, where ranks may be late for that; else empty."""
+    waits = study.gauges.spent("core_wait_seconds")
+    waits = waits[np.isfinite(waits)]
+    late_ms = float(study.ordinary["peer_wait"].mean()) if len(study.ordinary) else 0.0
+    if study.contended is None or not len(waits) or float(waits.mean()) < FOR_CORES * late_ms:
+        return ""
+    why = "other processes use theirs" if study.contended.busy < ALL_CORES else "the job has too few"
+    return f"a rank waits {ms(float(waits.mean()))} of each step for a core, as {why}: run it where cores are free"
 
 
 def _describe_change(first: int, before: float, after: float) -> str:

@@ -61,6 +61,7 @@ def verdict_of(
     slowdown: str = "",
     missing: str = "",
     stood: str = "",
+    crowded: str = "",
     outside: str = "",
 ) -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at.
@@ -68,15 +69,16 @@ def verdict_of(
     unknown: why not all chains of the job are known
     slowdown: what to say of a lasting one; missing: why there may well be no step: which part of the run was captured,
     where somebody asked for one, or that nothing was trained; stood: what to say of a hang that resolved itself;
-    outside: the line that most of the time outside the phases lies in
+    crowded: what to say of ranks that are late since they wait for a core; outside: the line that most of the time
+    outside the phases lies in
     """
-    verdict = _answer(analysis, unknown, slowdown, missing, outside)
+    verdict = _answer(analysis, unknown, slowdown, missing, crowded, outside)
     if not stood or verdict.status == "failed" or stood in verdict.headline:
         return verdict
     return Verdict(verdict.status, f"{verdict.headline}; {clean(stood)}")
 
 
-def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str, outside: str) -> Verdict:
+def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str, crowded: str, outside: str) -> Verdict:
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
@@ -129,7 +131,9 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str, outsi
         )
     large = [part for part in lost if part not in explained and lost[part] > LARGE / 2] or unjudged
     named = large or [part for part in lost if part not in explained and lost[part] > LARGE / 10]
-    parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part, outside)}" for part in named]
+    parts = [
+        f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part, crowded, outside)}" for part in named
+    ]
     return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
 
 
@@ -254,7 +258,7 @@ def _words(part: str) -> str:
     return LOST[part] if part in LOST else COSTS[part.removeprefix("irregular ")]
 
 
-def _more(analysis: Analysis, part: str, outside: str) -> str:
+def _more(analysis: Analysis, part: str, crowded: str, outside: str) -> str:
     """Where such time lies, or what would tell."""
     if part == "other":
         place = _where_other(analysis)
@@ -266,7 +270,7 @@ def _more(analysis: Analysis, part: str, outside: str) -> str:
         return f" (not judged: {clean(reason)})"
     about = [finding for finding in analysis.findings if finding.code in explaining(part)]
     if part == "peer_wait" and not about:
-        return ", none of which is late on the whole"
+        return f", none of which is late on the whole{crowded and f' ({crowded})'}"
     unsure = [finding for finding in about if finding.weight.ms > 0]
     if unsure:
         most = max(unsure, key=lambda finding: finding.weight.ms)

@@ -33,21 +33,29 @@ class Rebucket(WhatIf):
 
     host_ms: the issuing thread's cost of one collective
     group:   whose gradients; None: those of the one group that there is
+    backward: of the gradients that a group reduces in several backwards of a step, those of which one
+              (`reduced_in_backwards`); None: it does in one only
     """
 
     sizes: tuple[int, ...]
     link: Link
     host_ms: float = 0.0
     group: str | None = None
+    backward: int | None = None
     turn = Turn.DIVISION
 
     @property
     def name(self) -> str:
         of = "" if self.group is None else f" of group {self.group}"
+        of += "" if self.backward is None else f" in backward {self.backward}"
         return f"gradients{of} in {len(self.sizes)} buckets"
 
     def against(self, other: WhatIf) -> str | None:
-        same = isinstance(other, Rebucket) and (self.group == other.group or None in (self.group, other.group))
+        same = (
+            isinstance(other, Rebucket)
+            and (self.group == other.group or None in (self.group, other.group))
+            and (self.backward == other.backward or None in (self.backward, other.backward))
+        )
         return "both say how the same gradients are divided" if same else None
 
     def change(self, graph: StepGraph) -> StepGraph:
@@ -55,7 +63,9 @@ class Rebucket(WhatIf):
 
     @cached_property
     def _division(self) -> Division:
-        return Division(self.name, lambda steps: recut(steps, self.sizes, self.link, self.host_ms, self.group))
+        return Division(
+            self.name, lambda steps: recut(steps, self.sizes, self.link, self.host_ms, self.group, self.backward)
+        )
 
 
 class Division:
@@ -83,13 +93,23 @@ class Division:
         return changed
 
 
-def recut(steps: Steps, sizes: Sequence[int], link: Link, host_ms: float, group: str | None = None) -> Recut:
+def recut(
+    steps: Steps,
+    sizes: Sequence[int],
+    link: Link,
+    host_ms: float,
+    group: str | None = None,
+    backward: int | None = None,
+) -> Recut:
     """What `Rebucket` makes of steps of one template.
 
-    Raises NotRebucketed unless gradients are reduced one after the other in one backward, by one group.
+    Raises NotRebucketed unless these gradients are reduced one after the other in one backward, by one group.
     """
     structure, segments = steps.structure, steps.structure.segments
-    old = _gradients_in_order(steps, group)
+    if backward is None:
+        old = _gradients_in_order(steps, group)
+    else:
+        old = reduced_in_backwards(steps, group).get(backward, [])
     lanes = {structure.tasks[c].lane for c in old}
     if not old:
         raise NotRebucketed("no gradients are reduced in these steps")
@@ -218,6 +238,22 @@ def _gradients_in_order(steps: Steps, group: str | None) -> list[int]:
     issues = issues[np.argsort(issues[:, 0], kind="stable")]
     wanted = [task.gradient and group in (None, task.lane) for task in tasks]
     return list(dict.fromkeys(c for c in issues[:, 1].tolist() if wanted[c]))
+
+
+def reduced_in_backwards(steps: Steps, group: str | None) -> dict[int, list[int]]:
+    """How many backwards of the step have begun -> the tasks that carry a group's gradients and are issued then, in
+    order: as the first thread that issues any has it."""
+    structure = steps.structure
+    begun = np.cumsum(structure.backward)
+    found: dict[int, list[int]] = {}
+    issued = {
+        c: segment for segment, c in structure.issues[np.argsort(-structure.issues[:, 0], kind="stable")].tolist()
+    }
+    for c in _gradients_in_order(steps, group):
+        mine = structure.of_thread(int(structure.thread[issued[c]]))
+        before = int(begun[mine.start - 1]) if mine.start else 0
+        found.setdefault(int(begun[issued[c]]) - before, []).append(c)
+    return found
 
 
 def _spans(steps: Steps, old: list[int]) -> dict[int, tuple[int, int]]:

@@ -11,7 +11,9 @@ import pandas as pd
 
 from dsprof.schema import FLOAT_BYTES, OF_A_NORM
 
-from .rows import ends
+from .rows import Int, ends
+
+Bool = npt.NDArray[np.bool_]
 
 REDUCTIONS: Final = ("all_reduce", "reduce_scatter", "reduce")
 GATHERS: Final = ("all_gather", "broadcast")
@@ -48,7 +50,7 @@ def purposes(
     purpose[comm] = "other"
     reduces, gathers = comm & rows["name"].isin(REDUCTIONS), comm & rows["name"].isin(GATHERS)
     forward, backward = _issued_in(rows, "forward"), _issued_in_backward(rows)
-    updating = _issued_in(rows, "optimizer") | _issued_in(rows, "clip")
+    updating = (_issued_in(rows, "optimizer") | _issued_in(rows, "clip")) & ~backward  # a closure's, in the optimizer
     if "ddp" in facts:
         purpose[forward & gathers & (rows["name"] == "broadcast")] = "buffer"
     if not {"fsdp", "deepspeed"}.isdisjoint(facts):
@@ -66,9 +68,7 @@ def purposes(
     return rows["purpose"].fillna(purpose)
 
 
-def activations_by_hand(
-    rows: pd.DataFrame, forward: npt.NDArray[np.bool_], backward: npt.NDArray[np.bool_]
-) -> npt.NDArray[np.bool_]:
+def activations_by_hand(rows: pd.DataFrame, forward: Bool, backward: Bool) -> Bool:
     """Which rows are of tensor parallelism that a script does itself: a group that reduces in forward, and in backward
     what is as large as that. Nobody reduces gradients in a forward, and what is averaged there, such as a loss or the
     statistics of a batch, is little beside the gradients of the same group.
@@ -92,27 +92,40 @@ def activations_by_hand(
     return found
 
 
-def _issued_in(rows: pd.DataFrame, phase: str) -> npt.NDArray[np.bool_]:
+def _issued_in(rows: pd.DataFrame, phase: str) -> Bool:
     """Which rows were issued in a phase of this name by the thread that was in it."""
-    phases = rows.loc[(rows["kind"] == "phase") & (rows["name"] == phase), ["thread", "start_ns", "dur_ns"]]
+    of_phase, start, end = _phases(rows, phase)
     inside = np.zeros(len(rows), bool)
-    threads = rows["thread"].to_numpy()
-    for thread in phases["thread"].unique():
-        inside |= (threads == thread) & _issued_during(rows, phases[phases["thread"] == thread])
+    if len(start):
+        threads = rows["thread"].to_numpy()
+        for thread in np.unique(of_phase):
+            inside |= (threads == thread) & _issued_during(rows, start[of_phase == thread], end[of_phase == thread])
     return inside
 
 
-def _issued_in_backward(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
+def _issued_in_backward(rows: pd.DataFrame) -> Bool:
     """Which rows were issued in a backward by the thread that was in it, or by one of the autograd engine's own: they
     communicate then only, but for backwards whose begin was not captured. One that does at other times, too, is a
     thread of the script's with business of its own."""
-    phases = rows.loc[(rows["kind"] == "phase") & (rows["name"] == "backward"), ["start_ns", "dur_ns"]]
-    during = _issued_during(rows, phases)
-    comm = (rows["kind"] == "comm").to_numpy(bool)
-    share = pd.Series(during[comm]).groupby(rows["thread"].to_numpy()[comm]).mean()
-    engines = during & rows["thread"].isin(share.index[share >= LEAST_DURING]).to_numpy(bool)
-    inside: npt.NDArray[np.bool_] = _issued_in(rows, "backward") | engines
+    _, start, end = _phases(rows, "backward")
+    during = _issued_during(rows, start, end)
+    threads, comm = rows["thread"].to_numpy(), rows["kind"].to_numpy(object) == "comm"
+    communicate, index = np.unique(threads[comm], return_inverse=True)
+    share = np.bincount(index, during[comm]) / np.bincount(index)
+    inside: Bool = _issued_in(rows, "backward") | (during & np.isin(threads, communicate[share >= LEAST_DURING]))
     return inside
+
+
+def _phases(rows: pd.DataFrame, name: str) -> tuple[Int, Int, Int]:
+    """Of each phase of this name, by when it begins: the thread that was in it, start and end. One that never ended
+    lasts for good."""
+    at = np.flatnonzero((rows["kind"].to_numpy(object) == "phase") & (rows["name"].to_numpy(object) == name))
+    start = rows["start_ns"].to_numpy(np.int64)[at]
+    order = np.argsort(start, kind="stable")
+    at, start = at[order], start[order]
+    lasts = rows["dur_ns"].array[at]
+    end = np.where(lasts.isna(), np.iinfo(np.int64).max, start + lasts.to_numpy(np.int64, na_value=0))
+    return rows["thread"].to_numpy(np.int64)[at], start, end
 
 
 def reduced_by_hand(rows: pd.DataFrame, small_gradients: Sequence[Sequence[int]] = ()) -> list[int]:
@@ -159,13 +172,11 @@ def _are_of(reduced: pd.DataFrame, sizes: Sequence[int]) -> bool:
     return len(expected) > 1 and sorted(elements.tolist()) == expected
 
 
-def _issued_during(rows: pd.DataFrame, phases: pd.DataFrame) -> npt.NDArray[np.bool_]:
-    """Which rows were issued while one of these was under way. One that never ended lasts for good."""
-    if phases.empty:
+def _issued_during(rows: pd.DataFrame, start: Int, end: Int) -> Bool:
+    """Which rows were issued while one of these phases, by when they begin, was under way."""
+    if not len(start):
         return np.zeros(len(rows), bool)
-    phases = phases.sort_values("start_ns")
-    end = np.where(phases["dur_ns"].isna(), np.iinfo(np.int64).max, ends(phases))
-    when = rows["issue_ns"].fillna(0).to_numpy(np.int64)
-    at = np.searchsorted(phases["start_ns"].to_numpy(np.int64), when, side="right") - 1
-    inside: npt.NDArray[np.bool_] = (at >= 0) & (when <= end[at])
+    when = rows["issue_ns"].to_numpy(np.int64, na_value=0)
+    at = np.searchsorted(start, when, side="right") - 1
+    inside: Bool = (at >= 0) & (when <= end[at])
     return inside

@@ -80,6 +80,8 @@ class _Gap:
 
 def _gaps(rows: pd.DataFrame) -> list[_Gap]:
     marks = _marks(rows, CAPTURE_GAP)
+    if marks.empty:
+        return []
     values = zip(marks["start_ns"].tolist(), ends(marks).tolist(), marks["value"].fillna(0).tolist(), strict=True)
     return [_Gap(begin, end, int(value)) for begin, end, value in values]
 
@@ -91,8 +93,9 @@ def _turned_on(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _marks(rows: pd.DataFrame, name: str) -> pd.DataFrame:
     """When each mark of that name was, and what it says, in order."""
-    found = rows.loc[(rows["kind"] == "mark") & (rows["name"] == name), ["start_ns", "dur_ns", "value"]]
-    return found.sort_values("start_ns")
+    at = np.flatnonzero(rows["kind"].to_numpy(object) == "mark")
+    at = at[rows["name"].to_numpy(object)[at] == name]
+    return rows[["start_ns", "dur_ns", "value"]].take(at).sort_values("start_ns")
 
 
 def _numbers(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:

@@ -58,6 +58,7 @@ class Events:
     count:  how many events it has, without those that were passed over by their text alone
     odd:    how many were left out as they have no time, no name, or an impossible one
     ops, calls, device, memory: see the constructor
+    stream_waits: a stream is told to wait for an event that was recorded on another one (of_stream) by the call of_corr
     comm_args: of a row of `device`, what a communication kernel says of its collective
     """
 
@@ -84,6 +85,11 @@ class Events:
             bytes="int64",
         )
     )  # fmt: skip
+    stream_waits: Columns = field(
+        default_factory=lambda: Columns(
+            device="int64", stream="int64", start_ns="int64", corr="int64", of_stream="int64", of_corr="int64"
+        )
+    )
     annotations: list[Annotation] = field(default_factory=list)
     memory: Columns = field(
         default_factory=lambda: Columns(

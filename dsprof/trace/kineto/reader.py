@@ -21,7 +21,17 @@ from ..room import taken_by_json
 from .events import COPY, FILL, KERNEL, UNKNOWN, Annotation, Events
 from .names import ANNOTATIONS, CommNames
 from .phases import SAVES_IN_PYTHON, stands_among_old_operators, stands_among_operators
-from .sound import LATEST_US, Odd, has_times_and_thread, is_call, is_memory_sample, is_of_device, ns_of, whole
+from .sound import (
+    LATEST_US,
+    Odd,
+    has_times_and_thread,
+    is_call,
+    is_memory_sample,
+    is_of_device,
+    is_stream_wait,
+    ns_of,
+    whole,
+)
 from .stream import FIRST, LAST, MOST_TAKEN, SPLIT, TraceError, TraceText
 
 Int = npt.NDArray[np.int64]
@@ -43,6 +53,9 @@ CALLS: Final = ("cuda_runtime", "cuda_driver", "hip_runtime", "hip_driver", "pri
 OLD_OPERATORS: Final = "Operator"
 ANNOTATED: Final = ("user_annotation",)
 PYTHON: Final = "python_function"
+SYNCHRONIZATION: Final = "cuda_sync"
+STREAM_WAIT: Final = "Stream Wait Event"
+"""Of the kinds of synchronizations, the one that is between streams; hosts' waits are calls, too."""
 PASSED_OVER: Final = ("ac2g", "fwdbwd", "async_cpu_to_gpu", "gpu_user_annotation", "Trace", "overhead")
 LEGACY: Final = {"CPU functions": OLD_OPERATORS, "CUDA functions": "Kernel"}
 """`pid` of events without a category, as torch.autograd.profiler wrote them before torch 1.8 -> their category."""
@@ -68,7 +81,7 @@ def read_events(path: Path, comm: CommNames | None = None) -> Events:
     events.about, events.cut = text.about, text.cut
     base = events.about.get("baseTimeNanoseconds", 0)
     if type(base) is int and 0 < base < LATEST_US * 500:
-        for table in (events.ops, events.calls, events.device, events.memory):
+        for table in (events.ops, events.calls, events.device, events.memory, events.stream_waits):
             table["start_ns"][:] += base
         for note in events.annotations:
             note.start_ns += base
@@ -206,6 +219,10 @@ class _EventReader:
             saving = [event for event in found if SAVES_IN_PYTHON.search(str(event.get("name")))]
             if saving:
                 self._try(self._annotations, has_times_and_thread, saving)
+        elif category == SYNCHRONIZATION:
+            waits = [event for event in found if event.get("name") == STREAM_WAIT]
+            if waits:
+                self._try(self._stream_waits, is_stream_wait, waits)
         elif category == MEMORY:
             self._try(self._memory, is_memory_sample, found)
         else:
@@ -305,6 +322,17 @@ class _EventReader:
             allocated=whole([one.get("Total Allocated", UNKNOWN) for one in args]),
             reserved=whole([one.get("Total Reserved", UNKNOWN) for one in args]),
         )  # fmt: skip
+
+    def _stream_waits(self, found: list[Event]) -> None:
+        args = [event["args"] for event in found]
+        self.events.stream_waits.add(
+            start_ns=ns_of([event["ts"] for event in found]),
+            device=whole([one.get("device", 0) for one in args]),
+            stream=whole([one["stream"] for one in args]),
+            corr=whole([one.get("correlation", UNKNOWN) for one in args]),
+            of_stream=whole([one["wait_on_stream"] for one in args]),
+            of_corr=whole([one["wait_on_cuda_event_record_corr_id"] for one in args]),
+        )
 
     def _name_codes(self, names: Sequence[Any]) -> Int:
         codes = list(map(self._names.get, names))

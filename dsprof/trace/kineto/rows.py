@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from dsprof.schema import EVENT_RECORDED, STREAM_WAIT
+
 from .blocks import Coded, RowBlocks
 from .collectives import CollectiveReader
 from .events import COPY, KERNEL, UNKNOWN, Events
@@ -74,6 +76,7 @@ def trace_rows_of(events: Events) -> TraceRows:
         build.device()
         build.launches()
         build.waits()
+        build.stream_waits()
         build.host_operators()
     else:
         build.operators()
@@ -167,8 +170,13 @@ class _RowBuilder:
     def _streams(self) -> Coded:
         """The lane of each thing that the device did."""
         table = self._events.device
-        devices, device = np.unique(table["device"], return_inverse=True)
-        streams, stream = np.unique(table["stream"], return_inverse=True)
+        return self._lanes_of(table["device"], table["stream"])
+
+    def _lanes_of(self, device: Int, stream: Int) -> Coded:
+        devices = np.unique(self._events.device["device"])
+        devices, device = np.unique(np.concatenate([device, devices]), return_inverse=True)
+        device = device[: len(stream)]
+        streams, stream = np.unique(stream, return_inverse=True)
         places, place = np.unique(device * len(streams) + stream, return_inverse=True)
         found = zip(devices[places // len(streams)].tolist(), streams[places % len(streams)].tolist(), strict=True)
         return Coded(place, [f"cuda.{one}.{other}" if len(devices) > 1 else f"cuda.{other}" for one, other in found])
@@ -233,6 +241,26 @@ class _RowBuilder:
             name=self._named(table["name"][chosen]), corr=self._device_corr[last],
             step=self._steps.of(start[within]), thread=self._ids[table["thread"][chosen]],
         )  # fmt: skip
+
+    def stream_waits(self) -> None:
+        """Marks where streams were told to wait for an event, and where that was recorded on another: both have its
+        `corr`, and `issue_ns` of their calls."""
+        table = self._events.stream_waits
+        recorded = self._launched(table["of_corr"])[0]
+        called = self._launched(table["corr"])[0]
+        called = np.where(called == UNKNOWN, table["start_ns"], called)
+        known = (recorded != UNKNOWN) & (table["of_corr"] >= 0) & (table["stream"] != table["of_stream"])
+        of_corr = table["of_corr"]
+        first = np.zeros(len(of_corr), bool)
+        first[np.unique(of_corr, return_index=True)[1]] = True
+        for name, when, stream, chosen in (
+            (STREAM_WAIT, called, "stream", known), (EVENT_RECORDED, recorded, "of_stream", known & first),
+        ):  # fmt: skip
+            self.blocks.add(
+                int(chosen.sum()), kind="mark", name=name, lane=self._lanes_of(table["device"], table[stream])[chosen],
+                start_ns=when[chosen], dur_ns=np.zeros(int(chosen.sum()), np.int64), issue_ns=when[chosen],
+                corr=of_corr[chosen], step=self._steps.of(when[chosen]),
+            )  # fmt: skip
 
     def host_operators(self) -> None:
         """What the training thread and that of backward compute while nothing is put on the device: operators within a

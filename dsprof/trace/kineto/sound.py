@@ -77,6 +77,15 @@ def is_of_device(event: Mapping[str, Any]) -> bool:
     return _is_time(event.get("dur")) and all(map(_is_whole, numbers)) and type(size) is int and -1 <= size < 1 << 62
 
 
+def is_stream_wait(event: Mapping[str, Any]) -> bool:
+    args = _args(event)
+    if args is None or not _is_time(event.get("ts")):
+        return False
+    numbers = (args.get("device", 0), args.get("stream"), args.get("correlation", UNKNOWN), args.get("wait_on_stream"),
+               args.get("wait_on_cuda_event_record_corr_id"))  # fmt: skip
+    return all(map(_is_whole, numbers))
+
+
 def is_memory_sample(event: Mapping[str, Any]) -> bool:
     args = _args(event)
     if args is None or not _is_time(event.get("ts")):

@@ -1,8 +1,10 @@
-"""A pipeline of the engine: a stage a rank, of blocks that take milliseconds. Arguments: the schedule; steps."""
+"""A pipeline of the engine: a stage a rank, of blocks that take milliseconds. Arguments: the schedule; steps; how long
+the host of the last stage takes for a block (ms)."""
 
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import common
@@ -13,7 +15,7 @@ from torch import nn
 from dsprof import engine as ds
 from dsprof.engine.pipe import PipelineModule
 
-SCHEDULE, STEPS = sys.argv[1], int(sys.argv[2])
+SCHEDULE, STEPS, HOST_MS = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 MICROBATCHES, WIDTH = 4, 16
 
 
@@ -25,6 +27,8 @@ common.join()
 device.set_link(1000, 1000)
 torch.manual_seed(0)
 layers: list[nn.Module] = [common.Block(f"block{number}", WIDTH, 5, 10) for number in range(2 * common.WORLD)]
+for layer in layers[-2:]:
+    layer.register_forward_hook(lambda *_: time.sleep(HOST_MS / 1000))
 module = PipelineModule(layers, common.WORLD, loss_fn=mean, partition_method="uniform")
 config: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,

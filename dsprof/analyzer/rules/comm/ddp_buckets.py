@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, Final
 
 import numpy as np
+import pandas as pd
 
 from ...arrays import Float
 from ...effect import Effect
@@ -17,9 +20,10 @@ from ...price.gains import beside_other_work, mean_gain
 from ...study import Study
 from ...text import count, ms, size
 from ...whatif import WhatIf
-from ...whatif.rebucket import Rebucket
+from ...whatif.rebucket import Rebucket, reduced_in_backwards
 from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, replay_divided
 from .dimensions import GRADIENT, Domain, domains, waited_ms
+from .redundant_reduce import repeated_reductions
 
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
 AS_GOOD: Final = 0.9
@@ -101,21 +105,31 @@ def _exposed(study: Study, cut: _Cut, best: Rebucketed | None, waited: float) ->
     )  # fmt: skip
 
 
+Reduced = tuple[str, int | None]
+"""The gradients of a process group; of one that reduces some in several backwards of a step those of one backward."""
+
+
 @dataclass(frozen=True)
 class _Group:
-    """How one group of a dimension reduces its gradients now. sizes: bytes of a typical step, in order of issue."""
+    """How a group of a dimension reduces its gradients now, all or those of one backward. sizes: bytes of a typical
+    step, in order of issue. ddps: the models that they are of; empty: not known."""
 
     sizes: tuple[int, ...]
     link: Link
     total_bytes: float
-    ddp: Mapping[str, Any] | None
+    ddps: tuple[Mapping[str, Any], ...]
 
-    def tensor_bytes(self) -> list[int]:
-        """Gradient sizes in the order they become ready; where DDP did not tell, pieces of 64 KiB."""
-        if self.ddp is not None:
-            return [int(size) for size in self.ddp["gradient_bytes"]]
+    @property
+    def ddp(self) -> Mapping[str, Any] | None:
+        """The largest model."""
+        return max(self.ddps, key=lambda fact: sum(fact["gradient_bytes"]), default=None)
+
+    def packed(self, cap_bytes: int) -> list[int]:
+        """Bucket sizes with that cap; where DDP did not tell which tensors there are, of pieces of 64 KiB."""
+        if self.ddps:
+            return [size for fact in self.ddps for size in pack(list(map(int, fact["gradient_bytes"])), cap_bytes)]
         piece = 1 << 16
-        return [piece] * max(int(self.total_bytes // piece), 1)
+        return pack([piece] * max(int(self.total_bytes // piece), 1), cap_bytes)
 
 
 @dataclass(frozen=True)
@@ -132,29 +146,29 @@ class _Cut:
     host_ms: float
     link: Link
     """Of the group that moves most."""
-    groups: Mapping[str, _Group]
+    groups: Mapping[Reduced, _Group]
     ddp: Mapping[str, Any] | None
     """What the DistributedDataParallel that makes them said of itself."""
 
 
 def _gradients(study: Study, domain: Domain) -> _Cut:
     domain = domain.of(GRADIENT)
-    links, groups, in_all = domain.links(), {}, 0
+    links, in_all = domain.links(), 0
+    groups: dict[Reduced, _Group] = {}
     for group in domain.groups:
         table = domain.table[domain.table["group"] == group]
-        steps = table["step"].nunique()
-        total = float(table["bytes"].sum() / steps)
-        one_step = table[table["step"] == table["step"].iloc[len(table) // 2]]
-        sizes = tuple(int(size) for size in one_step.sort_values("first_ns")["bytes"])
-        groups[group] = _Group(sizes, links[group], total, _ddp_of(study, total))
-        in_all += round(len(table) / steps)
-    largest = max(groups.values(), key=lambda group: group.total_bytes)
+        in_all += round(len(table) / table["step"].nunique())
+        groups |= _several_backwards(study, group, links[group]) or {
+            (group, None): _group(study, group, table, links[group])
+        }
+    largest = max(groups.values(), key=lambda one: one.total_bytes)
+    named = len(domain.groups)
     return _Cut(
         domain=domain,
         op=str(domain.table["name"].mode().iloc[0]),
-        count=round(in_all / len(groups)),
+        count=round(in_all / named),
         in_all=in_all,
-        total_bytes=sum(group.total_bytes for group in groups.values()) / len(groups),
+        total_bytes=sum(one.total_bytes for one in groups.values()) / named,
         median_bytes=float(domain.table["bytes"].median()),
         host_ms=study.host_ms(GRADIENT),
         link=largest.link,
@@ -163,22 +177,59 @@ def _gradients(study: Study, domain: Domain) -> _Cut:
     )
 
 
-def _ddp_of(study: Study, total_bytes: float) -> Mapping[str, Any] | None:
-    """The DDP whose gradients are as large as what is reduced, if any."""
-    for fact in study.facts.get("ddp", []):
-        if 0.5 < sum(fact.get("gradient_bytes", [])) / max(total_bytes, 1) < 2:
-            return fact
-    return None
+def _group(study: Study, group: str, table: pd.DataFrame, link: Link) -> _Group:
+    """Of the gradient collectives of one process group, all in one backward."""
+    total = float(table["bytes"].sum() / table["step"].nunique())
+    one_step = table[table["step"] == table["step"].iloc[len(table) // 2]]
+    sizes = tuple(int(size) for size in one_step.sort_values("first_ns")["bytes"])
+    return _Group(sizes, link, total, _ddps_of(study, group, total))
+
+
+def _several_backwards(study: Study, group: str, link: Link) -> dict[Reduced, _Group]:
+    """Of a process group that reduces gradients of several models, each in a backward of its own; empty: of one that
+    does not. One that reduces the same ones again and again is judged by comm.redundant-reduce."""
+    if repeated_reductions(study) is not None:
+        return {}
+    steps = max(study.need_graph().templates, key=lambda of: len(of.numbers))
+    reduced = reduced_in_backwards(steps, group)
+    if len(reduced) < 2:
+        return {}
+    found: dict[Reduced, _Group] = {}
+    for backward, tasks in reduced.items():
+        sizes = tuple(round(float(np.mean(steps.size[task]))) for task in tasks)
+        ddps = _ddps_of(study, group, sum(sizes))
+        if not ddps and study.facts.get("ddp"):
+            raise NotJudged("no other bucket size was tried: it is not known of which model the gradients of each of "
+                            f"{len(reduced)} backwards of a step are")  # fmt: skip
+        found[group, backward] = _Group(sizes, link, float(sum(sizes)), ddps)
+    return found
+
+
+def _ddps_of(study: Study, group: str, total_bytes: float) -> tuple[Mapping[str, Any], ...]:
+    """The DDP of a rank of the process group whose gradients are as large as what is reduced, or the two that are
+    together; empty: none is."""
+    every = [fact for fact in study.facts.get("ddp", []) if fact.get("gradient_bytes")]
+    members = study.run.group(group).get("ranks", ())
+    some = next((fact for fact in every if fact.get("rank") in members), every[0] if every else {})
+    mine = [fact for fact in every if fact.get("rank") == some.get("rank")]
+    # Of two models in one backward, the one that was made last is in front: it is the other's judge, head, critic.
+    of_them = [(fact,) for fact in mine] + [(b, a) for a, b in combinations(mine, 2)]
+
+    def apart(facts: tuple[Mapping[str, Any], ...]) -> float:
+        return abs(math.log(sum(sum(fact["gradient_bytes"]) for fact in facts) / max(total_bytes, 1)))
+
+    best = min(of_them, key=apart, default=())
+    return best if best and apart(best) < math.log(2) else ()
 
 
 def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
     """The step replayed with other bucket sizes. Raises NotJudged where buckets are no knob of this job."""
-    before = _replay_cut(study, cut, {group: list(now.sizes) for group, now in cut.groups.items()})
+    before = _replay_cut(study, cut, {reduced: list(now.sizes) for reduced, now in cut.groups.items()})
     freed = freed_ms(study, before, cut.total_bytes)
     spread = (1.0, 1 + cut.link.spread, 1 - cut.link.spread)
     found: list[Rebucketed] = []
     for cap in CAPS_MB:
-        sizes = {group: pack(now.tensor_bytes(), cap << 20) for group, now in cut.groups.items()}
+        sizes = {reduced: now.packed(cap << 20) for reduced, now in cut.groups.items()}
         in_all = sum(map(len, sizes.values()))
         if in_all == cut.in_all or (found and found[-1].in_all == in_all):
             continue
@@ -190,25 +241,25 @@ def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
         gain, *ends = (mean_gain(study, of_link + freed * (1 - in_all / cut.in_all)) for of_link in saved)
         low, high = min(end.ms for end in ends), max(end.ms for end in ends)
         gain = replace(gain, low=min(gain.low, low), high=max(gain.high, high))
-        found.append(Rebucketed(cap, round(in_all / len(sizes)), in_all, gain))
+        found.append(Rebucketed(cap, round(in_all / len(cut.domain.groups)), in_all, gain))
     return found
 
 
-def _replay_cut(study: Study, cut: _Cut, sizes: Mapping[str, list[int]], slower: float = 1.0) -> Float:
+def _replay_cut(study: Study, cut: _Cut, sizes: Mapping[Reduced, list[int]], slower: float = 1.0) -> Float:
     """Step durations [S] with each group's gradients cut into `sizes`. The present cut is replayed the same way, with
     modelled transfers, so that the model's own error cancels from the difference."""
 
     return replay_divided(study, _divided(cut, sizes, slower), "no other bucket size was tried")
 
 
-def _divided(cut: _Cut, sizes: Mapping[str, list[int]], slower: float) -> list[Rebucket]:
+def _divided(cut: _Cut, sizes: Mapping[Reduced, list[int]], slower: float) -> list[Rebucket]:
     """Each group's gradients cut into `sizes`, over links that take so many times as long."""
 
-    def link(group: str) -> Link:
-        now = cut.groups[group].link
+    def link(reduced: Reduced) -> Link:
+        now = cut.groups[reduced].link
         return replace(now, latency_ms=now.latency_ms * slower, ms_per_byte=now.ms_per_byte * slower)
 
-    return [Rebucket(tuple(of_group), link(group), cut.host_ms, group) for group, of_group in sizes.items()]
+    return [Rebucket(tuple(of_group), link(reduced), cut.host_ms, *reduced) for reduced, of_group in sizes.items()]
 
 
 def with_cap(study: Study, cap_mb: float) -> Effect:
@@ -220,9 +271,7 @@ def with_cap(study: Study, cap_mb: float) -> Effect:
     cuts = [cut for cut in (_gradients(study, domain) for domain in reduced) if cut.ddp is not None]
     if not cuts:
         raise NotJudged("no DistributedDataParallel was seen to reduce gradients in this run")
-    sizes = [
-        {group: pack(now.tensor_bytes(), int(cap_mb * 2**20)) for group, now in cut.groups.items()} for cut in cuts
-    ]
+    sizes = [{reduced: now.packed(int(cap_mb * 2**20)) for reduced, now in cut.groups.items()} for cut in cuts]
     before, after = sum(cut.in_all for cut in cuts), sum(len(of) for one in sizes for of in one.values())
 
     def divided(slower: int) -> tuple[WhatIf, ...]:
@@ -233,7 +282,7 @@ def with_cap(study: Study, cap_mb: float) -> Effect:
 
     now: list[WhatIf] = []
     for cut in cuts:
-        now += _divided(cut, {group: list(of.sizes) for group, of in cut.groups.items()}, 1.0)
+        now += _divided(cut, {reduced: list(of.sizes) for reduced, of in cut.groups.items()}, 1.0)
 
     def correct(whole: Float, saved: Float) -> Float:
         if after > before:

@@ -62,26 +62,28 @@ def repeated_reductions(study: Study) -> Repeated | None:
 def _of_group(reduced: pd.DataFrame, phases: pd.DataFrame, steps: int) -> Repeated | None:
     """Of one rank and group: whether in most steps several backwards, with no step of an optimizer between them, reduce
     the same number of bytes each."""
-    group = str(reduced["group"].iloc[0])
     backward = np.sort(phases["start_ns"][phases["name"] == "backward"].to_numpy(np.int64))
-    optimizer = phases[phases["name"] == "optimizer"]
-    if not len(backward):
-        return None
     number = np.searchsorted(backward, reduced["issue_ns"].to_numpy(np.int64), side="right") - 1
-    each = reduced.assign(number=number)[number >= 0].groupby(["step", "number"])["bytes"].sum().astype("float64")
-    updates = dict(iter(optimizer.groupby("step")["start_ns"]))
+    after = number >= 0
+    if not after.any():
+        return None
+    of, index = np.unique([reduced["step"].to_numpy(np.int64)[after], number[after]], axis=1, return_inverse=True)
+    moved_in = np.bincount(index.reshape(-1), reduced["bytes"].to_numpy(np.float64)[after])
+    _, begins, counts = np.unique(of[0], return_index=True, return_counts=True)
+    if (counts > 1).sum() < MOSTLY * steps:
+        return None
+    optimizer = phases[phases["name"] == "optimizer"]
+    step_of, update = optimizer["step"].to_numpy(np.int64), optimizer["start_ns"].to_numpy(np.int64)
     like, moved = [], []
-    for step, of_step in each.groupby(level="step"):
-        last = int(backward[of_step.index.get_level_values("number").max()])
-        first = int(backward[of_step.index.get_level_values("number").min()])
-        between = step in updates and bool(updates[step].between(first, last).any())
-        alike = of_step.max() - of_step.min() <= ALIKE * of_step.max()
-        if len(of_step) > 1 and alike and not between:
-            like.append(len(of_step))
-            moved.append(float(of_step.mean()))
+    for begin, count in zip(begins[counts > 1], counts[counts > 1], strict=True):
+        step, numbers, each = of[0][begin], of[1][begin : begin + count], moved_in[begin : begin + count]
+        between = (step_of == step) & (update >= backward[numbers[0]]) & (update <= backward[numbers[-1]])
+        if each.max() - each.min() <= ALIKE * each.max() and not between.any():
+            like.append(count)
+            moved.append(float(each.mean()))
     if len(like) < MOSTLY * steps:
         return None
-    return Repeated(int(np.median(like)), float(np.mean(moved)), group)
+    return Repeated(int(np.median(like)), float(np.mean(moved)), str(reduced["group"].iloc[0]))
 
 
 def _more_than_once(study: Study, rank: int, found: Repeated) -> bool:

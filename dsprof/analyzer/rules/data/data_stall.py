@@ -17,11 +17,13 @@ from ...budget.host_load import SharedCores
 from ...budget.parts import WAITING
 from ...candidate import Between, Candidate, Excess, Price
 from ...finding import LOW_PERCENT, Evidence, Finding, Gain, Where
+from ...graph.replay import replay
 from ...price.calibration import ModelError
 from ...price.confidence_interval import interval
 from ...study import Study, once
 from ...text import count, ms
-from ...whatif.work import Change
+from ...whatif.apply import apply
+from ...whatif.work import Change, LessWork
 from ..base import LEAST_SHARE, NotConcerned, at
 from ..compute.host_work import LOADS_OR_SAVES
 from ..rule import Found, Look, Rule, fault
@@ -94,7 +96,7 @@ def supply(study: Study) -> Supply | None:
     loader = training_loader(study)
     now = int(loader.get("num_workers") or 0) if loader else 0
     step_ms = float(study.work("dur_ns")[worst].mean()) / 1e6
-    rest = max(step_ms - wait_ms, 0.05 * step_ms)
+    rest = max(_rest_ms(study, waited, step_ms - wait_ms), 0.05 * step_ms)
     # Starved workers finish a batch a step between them, so one takes `now` steps; a loop that loads its own batches
     # takes what it waited.
     one_batch = now * step_ms if now else wait_ms
@@ -150,6 +152,15 @@ def supply(study: Study) -> Supply | None:
         left = max((rest + one_batch) / cores.cores_a_rank, one_batch / workers) + at_worst
         low = np.minimum(low, waited * min(max(step_ms - left, 0.0) / wait_ms, 1.0))
     return answer(workers, (low + high) / 2, low, high, waited, asleep)
+
+
+def _rest_ms(study: Study, waited: Float, host_ms: float) -> float:
+    """What a step without a wait for input takes: the host does all else in `host_ms`, its device may take longer."""
+    graph = signals.replay.look(study)
+    if isinstance(graph, signals.Absent) or not study.led_by_devices:
+        return host_ms
+    at_once = LessWork("waiting for input", Change({"data": waited}), study.peer_groups)
+    return max(float(replay(apply(graph, [at_once])).durations.mean()), host_ms)
 
 
 def _input_bytes(study: Study) -> float:

@@ -29,6 +29,11 @@ MiB: Final = 1 << 20
 LEAST_RISE: Final = {False: (8 * MiB, 0.01), True: (48 * MiB, 0.05)}
 """On the host: by how much memory must have climbed while it was watched, bytes and share of what there was: there the
 interpreter, libraries and the allocator's arenas settle for a while."""
+STEADILY: Final = 0.6
+"""On the host: what leaks in each step climbs by at least this share of all that memory comes and goes by. What climbs
+in fits and starts, as the allocator's arenas do that never find the gap they need, must be watched for LONG."""
+LONG: Final = 100
+"""Steps."""
 NO_TIME: Final = Gain(0.0, 0.0, 0.0, 0.0, method=MEASURED_MEMORY)
 SOON: Final = 10.0
 """In so many times the steps that were watched."""
@@ -55,7 +60,7 @@ def growth(study: Study) -> list[Finding]:
         series = _series(study, use)
         longest = max(longest, len(series))
         found = climb(series["step"].to_numpy(np.float64), series["held"].to_numpy(np.float64))
-        if found is not None and _matters(use, found, float(series["held"].iloc[0])):
+        if found is not None and _matters(use, found, series["held"].to_numpy(np.float64)):
             climbing.append((use, found))
     if not climbing:
         if longest < FEWEST:
@@ -76,9 +81,12 @@ def _series(study: Study, use: MemoryUse) -> pd.DataFrame:
     return pd.DataFrame({"step": mine["step"], "held": held})[chosen].sort_values("step")
 
 
-def _matters(use: MemoryUse, slope: Slope, before: float) -> bool:
+def _matters(use: MemoryUse, slope: Slope, held: Float) -> bool:
     least, share = LEAST_RISE[use.on_host]
-    return slope.rise >= max(least, share * before)
+    if slope.rise < max(least, share * float(held[0])):
+        return False
+    steady = float(held[-1] - held[0]) >= STEADILY * float(np.abs(np.diff(held)).sum())
+    return not use.on_host or steady or len(held) >= LONG
 
 
 def _climbing(study: Study, climbing: list[tuple[MemoryUse, Slope]]) -> Finding:

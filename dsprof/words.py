@@ -1,9 +1,10 @@
-"""Names that people write: which of those there are a pattern means, and which one somebody may have meant."""
+"""Names that people write: which of those there are a pattern means, which one somebody may have meant, and how they
+are listed. Standard library only, as `schema` is."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Final
 
@@ -35,10 +36,12 @@ def did_you_mean(
     above: float = SIMILAR_ABOVE,
     meanings: Mapping[str, str] | None = None,
     otherwise: str = "",
+    show: Callable[[str], str] = repr,
 ) -> str:
-    """`; did you mean 'lr'?`, to come after what is wrong with the word; `otherwise` if none is like it."""
+    """`; did you mean 'lr'?`, to come after what is wrong with the word; `otherwise` if none is like it. `show`: how
+    the other is written, such as `str` where it is typed without quotes."""
     near = nearest(str(word), words, above, meanings)
-    return otherwise if near is None else f"; did you mean {near!r}?"
+    return otherwise if near is None else f"; did you mean {show(near)}?"
 
 
 def fits(name: str, pattern: str) -> bool:

@@ -1,0 +1,48 @@
+"""ZeRO of DeepSpeed or of dsprof's engine, as a JSON configuration says: many small layers that sleep or compute."""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import Log, arguments, layers, start
+from torch import nn
+
+
+def parse():
+    parser = arguments(__doc__, steps=60)
+    parser.add_argument("--own", action="store_true", help="dsprof's engine, not DeepSpeed")
+    parser.add_argument("--forward-ms", type=float, default=10.0)
+    parser.add_argument("--layers", type=int, default=40)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--deepspeed_config", required=True, help="the JSON file")
+    return parser.parse_args()
+
+
+def main():
+    args = parse()
+    rank, _ = start()
+    if args.own:
+        from dsprof import engine as deepspeed
+    else:
+        import deepspeed
+    log = Log(args.log)
+    model = nn.Sequential(*layers(args.width, args.layers, args.forward_ms))
+    engine, *_ = deepspeed.initialize(
+        args=argparse.Namespace(deepspeed_config=args.deepspeed_config, local_rank=rank),
+        model=model,
+        model_parameters=model.parameters(),
+    )
+    batches = torch.Generator().manual_seed(rank)
+    for _ in range(args.steps):
+        inputs = torch.randn(8, args.width, generator=batches)
+        loss = F.mse_loss(engine(inputs), inputs.flip(1))
+        engine.backward(loss)
+        engine.step()
+        log.step()
+    log.finish()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

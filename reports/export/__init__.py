@@ -1,0 +1,28 @@
+"""A run for other tools: each module writes one format.
+
+perfetto   a `.pftrace` for ui.perfetto.dev: ranks as processes, lanes as tracks, flows between ranks, findings
+chrome     JSON for chrome://tracing and whatever reads torch.profiler's traces
+parquet    one table of all ranks on one clock, for pandas, DuckDB and Spark
+slices     rows as slices that nest
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import IO, TYPE_CHECKING, Literal
+
+from .perfetto import MissingPackage
+from .slices import Selection
+
+if TYPE_CHECKING:
+    from dsprof.analyzer.analysis import Analysis
+
+__all__ = ["MissingPackage", "Selection", "write"]
+
+
+def write(
+    to: Literal["perfetto", "chrome", "parquet"], analysis: Analysis, file: IO[bytes], selection: Selection
+) -> int:
+    """Write a run in one of the formats; how many events or rows. Raises MissingPackage."""
+    count: int = importlib.import_module(f".{to}", __name__).write(analysis, file, selection)
+    return count

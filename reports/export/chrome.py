@@ -1,0 +1,85 @@
+"""JSON of the Trace Event Format: chrome://tracing, ui.perfetto.dev, and programs that read torch.profiler's traces.
+
+Times are microseconds from the first row on. Each rank is a process, each track a thread. Kernels, copies and launches
+have torch.profiler's categories and arguments, so that tools for these traces (HTA) read them, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.analyzer.text import clean
+
+from .slices import Selection, details, lanes, marks, samples
+
+if TYPE_CHECKING:
+    from dsprof.analyzer.analysis import Analysis
+
+CATEGORIES: Final = {"kernel": "kernel", "copy": "gpu_memcpy", "launch": "cuda_runtime"}
+DEVICE: Final = "cuda."
+
+
+def write(analysis: Analysis, file: IO[bytes], selection: Selection) -> int:
+    """Write the run to `file`; how many events."""
+    first = (analysis.trace.read(rank, ["start_ns"])["start_ns"].min() for rank in selection.ranks)
+    begins = [int(begin) for begin in first if not pd.isna(begin)]
+    zero = min(begins, default=0)
+    file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
+    count, begun = 0, False
+    for rank in selection.ranks:
+        for event in _events(rank, selection.of(analysis.trace.read(rank)), zero):
+            file.write(b",\n" if begun else b"\n")
+            file.write(json.dumps(event).encode())
+            count += event["ph"] != "M"
+            begun = True
+    about = {"rank": selection.ranks[0] if len(selection.ranks) == 1 else None, "world_size": analysis.ranks_expected}
+    file.write(b'\n], "distributedInfo": ' + json.dumps(about).encode() + b"}\n")
+    return count
+
+
+def _events(rank: int, rows: pd.DataFrame, zero: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
+    for number, (name, spans) in enumerate(lanes(rows)):
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": clean(name)}}
+        for row in _records(spans):
+            yield {
+                "ph": "X", "cat": CATEGORIES.get(str(row["kind"]), str(row["kind"])), "name": clean(row["name"]),
+                "pid": rank, "tid": number, "ts": (int(row["start_ns"]) - zero) / 1e3, "dur": int(row["dur_ns"]) / 1e3,
+                "args": {**details(row), **_of_a_device(row)},
+            }  # fmt: skip
+    for row in _records(marks(rows)):
+        yield {
+            "ph": "i", "s": "p", "cat": "mark", "name": clean(row["name"]), "pid": rank, "tid": 0,
+            "ts": (int(row["start_ns"]) - zero) / 1e3, "args": details(row),
+        }  # fmt: skip
+    for name, values in samples(rows):
+        for row in _records(values):
+            yield {
+                "ph": "C", "name": clean(name), "pid": rank, "ts": (int(row["start_ns"]) - zero) / 1e3,
+                "args": {"value": float(row["value"])},
+            }  # fmt: skip
+
+
+def _of_a_device(row: dict[str, Any]) -> dict[str, Any]:
+    """`stream`, `device` and `correlation` as torch.profiler calls them."""
+    found: dict[str, Any] = {}
+    lane, corr = str(row.get("lane") or ""), row.get("corr")
+    if lane.startswith(DEVICE):
+        *device, stream = lane.removeprefix(DEVICE).split(".")
+        found = {"stream": int(stream) if stream.isdigit() else 0, "device": int(device[0]) if device else 0}
+    if corr is not None and corr is not pd.NA:
+        found["correlation"] = int(corr)
+    return found
+
+
+def _records(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    names = list(rows.columns)
+    for values in rows.itertuples(index=False, name=None):
+        plain = (value.item() if isinstance(value, np.generic) else value for value in values)
+        yield dict(zip(names, plain, strict=True))
