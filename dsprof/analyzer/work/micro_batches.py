@@ -29,7 +29,7 @@ LEAST_PASSES: Final = 0.9
 """Correlation of forward and backward (0.90 and 0.86; 0.99)."""
 LEAST_STAGES: Final = 0.8
 """Correlation of the stages that a micro-batch passes (-0.01 and 0.74; 1.00)."""
-STOPPED_IN_ONE: Final = 0.05
+STOPPED_IN_ONE: Final = 0.1
 """Of the micro-batches, those whose forward and backward are least alike are not asked."""
 MOST_IN_TURN: Final = 0.5
 """Correlation of micro-batches that follow one another on a rank."""
