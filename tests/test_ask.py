@@ -177,6 +177,7 @@ def test_workers_are_predicted_as_far_as_the_run_tells() -> None:
 
 def test_a_frozen_heap_saves_the_pauses() -> None:
     assert close(saved("two faults", turned("gc.freeze", True, "RUN")), findings("two faults")["pause.gc"].gain)
+    assert close(saved("two faults", turned("gc.every", 0, "RUN")), findings("two faults")["pause.gc"].gain)
 
 
 def test_each_knob_that_is_predicted_is_one() -> None:

@@ -186,7 +186,22 @@ def test_a_change_that_reaches_nothing_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_a_job_without_an_ordinary_step_says_what_to_do(tmp_path: Path) -> None:
-    assert "run more steps" in turns(tmp_path, Jobs(100.0, None)).compare().why
+    comparison = turns(tmp_path, Jobs(100.0, None)).compare()
+    assert "the changed job tells nothing: none of its steps is ordinary: run more steps" in comparison.why
+    assert (comparison.failed, comparison.outcome) == ("neither", "undecided")
+
+
+def test_a_change_is_not_blamed_where_its_job_ended_well_and_was_not_analyzed(tmp_path: Path) -> None:
+    def run(path: Path, knobs: Mapping[str, Any]) -> str:
+        shutil.rmtree(path, ignore_errors=True)
+        write_run(path, 100.0)
+        if knobs:
+            RunFolder(path).findings_json.unlink()
+        return ""
+
+    comparison = Turns(tmp_path, {"loader.num_workers": 2}, run, lambda _: None, 5).compare()
+    assert comparison.outcome == "undecided"
+    assert "the changed job tells nothing: it ended with status 0 and could not be analyzed" in comparison.why
 
 
 def test_the_job_as_it_was_is_run_once_more_where_it_fails(tmp_path: Path) -> None:
@@ -375,6 +390,14 @@ def test_a_run_that_dsprof_did_not_start_is_refused(run: RunFolder, capsys: pyte
     run.rerun_json.unlink()
     assert main(["fix", str(run.path), "--verify"]) == 2
     assert "how to run this job again is not known" in capsys.readouterr().err
+
+
+def test_a_job_of_several_hosts_is_not_run_again_from_one(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    info = run.read_info()
+    info.nnodes = "2"
+    run.write_info(info)
+    assert main(["fix", str(run.path), "--verify"]) == 2
+    assert "a job of several hosts is not run again" in capsys.readouterr().err
 
 
 def test_a_job_that_writes_checkpoints_wants_to_be_asked(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,6 +34,19 @@ class Plots:
             raise RunError(f"step {step}: none of this run; {has}")
         return one_step(self._analysis, number, why, tuple(ranks))
 
+    def pipeline(self, step: int | None = None) -> Any:
+        """What each stage of a pipeline did in a step, measured above ideal. step: the typical one where none is
+        given."""
+        from dsprof.analyzer.work.pipeline_step import pipeline_step
+        from dsprof.reports import gantt
+        from dsprof.run import RunError
+
+        number = self._analysis.step_to_show[0] if step is None else step
+        found = None if number is None else pipeline_step(self._analysis.trace, number)
+        if found is None:
+            raise RunError(f"no action of a pipeline's schedule was recorded in step {number}")
+        return gantt.pipeline(found)
+
     def time(self) -> Any:
         """What the run's wall time went to."""
         return self._drawn("time")

@@ -215,6 +215,7 @@ class ShardedParam:
         else:
             self.shard.copy_(shard, non_blocking=self.shard.is_cuda)  # the host may read its own at once
         self.secondary = None
+        self.written()
 
     def take_from_whole(self) -> None:
         """The whole parameter was written to: take the shard from it anew, and the master from that."""
@@ -276,7 +277,7 @@ class ShardedParam:
         self.written()
 
     def written(self) -> None:
-        """The script has written to it, in a way that torch does not count."""
+        """It has been written to, in a way that torch does not count."""
         self._version = -1  # none that a parameter has
 
     @property

@@ -110,8 +110,9 @@ class WriteCheck:
         self._on_gpu = any(param.shard.is_cuda for param in self._params)
         self._asked: tuple[_Sums, _Answer] | None = None
         """The sums when a forward began, and which of them were no longer the engine's."""
-        self._since: _Answer | None = None
-        """Which were written to between the last step and its forward."""
+        self._since: tuple[_Answer, set[ShardedParam]] | None = None
+        """Which were written to between the forward of the last step and that, and which of these were overlooked if
+        they were."""
 
     def ask(self) -> None:
         """A step's forward begins: have a GPU say at the step what has been written since the last one."""
@@ -124,18 +125,19 @@ class WriteCheck:
 
         Raises RuntimeError if the last `step` could not know in time of what was written."""
         since, self._since = self._since, None
-        if since is not None and (lost := since.written()):
+        lost = [] if since is None else [param.name for param in since[0].written() if param in since[1]]
+        if lost:
             raise RuntimeError(
-                f"{lost[0].name} was written to through .data, or another tensor of the same memory, between the last "
-                "step and the forward before it, and that step has gone over it: write to the parameter itself, under "
+                f"{lost[0]} was written to through .data, or another tensor of the same memory, between the "
+                "forward of the last step and that, which has gone over it: write to the parameter itself, under "
                 "torch.no_grad(), or between a step and the next forward"
             )
         now = self._present()
-        asked, self._asked = self._asked, None
-        if step and asked is not None:
-            self._since = _Answer(asked[0], now)
-        for param in (asked[1] if step and asked is not None else _Answer(self._sums, now)).written():
+        asked, self._asked = self._asked if step else None, None
+        for param in (_Answer(self._sums, now) if asked is None else asked[1]).written():
             param.written()
+        if asked is not None:
+            self._since = _Answer(asked[0], now), {param for param in self._params if not param.edited}
 
     def note(self) -> None:
         """After masters have come to their parameters: these are as they should be."""

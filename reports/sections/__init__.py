@@ -6,6 +6,7 @@ head            what stands above all of them
 findings        what to do, worst first
 time_and_step   where the run goes, and where a step
 over_steps      who was slower and when, one step as a timeline, step by step, collectives
+pipeline        one step of a pipeline, measured above ideal
 on_devices      what devices did and told, how well they are used
 ranks_table     one line a rank
 memory_tables   what memory was for, what allocators held
@@ -22,7 +23,17 @@ from typing import Final
 
 from dsprof.analyzer.analysis import Analysis
 
-from . import findings, judged, memory_tables, modules_table, on_devices, over_steps, ranks_table, time_and_step
+from . import (
+    findings,
+    judged,
+    memory_tables,
+    modules_table,
+    on_devices,
+    over_steps,
+    pipeline,
+    ranks_table,
+    time_and_step,
+)
 from .head import head
 from .section import Maker, Report, Section
 
@@ -31,6 +42,7 @@ MAKERS: Final[tuple[Maker, ...]] = (
     time_and_step.STEP,
     time_and_step.TIME,
     over_steps.HEATMAP,
+    pipeline.PIPELINE,
     over_steps.TIMELINE,
     over_steps.STEPS,
     over_steps.COLLECTIVES,

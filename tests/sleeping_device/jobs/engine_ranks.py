@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from dsprof import engine as ds
+from dsprof.engine.deepspeed import start
+from dsprof.engine.deepspeed.fragments import safe_set_full_fp32_param
 
 WIDTH = 8
 
@@ -48,28 +50,33 @@ def steps(stage: int, more: dict[str, Any]) -> dict[str, Any]:
 
 
 def written() -> dict[str, Any]:
-    """What becomes of a weight that is set through `.data`, and then trained with a learning rate of 0."""
+    """What becomes of a weight that is set, and then trained with a learning rate of 0: through `.data` after a step;
+    between forward and step in a way that torch counts, by the engine, and through `.data`."""
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
         "bf16": {"enabled": True, "check_grad_overflow": False},
     }
-    engine: Any = ds.initialize(model=model, config=config)[0]
+    engine: Any = start.initialize(model=model, config=config)[0]
     inputs = torch.ones(2, WIDTH, device="cuda", dtype=torch.bfloat16)
     told: dict[str, Any] = {}
-    for number in range(3):
+    for number in range(5):
         if number == 0:
             model.weight.data.fill_(5.0)
-        loss = engine(inputs).float().mean()
+        engine.backward(engine(inputs).float().mean())
         if number == 1:
-            told["after a step"] = model.weight.detach().float().mean().item()
-            model.weight.data.fill_(7.0)
-        engine.backward(loss)
+            with torch.no_grad():
+                model.weight.fill_(6.0)
+        if number == 2:
+            safe_set_full_fp32_param(model.weight, torch.full_like(model.weight, 7.0, dtype=torch.float32))
+        if number == 3:
+            model.weight.data.fill_(8.0)
         try:
             engine.step()
         except RuntimeError as error:
             told["after a forward"] = str(error)
+        told[str(number)] = model.weight.detach().float().mean().item()
     engine.destroy()
     return told
 

@@ -1,0 +1,142 @@
+"""The engine against DDP in instructions, where many small tensors make a step: what no clock of a busy machine tells.
+
+    python benchmarks/engine_instructions.py    # writes benchmarks/results/engine_instructions.json
+
+The shape `small-parameters` of engine_shapes.py, on two ranks (gloo) that train as in engine.py: AdamW, torch's fused,
+and gradients clipped to 1.0. callgrind (valgrind) counts what all threads of a rank execute in a step. As in
+instructions.py, whose tools these are, each arm is counted with kernels of SSE 4.2, because valgrind computes a fused
+multiply-add in software; what the engine adds to DDP's step, in which the matrix products are the same, is divided by a
+DDP step with the kernels that the processor would take. callgrind makes a step a hundred times as long, so `--layers`
+takes fewer of the shape's layers: what is done once a step weighs more then.
+
+Goals: 1.00, 1.02, 1.05 and 1.10 for the stages 0 to 3, as for the CPU time of engine.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from engine_shapes import GPT, SHAPES, Shape
+from instructions import FEW_INSTRUCTIONS, MALLOC, make_marks, total
+from instructions_job import Marks
+
+import engine
+
+HERE: Final = Path(__file__).parent
+SHAPE: Final = "small-parameters"
+STAGES: Final = (0, 1, 2, 3)
+WARM: Final = 3
+"""Steps that go as fast as valgrind does."""
+INSTRUMENTED: Final = 1
+"""Those under callgrind before the one that counts."""
+LIMIT_S: Final = 3600
+
+
+def shape(layers: int) -> Shape:
+    return replace(SHAPES[SHAPE], model=lambda: GPT(96, layers))
+
+
+def take(arm: str, rank: int, folder: Path, layers: int, library: str) -> None:
+    """One rank of an arm: a line with its process, and of callgrind a dump."""
+    ranks = SHAPES[SHAPE].ranks
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{arm}.store", ranks), rank=rank, world_size=ranks)
+    of, marks = shape(layers), Marks(library)
+    step, batches = engine.ARMS[arm](of), torch.Generator().manual_seed(rank)
+    for number in range(WARM + INSTRUMENTED):
+        if number == WARM:
+            marks.start()
+        step(of.sample(of.batch, batches)).item()
+    batch = of.sample(of.batch, batches)
+    gc.collect()
+    gc.freeze()  # whether a whole collection falls into the step that counts is chance
+    dist.barrier()
+    marks.forget()
+    step(batch).item()
+    marks.tell(f"{arm} {rank}")
+    os.write(sys.stdout.fileno(), f"{json.dumps({'arm': arm, 'pid': os.getpid()})}\n".encode())
+    os._exit(0)
+
+
+def job(arms: list[str], folder: Path, layers: int, library: str) -> int:
+    """Under callgrind: each arm's ranks, forked from this process one arm after the other."""
+    fork = multiprocessing.get_context("fork")
+    for arm in arms:
+        ranks = [
+            fork.Process(target=take, args=(arm, rank, folder, layers, library)) for rank in range(SHAPES[SHAPE].ranks)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            return 1
+    return 0
+
+
+def count(arms: list[str], layers: int, library: Path, kernels: dict[str, str]) -> dict[str, int]:
+    """Instructions of a step of all ranks, by arm."""
+    with tempfile.TemporaryDirectory() as scratch:
+        callgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--quiet",
+                     f"--callgrind-out-file={scratch}/out.%p"]  # fmt: skip
+        words = [sys.executable, __file__, "--job", ",".join(arms), scratch, str(layers), str(library)]
+        said = subprocess.run(
+            [*callgrind, *words], env={**os.environ, **MALLOC, **kernels, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True,
+        ).stdout  # fmt: skip
+        found = dict.fromkeys(arms, 0)
+        for line in said.splitlines():
+            if line.startswith("{"):
+                of = json.loads(line)
+                found[of["arm"]] += total(Path(scratch), of["pid"])
+        return found
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--job"]:
+        arms, folder, layers, library = sys.argv[2:]
+        return job(arms.split(","), Path(folder), int(layers), library)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--stages", default=",".join(map(str, STAGES)))
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "engine_instructions.json")
+    args = parser.parse_args()
+    if shutil.which("valgrind") is None:
+        sys.exit("install valgrind (apt install valgrind)")
+    arms = ["ddp", *(f"dsprof_z{stage}" for stage in args.stages.split(","))]
+    with tempfile.TemporaryDirectory() as scratch:
+        library = make_marks(Path(scratch))
+        with_sse = count(arms, args.layers, library, FEW_INSTRUCTIONS)
+        of_ddp = count(["ddp"], args.layers, library, {})["ddp"]
+    result: dict[str, Any] = {
+        "what": f"instructions of a step of {SHAPES[SHAPE].ranks} ranks, and of the engine's the ratio to DDP's",
+        "layers": args.layers,
+        "tensors": len(list(shape(args.layers).model().parameters())),
+        "ratio": {arm: round(1 + (with_sse[arm] - with_sse["ddp"]) / of_ddp, 4) for arm in arms[1:]},
+        "ddp": of_ddp,
+        "added": {arm: with_sse[arm] - with_sse["ddp"] for arm in arms[1:]},
+        "with_sse": with_sse,
+        "machine": {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.machine()},
+    }
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result["ratio"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

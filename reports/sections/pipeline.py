@@ -1,0 +1,68 @@
+"""One step of a pipeline, measured above ideal, and what its stages stood still for."""
+
+from __future__ import annotations
+
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.text import ms, percent
+from dsprof.analyzer.work.pipeline_step import (
+    ARRIVING,
+    FOR_STAGE,
+    NOTHING_LEFT,
+    PipelineStep,
+    has_pipeline,
+    pipeline_step,
+)  # fmt: skip
+
+from .. import gantt
+from .section import Block, Column, Figure, Maker, Row, table
+
+
+def _needs(analysis: Analysis) -> str:
+    if not has_pipeline(analysis.trace):
+        return "no action of a pipeline's schedule was recorded"
+    return "" if analysis.step_to_show[0] is not None else "no step was begun"
+
+
+def _shown(analysis: Analysis) -> PipelineStep | None:
+    step = analysis.step_to_show[0]
+    return None if step is None else pipeline_step(analysis.trace, step)
+
+
+def _lead(analysis: Analysis) -> str:
+    found = _shown(analysis)
+    words = (
+        "What each stage did in a step: forward (F), backward (B) and, where the schedule splits it, the gradients of "
+        "weights (W), with the number of the micro-batch."
+    )
+    if found is None or found.ideal_ms is None:
+        return words
+    return (
+        f"{words} From the first action to the last it took {ms(found.measured_ms)}. In the same order it would take "
+        f"{ms(found.ideal_ms)} if every stage took as long as the mean of them and nothing took time to arrive."
+    )
+
+
+def _blocks(analysis: Analysis) -> list[Block]:
+    found = _shown(analysis)
+    if found is None:
+        return []
+    whole = found.measured_ms
+    idle = found.idle.pivot_table(index="rank", columns="cause", values="ms", aggfunc="sum", fill_value=0.0)
+    busy = found.measured.groupby("rank")["ms"].sum()
+    rows = []
+    for rank, of_rank in found.measured.groupby("rank"):
+        spent = [float(busy[rank])]
+        spent += [float(idle[cause].get(rank, 0.0)) if cause in idle else 0.0 for cause in
+                  (FOR_STAGE, ARRIVING, NOTHING_LEFT)]  # fmt: skip
+        cells = [f"{ms(value)} ({percent(100 * value / whole)})" for value in spent]
+        rows.append(Row((", ".join(map(str, sorted(set(of_rank["stage"])))), str(rank), *cells)))
+    columns = (
+        Column("stage"), Column("rank"), Column("works", number=True), Column("waits for a stage", number=True),
+        Column("until it arrives, or else busy", number=True), Column("has nothing left", number=True),
+    )  # fmt: skip
+    rows.sort(key=lambda row: int(row.cells[0].partition(",")[0]))
+    figure = Figure("pipeline", "what each stage of the pipeline did in one step", gantt.pipeline(found))
+    return [figure, table(columns, rows)]
+
+
+PIPELINE = Maker("pipeline", "The pipeline", _needs, _lead, _blocks)
