@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from synthetic import Job, constant, write_capture
 
-from dsprof.analyzer.analyze import analyze
+from dsprof.analyzer.analyze import explain
 from dsprof.analyzer.ask import Misasked, Request, Scaled, Without, ask
 from dsprof.analyzer.finding import Finding, Gain
 from dsprof.analyzer.judge import judge
@@ -48,7 +48,7 @@ def measured(name: str) -> Study:
 
 @cache
 def findings(name: str) -> dict[str, Finding]:
-    return {finding.code: finding for finding in analyze(BY_NAME[name]().trace()).findings}
+    return {finding.code: finding for finding in explain(measured(name)).findings}
 
 
 def saved(name: str, *requests: Request) -> Gain:

@@ -174,6 +174,8 @@ def test_a_diff_is_made_of_the_users_own_files_and_only_where_the_run_was_starte
     assert made[1] == ""
     (tmp_path / "train.py").unlink()
     assert with_diffs(analysis, folder).findings[0].fixes[0].diff == ""
+    analysis.run.facts.append({"fact": "ddp", "rank": 0, "site": ["no", "site"]})  # a verdict is not lost for that
+    assert with_diffs(analysis, folder).findings[0].fixes[0].diff == ""
 
 
 def test_what_was_measured_stands_beside_what_was_predicted() -> None:

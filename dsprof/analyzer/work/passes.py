@@ -23,13 +23,15 @@ def find_passes(rows: pd.DataFrame, time: RankTime) -> pd.DataFrame:
     """PASS_COLUMNS of the actions of a pipeline's schedule; without one, of the training thread's forwards with
     gradients and backwards, of which `micro` counts those of a step and `stage` is 0. `rows`: of one rank."""
     columns = ["rank", "step", "name", "stage", "start_ns", "dur_ns"]
-    acted = rows[[*columns, "microbatch"]][rows["kind"] == "pipe"]
-    acted = acted[acted[["dur_ns", "stage", "microbatch"]].notna().all(axis=1)]
-    acted = acted[acted["name"].isin([FORWARD, BACKWARD, WEIGHTS])]
+    acted = rows[[*columns, "microbatch"]].take(np.flatnonzero(rows["kind"] == "pipe"))
+    if len(acted):
+        acted = acted[acted[["dur_ns", "stage", "microbatch"]].notna().all(axis=1)]
+        acted = acted[acted["name"].isin([FORWARD, BACKWARD, WEIGHTS])]
     if len(acted):
         found = acted.assign(micro=acted["microbatch"], name=acted["name"].astype(str))
     else:
-        phases = rows[[*columns, "grad"]][(rows["kind"] == "phase") & (rows["lane"] == "main")]
+        there = np.flatnonzero((rows["kind"] == "phase") & (rows["lane"] == "main"))
+        phases = rows[[*columns, "grad"]].take(there)
         phases = phases[phases["dur_ns"].notna()]
         forward = (phases["name"] == "forward") & phases["grad"].fillna(True).astype(bool)
         found = phases[forward | (phases["name"] == "backward")]
