@@ -83,6 +83,15 @@ def test_a_change_that_does_nothing_is_never_kept(noise: float) -> None:
     assert kept <= 3  # 0.5 % of them, at most, at any look
 
 
+def test_jobs_of_a_busy_machine_are_compared_by_their_ratio() -> None:
+    """Each pair is slower by another factor."""
+    kept = decide([(290.0, 145.0), (497.0, 240.0), (458.0, 235.0), (914.0, 450.0)], 6)
+    assert (kept.outcome, round(kept.percent)) == ("kept", 50)
+    nothing = decide([(100.0, 1e9), (1e9, 100.0)], 6)
+    assert nothing.outcome == "undecided"
+    assert nothing.low < 0 < nothing.high
+
+
 def test_three_pairs_are_enough_of_what_was_predicted_or_is_much() -> None:
     """Jobs that happen to be fast or slow as a whole show a fifth by chance, but not what was predicted."""
     pairs = [(100.0, 80.0), (101.0, 80.5), (99.0, 80.2), (100.0, 80.1)]
@@ -335,7 +344,7 @@ def run_python(folder: Path, job: str, limit_s: float | None = None) -> str:
 
 
 def test_an_interrupted_job_ends_by_itself_and_is_run_again(tmp_path: Path, interruptible: None) -> None:
-    job = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT)\ntry: time.sleep(60)\n"
+    job = f"import os, signal, time\ntry: os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)\n"
     job += "except KeyboardInterrupt: time.sleep(0.5); print('ended')"
     with pytest.raises(KeyboardInterrupt):
         run_python(tmp_path, job)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -103,7 +104,11 @@ class RepeatedJob:
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             before = partial(end_with, os.getpid())
             child = subprocess.Popen(line, cwd=self.cwd, env=environment, preexec_fn=before, **streams)
-            return _await(child, path, say, limit_s)
+            try:
+                return _await(child, path, say, limit_s)
+            finally:
+                with suppress(OSError):  # there is none, or something is in it
+                    beside(path, "trackers").rmdir()
 
 
 def beside(path: Path, ending: str) -> Path:
