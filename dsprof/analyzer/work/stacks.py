@@ -77,7 +77,7 @@ def _is_line(frame: str) -> bool:
 @once
 def stacks_of(study: Study) -> Mapping[int, Stacks]:
     """Rank -> its samples; without ranks that have none."""
-    rows = study.rows[["rank", "name", "start_ns", "value"]][study.rows["kind"] == "gauge"]
+    rows = study.of_kind("gauge")[["rank", "name", "start_ns", "value"]]
     rows = rows[rows["name"] == STACK]
     paths: dict[int, dict[int, Path]] = defaultdict(dict)
     for fact in study.facts.get(STACK_FACT, []):
