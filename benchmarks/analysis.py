@@ -66,6 +66,7 @@ def analyze_and_tell(folder: Path) -> None:
     from dsprof.analyzer.judge import judge
     from dsprof.analyzer.verdict.answer import answer
     from dsprof.run import RunFolder
+    from dsprof.trace.strings import plain_strings
 
     before = peak_mb()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -88,8 +89,9 @@ def analyze_and_tell(folder: Path) -> None:
         for name in names:
             setattr(measuring, name, timed(stage, getattr(measuring, name)))
     loaded = timed("load", trace.load)(RunFolder(folder))
-    measured = measuring.study(loaded)
-    result = timed("answer", answer)(measured, timed("rules", judge)(measured))
+    with plain_strings():
+        measured = measuring.study(loaded)
+        result = timed("answer", answer)(measured, timed("rules", judge)(measured))
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     print(
         json.dumps(

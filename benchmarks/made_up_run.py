@@ -1,13 +1,15 @@
 """A made-up run, as `dsprof run` leaves one: run.json and one Parquet file a rank.
 
 Eight ranks a host, whose clocks are apart and drift; the ranks of a host reduce activations with one another in every
-layer (of a run of at least eight), and all reduce their gradients in buckets, which they wait for by name. One rank is
-slower than the others.
+layer (of a run of at least eight), and all reduce their gradients in buckets, which they wait for by name. What is
+wrong with the run is planted (`Plant`); where nothing is, one rank is slower than the others.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +36,53 @@ def bucket_bytes(buckets: int) -> np.ndarray:
     return (1 << 20) * (1 + np.arange(buckets) % 3)
 
 
+@dataclass(frozen=True)
+class Plant:
+    """What is planted in a run, by rank and step [R, S], or what broadcasts to that.
+
+    work:     how many times as long forward and backward take
+    elements: given to forward
+    data_ms:  how much longer the loop waits for its DataLoader
+    pause_ms: how long Python's garbage collector stops the rank in each forward; 0: not at all
+    offset_ns, drift_ppm: of the clock of each host, [hosts]; None: an hour apart each, and 5 ppm
+    tail_ns:  by how much later than its host's first each rank leaves a reduction, at most, [R, 1]: paths are unequal
+    """
+
+    work: np.ndarray = field(default_factory=lambda: np.ones((1, 1)))
+    elements: np.ndarray = field(default_factory=lambda: np.full((1, 1), 4096.0))
+    data_ms: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
+    pause_ms: np.ndarray = field(default_factory=lambda: np.zeros((1, 1)))
+    offset_ns: np.ndarray | None = None
+    drift_ppm: np.ndarray | None = None
+    tail_ns: np.ndarray = field(default_factory=lambda: np.full((1, 1), 20.0 * US))
+
+    @staticmethod
+    def one_slow(ranks: int) -> Plant:
+        return Plant(work=np.where(np.arange(ranks) == ranks // 2, 1.15, 1.0)[:, None])
+
+    def clock(self, host: int) -> tuple[float, float]:
+        """How far a host's clock is ahead at the first moment, ns, and what it gains in a ns."""
+        ahead = host * 3_600e9 if self.offset_ns is None else float(self.offset_ns[host])
+        drift = DRIFT_PPM * host if self.drift_ppm is None else float(self.drift_ppm[host])
+        return ahead, drift * 1e-6
+
+
+FIRST_NS = 10e9
+"""When a run begins."""
+
+
 class Timeline:
     """When what happens, [R, S, ...] in ns on one clock: every rank's work is drawn, the rest follows from it."""
 
-    def __init__(self, ranks: int, steps: int, rows: int, seed: int = 0) -> None:
+    def __init__(self, ranks: int, steps: int, rows: int, seed: int = 0, plant: Plant | None = None) -> None:
         draw = np.random.default_rng(seed)
+        self.plant = plant = Plant.one_slow(ranks) if plant is None else plant
+        self.elements = np.broadcast_to(plant.elements, (ranks, steps))
+        self.pause = np.broadcast_to(plant.pause_ms, (ranks, steps)) * MS
         self.ranks, self.steps = ranks, steps
         self.layers, self.buckets, self.modules, self.reductions = layout(ranks, rows)
         shape = (ranks, steps)
-        slow = np.where(np.arange(ranks) == ranks // 2, 1.15, 1.0)[:, None]
+        slow = plant.work
 
         def work(ms: float, share: float = 0.02) -> np.ndarray:
             return ms * MS * np.maximum(1 + share * draw.standard_normal(shape), 0.2)
@@ -53,13 +93,14 @@ class Timeline:
             return np.repeat(np.maximum.reduceat(when, first), RANKS_A_HOST, axis=0)[:ranks]
 
         self.optimizer = work(5.0)
-        self.data = work(2.0, 0.2)
+        self.data = work(2.0, 0.2) + plant.data_ms * MS
         self.issue = np.zeros((*shape, 2 * self.layers))
         self.end = np.zeros_like(self.issue)
         self.bucket_issue = np.zeros((*shape, self.buckets))
         now = self.optimizer * 0.0 + np.roll(self.optimizer, 1, axis=1) + self.data
         self.forward = now
         after = np.linspace(self.layers, 2 * self.layers - 1, self.buckets).astype(int)
+        now = now + self.pause
         for layer in range(2 * self.layers):
             if layer == self.layers:
                 self.loss = now
@@ -69,7 +110,7 @@ class Timeline:
                 self.bucket_issue[:, :, bucket] = now + bucket * 20 * US
             self.issue[:, :, layer] = now + self.buckets * 25 * US * (layer in after)
             transfer = 0.15 * MS * (1 + 0.1 * draw.random(steps))
-            tail = 20 * US * draw.random(shape)
+            tail = plant.tail_ns * draw.random(shape)
             if self.reductions:
                 now = teams(self.issue[:, :, layer]) + transfer + tail
             self.end[:, :, layer] = now
@@ -77,12 +118,12 @@ class Timeline:
         free = np.zeros(steps)
         for bucket in range(self.buckets):
             free = np.maximum(self.bucket_issue[:, :, bucket].max(axis=0), free) + 1.2 * MS
-            self.bucket_end[:, :, bucket] = free + 30 * US * draw.random(shape)
+            self.bucket_end[:, :, bucket] = free + 1.5 * plant.tail_ns * draw.random(shape)
         now = self.waited = np.maximum(now, self.bucket_issue.max(axis=2) + 50 * US)
         self.done = np.maximum(now, self.bucket_end.max(axis=2)) + 50 * US
         # What a step is relative to: when the last bucket of the one before had come.
         last = self.done.max(axis=0)
-        base = 10e9 + np.concatenate([[0.0], np.cumsum(last)[:-1]])
+        base = FIRST_NS + np.concatenate([[0.0], np.cumsum(last)[:-1]])
         self.begin = base + (self.done - last)[:, np.r_[0, : steps - 1]] * (np.arange(steps) > 0)
         self.begin = self.begin + np.roll(self.optimizer, 1, axis=1)
         for name in ("forward", "loss", "backward", "waited", "done"):
@@ -112,7 +153,7 @@ def rank_rows(line: Timeline, rank: int) -> Any:
 
     add("step", "step", begin, finish, source="derived")
     add("phase", "data", begin, line.forward[rank], value=1.0)
-    add("phase", "forward", line.forward[rank], line.loss[rank], value=4096.0, grad=True)
+    add("phase", "forward", line.forward[rank], line.loss[rank], value=line.elements[rank][:, None], grad=True)
     add("phase", "loss", line.loss[rank], line.backward[rank], source="derived")
     add("phase", "backward", line.backward[rank], line.done[rank])
     add("phase", "optimizer", line.done[rank], finish, value=1.0)
@@ -124,6 +165,8 @@ def rank_rows(line: Timeline, rank: int) -> Any:
         add("comm", "all_reduce", issue + 5 * US, end, issue=issue, lane=f"comm.{team}", group=team, seq=numbered,
             bytes=1 << 20, purpose="tensor-parallel")  # fmt: skip
         add("wait", "all_reduce", issue + 8 * US, end + 4 * US, group=team, seq=numbered)
+    if line.pause[rank].all():
+        add("pause", "gc", line.forward[rank], line.forward[rank] + line.pause[rank], value=2.0)
     issue, end = line.bucket_issue[rank], line.bucket_end[rank]
     numbered = np.arange(steps)[:, None] * buckets + np.arange(buckets)
     size = bucket_bytes(buckets)
@@ -151,7 +194,8 @@ def rank_rows(line: Timeline, rank: int) -> Any:
 
     start = column("start", 0, np.float64)
     order = np.lexsort((-column("end", 0, np.float64), start))
-    offset = host * 3_600_000_000_000 + (start - 10e9) * (DRIFT_PPM * 1e-6 * host)
+    ahead, drift = line.plant.clock(host)
+    offset = ahead + (start - FIRST_NS) * drift
     total = len(start)
 
     def whole(key: str, dtype: str, missing: int = -1) -> Any:
@@ -195,17 +239,29 @@ def rank_rows(line: Timeline, rank: int) -> Any:
     return pa.Table.from_pandas(table, preserve_index=False)
 
 
-def make_run(folder: Path, ranks: int, steps: int, rows: int) -> None:
-    """A run folder with its run.json and traces, and no captures."""
+def make_run(
+    folder: Path,
+    ranks: int,
+    steps: int,
+    rows: int,
+    seed: int = 0,
+    plant: Plant | None = None,
+    missing: Iterable[int] = (),
+) -> Timeline:
+    """A run folder with its run.json and traces, and no captures. Of ranks that are missing there is no trace; those
+    that were made already, by a call that was interrupted, stay."""
     import pyarrow.parquet as pq
 
     from dsprof.run import RankInfo, RunInfo
 
-    line = Timeline(ranks, steps, rows)
-    (folder / "trace").mkdir(parents=True)
+    line = Timeline(ranks, steps, rows, seed, plant)
+    (folder / "trace").mkdir(parents=True, exist_ok=True)
     info = RunInfo(id=folder.name, name="made-up", command=["dsprof", "run", "train.py"], world_size=ranks)
     (folder / "run.json").write_text(info.to_json())
-    for rank in range(ranks):
+    for rank in sorted({*range(ranks)} - {*missing}):
+        target = folder / "trace" / f"rank{rank:05d}.parquet"
+        if target.exists():
+            continue
         host, place = divmod(rank, RANKS_A_HOST)
         about = RankInfo(rank, 0, f"host{host}", 100 + rank, "", True, steps - 1, steps * rows, 0, 0, 0, True)
         team = list(range(host * RANKS_A_HOST, min((host + 1) * RANKS_A_HOST, ranks)))
@@ -220,5 +276,7 @@ def make_run(folder: Path, ranks: int, steps: int, rows: int) -> None:
                    "errors": [], "cuda": False}  # fmt: skip
         table = rank_rows(line, rank)
         metadata = {**(table.schema.metadata or {}), b"dsprof.rank": json.dumps(summary).encode()}
-        target = folder / "trace" / f"rank{rank:05d}.parquet"
-        pq.write_table(table.replace_schema_metadata(metadata), target, compression="zstd")
+        begun = target.with_suffix(".part")
+        pq.write_table(table.replace_schema_metadata(metadata), begun, compression="zstd")
+        begun.replace(target)
+    return line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,24 +12,32 @@ from dsprof.run import RunFolder
 
 if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis
+    from dsprof.analyzer.map_ranks import Observer
     from dsprof.analyzer.study import Study
     from dsprof.analyzer.work.layer_costs import LayerCost
 
 
-def measure(folder: RunFolder) -> Study:
+def measure(folder: RunFolder, jobs: int | None = None, observer: Observer | None = None) -> Study:
     """Load a run, merging it first where that is needed, and measure it: what what-ifs begin at. Raises RunError if it
-    cannot be read."""
+    cannot be read.
+
+    jobs: in how many processes; None: one for a small trace, one a core for a large one. The result is the same.
+    observer: told of progress: what is done, for how many ranks it is done and how many there are.
+    """
     from dsprof import trace
     from dsprof.analyzer.study import study
+    from dsprof.trace.process_pool import processes
     from dsprof.trace.strings import plain_strings
 
-    with plain_strings():
-        return study(trace.load(folder))
+    loaded = trace.load(folder)
+    with plain_strings(), processes(jobs, _traced_bytes(folder), len(loaded.ranks)) as pool:
+        return study(loaded, pool, observer)
 
 
-def examine(folder: RunFolder) -> Analysis:
-    """Load a run, merging it first where that is needed, and analyze it. Raises RunError if it cannot be read."""
-    return explain(measure(folder), folder)
+def examine(folder: RunFolder, jobs: int | None = None, observer: Observer | None = None) -> Analysis:
+    """Load a run, merging it first where that is needed, and analyze it. Raises RunError if it cannot be read. `jobs`,
+    `observer`: as in `measure`."""
+    return explain(measure(folder, jobs, observer), folder)
 
 
 def explain(study: Study, folder: RunFolder) -> Analysis:
@@ -42,14 +51,24 @@ def explain(study: Study, folder: RunFolder) -> Analysis:
         return with_diffs(explain(study), folder)
 
 
-def finish(folder: RunFolder, *, report: bool = True) -> Analysis:
+def _traced_bytes(folder: RunFolder) -> int:
+    found = 0
+    for path in folder.trace.glob("*.parquet"):
+        with suppress(OSError):  # gone meanwhile
+            found += path.stat().st_size
+    return found
+
+
+def finish(
+    folder: RunFolder, *, report: bool = True, jobs: int | None = None, observer: Observer | None = None
+) -> Analysis:
     """Analyze a run and write findings.json and, with `report`, report.html and tensorboard/ into its folder; of a
-    pipeline of the engine layer_costs.json, too.
+    pipeline of the engine layer_costs.json, too. `jobs`, `observer`: as in `measure`.
 
     An output that cannot be written costs only itself: it becomes a warning of the Analysis returned.
     Raises RunError if the run cannot be read.
     """
-    analysis = examine(folder)
+    analysis = examine(folder, jobs, observer)
     outputs: dict[str, Callable[[], None]] = {}
     if report:
         outputs["report.html"] = lambda: write_html(analysis, folder)

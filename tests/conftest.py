@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import sleeping_jobs
 from captures import RECORDERS, build_helper
@@ -16,6 +17,10 @@ from sleeping_jobs import SleepingRanks
 
 from dsprof.launch import Launch
 from dsprof.trace.strings import plain_strings
+
+# An example of a test takes as long as the machine is busy: by default one of 0.2 s fails.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from synthetic import Job
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.align.aligned import COMPARED, COMPARED_KINDS, align
+from dsprof.analyzer.align.aligned import ARRIVED, align
 from dsprof.trace import Trace
 from dsprof.trace.load import EVERY_COLUMN
 
@@ -37,19 +37,19 @@ def test_rows_read_later_are_those_that_ranks_are_compared_by(numbered: bool) ->
         rows = trace.rows
         rows.loc[rows["kind"] == "comm", "seq"] = pd.NA
         trace = Trace.of(trace.run, rows)
-    aligned = align(trace)
+    aligned, arrivals = align(trace)
     for rank in trace.ranks:
-        compared = aligned.compared[aligned.compared["rank"] == rank].reset_index(drop=True)
-        read = aligned.trace.read(rank, COMPARED)
-        read = read[read["kind"].isin(COMPARED_KINDS)].reset_index(drop=True)
+        compared = arrivals[arrivals["rank"] == rank].reset_index(drop=True)
+        read = aligned.trace.read(rank, ARRIVED)
+        read = read[read["kind"].isin(["comm", "step"])].reset_index(drop=True)
         pd.testing.assert_frame_equal(read, compared, check_categorical=False)
-    assert aligned.compared.loc[aligned.compared["kind"] == "comm", "seq"].notna().all()
-    steps = aligned.compared[aligned.compared["kind"] == "step"].groupby("rank")["step"].max()
+    assert arrivals.loc[arrivals["kind"] == "comm", "seq"].notna().all()
+    steps = arrivals[arrivals["kind"] == "step"].groupby("rank")["step"].max()
     assert steps.nunique() == 1
 
 
 def test_one_column_is_corrected_as_all_are() -> None:
-    aligned = align(skewed())
+    aligned, _ = align(skewed())
     for rank in (0, 1):
         every = aligned.trace.read(rank)
         for column in ("start_ns", "step", "seq", "name"):
@@ -89,4 +89,4 @@ def test_a_rank_that_is_gone_when_it_is_read_again_is_left_out(numbered: bool) -
 def test_of_a_rank_that_is_not_there_nothing_is_read() -> None:
     trace = Job().trace()
     assert len(trace.read(7)) == 0
-    assert list(align(trace).trace.read(7, ("step", "kind")).columns) == ["step", "kind"]
+    assert list(align(trace)[0].trace.read(7, ("step", "kind")).columns) == ["step", "kind"]

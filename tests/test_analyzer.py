@@ -37,7 +37,8 @@ def test_a_healthy_job_has_nothing_above_info() -> None:
     assert above_info(analysis) == []
     assert set(analysis.passed) == {
         "rank.straggler", "data.stall", "data.imbalance", "pause.gc", "comm.small-messages", "comm.exposed",
-        "eval.uneven", "checkpoint.stall", "pause.stop", "run.hang", "run.desync",
+        "eval.uneven", "checkpoint.stall", "pause.stop", "run.hang", "run.desync", "comm.redundant-reduce",
+        "comm.buffers", "compute.optimizer", "compute.recompile",
     }  # fmt: skip
     assert analysis.not_judged == {"run.rank-died": "no launcher recorded how the ranks ended"}
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from synthetic import Job, constant, write_capture
 
-from dsprof.analyzer.analyze import analyze
+from dsprof.analyzer.analyze import explain
 from dsprof.analyzer.ask import Misasked, Request, Scaled, Without, ask
 from dsprof.analyzer.finding import Finding, Gain
 from dsprof.analyzer.judge import judge
@@ -48,7 +48,7 @@ def measured(name: str) -> Study:
 
 @cache
 def findings(name: str) -> dict[str, Finding]:
-    return {finding.code: finding for finding in analyze(BY_NAME[name]().trace()).findings}
+    return {finding.code: finding for finding in explain(measured(name)).findings}
 
 
 def saved(name: str, *requests: Request) -> Gain:
@@ -177,6 +177,7 @@ def test_workers_are_predicted_as_far_as_the_run_tells() -> None:
 
 def test_a_frozen_heap_saves_the_pauses() -> None:
     assert close(saved("two faults", turned("gc.freeze", True, "RUN")), findings("two faults")["pause.gc"].gain)
+    assert close(saved("two faults", turned("gc.every", 0, "RUN")), findings("two faults")["pause.gc"].gain)
 
 
 def test_each_knob_that_is_predicted_is_one() -> None:

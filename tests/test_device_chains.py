@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from made_up_device import DeviceJob, always
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.judge import judge
+from dsprof.analyzer.price.contention import busy, freed_ms, kept_of_overlap, lost_by_waiting_less
 from dsprof.analyzer.study import study
 
 HEALTHY = DeviceJob()
@@ -129,3 +135,26 @@ def test_launches_that_hold_the_device_up_ask_for_a_deeper_capture() -> None:
     assert "dsprof run --deep 10:13" in analysis.not_judged["compute.launch-bound"]
     assert analysis.verdict.status == "inconclusive"
     assert "--deep" in analysis.verdict.headline
+
+
+def test_cores_that_the_hosts_use_up_take_nothing_of_what_is_gained_on_devices() -> None:
+    """What communication costs cores was fitted where CPUs communicate. Small buckets and a late host gain the same of
+    hosts whose cores are all used."""
+    job = HEALTHY.with_(buckets=24, transfer=4.0, late=lambda rank, step: 60.0 * (rank == 0), item_every=1)
+    found = study(job.run()[0])
+    used_up = SimpleNamespace(busy=1.0, beside_ms=30.0, ranks_per_core=2.0, of=lambda rank: None)
+    crowded = replace(found, load=used_up)
+    assert (busy(crowded), kept_of_overlap(crowded), lost_by_waiting_less(crowded, 20.0)) == (0.0, 1.0, 0.0)
+    assert freed_ms(crowded, np.zeros(len(crowded.replayed_steps)), 1e6) == 0.0
+    gains = [{one.code: one.gain for one in judge(of).findings} for of in (found, crowded)]
+    assert gains[0] == gains[1]
+    assert {"comm.small-messages", "rank.straggler"} <= gains[0].keys()
+
+
+def test_rare_collections_are_priced_although_their_cost_depends_on_the_steps_before() -> None:
+    """A collection of 300 ms in one of four steps of 64: the host is ahead by up to as many steps as since it asked
+    for the loss last, and the device stands still for the rest."""
+    job = HEALTHY.with_(steps=32)
+    trace, step_ms = job.with_(collect=lambda rank, step: 300.0 if step % 4 == 2 else 0.0).run()
+    found = first_of(analyze(trace), "pause.gc")
+    assert found.gain.ms == pytest.approx(step_ms - job.run()[1], rel=0.05)

@@ -83,6 +83,15 @@ def test_a_change_that_does_nothing_is_never_kept(noise: float) -> None:
     assert kept <= 3  # 0.5 % of them, at most, at any look
 
 
+def test_jobs_of_a_busy_machine_are_compared_by_their_ratio() -> None:
+    """Each pair is slower by another factor."""
+    kept = decide([(290.0, 145.0), (497.0, 240.0), (458.0, 235.0), (914.0, 450.0)], 6)
+    assert (kept.outcome, round(kept.percent)) == ("kept", 50)
+    nothing = decide([(100.0, 1e9), (1e9, 100.0)], 6)
+    assert nothing.outcome == "undecided"
+    assert nothing.low < 0 < nothing.high
+
+
 def test_three_pairs_are_enough_of_what_was_predicted_or_is_much() -> None:
     """Jobs that happen to be fast or slow as a whole show a fifth by chance, but not what was predicted."""
     pairs = [(100.0, 80.0), (101.0, 80.5), (99.0, 80.2), (100.0, 80.1)]
@@ -186,7 +195,22 @@ def test_a_change_that_reaches_nothing_is_not_compared(tmp_path: Path) -> None:
 
 
 def test_a_job_without_an_ordinary_step_says_what_to_do(tmp_path: Path) -> None:
-    assert "run more steps" in turns(tmp_path, Jobs(100.0, None)).compare().why
+    comparison = turns(tmp_path, Jobs(100.0, None)).compare()
+    assert "the changed job tells nothing: none of its steps is ordinary: run more steps" in comparison.why
+    assert (comparison.failed, comparison.outcome) == ("neither", "undecided")
+
+
+def test_a_change_is_not_blamed_where_its_job_ended_well_and_was_not_analyzed(tmp_path: Path) -> None:
+    def run(path: Path, knobs: Mapping[str, Any]) -> str:
+        shutil.rmtree(path, ignore_errors=True)
+        write_run(path, 100.0)
+        if knobs:
+            RunFolder(path).findings_json.unlink()
+        return ""
+
+    comparison = Turns(tmp_path, {"loader.num_workers": 2}, run, lambda _: None, 5).compare()
+    assert comparison.outcome == "undecided"
+    assert "the changed job tells nothing: it ended with status 0 and could not be analyzed" in comparison.why
 
 
 def test_the_job_as_it_was_is_run_once_more_where_it_fails(tmp_path: Path) -> None:
@@ -320,7 +344,7 @@ def run_python(folder: Path, job: str, limit_s: float | None = None) -> str:
 
 
 def test_an_interrupted_job_ends_by_itself_and_is_run_again(tmp_path: Path, interruptible: None) -> None:
-    job = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT)\ntry: time.sleep(60)\n"
+    job = f"import os, signal, time\ntry: os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)\n"
     job += "except KeyboardInterrupt: time.sleep(0.5); print('ended')"
     with pytest.raises(KeyboardInterrupt):
         run_python(tmp_path, job)
@@ -375,6 +399,14 @@ def test_a_run_that_dsprof_did_not_start_is_refused(run: RunFolder, capsys: pyte
     run.rerun_json.unlink()
     assert main(["fix", str(run.path), "--verify"]) == 2
     assert "how to run this job again is not known" in capsys.readouterr().err
+
+
+def test_a_job_of_several_hosts_is_not_run_again_from_one(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    info = run.read_info()
+    info.nnodes = "2"
+    run.write_info(info)
+    assert main(["fix", str(run.path), "--verify"]) == 2
+    assert "a job of several hosts is not run again" in capsys.readouterr().err
 
 
 def test_a_job_that_writes_checkpoints_wants_to_be_asked(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from multiprocessing import get_context
 from pickle import PicklingError
 from typing import Any
 
@@ -18,8 +18,10 @@ from synthetic import Job
 from dsprof.analyzer import analyze
 from dsprof.analyzer.map_ranks import map_ranks
 from dsprof.analyzer.study import Study, study
-from dsprof.trace import Trace
+from dsprof.schema import COLUMNS
+from dsprof.trace import Trace, concat_rows
 from dsprof.trace.load import EVERY_COLUMN
+from dsprof.trace.process_pool import jobs_for, processes, usable_cores
 
 
 def job(ranks: int = 4) -> Job:
@@ -56,11 +58,12 @@ def assert_equal(one: Any, other: Any, where: str = "study") -> None:
 
 
 def check_processes(count: int) -> None:
-    trace = job().trace()
+    trace = job(count).trace()
     alone = study(trace)
     with pytest.raises(AssertionError):
         assert_equal(alone.steps, alone.steps.assign(ordinary=False))
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+    with processes(count, traced_bytes=0, ranks=count) as pool:
+        assert isinstance(pool, ProcessPoolExecutor)
         together = study(trace, pool)
     assert_equal(alone, together)
     for rank in alone.trace.ranks:
@@ -69,6 +72,16 @@ def check_processes(count: int) -> None:
 
 def test_two_processes_find_what_one_does() -> None:
     check_processes(2)
+
+
+def test_a_small_trace_is_analyzed_in_one_process() -> None:
+    cores = usable_cores()
+    assert jobs_for(None, traced_bytes=100_000, ranks=8) == 1
+    assert jobs_for(None, traced_bytes=60_000_000, ranks=512) == cores
+    assert jobs_for(3, traced_bytes=100_000, ranks=8) == 3
+    assert jobs_for(16, traced_bytes=100_000, ranks=8) == 8
+    with processes(None, traced_bytes=100_000, ranks=8) as pool:
+        assert pool is None
 
 
 @pytest.mark.slow
@@ -87,6 +100,45 @@ class Broken:
         if rank == self._rank and len(columns) >= self._columns:
             raise KeyError("damaged")
         return self._source.read(rank, columns)
+
+
+class Long:
+    """A source whose ranks have so many rows of modules, made anew whenever they are read."""
+
+    def __init__(self, ranks: int, modules: int) -> None:
+        self._source, self._modules = job(ranks).trace().source, modules
+        self.ranks = tuple(range(ranks))
+
+    def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+        rows = self._source.read(rank)
+        forward = rows[(rows["kind"] == "phase") & (rows["name"] == "forward")]
+        module = forward.loc[forward.index.repeat(self._modules // len(forward))].assign(kind="module", name="block")
+        return concat_rows([rows, module.astype(COLUMNS)])[list(columns)]
+
+
+def peak_bytes(source: Long) -> int:
+    """The most that is held while these ranks are studied."""
+    run = job(len(source.ranks)).trace().run
+    tracemalloc.start()
+    try:
+        study(Trace(run, source))
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_no_process_holds_the_rows_of_all_ranks() -> None:
+    of_a_rank = int(Long(1, 20_000).read(0).memory_usage(deep=True).sum())
+    assert of_a_rank > 2_000_000
+    few, many = (peak_bytes(Long(ranks, 20_000)) for ranks in (2, 10))
+    assert many - few < of_a_rank, "eight ranks more take less than the rows of one"
+
+
+def test_the_two_passes_keep_no_communications() -> None:
+    measured = study(job().trace())
+    assert set(measured.activity["kind"]) == {"step", "phase", "gauge"}
+    arrivals = [item for item in vars(measured.aligned).values() if isinstance(item, pd.DataFrame)]
+    assert arrivals == []
 
 
 @contextmanager

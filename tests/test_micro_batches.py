@@ -96,9 +96,10 @@ def test_what_equal_micro_batches_save_is_what_the_table_says(tmp_path: Path) ->
 
 
 def without_sizes(job: Job) -> Trace:
-    rows = job.trace().rows
+    trace = job.trace()
+    rows = trace.rows
     rows.loc[rows["name"] == "forward", "value"] = np.nan
-    return Trace.of(job.trace().run, rows)
+    return Trace.of(trace.run, rows)
 
 
 def lengths(seed: int, spread: float = 0.3) -> np.ndarray:

@@ -130,12 +130,13 @@ def test_metadata(built: Built) -> None:
         names = archive.namelist()
     assert {name: dict(entry_points[name]) for name in entry_points.sections()} == {
         "console_scripts": {"dsprof": "dsprof.cli:main"},
+        "tensorboard_plugins": {"dsprof": "dsprof.reports.tab.loader:TabLoader"},
         "torch.backends": {"dsprof": "dsprof.collectors.arm:autoload"},
     }
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "dsprof-0.1.0.dist-info/licenses/LICENSE" in names
     assert set(metadata.get_all("Provides-Extra", [])) == {
-        "test", "frameworks", "trainers", "notebook", "perfetto", "dask",
+        "test", "frameworks", "trainers", "notebook", "perfetto", "dask", "docs",
     }  # fmt: skip
     assert metadata["Requires-Python"] == declared["requires-python"] == ">=3.11"
 

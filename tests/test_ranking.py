@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from synthetic import Job
@@ -62,9 +64,11 @@ def test_a_bubble_beside_stages_that_are_nearly_equal_stands_by_itself() -> None
     assert order(*given) == [("pipeline.bubble", "high"), ("pipeline.imbalance", "info")]
 
 
-@pytest.mark.parametrize(("ms", "listed"), [(-5.0, False), (0.0, True)])
-def test_what_costs_time_by_itself_is_no_remark(ms: float, listed: bool) -> None:
-    rule = Rule("pause.gc", "", looks=(Look(lambda study: [finding("pause.gc", "info", ms)]),))
+@pytest.mark.parametrize(("ms", "high", "listed"), [(-5.0, -1.0, False), (-5.0, 9.0, True), (0.0, 0.0, True)])
+def test_what_surely_costs_time_by_itself_is_no_remark(ms: float, high: float, listed: bool) -> None:
+    one = finding("pause.gc", "info", ms)
+    one = replace(one, gain=replace(one.gain, high=high))
+    rule = Rule("pause.gc", "", looks=(Look(lambda study: [one]),))
     judged = judge(study(Job(steps=12).trace()), [rule])
     assert [one.code for one in judged.findings] == (["pause.gc"] if listed else [])
     assert judged.passed == ("pause.gc",)

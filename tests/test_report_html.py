@@ -174,6 +174,8 @@ def test_a_diff_is_made_of_the_users_own_files_and_only_where_the_run_was_starte
     assert made[1] == ""
     (tmp_path / "train.py").unlink()
     assert with_diffs(analysis, folder).findings[0].fixes[0].diff == ""
+    analysis.run.facts.append({"fact": "ddp", "rank": 0, "site": ["no", "site"]})  # a verdict is not lost for that
+    assert with_diffs(analysis, folder).findings[0].fixes[0].diff == ""
 
 
 def test_what_was_measured_stands_beside_what_was_predicted() -> None:
@@ -343,6 +345,7 @@ class Visit:
         return bool(self.page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
 
 
+JUPYTER = "body td { text-align: right; } body tbody tr:nth-child(odd) { background: rgb(255, 0, 0); }"
 CARD = '[id="rank.straggler"]'
 AXIS = "document.querySelector('#plot-budget .xtick text')"
 
@@ -391,6 +394,32 @@ def test_plots_are_drawn_in_the_dark_and_follow_a_change_of_scheme(browser: Any,
     for scheme, ink in (("light", "rgb(27, 31, 36)"), ("dark", "rgb(230, 233, 237)")):
         visit.page.emulate_media(color_scheme=scheme)
         visit.until(f"getComputedStyle({AXIS}).fill === '{ink}'")
+
+
+def test_what_stands_in_a_notebook_is_legible_in_its_theme_and_changes_nothing_around_it(
+    browser: Any, tmp_path: Path
+) -> None:
+    shown = html.as_fragment(factories.straggler(), ("findings", "step"))
+    page = browser.new_page(color_scheme="light")
+    for light, paper, ink in (("false", "rgb(20, 23, 27)", "rgb(230, 233, 237)"),
+                              ("true", "rgb(246, 247, 249)", "rgb(27, 31, 36)")):  # fmt: skip
+        around = "<table id='mine'><tbody><tr><td>a</td></tr></tbody></table>"
+        path = tmp_path / "cell.html"
+        head = f"<!doctype html><meta charset='utf-8'><style>{JUPYTER}</style>"
+        path.write_text(f"{head}<body data-jp-theme-light='{light}'>{around}{shown}{around}</body>")
+        page.goto(path.as_uri())
+
+        def style(selector: str, name: str) -> str:
+            return str(page.evaluate(f"getComputedStyle(document.querySelector('{selector}')).{name}"))
+
+        assert style(".dsprof", "backgroundColor") == paper
+        assert style(".dsprof h2", "color") == style(".dsprof td", "color") == ink
+        assert style(".dsprof table", "borderCollapse") == "collapse"
+        assert style(".dsprof tbody tr", "backgroundColor") == "rgba(0, 0, 0, 0)"
+        assert style(".dsprof td", "textAlign") == "left"
+        mine = [style("#mine", "borderCollapse"), style("#mine td", "textAlign"), style("#mine tr", "backgroundColor")]
+        assert mine == ["separate", "right", "rgb(255, 0, 0)"]
+    page.close()
 
 
 def test_the_page_never_scrolls_sideways(browser: Any, tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ from synthetic import Accumulating, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.ask import ask
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.study import study
+from dsprof.knobs.predicted import turned
 
 
 def ddp(gradient_mib: int = 8, number: int = 1, **more: Any) -> list[dict[str, Any]]:
@@ -100,3 +103,32 @@ def test_a_few_numbers_are_no_finding() -> None:
     analysis = analyze(accumulating(micro=1, buffer_bytes=64, facts=ddp(statistics=True)).trace())
     found = of(analysis, "comm.buffers")
     assert found is None or not found.is_problem
+
+
+def test_turning_the_knob_saves_what_the_finding_says() -> None:
+    job = accumulating(buffer_bytes=4 << 20, pack_ms=1.0, facts=ddp(statistics=False))
+    analysis = analyze(job.trace())
+    asked = [
+        ("ddp.accumulate", 4),
+        ("ddp.broadcast_buffers", False),
+        ("ddp.accumulate", 3),
+        ("ddp.broadcast_buffers", True),
+    ]
+    reduced, quiet, wrong, more = ask(study(job.trace()), [[turned(key, value, "RUN")] for key, value in asked]).rows
+    for row, code in ((reduced, "comm.redundant-reduce"), (quiet, "comm.buffers")):
+        found = of(analysis, code)
+        assert found is not None
+        assert row.gain is not None
+        assert row.gain.ms == pytest.approx(found.gain.ms, rel=0.05)
+    assert "the optimizer steps after 4 backwards that reduce" in wrong.reason
+    assert "only told by a job that does it" in more.reason
+
+
+def test_knobs_that_change_nothing_of_a_run_say_so() -> None:
+    whole = study(accumulating(micro=1).trace())
+    rows = ask(
+        whole, [[turned(key, value, "RUN")] for key, value in (("ddp.accumulate", 2), ("ddp.broadcast_buffers", False))]
+    ).rows
+    assert [row.reason for row in rows] == [
+        "no gradients are reduced more than once for one step of the optimizer", "no buffers are broadcast in this run",
+    ]  # fmt: skip

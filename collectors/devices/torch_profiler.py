@@ -158,10 +158,13 @@ def begin_profile() -> Callable[[Path | None], None]:
     """torch.profiler over the CPU, and the device if the job uses one."""
     from torch.profiler import ProfilerActivity, profile
 
-    activities = [ProfilerActivity.CPU]
+    activities, more = [ProfilerActivity.CPU], dict[str, Any]()
     if _uses_device():
         activities.append(ProfilerActivity.CUDA)
-    profiler = profile(activities=activities)
+        config = private.find("torch.profiler:_ExperimentalConfig")
+        if config is not None:  # which stream waited for which
+            more["experimental_config"] = config(enable_cuda_sync_events=True)
+    profiler = profile(activities=activities, **more)
     profiler.start()
 
     def end(file: Path | None) -> None:

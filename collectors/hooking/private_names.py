@@ -258,6 +258,11 @@ NAMES: Final = (
     PrivateName(
         "torch._C:_cuda_synchronize", ("host-sync",), "calls of torch.cuda.synchronize are not recorded", build=CUDA
     ),
+    PrivateName(
+        "torch.profiler:_ExperimentalConfig",
+        ("deep",),
+        "--deep does not record which of a device's streams waited for which: it is told by their times",
+    ),
     PrivateName("torch.autograd.profiler:profile._prepare_trace", ("deep",), _NO_OTHERS),
     PrivateName("torch.autograd.profiler:_run_on_profiler_start", ("deep",), _NO_OTHERS),
     PrivateName("torch.autograd.profiler:_is_profiler_enabled", ("deep",), _NO_OTHERS),

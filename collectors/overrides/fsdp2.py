@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import Any, Final
 
@@ -123,9 +124,8 @@ class _UnitsOfScript:
     def _add(self, module: Any, bound: inspect.BoundArguments) -> None:
         assert self.coarser is not None
         self.seen.add(module)
-        if self.waiting and (
-            vars(type(self.waiting[-1]))[ORIGINAL] is not type(module) or not _equal_but_module(self.bound, bound)
-        ):
+        alike = not self.waiting or _own_class(self.waiting[-1]) is type(module)
+        if self.waiting and not (alike and _equal_but_module(self.bound, bound)):
             self.flush()
         self._watch(module)
         self.waiting.append(module)
@@ -143,7 +143,8 @@ class _UnitsOfScript:
                 return getattr(waiting, name)
             return original.__getattr__(waiting, name)
 
-        module.__class__ = type(original.__name__, (original,), {"__getattr__": __getattr__, ORIGINAL: original})
+        with suppress(TypeError):  # of a class that cannot be exchanged, such attributes are told to be missing
+            module.__class__ = type(original.__name__, (original,), {"__getattr__": __getattr__, ORIGINAL: original})
 
     def _close_early(self, name: str) -> None:
         assert self.coarser is not None
@@ -157,7 +158,8 @@ class _UnitsOfScript:
         if not modules or self.bound is None or self.coarser is None:
             return
         for one in modules:
-            one.__class__ = vars(type(one))[ORIGINAL]
+            if _own_class(one) is not type(one):
+                one.__class__ = _own_class(one)
         self.bound.arguments["module"] = modules if len(modules) > 1 else modules[0]
         if len(modules) > 1:
             self.coarser.applied(1)
@@ -174,6 +176,11 @@ class _UnitsOfScript:
             construct(optimizer, *args, **kwargs)
 
         return __init__
+
+
+def _own_class(module: Any) -> Any:
+    """That of a module which may be waiting."""
+    return vars(type(module)).get(ORIGINAL, type(module))
 
 
 def _of_sharded() -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,13 @@ import pandas as pd
 from .arrays import Int
 
 Words = npt.NDArray[np.object_]
+
+
+def may_hold(column: pd.Series[Any], wanted: Callable[[str], bool]) -> bool:
+    """Whether a row of a category can be what is wanted. It looks at the values that there are, not at the rows."""
+    if not isinstance(column.dtype, pd.CategoricalDtype):
+        return True
+    return any(wanted(str(value)) for value in column.dtype.categories.tolist())
 
 
 def codes_of(column: pd.Series[Any]) -> tuple[Int, Words]:

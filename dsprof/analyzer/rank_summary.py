@@ -1,7 +1,8 @@
-"""A rank by itself: all that is kept of its rows."""
+"""The second pass: a rank by itself, and all that is kept of its rows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -13,7 +14,9 @@ from dsprof.trace.merge import warn
 
 from .align.match import Matches
 from .align.steps import steps_taken
+from .budget.activity import RankActivity, find_activity
 from .budget.capture_overhead import count_records
+from .budget.intervals import Intervals
 from .budget.step_budget import RankTime, label_time
 from .budget.wall_time import spans_outside_training
 from .device import DeviceTime, device_time
@@ -29,8 +32,10 @@ from .work.passes import find_passes
 
 @dataclass(frozen=True)
 class RankSummary:
-    """time:     where its training thread's time went
-    chains:   what that thread, and its device's stream, issued and waited for (`graph.chains`)
+    """activity: what it did in each step, a few rows of it (`budget.activity.find_activity`)
+    outside_training: kind of schema.TIME_KINDS -> when its training thread was at it
+    launching: when its device was in phases that the host had not launched whole yet (`graph.chains.RankChains`)
+    unseen:   why not all of the time of its device is known; empty: it is, or it has none
     seen_ns:  when its first row begins, and its last one ends
     recorded: how much was recorded in each step (`capture_overhead.count_records`)
     staged:   of a pipeline, its layers and actions (`layer_costs.staged_rows`)
@@ -42,8 +47,10 @@ class RankSummary:
     device:   what its device's streams did, where that was traced (`device.device_time`)
     """
 
-    time: RankTime
-    chains: RankChains
+    activity: RankActivity
+    outside_training: Mapping[str, Intervals]
+    launching: Intervals
+    unseen: str
     seen_ns: tuple[int, int]
     recorded: pd.DataFrame
     staged: pd.DataFrame
@@ -56,19 +63,37 @@ class RankSummary:
 
 
 @dataclass(frozen=True)
+class MeasuredRank:
+    """summary: what a study keeps of the rank
+    time:    where its training thread's time went
+    chains:  what that thread, and its device's stream, issued and waited for (`graph.chains`): until the graph is made
+    """
+
+    summary: RankSummary
+    time: RankTime
+    chains: RankChains
+
+
+@dataclass(frozen=True)
 class SummarizeRank:
-    """The summary of a rank, and the warnings that reading it gave; without rows there is no summary. `collectives`,
+    """What is measured of a rank, and the warnings that reading it gave; nothing without rows. `collectives`,
     `matches`: of all ranks."""
 
     trace: Trace
     collectives: pd.DataFrame
     matches: Matches
+    without_helper: frozenset[int] = frozenset()
+    """Ranks whose records the native helper did not write."""
 
-    def __call__(self, rank: int) -> tuple[RankSummary | None, tuple[str, ...]]:
+    def __call__(self, rank: int) -> tuple[MeasuredRank | None, tuple[str, ...]]:
         run = self.trace.run
         known = len(run.warnings)
         rows = self.trace.read(rank)
-        summary = _summarize(rows, self.collectives, self.matches, rank, run) if len(rows) else None
+        summary = (
+            _summarize(rows, self.collectives, self.matches, rank, run, native=rank not in self.without_helper)
+            if len(rows)
+            else None
+        )
         return summary, tuple(run.warnings[known:])
 
 
@@ -78,10 +103,13 @@ def summarize_ranks(
     matches: Matches,
     executor: Executor | None = None,
     observer: Observer | None = None,
-) -> dict[int, RankSummary]:
-    """The summary of each rank that has rows. One that cannot be summarized is left out; `trace.run` warns of it."""
+) -> dict[int, MeasuredRank]:
+    """What is measured of each rank that has rows. One that fails is left out, and `trace.run` warns of it."""
     told = Trace(trace.run, trace.source)  # what allocators held is not asked here, and need not travel
-    every = map_ranks(SummarizeRank(told, collectives, matches), trace.ranks, executor, observer, "summarize")
+    without_helper = frozenset(item.rank for item in trace.run.ranks if not item.native)
+    every = map_ranks(
+        SummarizeRank(told, collectives, matches, without_helper), trace.ranks, executor, observer, "summarize"
+    )
     for _, warnings in every.found.values():
         for text in warnings:
             warn(trace.run, text)
@@ -90,18 +118,24 @@ def summarize_ranks(
     return {rank: summary for rank, (summary, _) in every.found.items() if summary is not None}
 
 
-def _summarize(rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo) -> RankSummary:
+def _summarize(
+    rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo, *, native: bool
+) -> MeasuredRank:
     time = label_time(rows, collectives, rank, run, spans_outside_training(rows), matches)
-    return RankSummary(
-        time=time,
-        chains=find_chains(time, rows, collectives, matches, run),
+    chains = find_chains(time, rows, collectives, matches, run)
+    summary = RankSummary(
+        activity=find_activity(rows),
+        outside_training=time.outside_training,
+        launching=chains.launching,
+        unseen=chains.incomplete,
         seen_ns=(int(rows["start_ns"].min()), int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())),
         recorded=count_records(rows),
         staged=staged_rows(rows),
         passes=find_passes(rows, time),
         modules=sum_modules(rows),
-        work=sum_work(rows, all(item.native for item in run.ranks if item.rank == rank)),
+        work=sum_work(rows, native),
         memory=sum_memory(rows, rank),
         taken=steps_taken(rows),
         device=device_time(rows, rank, matches, run),
     )
+    return MeasuredRank(summary, time, chains)

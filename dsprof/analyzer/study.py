@@ -17,14 +17,16 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
-from dsprof.trace import Trace
+from dsprof.trace import Trace, concat_rows
 
 from .align.aligned import Aligned, align
-from .align.groups import Mesh, find_mesh
+from .align.communicated import Communicated, summarize_arrivals
+from .align.groups import Mesh
 from .align.match import Matches, match_collectives
 from .align.steps import StepTime, completed_steps, step_time
 from .align.topology import Topology
 from .arrays import Bool, Float
+from .budget.activity import ACTIVITY
 from .budget.capture_overhead import estimate_overhead, measure_overhead
 from .budget.host_load import Gauges, HostLoad, measure_load
 from .budget.irregular import Irregular, find_irregular, mark_ordinary, profiled_steps
@@ -41,7 +43,9 @@ from .rank_summary import RankSummary, summarize_ranks
 
 Found = TypeVar("Found")
 
-PHASE_COLUMNS: Final = ("rank", "step", "name", "lane", "start_ns", "dur_ns", "bytes", "value", "grad", "source")
+PHASE_COLUMNS: Final = (
+    "rank", "step", "name", "lane", "start_ns", "dur_ns", "ended", "bytes", "value", "grad", "source",
+)  # fmt: skip
 HOST_PARTS: Final = ("data", "pause")
 """Parts of the budget that no device does."""
 
@@ -51,7 +55,9 @@ class Study:
     """A run as it was measured.
 
     aligned:      the ranks beside each other: one clock, one numbering of steps.
+    communicated: what they communicated, beside `collectives`.
     summaries:    each rank by itself.
+    activity:     of all ranks, in order: their steps, phases, actions, gauges and pauses (`budget.activity.ACTIVITY`).
     steps, collectives, waits: as in `Analysis`.
     step_time:    durations of the ordinary steps; None without one.
     irregular:    the steps that are not ordinary, and what they cost.
@@ -68,7 +74,9 @@ class Study:
     """
 
     aligned: Aligned
+    communicated: Communicated
     summaries: Mapping[int, RankSummary]
+    activity: pd.DataFrame
     steps: pd.DataFrame
     step_time: StepTime | None
     irregular: Irregular
@@ -96,20 +104,19 @@ class Study:
         """All rows, aligned, to be read a rank at a time."""
         return self.aligned.trace
 
-    @property
-    def rows(self) -> pd.DataFrame:
-        """Of all ranks, those that they are compared by."""
-        return self.aligned.compared
+    def of_kind(self, *kinds: str) -> pd.DataFrame:
+        """The rows of `activity` of these kinds."""
+        return self.activity[self.activity["kind"].isin(kinds)]
 
     @property
     def topology(self) -> Topology:
         """Which ranks are stages of a pipeline."""
         return self.aligned.topology
 
-    @cached_property
+    @property
     def mesh(self) -> Mesh:
         """The dimensions that like process groups form."""
-        return find_mesh(self.rows, self.run, self.topology)
+        return self.communicated.mesh
 
     @property
     def clock_error_ms(self) -> float:
@@ -132,7 +139,8 @@ class Study:
     @cached_property
     def phases(self) -> pd.DataFrame:
         """PHASE_COLUMNS of every phase, of any thread and also if it did not end, by rank and start."""
-        return self._of_kind("phase", PHASE_COLUMNS).sort_values(["rank", "start_ns"], kind="stable")
+        phases = self.of_kind("phase")[list(PHASE_COLUMNS)]
+        return phases.sort_values(["rank", "start_ns"], kind="stable")
 
     @cached_property
     def training_phases(self) -> pd.DataFrame:
@@ -140,27 +148,24 @@ class Study:
         chosen = (self.phases["lane"] == "main") & self.phases["dur_ns"].notna()
         return self.phases[chosen].astype({"dur_ns": "int64"})
 
-    @cached_property
-    def _issued(self) -> pd.DataFrame:
-        """Every communication of any rank: step, purpose, host_ns, dur_ns, ended."""
-        return self._of_kind("comm", ("step", "purpose", "host_ns", "dur_ns", "ended"))
-
-    def _of_kind(self, kind: str, columns: tuple[str, ...]) -> pd.DataFrame:
-        return self.rows[list(columns)][self.rows["kind"] == kind]
+    def replicating(self, rank: int, purpose: str) -> pd.DataFrame:
+        """`budget.activity.REPLICATING` of what a rank communicated for this purpose."""
+        table = self.summaries[rank].activity.replicating
+        return table[table["purpose"] == purpose]
 
     def host_ms(self, *purposes: str) -> float:
         """What issuing a communication of these purposes takes the thread that does, median; 0: not known."""
-        host = self._issued["host_ns"][self._issued["purpose"].isin(purposes)].dropna().astype("int64")
-        return float(host.median()) / 1e6 if len(host) else 0.0
+        told = [summary.activity.host_ns for summary in self.summaries.values()]
+        host = [of_rank[purpose] for of_rank in told for purpose in purposes if purpose in of_rank]
+        return float(np.median(np.concatenate(host))) / 1e6 if host else 0.0
 
     @cached_property
     def on_gpu(self) -> bool:
         """Whether the job computed or communicated on devices."""
         if self.device is not None:
             return True
-        comm = self._issued[self._issued["step"] >= 0]
-        unknown = comm["dur_ns"].isna() & comm["ended"].fillna(False).astype(bool)
-        return bool(self.facts.get("device")) or (len(comm) > 0 and bool(unknown.mean() > 0.5))
+        issued, unknown = np.sum([(0, 0), *(one.activity.issued for one in self.summaries.values())], axis=0)
+        return bool(self.facts.get("device")) or bool(unknown > 0.5 * issued)
 
     @cached_property
     def led_by_devices(self) -> bool:
@@ -179,8 +184,8 @@ class Study:
 
     def _why_unseen(self, rank: int) -> str:
         summary = self.summaries[rank]
-        if summary.chains.incomplete:
-            return summary.chains.incomplete
+        if summary.unseen:
+            return summary.unseen
         if self.device is not None:
             return "the device's kernels were traced, but not how they depend on their host"
         return "the job ran on a device, and what that did was not timed in every step"
@@ -190,11 +195,11 @@ class Study:
         """How long a step the devices may stand idle at most where that is not seen: inside of phases of which the host
         has not launched the last yet. Mean over ranks and ordinary steps, ms."""
         ordinary, found = self.ordinary, 0
-        for rank, summary in self.summaries.items():
-            mine = ordinary[ordinary["rank"] == rank]
+        for rank, mine in ordinary.groupby("rank"):
+            summary = self.summaries[int(str(rank))]
             begin = mine["start_ns"].to_numpy(np.int64)
             end = begin + mine["dur_ns"].to_numpy(np.int64)
-            launching = summary.chains.launching
+            launching = summary.launching
             found += int((launching.before(end) - launching.before(begin)).sum())
         return found / 1e6 / max(len(ordinary), 1)
 
@@ -299,26 +304,31 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     """
     run = trace.run
 
-    # One clock, one numbering of steps, one name for each communication on all ranks.
-    aligned = align(trace, executor, observer)
-    rows = aligned.compared
-    collectives = match_collectives(rows, run)
+    # First pass. One clock, one numbering of steps, one name for each communication on all ranks.
+    aligned, arrivals = align(trace, executor, observer)
+    collectives = match_collectives(arrivals, run)
+    communicated = summarize_arrivals(arrivals, run, aligned.topology)
+    del arrivals
     matches = Matches(collectives)
 
-    # Each rank by itself: what it did when it was not training, and where its training thread's time went.
-    ranks = summarize_ranks(aligned.trace, collectives, matches, executor, observer)
-    times = {rank: summary.time for rank, summary in ranks.items()}
+    # Second pass. Each rank by itself: what it did when it was not training, and where its training thread's time went.
+    measured = summarize_ranks(aligned.trace, collectives, matches, executor, observer)
+    ranks = {rank: of_rank.summary for rank, of_rank in measured.items()}
+    times = {rank: of_rank.time for rank, of_rank in measured.items()}
 
     # All ranks together: their steps, and which of them are ordinary.
-    steps = step_budget(times, completed_steps(rows[rows["rank"].isin(list(ranks))]))
-    irregular = find_irregular(steps, rows, profiled_steps(run))
+    activity = concat_rows([summary.activity.rows for summary in ranks.values()], ACTIVITY)
+    steps = step_budget(times, completed_steps(activity))
+    irregular = find_irregular(steps, activity, profiled_steps(run))
     steps = mark_ordinary(steps, irregular)
     ordinary, length = steps[steps["ordinary"]], step_time(steps)
-    overhead = measure_overhead(rows, ordinary)
+    overhead = measure_overhead(activity, ordinary)
     estimated = estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary)
 
     # The step graph, and whether to believe it.
-    graph = build_graph({rank: summary.chains for rank, summary in ranks.items()}, collectives, steps, run)
+    graph = build_graph({rank: of_rank.chains for rank, of_rank in measured.items()}, collectives, steps, run)
+    waits = waits_table(times, collectives, steps)
+    del measured, times  # what was issued and waited for is in these two
     checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
 
     # Memory, devices, cores.
@@ -327,15 +337,17 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     uses = memory_uses(memory, run)
     traced = {rank: summary.device for rank, summary in ranks.items() if summary.device is not None}
     devices = compare_devices(traced, collectives, run)
-    facts, gauges = run.facts_by_kind(), Gauges(rows, steps)
+    facts, gauges = run.facts_by_kind(), Gauges(activity, steps)
     return Study(
         aligned=aligned,
+        communicated=communicated,
         summaries=ranks,
+        activity=activity,
         steps=steps,
         step_time=length,
         irregular=irregular,
         collectives=collectives,
-        waits=waits_table(times, collectives, steps),
+        waits=waits,
         graph=graph,
         checked=checked,
         facts=facts,

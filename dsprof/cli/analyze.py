@@ -10,6 +10,7 @@ import typer
 
 from dsprof.run import DEFAULT_PARENT, RunError
 
+from .progress import progress
 from .runs import UNREADABLE, RunArgument, fail, find_run, reading
 
 
@@ -18,6 +19,17 @@ def command(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings.json instead of the verdict.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the verdict's one sentence only.")] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs",
+            "-j",
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Processes that analyze ranks. Default: one for a small trace, one a core for a large one.",
+        ),
+    ] = None,
 ) -> None:
     """Print the verdict on a run: what is slow, why, what to change, and how much that helps.
 
@@ -28,7 +40,7 @@ def command(
     try:
         folder = find_run(run)
         with reading(folder):
-            analysis = reports.finish(folder, report=False)
+            analysis = reports.finish(folder, report=False, jobs=jobs, observer=None if quiet else progress())
             findings = reports.findings_json(analysis).decode() if as_json else ""
     except RunError as error:
         fail(error, UNREADABLE)

@@ -77,6 +77,10 @@ def runner(folder: RunFolder, steps: int | None) -> Run:
     """What runs the job of a run again, up to so many steps; None: to its end. Raises LaunchError."""
     from dsprof.fix import typed
 
+    if folder.read_info().nnodes:
+        raise LaunchError(
+            f"{folder.path}: a job of several hosts is not run again from one of them; compare runs by hand"
+        )
     again, limit_s = RepeatedJob.of_run(folder, split), _longest(folder)
     trial = json.dumps({"steps": steps or 0})
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from dsprof.launch import LaunchError
-from dsprof.launch.again import RepeatedJob
+from dsprof.launch.again import RepeatedJob, beside
 from dsprof.names import new_run_id
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
@@ -113,7 +113,7 @@ def _run_of(words: list[str]) -> RunFolder:
         status = None
     if status != 0:
         how = f"ended with status {status}" if status is not None else "left no run"
-        raise LaunchError(f"the job {why or how}; what it wrote is in {path.with_suffix('.txt')}", status or 2)
+        raise LaunchError(f"the job {why or how}; what it wrote is in {beside(path, 'txt')}", status or 2)
     say(f"interrupted, this goes on with: dsprof tune {path}")
     return folder
 

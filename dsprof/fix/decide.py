@@ -17,6 +17,8 @@ same side, of a change that does nothing, in one comparison of a hundred. So a s
 below MUCH and not as large as was predicted, takes more."""
 MUCH: Final = 0.4
 """Of the step."""
+FARTHEST: Final = 50.0
+"""A logarithm beyond which an end of an interval says nothing."""
 LEAST_GAIN: Final = 0.01
 """Of the step: a change that saves less is not worth it."""
 WRONG: Final = 0.005
@@ -32,7 +34,7 @@ Outcome = Literal["kept", "withdrawn", "undecided"]
 @dataclass(frozen=True)
 class Decision:
     """outcome: what was decided, or `undecided` as yet
-    saved_ms:   mean of the pairs
+    saved_ms:   what the pairs save in the mean
     low, high:  95 % interval of it
     percent:    of the original's step
     """
@@ -56,16 +58,22 @@ def decide(
     """What the pairs so far say. pairs: ms a step of the original and of the changed job, at least two; predicted: low
     and high end of what the change should save, ms.
 
-    It is asked again after each pair, up to `most_pairs`, so each look has its part of the chance to be wrong. Kept:
-    even the low end saves LEAST_GAIN of the step. Withdrawn: even the high end does not.
+    A machine that is busy makes both jobs of a pair longer by a factor, not by so many ms: what is averaged is the
+    logarithm of the ratio of the two, and savings are of the mean of the originals. It is asked again after each pair,
+    up to `most_pairs`, so each look has its part of the chance to be wrong. Kept: even the low end saves LEAST_GAIN of
+    the step. Withdrawn: even the high end does not.
     """
-    before = np.array([pair[0] for pair in pairs])
-    saved = before - np.array([pair[1] for pair in pairs])
-    mean, step_ms = float(saved.mean()), float(before.mean())
+    before, after = np.array(pairs).T
+    ratios, step_ms = np.log(before / after), float(before.mean())
     looks = max(most_pairs - FEWEST_PAIRS + 1, 1)
-    low, high = _interval(saved, SHOWN)
-    surely_low, _ = _interval(saved, 1 - WRONG / looks)
-    _, surely_high = _interval(saved, 1 - WITHDRAWN_WRONG / looks)
+
+    def saved_ms(ratio: float) -> float:
+        return step_ms * -math.expm1(-max(ratio, -FARTHEST))
+
+    mean = saved_ms(float(ratios.mean()))
+    low, high = (saved_ms(end) for end in _interval(ratios, SHOWN))
+    surely_low = saved_ms(_interval(ratios, 1 - WRONG / looks)[0])
+    surely_high = saved_ms(_interval(ratios, 1 - WITHDRAWN_WRONG / looks)[1])
     outcome: Outcome = "undecided"
     few = FEWEST_PAIRS if _is_no_chance(mean, step_ms, predicted) else min(PAIRS_OF_LITTLE, most_pairs)
     if len(pairs) >= few and surely_low > LEAST_GAIN * step_ms:

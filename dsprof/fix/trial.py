@@ -17,6 +17,7 @@ from .losses import Losses
 @dataclass(frozen=True)
 class Trial:
     """step_ms:  mean of the ordinary steps; None: there was none, or the job failed, and `why` says so
+    failed:   the job did; where it ended well and has no `step_ms`, nothing is known of the change
     whole_ms: mean of all steps, irregular ones included
     lost:     knobs that were not applied, as warnings say it
     losses:   of each rank by step, as far as they were captured
@@ -27,6 +28,7 @@ class Trial:
     lost: tuple[str, ...] = ()
     whole_ms: float | None = None
     losses: Losses = field(default_factory=dict)
+    failed: bool = False
 
 
 def read_trial(folder: Path) -> Trial | None:
@@ -34,13 +36,17 @@ def read_trial(folder: Path) -> Trial | None:
     run = RunFolder(folder)
     try:
         info: dict[str, Any] = json.loads(run.run_json.read_text())
-        found: dict[str, Any] = json.loads(run.findings_json.read_text())
     except (OSError, ValueError, RunError):
         return None
     if info.get("status") is None:
         return None
+    try:
+        found: dict[str, Any] = json.loads(run.findings_json.read_text())
+    except (OSError, ValueError):
+        ended = f"it ended with status {info['status']}"
+        return Trial(None, f"{ended} and could not be analyzed", failed=info["status"] != 0)
     if info["status"] != 0:
-        return Trial(None, f"it ended with status {info['status']}: {found['verdict']['headline']}")
+        return Trial(None, f"it ended with status {info['status']}: {found['verdict']['headline']}", failed=True)
     warnings = found["capture"]["warnings"]
     lost = tuple(warning for warning in warnings if warning.startswith("--set ") and "was not applied" in warning)
     step_ms = (found["run"]["step_ms"] or {}).get("mean")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from dsprof.analyzer.text import count
+
 from .corrections import corrected, factor
 from .journal import Attempt, Journal
 from .proposals import Proposal, slug
@@ -23,7 +25,7 @@ LEAST_PERCENT: Final = 2.0
 FAILURES: Final = 3
 """So many comparisons in a row whose unchanged job fails: then the job does not run any more."""
 ALL: Final = "all"
-"""Folder of the comparison of all that was kept with the job as it was."""
+"""Folder of the comparison of all that was kept with the job as it was; their number follows."""
 
 Propose = Callable[[Path], Sequence[Proposal]]
 """What a run's findings offer, by its folder."""
@@ -51,11 +53,13 @@ class Tuning:
     def tune(self, journal: Journal) -> Journal:
         """Try until it is over; what the journal says was tried is not tried again. Raises OSError where the journal
         cannot be written, and KeyboardInterrupt, after which it goes on where it stopped."""
-        if journal.together is None or journal.together.get("cut"):
-            journal.ended, journal.together = self._try_all(journal), None
-            if len(journal.which_kept) > 1:
-                journal.together = self._compare_all(journal)
-            journal.write()
+        if journal.together is not None and journal.together["outcome"] == "withdrawn":
+            return journal
+        known = len(journal.which_kept) if journal.together is not None and not journal.together.get("cut") else 1
+        journal.ended = self._try_all(journal)
+        if len(journal.which_kept) > known:
+            journal.together = self._compare_all(journal)
+        journal.write()
         return journal
 
     def _try_all(self, journal: Journal) -> str:
@@ -80,7 +84,9 @@ class Tuning:
         if journal.spent_s >= self.budget_s:
             return f"the budget of {self.budget_s:g} s is spent"
         finished = sum(one.is_done for one in journal.attempts)
-        return f"{self.most_trials} changes were tried" if finished >= self.most_trials else ""
+        if finished < self.most_trials:
+            return ""
+        return f"{count(finished, 'change')} {'was' if finished == 1 else 'were'} tried"
 
     def _next(self, journal: Journal) -> Attempt | None:
         """What was interrupted, or what should save most of what was not tried yet, with its prediction written."""
@@ -127,7 +133,8 @@ class Tuning:
         self.tell("all that was kept, beside the job as it was")
         of_whole = [one.predicted for one in journal.which_kept if Proposal("", "", {}, one.predicted).is_of_whole_run]
         everything = Proposal("", "", journal.kept, of_whole[0] if of_whole else None)
-        found = self._turns(journal, ALL, everything, {}).compare().to_dict()
+        name = f"{ALL}-{len(journal.which_kept)}"
+        found = self._turns(journal, name, everything, {}).compare().to_dict()
         if found.get("ms", 0.0) < 0:  # undecided, but it seems to cost
             found["outcome"] = "withdrawn"
         return found

@@ -15,6 +15,7 @@ from .trial import Trial, read_trial
 
 ORIGINAL: Final = "original"
 CHANGED: Final = "changed"
+NEITHER: Final = "neither"
 
 Run = Callable[[Path, Mapping[str, Any]], str]
 """Runs the job under the profiler into a run folder, with these knobs turned. Gives why it was ended; empty: it ended
@@ -23,7 +24,8 @@ Tell = Callable[[str], None]
 
 
 class TrialFailed(Exception):
-    """A job of the comparison failed, or could not be judged: the message says which and why."""
+    """A job of the comparison failed, or could not be judged: the message says which and why. side: whose job failed,
+    or NEITHER."""
 
     def __init__(self, side: str, message: str) -> None:
         super().__init__(message)
@@ -35,7 +37,7 @@ class Comparison:
     """pairs: ms a step of the original and of the changed job, one after the other
     decision: of two pairs or more, as yet
     why:      of what is undecided, and of what failed
-    failed:   the side whose job failed; empty: none did
+    failed:   the side whose job failed; "neither": a job ended well and could not be analyzed; empty: all is well
     cut:      it ended before its last pair, as `Turns.go_on` said so
     losses:   whether both train alike, of a change that pays
     """
@@ -138,8 +140,10 @@ class Turns:
             trial = self._try(path, {**self.base, **(self.knobs if side == CHANGED else {})})
         assert trial is not None
         if trial.step_ms is None:
-            log = path.with_suffix(".txt")
-            raise TrialFailed(side, f"the {side} job failed: {trial.why}; what it wrote is in {log}")
+            log = path.with_name(f"{path.name}.txt")
+            what = "failed" if trial.failed else "tells nothing"
+            side_of = side if trial.failed else NEITHER
+            raise TrialFailed(side_of, f"the {side} job {what}: {trial.why}; what it wrote is in {log}")
         if side == CHANGED and trial.lost:
             raise TrialFailed(side, f"{trial.lost[0]}; nothing is compared")
         return trial
@@ -147,5 +151,5 @@ class Turns:
     def _try(self, path: Path, knobs: Mapping[str, Any]) -> Trial:
         ended = self.run(path, knobs)
         if ended:
-            return Trial(None, ended)
-        return read_trial(path) or Trial(None, "it left no verdict")
+            return Trial(None, ended, failed=True)
+        return read_trial(path) or Trial(None, "it left no verdict", failed=True)

@@ -48,6 +48,7 @@ KNOBS: Final = (
         TrueOrFalse(),
         "trains differently",
         _DDP,
+        states=of_fact("ddp", "broadcast_buffers"),
     ),
     Knob("ddp.comm_hook", "the number format in which gradients travel", Choice(("bf16", "fp16")), ROUNDING, _DDP),
     Knob(

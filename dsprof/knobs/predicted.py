@@ -12,7 +12,9 @@ from typing import Any, Final
 from dsprof.analyzer.ask import Turned, Without
 from dsprof.analyzer.effect import Effect
 from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.rules.comm.buffers import BUFFER
 from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
+from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.data.data_stall import supply
@@ -43,11 +45,40 @@ def _workers(study: Study, value: Any) -> Effect:
     return Without("data.stall").effect(study)
 
 
+def _accumulate(study: Study, value: Any) -> Effect:
+    found = repeated_reductions(study)
+    if found is None:
+        raise NotJudged("no gradients are reduced more than once for one step of the optimizer")
+    if value != found.backwards:
+        raise NotJudged(
+            f"the optimizer steps after {found.backwards} backwards that reduce; with another number than "
+            f"{found.backwards} the job would not train as it does"
+        )
+    return Without("comm.redundant-reduce").effect(study)
+
+
+def _broadcast(study: Study, value: Any) -> Effect:
+    if value:
+        raise NotJudged("what broadcasting buffers takes is only told by a job that does it")
+    if not (study.collectives["purpose"] == BUFFER).any():
+        raise NotJudged("no buffers are broadcast in this run")
+    return Without("comm.buffers").effect(study)
+
+
+def _collect_every(study: Study, value: Any) -> Effect:
+    if value:
+        raise NotJudged("how long a collection after so many steps takes is not known; gc.every=0 can be predicted")
+    return Without("pause.gc").effect(study)
+
+
 CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "ddp.bucket_cap_mb": with_cap,
     "zero_optimization.reduce_bucket_size": _bucket_size,
+    "ddp.accumulate": _accumulate,
+    "ddp.broadcast_buffers": _broadcast,
     "fsdp2.modules_per_unit": with_modules_per_unit,
     "gc.freeze": _freeze,
+    "gc.every": _collect_every,
     "loader.num_workers": _workers,
 }
 """Key -> (study, value) -> what that changes. Raises NotJudged where this run does not tell."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -94,16 +95,25 @@ class RepeatedJob:
         """
         environment = dict(os.environ)
         if trial:
-            place = path.absolute().with_suffix(".trackers")
+            place = beside(path.absolute(), "trackers")
             place.mkdir(exist_ok=True)
             environment |= {name: value.format(folder=place) for name, value in TRACKERS.items()}
             environment["DSPROF_TRIAL"] = trial
         line = self.line(path, settings)
-        with open(path.with_suffix(".txt"), "w", encoding="utf-8") as output:
+        with open(beside(path, "txt"), "w", encoding="utf-8") as output:
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
             before = partial(end_with, os.getpid())
             child = subprocess.Popen(line, cwd=self.cwd, env=environment, preexec_fn=before, **streams)
-            return _await(child, path, say, limit_s)
+            try:
+                return _await(child, path, say, limit_s)
+            finally:
+                with suppress(OSError):  # there is none, or something is in it
+                    beside(path, "trackers").rmdir()
+
+
+def beside(path: Path, ending: str) -> Path:
+    """What lies beside a run folder under its name: `original-1.txt`, what its job wrote."""
+    return path.with_name(f"{path.name}.{ending}")
 
 
 def _await(child: subprocess.Popen[bytes], path: Path, say: Say, limit_s: float | None) -> str:

@@ -10,6 +10,7 @@ memory   side tables: segments, blocks and history of a device's allocator
 snapshot reads them from what torch dumps (plain_pickle: pickles that hold nothing but data)
 files    how the folder's files are written
 load     a run folder as a Trace, whose ranks are read one at a time
+process_pool  processes in which the ranks of a large trace are analyzed
 save     a Trace as a run folder, for importers
 strings  how pandas holds strings meanwhile
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import pandas as pd
@@ -18,6 +18,8 @@ from .memory import Memory, StoredMemory
 from .merge import bring_up_to_date, derive_anew, parquet_files, warn
 
 EVERY_COLUMN: Final = tuple(COLUMNS)
+CATEGORIES: Final = frozenset(name for name, dtype in COLUMNS.items() if dtype == "category")
+DTYPES: Final = {name: pd.api.types.pandas_dtype(dtype) for name, dtype in COLUMNS.items()}
 
 
 class Source(Protocol):
@@ -68,17 +70,24 @@ def load(folder: RunFolder) -> Trace:
     return Trace(info, _Stored(folder, info, parquet_files(folder), unwritten), StoredMemory(folder))
 
 
-def concat_rows(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Tables of the same columns of the trace, one behind the other."""
+def concat_rows(tables: Sequence[pd.DataFrame], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+    """Tables of the same columns of the trace, one behind the other; without a table these columns, empty."""
     if not tables:
-        return _nothing(EVERY_COLUMN)
-    columns = {
-        name: _join_categories([table[name] for table in tables])
-        if COLUMNS[name] == "category"  # of different categories concat would make objects
-        else pd.concat([table[name] for table in tables], ignore_index=True)
-        for name in tables[0].columns
-    }
-    return pd.DataFrame(columns, copy=False)
+        return _nothing(columns)
+    found = {name: _concat([table[name] for table in tables], COLUMNS[name]) for name in tables[0].columns}
+    return pd.DataFrame(found, copy=False)
+
+
+def _concat(parts: Sequence[pd.Series[Any]], dtype: str) -> Any:
+    if dtype == "category":  # of different categories concat would make objects
+        return _join_categories(parts)
+    first = parts[0].dtype
+    if any(part.dtype != first for part in parts):
+        return pd.concat(parts, ignore_index=True)
+    if isinstance(first, np.dtype):
+        return np.concatenate([part.to_numpy() for part in parts])
+    arrays = [part.array for part in parts]
+    return type(arrays[0])._concat_same_type(arrays)
 
 
 def _join_categories(parts: Sequence[pd.Series[str]]) -> pd.Categorical:
@@ -127,7 +136,8 @@ class _Stored:
             path = self._files[rank]
             try:
                 with open_parquet(path) as file:
-                    there = [name for name in columns if name in file.schema_arrow.names]
+                    known = set(file.schema_arrow.names)
+                    there = [name for name in columns if name in known]
                     return _typed(file.read(columns=there).to_pandas(), columns)
             except Exception as error:  # pyarrow and pandas raise whatever a damaged file has them meet
                 warn(self._info, f"{path.name}: unreadable ({brief(error)})")
@@ -145,7 +155,15 @@ class _Stored:
 
 def _typed(rows: pd.DataFrame, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
     """The columns with the types that they are to have; one that is not there is empty."""
-    return rows.reindex(columns=list(columns)).astype({name: COLUMNS[name] for name in columns})
+    there = set(rows.columns)
+    found = {name: _column(rows[name] if name in there else pd.Series(np.nan, rows.index), name) for name in columns}
+    return pd.DataFrame(found, index=rows.index, copy=False)
+
+
+def _column(values: pd.Series[Any], name: str) -> pd.Series[Any]:
+    """`astype` takes as long as reading does, also where there is nothing to do."""
+    is_there = isinstance(values.dtype, pd.CategoricalDtype) if name in CATEGORIES else values.dtype == DTYPES[name]
+    return values if is_there else values.astype(COLUMNS[name])
 
 
 def _nothing(columns: Sequence[str]) -> pd.DataFrame:

@@ -48,8 +48,10 @@ def as_fragment(analysis: Analysis, sections: Collection[str], note: str = "") -
     Without scripts, so without figures. note: what else is to be said."""
     report = report_of(analysis, sections)
     theme = asset("theme.css").replace(":root, .dsprof", ".dsprof")
-    style = f"{theme}.dsprof {{ {asset('blocks.css')} }}"  # of what is in it, and of nothing around it
-    return template("fragment.html.j2").render(report=report, note=note, style=Markup(style))
+    inside = f".dsprof {{ {asset('blocks.css')} }}"  # of what is in it, and of nothing around it
+    return template("fragment.html.j2").render(
+        report=report, note=note, style=Markup(theme + asset("fragment.css") + inside)
+    )
 
 
 @cache

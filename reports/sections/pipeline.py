@@ -8,13 +8,12 @@ from dsprof.analyzer.work.pipeline_step import (
     ARRIVING,
     FOR_STAGE,
     NOTHING_LEFT,
-    PipelineStep,
     has_pipeline,
     pipeline_step,
 )  # fmt: skip
 
 from .. import gantt
-from .section import Block, Column, Figure, Maker, Row, table
+from .section import Block, Column, Figure, Maker, Row, Words, table
 
 
 def _needs(analysis: Analysis) -> str:
@@ -23,27 +22,16 @@ def _needs(analysis: Analysis) -> str:
     return "" if analysis.step_to_show[0] is not None else "no step was begun"
 
 
-def _shown(analysis: Analysis) -> PipelineStep | None:
-    step = analysis.step_to_show[0]
-    return None if step is None else pipeline_step(analysis.trace, step)
-
-
-def _lead(analysis: Analysis) -> str:
-    found = _shown(analysis)
-    words = (
+def _lead(_: Analysis) -> str:
+    return (
         "What each stage did in a step: forward (F), backward (B) and, where the schedule splits it, the gradients of "
         "weights (W), with the number of the micro-batch."
-    )
-    if found is None or found.ideal_ms is None:
-        return words
-    return (
-        f"{words} From the first action to the last it took {ms(found.measured_ms)}. In the same order it would take "
-        f"{ms(found.ideal_ms)} if every stage took as long as the mean of them and nothing took time to arrive."
     )
 
 
 def _blocks(analysis: Analysis) -> list[Block]:
-    found = _shown(analysis)
+    step = analysis.step_to_show[0]
+    found = None if step is None else pipeline_step(analysis.trace, step)
     if found is None:
         return []
     whole = found.measured_ms
@@ -62,7 +50,13 @@ def _blocks(analysis: Analysis) -> list[Block]:
     )  # fmt: skip
     rows.sort(key=lambda row: int(row.cells[0].partition(",")[0]))
     figure = Figure("pipeline", "what each stage of the pipeline did in one step", gantt.pipeline(found))
-    return [figure, table(columns, rows)]
+    words = f"From the first action to the last it took {ms(found.measured_ms)}."
+    if found.ideal_ms is not None:
+        words += (
+            f" In the same order it would take {ms(found.ideal_ms)} if every stage took as long as the mean of them "
+            "and nothing took time to arrive."
+        )
+    return [Words(words), figure, table(columns, rows)]
 
 
 PIPELINE = Maker("pipeline", "The pipeline", _needs, _lead, _blocks)

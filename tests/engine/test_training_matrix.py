@@ -32,13 +32,20 @@ SIZES: Final = {
     },
 }  # fmt: skip
 
-PRECISIONS: Final[dict[str, tuple[torch.dtype, dict[str, Any], float]]] = {
-    "fp32": (torch.float32, {}, 2e-5),
+PRECISIONS: Final[dict[str, tuple[torch.dtype, dict[str, Any], float, float]]] = {
+    "fp32": (torch.float32, {}, 2e-5, 2e-5),
     # Three steps of at most 0.01 each, and weights up to 3: what is read has a precision of 2^-8 of that in bf16.
-    "bf16": (torch.bfloat16, {"bf16": {"enabled": True}}, 0.03),
-    "fp16": (torch.float16, {"fp16": {"enabled": True, "loss_scale": SCALE}}, 0.01),
+    "bf16": (torch.bfloat16, {"bf16": {"enabled": True}}, 0.03, 0.03),
+    "fp16": (torch.float16, {"fp16": {"enabled": True, "loss_scale": SCALE}}, 0.01, 0.03),
 }
-"""Name -> what the model runs in, the configuration, and how far weights may be from the reference's."""
+"""Name -> what the model runs in, the configuration, how far from the reference's weights may be, and how far FEW of
+them.
+
+Where the ranks' gradients cancel, what is left of their sum is rounding, as they are sent in fp16. Of that Adam's first
+steps take the sign: of 0.121, 0.026 and -0.147 a weight goes 0.01 one way or the other.
+"""
+FEW: Final = 0.01
+"""Of the elements of a tensor."""
 
 
 class Case(NamedTuple):
@@ -142,8 +149,11 @@ def reference(world_size: int, accumulate: int, precision: str) -> dict[str, tor
 def check(ranks: Ranks, case: Case) -> None:
     expected = reference(case.world_size, case.accumulate, case.precision)
     results = ranks.run(case.world_size, train, case)
+    *_, usual, at_most = PRECISIONS[case.precision]
     for name, value in expected.items():
-        assert (results[0][name] - value).abs().max().item() < PRECISIONS[case.precision][2], name
+        difference = (results[0][name] - value).abs()
+        assert difference.max().item() < at_most, name
+        assert (difference >= usual).sum().item() <= FEW * value.numel(), name
         for other in results[1:]:
             assert torch.equal(results[0][name], other[name]), f"{name} differs between ranks"
 

@@ -1,6 +1,8 @@
 """Put the ranks of a run beside each other: one clock, one numbering of steps, one name for each communication.
 
-aligned      all ranks beside each other; which of their rows are held at once
+aligned      the first pass: all ranks beside each other
+communicated what is kept of what they communicated, beside the matches
+progress     how far each rank was at the end; collectives that ranks disagree about
 clock        every rank on one clock
 steps        steps under numbers that mean the same on all ranks
 groups       process groups by their ranks, and the dimensions of the mesh that like ones form

@@ -1,7 +1,7 @@
-"""A trace on one clock, with one numbering of steps and one name for each communication on all ranks.
+"""The first pass: a trace on one clock, with one numbering of steps and one name for each communication on all ranks.
 
-What that takes is found in the rows that ranks are compared by, the only ones of all ranks that are held at once. All
-else is read a rank at a time.
+Of each rank it takes what puts it beside the others: when it was at each communication, and its steps. Those arrivals
+are the only table of all ranks, and a study does not keep it. All else is read a rank at a time, in the second pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo, last_processes
@@ -27,13 +26,11 @@ from .numbering import number_by_order
 from .steps import late_beginnings, renumber_steps
 from .topology import Topology, find_topology, name_pipeline_messages
 
-COMPARED_KINDS: Final = ("comm", "step", "phase", "pipe", "gauge", "pause")
-"""And the waits for messages, which say when a message was there."""
-COMPARED: Final = (
-    "rank", "restart", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "issue_ns", "arrival_ns",
-    "host_ns", "stage", "purpose", "group", "seq", "peer", "tag", "root", "bytes", "dtype", "value", "grad", "source",
+ARRIVED: Final = (
+    "rank", "restart", "step", "kind", "name", "start_ns", "dur_ns", "ended", "issue_ns", "arrival_ns", "stage",
+    "purpose", "group", "seq", "peer", "tag", "root", "bytes", "dtype", "source",
 )  # fmt: skip
-"""Columns of the trace."""
+"""Columns of the trace that say when a rank was where."""
 CORRECTED_BY: Final = (
     "rank", "restart", "step", "kind", "start_ns", "dur_ns", "issue_ns", "arrival_ns", "purpose", "group", "seq",
     "peer",
@@ -43,14 +40,12 @@ CORRECTED_BY: Final = (
 
 @dataclass(frozen=True)
 class Aligned:
-    """compared: the rows of all ranks of COMPARED_KINDS, with the columns COMPARED, aligned
-    trace:    all rows, aligned as they are read
+    """trace:    all rows, aligned as they are read
     clock_error_us: how far the clocks of ranks may be apart all the same
     clocks_told: whether that is known: a trace of another tool may not say of which clocks its times are, which are
     taken for one then
     """
 
-    compared: pd.DataFrame
     trace: Trace
     topology: Topology
     clock_error_us: float
@@ -59,54 +54,68 @@ class Aligned:
 
 
 @dataclass(frozen=True)
-class _ReadCompared:
-    """Of a rank, the rows of COMPARED_KINDS, their places among all of its last attempt, how many those are, and the
-    warnings that reading gave."""
+class RankArrivals:
+    """table: the columns ARRIVED of the rows that `_arrivals` chooses; place: where those are among all of the rank's
+    last attempt, and length: how many rows that has; warnings: that reading gave"""
+
+    table: pd.DataFrame
+    place: Int
+    length: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReadArrivals:
+    """What the first pass takes of a rank. `last`: rank -> number of its last restart."""
 
     trace: Trace
     last: Mapping[int, int]
 
-    def __call__(self, rank: int) -> tuple[pd.DataFrame, Int, int, tuple[str, ...]]:
+    def __call__(self, rank: int) -> RankArrivals:
         known = len(self.trace.run.warnings)
-        rows = _last_attempt(self.trace.read(rank, COMPARED), self.last)
-        place = np.flatnonzero(_is_compared(rows))
-        return rows.iloc[place], place, len(rows), tuple(self.trace.run.warnings[known:])
+        rows = _last_attempt(self.trace.read(rank, ARRIVED), self.last)
+        place = _arrivals(rows)
+        return RankArrivals(rows.iloc[place], place, len(rows), tuple(self.trace.run.warnings[known:]))
 
 
-def align(trace: Trace, executor: Executor | None = None, observer: Observer | None = None) -> Aligned:
-    """Find what puts the ranks of a trace beside each other."""
+def align(
+    trace: Trace, executor: Executor | None = None, observer: Observer | None = None
+) -> tuple[Aligned, pd.DataFrame]:
+    """Find what puts the ranks of a trace beside each other. Also the arrivals of all ranks, by rank, aligned: columns
+    ARRIVED."""
     run = trace.run
     last = {item.rank: item.restart for item in last_processes(run.ranks)}
     told = Trace(run, trace.source)  # what allocators held is not asked here, and need not travel
-    every = map_ranks(_ReadCompared(told, last), trace.ranks, executor, observer, "read")
-    for _, _, _, warnings in every.found.values():
-        for text in warnings:
+    every = map_ranks(ReadArrivals(told, last), trace.ranks, executor, observer, "read")
+    for of_rank in every.found.values():
+        for text in of_rank.warnings:
             warn(run, text)
     for rank, why in every.failed.items():
         warn(run, f"rank {rank}: it could not be read and is left out ({why})")
-    tables = [table for table, _, _, _ in every.found.values()]
-    places = {rank: place for rank, (_, place, _, _) in every.found.items()}
-    lengths = {rank: length for rank, (_, _, length, _) in every.found.items()}
+    places = {rank: of_rank.place for rank, of_rank in every.found.items()}
+    lengths = {rank: of_rank.length for rank, of_rank in every.found.items()}
+    tables = [of_rank.table for of_rank in every.found.values()]
     del every
-    rows = concat_rows(tables) if tables else trace.rows[list(COMPARED)]
+    rows = concat_rows(tables, ARRIVED)
     tables.clear()
     numbered = number_by_order(rows, run)
     numbers = None if numbered is rows else _by_rank(numbered["seq"], places)
     clocks = find_clocks(numbered, run)
     rows = clocks.correct(numbered)
+    del numbered
     late, renumbered = late_beginnings(rows)
     rows = renumber_steps(rows, late)
     jump_us, jumps = find_jumps(rows)
     topology = find_topology(rows, run)
     source = _Corrected(told, last, lengths, places, numbers, clocks, late, topology)
-    return Aligned(
-        compared=name_pipeline_messages(rows, topology),
+    aligned = Aligned(
         trace=Trace(run, source, trace.memory),
         topology=topology,
         clock_error_us=max(clocks.error_us, jump_us),
         clocks_told=_clocks_told(run),
         warnings=(*clocks.warnings, *renumbered, *jumps),
     )
+    return aligned, name_pipeline_messages(rows, topology)
 
 
 def _clocks_told(run: RunInfo) -> bool:
@@ -115,12 +124,20 @@ def _clocks_told(run: RunInfo) -> bool:
     return all(item.host for item in run.ranks) or len({item.clock_name for item in run.ranks}) > 1
 
 
-def _is_compared(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
-    kind = rows["kind"]
-    compared: npt.NDArray[np.bool_] = (kind.isin(COMPARED_KINDS) | ((kind == "wait") & rows["peer"].notna())).to_numpy(
-        bool
-    )
-    return compared
+def _arrivals(rows: pd.DataFrame) -> Int:
+    """Which of a rank's rows the first pass takes: its communications and its waits for messages, which say when one
+    was there; its steps; of a pipeline's actions one for each stage; and of a rank that sends the forwards and
+    backwards, which say what it sends. Of a rank that has nothing of these, its first row: that it is there."""
+    kind, peer = rows["kind"], rows["peer"].notna()
+    communicates = kind == "comm"
+    chosen = communicates | (kind == "step") | ((kind == "wait") & peer)
+    acted = np.flatnonzero(kind == "pipe")
+    if len(acted):
+        chosen.iloc[acted[~rows["stage"].iloc[acted].duplicated().to_numpy(bool)]] = True
+    if (communicates & peer).any():
+        chosen |= (kind == "phase") & rows["name"].isin(["forward", "backward"])
+    place = np.flatnonzero(chosen.to_numpy(bool))
+    return place if len(place) else np.arange(min(len(rows), 1))
 
 
 def _last_attempt(rows: pd.DataFrame, last: Mapping[int, int]) -> pd.DataFrame:

@@ -90,15 +90,14 @@ class Clocks:
         aligned = start - self._ahead(start, host)
         moved: dict[str, Any] = {"start_ns": aligned}
         for name in ("issue_ns", "arrival_ns"):
-            when = rows[name].copy()
-            told = when.notna().to_numpy(bool)
-            told_at = when[told].to_numpy(np.int64)
-            when[told] = told_at - self._ahead(told_at, host[told])
-            moved[name] = when
+            told = rows[name].notna().to_numpy(bool)
+            when = rows[name].to_numpy(np.int64, na_value=0).copy()
+            when[told] -= self._ahead(when[told], host[told])
+            moved[name] = pd.arrays.IntegerArray(when, ~told)
         if any(offset.drift for offset in self.offsets):  # so that what ended when the next began still does
             end = start + length.fillna(0).to_numpy(np.int64)
             end -= self._ahead(end, host)
-            moved["dur_ns"] = pd.Series(end - aligned, rows.index).astype("Int64").where(length.notna())
+            moved["dur_ns"] = pd.arrays.IntegerArray(end - aligned, length.isna().to_numpy(bool))
         return rows.assign(**moved)
 
     def _ahead(self, when: Int, host: npt.NDArray[np.int32]) -> Int:

@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dsprof.run import RunInfo
 from dsprof.schema import CAPTURE_GAP, CAPTURE_OFF, CAPTURE_ON
-from dsprof.trace.derive.steps import step_pattern
+from dsprof.trace import Trace, step_pattern
 
 from ..text import count
 from .match import numbers
@@ -106,14 +105,16 @@ def captured_part(steps: pd.DataFrame, taken: int) -> str:
     return f"no whole step was captured: --steps, --delay, --duration or `dsprof capture` left none of {taken}"
 
 
-def without_training(rows: pd.DataFrame) -> str:
+def without_training(phases: pd.DataFrame, communicated_nothing: bool) -> str:
     """That what was seen on all ranks is no training, in words; empty where it may be, or nothing was seen."""
-    phases = rows["kind"] == "phase"
-    if (phases & rows["name"].isin(["backward", "optimizer"])).any() or not (phases | (rows["kind"] == "comm")).any():
+    trains = phases["name"].isin(["backward", "optimizer"]).any()
+    if trains or (phases.empty and communicated_nothing):
         return ""
     return "neither a backward pass nor an optimizer's step was seen, so there is no training step to judge"
 
 
+PATTERN_COLUMNS: Final = ("rank", "restart", "step", "kind", "name", "start_ns", "dur_ns", "value")
+"""Columns of the trace that `step_pattern` looks at."""
 MOST_OPTIMIZERS: Final = 6
 """Of more, such as one a parameter, it is only said how many there are."""
 FEW_BEHIND: Final = 2
@@ -165,17 +166,18 @@ def lasting_change(
     return int(numbers[split]), left, right
 
 
-def describe_steps(rows: pd.DataFrame, run: RunInfo) -> str:
-    """What a step of this run is, where it is not what one expects: one optimizer's step after its backward."""
-    steps = rows[(rows["kind"] == "step") & rows["value"].notna()]
+def describe_steps(steps: pd.DataFrame, trace: Trace) -> str:
+    """What a step of this run is, where it is not what one expects: one optimizer's step after its backward. `steps`:
+    rank and value of all ranks' steps."""
+    steps = steps[steps["value"].notna()]
     if steps.empty:
         return ""
-    first = rows[rows["rank"] == steps["rank"].min()]
     if (steps["value"] == 0).all():
         return "one backward: no optimizer of torch.optim was seen to step"
-    pattern = step_pattern(first)
+    pattern = step_pattern(trace.read(int(steps["rank"].min()), PATTERN_COLUMNS))
     if len(pattern) < 2:
         return ""
+    run = trace.run
     known = {fact.get("number"): str(fact.get("class")) for fact in run.facts if fact.get("fact") == "optimizer"}
     if len(pattern) > MOST_OPTIMIZERS:
         return f"an iteration of {sum(times for _, times in pattern)} steps of {len(pattern)} optimizers"

@@ -5,6 +5,7 @@ label        what a lane does when: of rows that nest the innermost counts
 lanes        what each lane of a rank did, and what its waits were for
 stream_waits what a device's stream waited for where that was not told
 lane_tasks   copies that were issued to lanes of one rank's own
+activity     what a rank did in each step, a few rows of it
 step_budget  the parts of each rank's step
 parts        which parts are a rank's own work, waiting, training
 irregular    ordinary steps, and those that are not

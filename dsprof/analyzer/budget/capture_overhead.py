@@ -49,7 +49,8 @@ def measure_overhead(rows: pd.DataFrame, ordinary: pd.DataFrame) -> float | None
     names = [HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS]
     gauges = rows.loc[(rows["kind"] == "gauge") & rows["name"].isin(names), ["rank", "name", "start_ns", "value"]]
     step_s = ordinary.groupby("rank")["dur_ns"].mean() / 1e9
-    shares = [_share(gauges[gauges["rank"] == rank], float(mean_s)) for rank, mean_s in step_s.items()]
+    of_rank = dict(iter(gauges.groupby("rank")))
+    shares = [_share(of_rank.get(rank, gauges[:0]), float(mean_s)) for rank, mean_s in step_s.items()]
     found = [share for share in shares if share is not None]
     return 100 * float(np.mean(found)) if len(found) == len(shares) else None
 

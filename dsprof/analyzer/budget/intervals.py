@@ -35,10 +35,14 @@ class Intervals:
         return Intervals(nothing, nothing)
 
     def __or__(self, other: Intervals) -> Intervals:
+        if not len(self.start) or not len(other.start):
+            return self if len(self.start) else other
         return Intervals.union(np.concatenate([self.start, other.start]), np.concatenate([self.end, other.end]))
 
     def __sub__(self, other: Intervals) -> Intervals:
         """What of this set is not in `other`."""
+        if not len(self.start) or not len(other.start):
+            return self
         edges = np.sort(np.concatenate([self.start, self.end, other.start, other.end]))
         edges = edges[np.append(True, edges[1:] != edges[:-1])[: len(edges)]]  # np.unique takes three times as long
         if len(edges) < 2:
@@ -49,6 +53,8 @@ class Intervals:
 
     def __and__(self, other: Intervals) -> Intervals:
         """What of this set is in `other`."""
+        if not len(self.start) or not len(other.start):
+            return Intervals.empty()
         return self - (self - other)
 
     def holds(self, when: Int) -> npt.NDArray[np.bool_]:

@@ -71,11 +71,11 @@ class Lanes:
         works = ((kind == "copy") | (kind == "kernel") | (kind == "phase")) & beside
         sends = (kind == "comm") & (_on_stream(rows["lane"]) | rows["corr"].notna())
         chosen = (works | sends) & rows["dur_ns"].notna()
-        if not chosen.any():  # so it is where only the training thread matters
-            rows = rows[:0]
-            chosen = chosen[:0]
-        self._work = work = rows[list(WORKING)][chosen & ~rows["lane"].isin(OWN_LANES)]
         self.tasks = LaneTasks.none()
+        if not chosen.any():  # so it is where only the training thread matters
+            self._work = rows[:0]
+            return
+        self._work = work = rows[list(WORKING)][chosen & ~rows["lane"].isin(OWN_LANES)]
         if not len(work):
             return
         self._lane, names = codes_of(work["lane"])

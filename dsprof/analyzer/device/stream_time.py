@@ -24,7 +24,7 @@ from ..arrays import Float, Int
 from ..budget.intervals import Intervals
 from ..budget.label import PHASE_PART, innermost
 from ..budget.lanes import MAIN, OWN_LANES, STREAM
-from ..columns import codes_of
+from ..columns import codes_of, may_hold
 
 KERNEL_WAIT_NS: Final = 30_000
 """HTA's `consecutive_kernel_delay`."""
@@ -138,6 +138,8 @@ class DeviceTime:
 
 def device_time(rows: pd.DataFrame, rank: int, matches: Matches, run: RunInfo) -> DeviceTime | None:
     """Of one rank's rows; None where nothing of a device was traced."""
+    if not may_hold(rows["kind"], lambda kind: kind == "kernel"):
+        return None
     lane, names = codes_of(rows["lane"])
     of_stream = np.append([name.startswith(STREAM) for name in names.tolist()], False).astype(bool)[lane]
     done = rows["dur_ns"].notna().to_numpy(bool) & rows["kind"].isin(["kernel", "copy", "comm"]).to_numpy(bool)

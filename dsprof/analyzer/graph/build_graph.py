@@ -145,7 +145,7 @@ class _Builder:
                 later += 1
         self.all_events = events
         first = int(np.searchsorted(events.step, 0))
-        self.events = events.take(np.arange(first, len(events.step)))
+        self.events = events.take(slice(first, None))
         self.first_point = np.searchsorted(self.events.step, np.arange(len(numbers) + 1))
         self.templates: list[StepTemplate] = []
         self.place: dict[int, tuple[int, int]] = {}
@@ -179,7 +179,7 @@ class _Builder:
         )
 
     def _mine(self, step: int) -> ProgramEvents:
-        return self.events.take(np.arange(self.first_point[step], self.first_point[step + 1]))
+        return self.events.take(slice(int(self.first_point[step]), int(self.first_point[step + 1])))
 
     def _describe(self, step: int) -> tuple[Int, object]:
         """The step's targets in the order in which they are met, and what it has in common with steps alike."""

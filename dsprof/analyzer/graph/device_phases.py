@@ -11,6 +11,7 @@ import pandas as pd
 
 from ..arrays import Int
 from ..budget.lanes import MAIN, STREAM
+from ..columns import may_hold
 
 PHASES: Final = ("forward", "recompute", "backward", "optimizer")
 """What is timed on streams."""
@@ -34,6 +35,8 @@ class DevicePhases:
 
 
 def device_phases(rows: pd.DataFrame) -> DevicePhases | None:
+    if not may_hold(rows["kind"], lambda kind: kind == "kernel"):
+        return None
     timed = (rows["kind"] == "kernel") & (rows["source"] == "measured") & rows["name"].isin(PHASES)
     timed &= rows["dur_ns"].notna() & rows["issue_ns"].notna()
     table = rows[["name", "lane", "start_ns", "dur_ns", "issue_ns"]][timed]

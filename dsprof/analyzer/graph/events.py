@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ from dsprof.engine.schedule import COMPUTE
 from dsprof.run import RunInfo
 
 from ..align.match import Matches, asked_ns, is_issued
-from ..arrays import Float, Int
+from ..arrays import Bool, Float, Int
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import BEHIND, RankTime
 from .step_graph import PARTS
@@ -50,7 +51,7 @@ class ProgramEvents:
     ended: Int
     action: Int
 
-    def take(self, chosen: Int) -> ProgramEvents:
+    def take(self, chosen: Int | slice) -> ProgramEvents:
         return ProgramEvents(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
@@ -73,27 +74,35 @@ class Segments:
 def find_events(programs: Sequence[Program], begin: Int, end: Int, first_own: Int) -> ProgramEvents:
     """The events of these chains. begin, end: [T, N] of the graph's steps, ns; `first_own`: [T] the row of
     `tasks.Tasks` that the first of the own tasks of each one's rank is."""
-    parts: list[Program] = []
+    targets: list[Int] = []
     steps: list[Int] = []
     for i, columns in enumerate(programs):
         when = columns[WHEN]
-        target = columns[TARGET] + np.where(columns[OWN] == 1, first_own[i], 0)
+        targets.append(columns[TARGET] + np.where(columns[OWN] == 1, first_own[i], 0))
         at = np.searchsorted(begin[i], when, "right") - 1
         within = (at >= 0) & (when < end[i][np.maximum(at, 0)])
         steps.append(np.where(within, at, -1))
-        parts.append((np.full(len(when), i), columns[WHAT], target, when, columns[ENDED], columns[ACTION]))
-    rank_of, what, target, when, ended, action = (np.concatenate([part[k] for part in parts]) for k in range(6))
-    step = np.concatenate(steps)
+    what, when = (np.concatenate([columns[k] for columns in programs]) for k in (WHAT, WHEN))
+    rank_of = np.repeat(np.arange(len(programs)), [len(columns[WHEN]) for columns in programs])
+    target, step = np.concatenate(targets), np.concatenate(steps)
+    del targets, steps
     order = np.lexsort((_turn(rank_of, what, target, when), when, rank_of, step))
-    return ProgramEvents(step, rank_of, what, target, when, ended, action).take(order)
+    # One after the other: of many ranks each column is large.
+    step, rank_of, what, target, when = (of[order] for of in (step, rank_of, what, target, when))
+    ended, action = (np.concatenate([columns[k] for columns in programs])[order] for k in (ENDED, ACTION))
+    return ProgramEvents(step, rank_of, what, target, when, ended, action)
 
 
 def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunInfo | None = None) -> Program:
     """One rank's events: of its `rows` the communications, phases and actions, of its `time` the waits and tasks."""
     kind, main = rows["kind"], rows["lane"] == "main"
     backward_at = rows.loc[(kind == "phase") & (rows["name"] == "backward") & main, "start_ns"].to_numpy(np.int64)
-    comm = rows[COMM][(kind == "comm") & is_issued(rows) & rows["seq"].notna()]
-    acted = rows[ACTED][(kind == "pipe") & main & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE)]
+    communicates = (kind == "comm") & is_issued(rows) & rows["seq"].notna()
+    comm = rows[COMM].take(np.flatnonzero(communicates.to_numpy(bool)))
+    acts = kind == "pipe"
+    if acts.any():
+        acts = acts & main & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE)
+    acted = rows[ACTED].take(np.flatnonzero(acts.to_numpy(bool)))
     parts = [
         _issues(comm, matches, run),
         _own_issues(time.lane_tasks),
@@ -177,23 +186,35 @@ def find_segments(times: Sequence[Time], events: ProgramEvents, begin: Int, end:
     """What lies between the events, from the beginning of each step to its end."""
     steps = begin.shape[1]
     number: list[Int] = []
-    began: list[Int] = []
-    work: list[Float] = []
-    for i, time in enumerate(times):
-        mine = (events.rank == i) & (events.step >= 0)
+    moments: list[Int] = []
+    insides: list[Bool] = []
+    within = np.flatnonzero(events.step >= 0)
+    within = within[np.argsort(events.rank[within], kind="stable")]
+    edges = np.searchsorted(events.rank[within], np.arange(len(times) + 1))
+    for i, (low, high) in enumerate(pairwise(edges.tolist())):
+        mine = within[low:high]
         edge_step = np.concatenate([np.arange(steps), events.step[mine], np.arange(steps)])
-        edge_kind = np.repeat([0, 1, 2], [steps, int(mine.sum()), steps])
+        edge_kind = np.repeat([0, 1, 2], [steps, len(mine), steps])
         when = np.concatenate([begin[i], events.when[mine], end[i]])
         order = np.lexsort((when, edge_kind, edge_step))
         when, edge_step, edge_kind = when[order], edge_step[order], edge_kind[order]
         inside = edge_kind[:-1] < 2  # from the end of a step to the next one's start is no segment
-        work.append(time.work_between(when)[inside])
-        began.append(when[:-1][inside])
+        moments.append(when)
+        insides.append(inside)
         number.append(edge_step[:-1][inside])
     every = np.concatenate(number)
     order = np.argsort(every, kind="stable")
     first = np.searchsorted(every[order], np.arange(steps + 1))
-    return Segments(np.concatenate(began)[order], np.concatenate(work)[order], first)
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    # What each chain's are goes where it belongs at once: of many chains there is room for one such table.
+    began, work = np.empty(len(order), np.int64), np.empty((len(order), len(PARTS)))
+    done = 0
+    for time, when, inside in zip(times, moments, insides, strict=True):
+        mine = place[done : done + int(inside.sum())]
+        began[mine], work[mine] = when[:-1][inside], time.work_between(when)[inside]
+        done += len(mine)
+    return Segments(began, work, first)
 
 
 def work_between(time: RankTime, when: Int) -> Float:

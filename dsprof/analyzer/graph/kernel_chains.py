@@ -24,7 +24,7 @@ from ..arrays import Bool, Int
 from ..budget.intervals import Intervals
 from ..budget.lanes import MAIN, STREAM
 from ..budget.step_budget import RankTime
-from ..columns import Words, codes_of
+from ..columns import Words, codes_of, may_hold
 from .chains import DEPENDS, LAUNCH, STEP, SYNC, Chain, Flows, RankChains, StreamTime, ThreadTime
 from .events import ISSUE, OWN, WAIT, Program
 
@@ -76,6 +76,8 @@ def kernel_chains(
 
 
 def _operations(rows: pd.DataFrame, matches: Matches, run: RunInfo | None) -> _DeviceOperations | None:
+    if not may_hold(rows["kind"], lambda kind: kind == "kernel"):
+        return None
     lane, names = codes_of(rows["lane"])
     of_stream = np.append([name.startswith(STREAM) for name in names.tolist()], False).astype(bool)[lane]
     kind = rows["kind"].isin(KINDS).to_numpy(bool) & rows["dur_ns"].notna().to_numpy(bool)

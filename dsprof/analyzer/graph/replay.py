@@ -20,8 +20,8 @@ from .step_graph import StepGraph, Steps
 
 SETTLED: Final = 1e-9
 """Of the mean step: what moves by less between two sweeps has settled."""
-MOST_NUMBERS: Final = 32_000_000
-"""Evaluated at once: 256 MB of them."""
+MOST_NUMBERS: Final = 2_000_000
+"""Evaluated at once: 16 MB of them, and several arrays of as many."""
 
 
 @dataclass(frozen=True)

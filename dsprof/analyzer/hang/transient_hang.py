@@ -6,7 +6,7 @@ the trace says for whom the others waited.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from dsprof.live.frames import in_words, short
 from dsprof.live.waiting import Communication, ranks_in_words
 from dsprof.run import from_known
 from dsprof.schema import STANDSTILL, WENT_ON
+from dsprof.trace import concat_rows
 
 from ..align.match import PAIR, SEND_RECV, matched_group
 from ..study import Study, once
@@ -23,6 +24,9 @@ from ..text import ms
 
 AT_WORK: Final = ("checkpoint", "compile")
 """Phases in which a rank may take any time."""
+MOST_SUSPECTS: Final = 8
+"""Ranks whose rows are read: those that waited, or that the others waited for, did the same."""
+ISSUED: Final = ("rank", "step", "kind", "name", "group", "seq", "peer", "tag", "start_ns")
 
 Fact = Mapping[str, Any]
 
@@ -71,20 +75,21 @@ def has_passed(study: Study, hang: Fact) -> bool:
         return True
     if hang.get("kind") != "missing":
         return False
-    issued = set(_issued(study, from_known(Communication, hang["operation"]))["rank"])
-    return bool(hang["culprits"]) and set(hang["culprits"]) <= issued
+    culprits = [int(rank) for rank in hang["culprits"]][:MOST_SUSPECTS]
+    issued = set(_issued(study, from_known(Communication, hang["operation"]), culprits)["rank"])
+    return bool(culprits) and set(culprits) <= issued
 
 
-def step_of(study: Study, operation: Communication) -> int | None:
-    """The step in which ranks issued it."""
-    steps = _issued(study, operation)["step"]
+def step_of(study: Study, operation: Communication, ranks: Iterable[int]) -> int | None:
+    """The step in which these ranks, of which some are asked, issued it."""
+    steps = _issued(study, operation, list(dict.fromkeys(ranks))[:MOST_SUSPECTS])["step"]
     steps = steps[steps >= 0]
     return None if steps.empty else int(steps.max())
 
 
-def _issued(study: Study, operation: Communication) -> pd.DataFrame:
-    """rank and step of the rows of a communication, on all ranks; of a message, both of its sides."""
-    rows = study.rows
+def _issued(study: Study, operation: Communication, ranks: Sequence[int]) -> pd.DataFrame:
+    """rank and step of the rows of a communication on these ranks; of a message, both of its sides."""
+    rows = concat_rows([study.trace.read(rank, ISSUED) for rank in ranks], ISSUED)
     numbered = (rows["kind"] == "comm") & (rows["group"] == operation.group) & (rows["seq"] == operation.seq)
     found = rows[numbered]
     if operation.peer is None:
@@ -111,7 +116,7 @@ def _of_launcher(study: Study, hang: Fact) -> TransientHang:
         waited_s = float((same["last_ns"] - same["first_ns"]).max()) / 1e9 if len(same) else 0.0
         seconds = max(float(hang.get("still_s") or 0.0), waited_s)
     stood = {rank: said for rank in ranks if (said := _stood(study, rank, operation.start_ns)) is not None}
-    step = step_of(study, operation)
+    step = step_of(study, operation, (*ranks, *(int(rank) for rank in hang.get("waiters") or ())))
     return TransientHang(ranks, float(seconds), step, operation.words, operation.group, operation.name, stood)
 
 

@@ -22,6 +22,8 @@ from dsprof.schema import (
     MEMORY_PEAKS,
 )
 
+from ..columns import may_hold
+
 MOST_POINTS: Final = 200
 """Steps of a rank that are kept: of more, neighbours are joined by their maximum."""
 NUMBERS: Final = (*MEMORY_NOW, *MEMORY_PEAKS, *MEMORY_LIMITS, *MEMORY_COUNTS, *MEMORY_PARTS)
@@ -43,6 +45,8 @@ def nothing() -> pd.DataFrame:
 
 def sum_memory(rows: pd.DataFrame, rank: int) -> pd.DataFrame:
     """The table (COLUMNS) of one rank, by place and step."""
+    if not may_hold(rows["kind"], lambda kind: kind == "mem"):
+        return nothing()
     mem = rows[["name", "lane", "purpose", "step", "start_ns", "bytes", "value"]][rows["kind"] == "mem"]
     if mem.empty:
         return nothing()

@@ -11,7 +11,6 @@ from dsprof.schema import BUDGET_PARTS
 from dsprof.trace import concat_rows
 
 from .. import signals
-from ..align.numbering import mismatches
 from ..align.steps import captured_part, describe_steps, early_ends, lasting_change, without_training
 from ..analysis import Analysis, CaptureQuality, Verdict
 from ..budget.wall_time import divide_time, run_span
@@ -46,7 +45,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
     # A snapshot imported by itself tells when memory changed, and of no time what it went into.
     timed = len(steps) or not study.trace.memory or any(item.capture for item in run.ranks)
     span = run_span(run, (summary.seen_ns for summary in ranks.values())) if timed else None
-    outside = {rank: summary.time.outside_training for rank, summary in ranks.items()}
+    outside = {rank: summary.outside_training for rank, summary in ranks.items()}
     change = lasting_change(irregular.steps[irregular.ordinary], irregular.durations[irregular.ordinary])
     note = _describe_change(*change) if change else ""
     taken = max((summary.taken for summary in ranks.values() if summary.taken is not None), default=None)
@@ -59,7 +58,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         step_ms=study.step_time,
         steps=steps,
         irregular=irregular.table,
-        step_is=describe_steps(study.rows, run),
+        step_is=describe_steps(study.of_kind("step"), study.trace),
         budget={part: float(study.ordinary[part].mean()) for part in BUDGET_PARTS} if len(study.ordinary) else {},
         budget_by_rank=budget_by_rank,
         time=divide_time(span, steps, outside, irregular) if span else {},
@@ -97,7 +96,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         analysis,
         unknown=study.chains_unknown,
         slowdown=note if change and change[2] > change[1] else "",
-        missing=part or ("" if run.status else without_training(study.rows)),
+        missing=part or ("" if run.status else without_training(study.phases, study.communicated.nothing)),
         stood=_longest_hang(study),
         crowded=_waiting_for_cores(study),
     )
@@ -131,7 +130,7 @@ def _quality(study: Study) -> CaptureQuality:
             *run.warnings,
             *aligned.warnings,
             *early_ends(study.steps),
-            *mismatches(study.rows, run),
+            *study.communicated.mismatches,
             *lost_knobs(run),
         ),
         replay=study.checked,

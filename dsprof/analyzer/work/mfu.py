@@ -20,6 +20,7 @@ from dsprof.schema import CAPTURE_GAP, COUNTED, FLOPS, FLOPS_FOR, SAMPLES, TOKEN
 
 from ..align.groups import CP, Mesh
 from ..align.topology import Topology
+from ..columns import may_hold
 from ..text import clean, count, ranks
 from .module_times import NOT_COUNTED, counted_step
 from .peaks import find_device
@@ -90,6 +91,9 @@ class Efficiency:
 
 def sum_work(rows: pd.DataFrame, native: bool) -> RankWork | None:
     """What the rows of a rank tell, which the native helper wrote, or not; None below level full."""
+    told = (COUNTED, SAMPLES, TOKENS)
+    if not may_hold(rows["name"], lambda name: name in told or name.startswith(FLOPS)):
+        return None
     gauges = rows[["name", "module", "purpose", "start_ns", "dur_ns", "step", "value"]][rows["kind"] == "gauge"]
     gauges = gauges.assign(name=gauges["name"].astype(str))
     counted = gauges[gauges["name"].str.startswith(FLOPS)]

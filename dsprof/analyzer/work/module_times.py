@@ -19,6 +19,7 @@ from dsprof.schema import COUNTED, FLOPS, SHARDING
 
 from ..arrays import Bool, Int
 from ..budget.intervals import nest
+from ..columns import may_hold
 
 COLUMNS: Final = (
     "module", "calls", "ms", "own_ms", "backward_ms", "backward_own_ms", "recompute_ms", "gflop", "slowest_rank",
@@ -39,6 +40,8 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
     step was counted.
     """
     empty = pd.DataFrame(columns=list(SUMS), index=pd.Index([], name="module", dtype=object), dtype=float)
+    if not may_hold(rows["kind"], lambda kind: kind == "module"):
+        return empty
     chosen = (rows["kind"] == "module") & (rows["name"] != SHARDING)
     again = (rows["kind"] == "phase") & (rows["name"] == RECOMPUTE)
     columns = ["step", "kind", "name", "thread", "start_ns", "dur_ns", "purpose", "corr", "value"]
@@ -89,8 +92,9 @@ class _Calls:
         self.length, parent = _nest_by_thread(table)
         held = parent >= 0
         self.own = self.length - np.bincount(parent[held], self.length[held], len(parent)).astype(np.int64)
-        self.code, names = pd.factorize(table["name"].astype(str))
-        self.names = list(names)
+        names = table["name"].astype("category").array
+        self.code, there = pd.factorize(names.codes)
+        self.names = names.categories[there].astype(str).tolist()
         self.nodes = table["value"].to_numpy(np.float64)
         self._call = self._calls_by_number(table, is_call)
         self.again = is_call & self._inside(parent, ~is_call)
@@ -221,6 +225,8 @@ def _counted(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _operations(rows: pd.DataFrame) -> pd.Series[float] | None:
     """Floating-point operations of forward and backward by module, of the step that was counted; None without one."""
+    if not may_hold(rows["name"], lambda name: name == COUNTED or name.startswith(FLOPS)):
+        return None
     span = counted_step(rows)
     if isinstance(span, str):
         return None

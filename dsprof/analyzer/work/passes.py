@@ -24,13 +24,15 @@ def find_passes(rows: pd.DataFrame, time: RankTime) -> pd.DataFrame:
     gradients and backwards, of which `micro` counts those of a step and `stage` is 0. There are none where the sizes of
     all inputs are known, which tell more. `rows`: of one rank."""
     columns = ["rank", "step", "name", "stage", "start_ns", "dur_ns"]
-    acted = rows[[*columns, "microbatch"]][rows["kind"] == "pipe"]
-    acted = acted[acted[["dur_ns", "stage", "microbatch"]].notna().all(axis=1)]
-    acted = acted[acted["name"].isin([FORWARD, BACKWARD, WEIGHTS])]
+    acted = rows[[*columns, "microbatch"]].take(np.flatnonzero(rows["kind"] == "pipe"))
+    if len(acted):
+        acted = acted[acted[["dur_ns", "stage", "microbatch"]].notna().all(axis=1)]
+        acted = acted[acted["name"].isin([FORWARD, BACKWARD, WEIGHTS])]
     if len(acted):
         found = acted.assign(micro=acted["microbatch"], name=acted["name"].astype(str))
     else:
-        phases = rows[[*columns, "grad", "value"]][(rows["kind"] == "phase") & (rows["lane"] == "main")]
+        there = np.flatnonzero((rows["kind"] == "phase") & (rows["lane"] == "main"))
+        phases = rows[[*columns, "grad", "value"]].take(there)
         forwards = phases["value"][phases["name"] == "forward"]
         if forwards.notna().all():
             return NO_PASSES

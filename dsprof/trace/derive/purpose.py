@@ -139,8 +139,10 @@ def reduced_by_hand(rows: pd.DataFrame, small_gradients: Sequence[Sequence[int]]
     found: list[int] = []
     rows = rows[["kind", "name", "thread", "start_ns", "dur_ns", "issue_ns", "bytes", "dtype"]]
     reduces = (rows["kind"] == "comm") & rows["name"].isin(REDUCTIONS)
-    phases = rows[(rows["kind"] == "phase") & rows["name"].ne("clip") & rows["dur_ns"].notna()]
     reduced = rows[reduces & (rows["bytes"] > ONE_NUMBER).fillna(False).astype(bool) & ~rows["dtype"].isin(INTEGERS)]
+    if reduced.empty:
+        return found
+    phases = rows[(rows["kind"] == "phase") & rows["name"].ne("clip") & rows["dur_ns"].notna()]
     for thread, mine in reduced.groupby("thread"):
         around = phases[phases["thread"] == thread].sort_values(["start_ns", "dur_ns"], ascending=[True, False])
         reach = np.maximum.accumulate(ends(around))

@@ -95,6 +95,8 @@ def _marks(rows: pd.DataFrame, name: str) -> pd.DataFrame:
     """When each mark of that name was, and what it says, in order."""
     at = np.flatnonzero(rows["kind"].to_numpy(object) == "mark")
     at = at[rows["name"].to_numpy(object)[at] == name]
+    if not len(at):  # as nearly always
+        return rows[:0]
     return rows[["start_ns", "dur_ns", "value"]].take(at).sort_values("start_ns")
 
 

@@ -67,6 +67,8 @@ def backward_waits(rows: pd.DataFrame) -> pd.DataFrame:
     waits = rows[rows["kind"] == "wait"]
     comm = comm.assign(backward=backward_of(comm["issue_ns"]), key=_key(comm))
     comm = comm[(comm["backward"] >= 0) & ~comm["key"].isin(_key(waits[waits["seq"].notna() & waits["peer"].isna()]))]
+    if comm.empty:
+        return rows[:0]
     comm = comm.sort_values(["backward", "issue_ns"], kind="stable", ignore_index=True)
     number = comm["backward"].to_numpy(np.int64)
     by = comm.groupby("backward")

@@ -67,15 +67,13 @@ def _packed_ms(study: Study) -> Float:
     Mean over a step's forwards, of those that are trained."""
     forwards = study.training_phases
     forwards = forwards[(forwards["name"] == "forward") & forwards["step"].isin(study.step_numbers)]
-    rows = study.rows[["rank", "step", "issue_ns"]][
-        (study.rows["kind"] == "comm") & (study.rows["purpose"] == BUFFER) & study.rows["issue_ns"].notna()
-    ]
     found = np.zeros((len(study.ranks), len(study.step_numbers)))
+    of_rank = dict(iter(forwards.groupby("rank")))
     for place, rank in enumerate(study.ranks):
-        mine = forwards[forwards["rank"] == rank].sort_values("start_ns")
+        mine = of_rank.get(rank, forwards[:0]).sort_values("start_ns")
         start = mine["start_ns"].to_numpy(np.int64)
         end = start + mine["dur_ns"].to_numpy(np.int64)
-        issued = np.sort(rows["issue_ns"][rows["rank"] == rank].to_numpy(np.int64))
+        issued = np.sort(study.replicating(rank, BUFFER)["issue_ns"].to_numpy(np.int64))
         if not len(issued) or not len(start):
             continue
         first = issued[np.minimum(np.searchsorted(issued, start), len(issued) - 1)]

@@ -42,16 +42,14 @@ class Repeated:
 @once
 def repeated_reductions(study: Study) -> Repeated | None:
     """None where no gradients are reduced more than once before a step of the optimizer."""
-    rows = study.rows
-    numbers, ranks = study.step_numbers, list(study.ranks)
-    chosen = (rows["kind"] == "comm") & (rows["purpose"] == GRADIENT) & rows["step"].isin(numbers)
-    chosen &= rows["issue_ns"].notna() & rows["bytes"].notna()
-    reduced = rows[["rank", "step", "group", "issue_ns", "bytes"]][chosen].astype({"group": str})
+    numbers = study.step_numbers
     phases = study.training_phases[["rank", "step", "name", "start_ns"]]
     phases = phases[phases["step"].isin(numbers)]
     found: dict[str, Repeated] = {}
-    for rank in ranks:
-        mine, own = reduced[reduced["rank"] == rank], phases[phases["rank"] == rank]
+    of_rank = dict(iter(phases.groupby("rank")))
+    for rank in study.ranks:
+        mine, own = study.replicating(rank, GRADIENT), of_rank.get(rank, phases[:0])
+        mine = mine[mine["step"].isin(numbers) & mine["bytes"].notna()].astype({"group": str})
         for group in set(mine["group"]) - set(found):
             one = _of_group(mine[mine["group"] == group], own, len(numbers))
             if one is not None and _more_than_once(study, rank, one):

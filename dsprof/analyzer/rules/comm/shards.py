@@ -216,7 +216,8 @@ def _replay(study: Study, units: _ShardUnits, links: Mapping[Communications, Lin
 
 def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> list[Merge]:
     worked = units.worked_ms
-    copied = min(_moved_bytes(study, units) * COPY_MS_PER_BYTE / worked, 1.0) if worked else 1.0
+    on_host = 0.0 if study.on_gpu else _moved_bytes(study, units) * COPY_MS_PER_BYTE  # else the device copies
+    copied = min(on_host / worked, 1.0) if worked else 1.0
     left = 1 - (1 - copied) * OF_A_UNIT * (1 - 1 / together)
     ahead = study.on_gpu and bool(study.facts.get("fsdp"))
     # FSDP's own work is of no group, so one of these takes it along.

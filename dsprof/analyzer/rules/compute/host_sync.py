@@ -21,6 +21,7 @@ from ...arrays import Float, Int
 from ...budget.intervals import Intervals
 from ...budget.irregular import FEWEST_JUDGED
 from ...budget.lanes import MAIN, STREAM
+from ...candidate import Candidate, Price
 from ...finding import REPLAYED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
 from ...graph.chains import SYNC
 from ...graph.replay import replay_all
@@ -30,7 +31,7 @@ from ...text import ms, number
 from ...whatif.apply import apply
 from ...whatif.without_flows import WithoutFlows
 from ..base import LEAST_SHARE, NotJudged, PartlyJudged, at, code_fix
-from ..rule import Look, Rule
+from ..rule import Found, Look, Rule
 
 CODE: Final = "compute.host-sync"
 SHOWN: Final = 5
@@ -57,7 +58,7 @@ REMEDIES: Final = {
 """`purpose` of a row -> what to do instead; of what waits by its own name, to leave it out."""
 
 
-def stops(study: Study) -> list[Finding]:
+def stops(study: Study) -> Found:
     """Where the training thread waits for the device, and what the device stood idle after it, at most."""
     signals.device_used(study)
     signals.steps(study)
@@ -75,7 +76,9 @@ def stops(study: Study) -> list[Finding]:
         raise PartlyJudged(findings, (CODE,), reason)
     saved = _saved(study)
     if findings and saved is not None:
-        return [_priced(study, finding, saved) for finding in findings]
+        if float(saved.mean()) < LEAST_SHARE * study.step_ms:  # it is told all the same
+            return [_priced(study, finding, mean_gain(study, saved)) for finding in findings]
+        return [_candidate(study, finding) for finding in findings]
     if findings and found["idle_ms"].isna().all():
         reason = (
             f"the host waits {ms(float(by_rank.max()))} of each step for the device, and kernels were not recorded: "
@@ -97,9 +100,18 @@ def _saved(study: Study) -> Float | None:
     return saved
 
 
-def _priced(study: Study, finding: Finding, saved: Float) -> Finding:
+def _candidate(study: Study, finding: Finding) -> Candidate:
+    """That no host waits for its device is replayed like other changes, and shares what it gains with them."""
+
+    def say(price: Price) -> Finding:
+        priced = _priced(study, finding, price.gain)
+        return replace(priced, share=price.share if priced.gain.method == price.gain.method else None)
+
+    return Candidate(CODE, WithoutFlows(SYNC), say)
+
+
+def _priced(study: Study, finding: Finding, gain: Gain) -> Finding:
     """The finding with what it gains to wait for the device no more, by replay."""
-    gain = mean_gain(study, saved)
     off = MISSED * max(gain.ms, 0.0)
     gain = replace(gain, low=min(gain.low, gain.ms - off), high=max(gain.high, gain.ms + off))
     if study.device is not None and len(study.step_numbers) < FEWEST_JUDGED:
@@ -225,6 +237,9 @@ RULES = (
         explains=("compute",),
         looks=(Look(stops),),
         needs=(signals.gpus,),
+        outranked_by=(
+            "pause.gc",
+        ),  # a host that is held up is not ahead of its device: it is the collections that gain
         place=190,
     ),
 )

@@ -67,7 +67,7 @@ def _devices(study: Study) -> list[WatchedDevice]:
     begin = int(ordinary["start_ns"].min())
     end = int((ordinary["start_ns"] + ordinary["dur_ns"]).max())
     hosts = {item.rank: item.host for item in study.run.ranks}
-    return devices_of(study.rows, (begin, end), study.facts.get("gpu", []), hosts)
+    return devices_of(study.of_kind("gauge"), (begin, end), study.facts.get("gpu", []), hosts)
 
 
 @once

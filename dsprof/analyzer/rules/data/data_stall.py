@@ -281,8 +281,8 @@ def _workers_were(study: Study) -> list[Evidence]:
     disk, and in which function of the kernel."""
     ordinary = study.ordinary
     begin, end = ordinary["start_ns"].min(), (ordinary["start_ns"] + ordinary["dur_ns"]).max()
-    rows = study.rows[["kind", "name", "start_ns", "value"]]
-    looks = rows[(rows["kind"] == "gauge") & rows["start_ns"].between(begin, end)]
+    looks = study.of_kind("gauge")[["name", "start_ns", "value"]]
+    looks = looks[looks["start_ns"].between(begin, end)]
     counted = looks.groupby(looks["name"].astype(str))["value"].agg(["sum", "size"])
     if gauges.WORKERS not in counted.index or counted["size"][gauges.WORKERS] < FEWEST_LOOKS:
         return []

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from ...align.groups import EXCHANGE, Dimension
+from ...align.groups import Dimension
 from ...arrays import Float
 from ...study import Study, once
 from ...text import percent
@@ -45,11 +45,8 @@ class Routed:
 @once
 def routed_tokens(study: Study) -> Routed | None:
     """None where no tokens are exchanged, or all ranks of a group get as many."""
-    rows = study.rows
-    chosen = (rows["kind"] == "comm") & (rows["name"] == EXCHANGE) & rows["step"].isin(study.step_numbers)
-    if not chosen.any():
-        return None
-    exchanged = rows[["rank", "step", "group", "bytes"]][chosen].astype({"group": str, "bytes": "float64"})
+    exchanged = study.communicated.exchanged
+    exchanged = exchanged[exchanged["step"].isin(study.step_numbers)]
     found: Routed | None = None
     for dimension in study.mesh.dimensions:
         mine = exchanged[exchanged["group"].isin(dimension.groups)]

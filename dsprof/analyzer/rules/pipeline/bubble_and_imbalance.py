@@ -153,7 +153,7 @@ def bubble(study: Study) -> Found:
         for times, saved in tried.items()
     )  # fmt: skip
     fact = _schedule_fact(study)
-    acted = bool((study.rows["kind"] == "pipe").any())
+    acted = bool((study.activity["kind"] == "pipe").any())
     by_config = acted and (not fact or fact.get("framework") == DEEPSPEED)
     argument = "gradient_accumulation_steps" if by_config else "n_microbatches" if fact else "micro-batches"
     site = fact.get("site")
@@ -246,7 +246,7 @@ def _actions(study: Study) -> pd.DataFrame:
     backwards are taken for F and B."""
     if study.on_gpu:
         return _on_devices(study)
-    rows = study.rows
+    rows = study.of_kind("pipe", "phase")
     chosen = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
     acted = chosen[(chosen["kind"] == "pipe") & chosen["stage"].notna()]
     if acted.empty:
@@ -276,7 +276,7 @@ def _actions(study: Study) -> pd.DataFrame:
 
 def _on_devices(study: Study) -> pd.DataFrame:
     """The same, with what devices took. Raises NotJudged where not every forward and backward was timed there."""
-    rows, every = study.rows, stream_phases(study)
+    launched, every = study.of_kind("phase"), stream_phases(study)
     table = every.assign(
         name=every["name"].replace({"forward": "F", "backward": "B"}),
         stage=every["stage"].fillna(
@@ -288,7 +288,7 @@ def _on_devices(study: Study) -> pd.DataFrame:
     if acted.empty and any(len(held) > 1 for held in study.topology.stage_of.values()):
         raise NotJudged(f"which part of the model the device worked for was not seen in its phases: {KERNELS}")
     table = of_phases if acted.empty else acted
-    launched = rows[(rows["kind"] == "phase") & (rows["lane"] == "main") & (rows["source"] == "measured")]
+    launched = launched[(launched["lane"] == "main") & (launched["source"] == "measured")]
     launched = launched[launched["step"].isin(study.step_numbers) & launched["name"].isin(["forward", "backward"])]
     untimed = acted.empty and len(launched) != len(table)
     if untimed or table.empty or not (table["ms"] > 0).any():

@@ -40,8 +40,7 @@ def garbage_collection(study: Study, change: Change, gain: Gain, share: Gain) ->
     mean = change.removed["pause"].mean(axis=1)
     ranks = study.ranks_where(mean > SMALL_PART * mean.max())
     numbers = study.step_numbers
-    rows = study.rows
-    chosen = rows[["rank", "step", "dur_ns", "value"]][rows["kind"] == "pause"]
+    chosen = study.of_kind("pause")[["rank", "step", "dur_ns", "value"]]
     chosen = chosen[chosen["step"].isin(numbers) & chosen["rank"].isin(ranks)]
     lengths = chosen["dur_ns"].dropna().astype("int64") / 1e6
     full = int((chosen["value"] == 2).sum())
@@ -157,7 +156,7 @@ def _stops(study: Study, told: list[int]) -> list[Candidate]:
 def _without_core(study: Study, rank: int, step: int) -> float:
     """How long the rank was ready to run in that step and had no core, ms; NaN if not known."""
     steps = study.steps[study.steps["step"] == step].assign(ordinary=True)
-    gauges = Gauges(study.rows, steps)
+    gauges = Gauges(study.activity, steps)
     return float(gauges.spent("core_wait_seconds")[gauges.ranks.index(rank), 0])
 
 

@@ -11,14 +11,13 @@ import pandas as pd
 
 from dsprof.live.frames import in_words, short
 from dsprof.live.kernel_waits import in_the_kernel
-from dsprof.live.tail import SAMPLES
 from dsprof.live.waiting import Communication, Stall, described, ranks_in_words
 from dsprof.run import RankExit, failures, from_known, last_processes
-from dsprof.schema import DEADLOCK, LOCKED, STANDSTILL, WENT_ON, Kind
+from dsprof.schema import DEADLOCK, LOCKED, STANDSTILL, WENT_ON
 
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...hang.issuing_lines import CallSite, call_sites
-from ...hang.open_operations import first_disagreement, stall_at_end
+from ...hang.open_operations import stall_at_end
 from ...hang.transient_hang import AT_WORK, has_passed, step_of
 from ...study import Study, once
 from ..base import NotConcerned, NotJudged
@@ -32,8 +31,6 @@ MOST_ASKED: Final = 64
 """Ranks that are asked whether the engine told of a deadlock: each that is in it does."""
 MOST_CHILDREN: Final = 4
 """Kinds of child processes that are told."""
-NO_PROGRESS: Final = tuple(Kind(kind).name.lower() for kind in SAMPLES)
-"""Kinds of rows: side threads sample a job that stands still, too."""
 NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
 
 
@@ -49,13 +46,13 @@ def hang_or_desync(study: Study) -> list[Finding]:
     proved = _proved(study)
     if proved is not None:
         return [proved]
-    disagreement = first_disagreement(study.rows)
+    disagreement = study.communicated.disagreement
     if disagreement is not None:
         return [_finding(study, disagreement, {})]
     told = next((hang for hang in run.hangs[-1:] if not has_passed(study, hang)), None)
     if told is not None and run.status != 0:
         return [_finding(study, _as_told(told), told)]
-    stall = stall_at_end(study.rows, study.trace, run)
+    stall = stall_at_end(study.communicated.progress, study.phases, study.trace, run)
     if stall is None or stall.kind == "stuck":
         return []
     if imported or _all_stand(study, stall):
@@ -98,9 +95,8 @@ def _standing(study: Study) -> Mapping[int, Mapping[str, Any]]:
     at_once = not any(fact.get("format") for fact in study.facts.get("import", []))
     one_clock = len({item.clock_name for item in study.run.ranks}) == 1
     if at_once and one_clock:  # else times were corrected, and those of facts not
-        moved = study.rows[~study.rows["kind"].isin(NO_PROGRESS)]
-        begun = moved.groupby("rank")["start_ns"].max()
-        said = {rank: fact for rank, fact in said.items() if int(begun.get(rank, 0)) <= int(fact["at_ns"])}
+        begun = {rank: summary.activity.begun_ns for rank, summary in study.summaries.items()}
+        said = {rank: fact for rank, fact in said.items() if begun.get(rank, 0) <= int(fact["at_ns"])}
     return said
 
 
@@ -204,7 +200,8 @@ def _finding(study: Study, stall: Stall, told: Mapping[str, Any]) -> Finding:
         evidence += [Evidence(f"rank {rank}: its main thread", said, "") for said in waiting]
         evidence += _children(rank, (told.get("children") or {}).get(rank) or [])
     complete = _last_step(study)
-    step = step_of(study, first)
+    versions = [rank for ranks, _ in stall.versions for rank in ranks]
+    step = step_of(study, first, (*culprits, *stall.waiters, *versions))
     if step is None and complete is not None:
         step = complete + 1
     evidence.append(Evidence("last step that a rank completed", "none" if complete is None else complete, ""))
@@ -257,7 +254,7 @@ def _ended(study: Study, rank: int) -> bool:
 
 
 def _last_step(study: Study) -> int | None:
-    steps = study.rows.loc[study.rows["kind"] == "step", "step"]
+    steps = study.of_kind("step")["step"]
     return None if steps.empty or pd.isna(steps.max()) else int(steps.max())
 
 

@@ -124,8 +124,8 @@ def _mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:
 
 def _phase_excess(study: Study, slow: Bool) -> dict[str, tuple[float, float]]:
     """Phase -> mean ms of own work a step on the slow ranks and on the others, without pauses and waits for others."""
-    rows, waits, columns = study.rows, study.waits, ["rank", "start_ns", "dur_ns"]
-    pauses = rows[columns][(rows["kind"] == "pause") & (rows["lane"] == "main") & rows["dur_ns"].notna()]
+    pauses, waits, columns = study.of_kind("pause"), study.waits, ["rank", "start_ns", "dur_ns"]
+    pauses = pauses[columns][(pauses["lane"] == "main") & pauses["dur_ns"].notna()]
     waits = waits[waits["arrival_ns"].notna()]  # the others are for what the rank itself does in another lane
     idle = pd.concat([waits.assign(dur_ns=waits["end_ns"] - waits["start_ns"])[columns], pauses.astype("int64")])
     phases = study.training_phases[[*columns, "name"]][study.training_phases["step"].isin(study.step_numbers)]

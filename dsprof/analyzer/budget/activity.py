@@ -1,0 +1,66 @@
+"""What a rank did in each step, a few rows of it: what ranks are compared by beside their communications."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.live.tail import SAMPLES
+from dsprof.schema import Kind
+
+from ..align.match import NOT_TOLD
+from ..arrays import Int
+from ..columns import codes_of
+
+KINDS: Final = ("step", "phase", "pipe", "gauge", "pause")
+ACTIVITY: Final = (
+    "rank", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "stage", "bytes", "value", "grad", "source",
+)  # fmt: skip
+REPLICATING: Final = ("rank", "step", "purpose", "group", "issue_ns", "bytes")
+GRADIENT, BUFFER = "gradient", "buffer"
+NO_PROGRESS: Final = tuple(Kind(kind).name.lower() for kind in SAMPLES)
+"""Kinds of rows: side threads sample a job that stands still, too."""
+PROGRESS: Final = tuple({*KINDS, "comm"} - {*NO_PROGRESS})
+"""And waits for messages."""
+
+
+@dataclass(frozen=True)
+class RankActivity:
+    """rows:     ACTIVITY of its steps, phases, actions of a pipeline's schedule, gauges and pauses
+    begun_ns: when it began something last, which samples are not; 0: it did nothing
+    host_ns:  purpose -> how long issuing each communication of it took the thread that did, where that is known
+    replicating: REPLICATING of what keeps ranks replicas of each other: gradients and buffers
+    issued:   how many communications it issued in steps, and of how many nobody knows when they ended
+    """
+
+    rows: pd.DataFrame
+    begun_ns: int
+    host_ns: Mapping[str, Int]
+    replicating: pd.DataFrame
+    issued: tuple[int, int]
+
+
+def find_activity(rows: pd.DataFrame) -> RankActivity:
+    """Of the rows of one rank."""
+    of_kind = {name: (rows["kind"] == name).to_numpy(bool) for name in {*KINDS, *PROGRESS, "wait"}}
+    chosen = np.logical_or.reduce([of_kind[name] for name in KINDS])
+    moved = np.logical_or.reduce([of_kind[name] for name in PROGRESS])
+    moved |= of_kind["wait"] & rows["peer"].notna().to_numpy(bool)
+    comm = rows[[*REPLICATING, "dur_ns", "ended", "host_ns"]].take(np.flatnonzero(of_kind["comm"]))
+    purpose, names = codes_of(comm["purpose"])
+    host = comm["host_ns"].to_numpy(np.int64, na_value=NOT_TOLD)
+    timed = host != NOT_TOLD
+    replicates = np.isin(purpose, np.flatnonzero(np.isin(names, [GRADIENT, BUFFER])))
+    inside = comm["step"].to_numpy() >= 0
+    unknown = comm["dur_ns"].isna().to_numpy(bool) & comm["ended"].fillna(False).to_numpy(bool)
+    return RankActivity(
+        rows=rows[list(ACTIVITY)].take(np.flatnonzero(chosen)),
+        begun_ns=int(rows["start_ns"].to_numpy(np.int64)[moved].max()) if moved.any() else 0,
+        host_ns={str(names[one]): host[timed & (purpose == one)] for one in np.unique(purpose[timed]) if one >= 0},
+        replicating=comm[list(REPLICATING)].take(np.flatnonzero(replicates & comm["issue_ns"].notna().to_numpy(bool))),
+        issued=(int(inside.sum()), int((inside & unknown).sum())),
+    )
