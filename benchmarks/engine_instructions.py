@@ -5,7 +5,7 @@
 The shape `small-parameters` of engine_shapes.py, on two ranks (gloo) that train as in engine.py: AdamW, torch's fused,
 and gradients clipped to 1.0. callgrind (valgrind) counts what all threads of all ranks execute in one step, with the
 kernels that the processor would take (AVX2: valgrind knows no wider ones); fused multiply-adds count as one, however
-long valgrind takes for them. A step takes minutes, so there are `--layers` (8) of the 48 layers of the shape: what is done once a
+long valgrind takes for them. A step takes minutes, so there are `--layers` (8) of the shape's 48: what is done once a
 step weighs more then. The tools are those of instructions.py. An arm's count is written when it is there.
 
 Goals: 1.00, 1.02, 1.05 and 1.10 for the stages 0 to 3, as for the CPU time of engine.py.
