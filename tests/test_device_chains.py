@@ -6,12 +6,14 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from made_up_device import DeviceJob, always
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.graph.link import fit_link
 from dsprof.analyzer.judge import judge
 from dsprof.analyzer.price.contention import busy, freed_ms, kept_of_overlap, lost_by_waiting_less
 from dsprof.analyzer.study import study
@@ -158,3 +160,21 @@ def test_rare_collections_are_priced_although_their_cost_depends_on_the_steps_be
     trace, step_ms = job.with_(collect=lambda rank, step: 300.0 if step % 4 == 2 else 0.0).run()
     found = first_of(analyze(trace), "pause.gc")
     assert found.gain.ms == pytest.approx(step_ms - job.run()[1], rel=0.05)
+
+
+def test_kernels_of_a_few_steps_bound_what_was_not_seen_in_the_others() -> None:
+    """The device is in phases that its host still launches for 18 ms of a step. In two steps whose kernels were traced
+    it stood idle for 0.3 and 0.5."""
+    found = study(HEALTHY.with_(launch=always(9.0), item_every=1).run()[0])
+    assert found.unseen_idle_ms > 5
+    traced = SimpleNamespace(steps=pd.DataFrame({"idle_ms": [0.3, 0.5]}))
+    assert replace(found, device=SimpleNamespace(ranks={0: traced})).unseen_idle_ms == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(("on_device", "spread"), [(True, 0.1), (False, 0.5)])
+def test_transfers_of_one_size_tell_more_where_devices_took_them(on_device: bool, spread: float) -> None:
+    """Those of a host's threads are longer where these want a core."""
+    alike = pd.DataFrame({"bytes": [4096] * 8, "transfer_ns": [2_000_000, 2_100_000] * 4})
+    link = fit_link(alike, on_device=on_device)
+    assert (link.fitted, link.spread) == (False, spread)
+    assert link.transfer_ms(np.array(4096.0)) == pytest.approx(2.05, abs=0.01)

@@ -67,6 +67,8 @@ def test_shards_that_are_gathered_too_late_are_told_with_what_earlier_ones_gain(
     steps = analysis.steps[analysis.steps["ordinary"].astype(bool)]
     assert steps["compute"].median() == pytest.approx(360, abs=3)
     assert steps["comm_exposed"].median() > 100
+    if "comm.exposed" in analysis.not_judged:  # a busy machine stopped the hosts: then nothing is predicted
+        return
     exposed = next(finding for finding in analysis.findings if finding.code == "comm.exposed")
     assert exposed.gain.ms > 40
     assert "set_modules_to_forward_prefetch" in exposed.fixes[0].title

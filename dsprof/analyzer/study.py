@@ -193,7 +193,8 @@ class Study:
     @cached_property
     def unseen_idle_ms(self) -> float:
         """How long a step the devices may stand idle at most where that is not seen: inside of phases of which the host
-        has not launched the last yet. Mean over ranks and ordinary steps, ms."""
+        has not launched the last yet. Mean over ranks and ordinary steps, ms. Where `--deep` traced the kernels of some
+        steps, it is no more than what the devices stood idle in those."""
         ordinary, found = self.ordinary, 0
         for rank, mine in ordinary.groupby("rank"):
             summary = self.summaries[int(str(rank))]
@@ -201,7 +202,11 @@ class Study:
             end = begin + mine["dur_ns"].to_numpy(np.int64)
             launching = summary.launching
             found += int((launching.before(end) - launching.before(begin)).sum())
-        return found / 1e6 / max(len(ordinary), 1)
+        unseen = found / 1e6 / max(len(ordinary), 1)
+        if self.device is None:
+            return unseen
+        idle = pd.concat([one.steps["idle_ms"] for one in self.device.ranks.values()])
+        return min(unseen, float(idle.mean())) if len(idle) else unseen
 
     @property
     def contended(self) -> HostLoad | None:

@@ -33,10 +33,12 @@ class Link:
         return self.latency_ms + size * self.ms_per_byte
 
 
-def fit_link(collectives: pd.DataFrame) -> Link:
+def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     """Fit by non-negative least squares of relative errors over the median transfer of each size.
 
-    Where all sizes are alike, a small message is counted as latency and a large one as bandwidth.
+    Where all sizes are alike, a small message is counted as latency and a large one as bandwidth. `on_device`: what was
+    measured is what devices took and not what threads did that wanted a core, so a prediction for the same size errs
+    as much as transfers were seen to vary; else that is not known where no two sizes tell.
     """
     from scipy.optimize import nnls
 
@@ -54,15 +56,21 @@ def fit_link(collectives: pd.DataFrame) -> Link:
         return Link(0.0, 0.0, False)
     if size.max() < MIN_SIZE_RATIO * size.min():
         if size.max() < LARGE_BYTES:  # no link is so slow that a small message is all bandwidth
-            return Link(max(float(np.median(transfer - size * LEAST_MS_PER_BYTE)), 0.0), LEAST_MS_PER_BYTE, False)
-        return Link(0.0, float(np.median(transfer / size)), False)
+            found = Link(max(float(np.median(transfer - size * LEAST_MS_PER_BYTE)), 0.0), LEAST_MS_PER_BYTE, False)
+        else:
+            found = Link(0.0, float(np.median(transfer / size)), False)
+        return _with_spread(found, table) if on_device else found
     design = np.stack([1 / transfer, size / transfer], axis=1)
     scale = np.abs(design).max(axis=0)
     solution, _ = nnls(design / scale, np.ones(len(size)))
     latency, per_byte = solution / scale
     if size.max() < LARGE_BYTES:
         per_byte = max(per_byte, LEAST_MS_PER_BYTE)
-    fitted = Link(float(latency), float(per_byte), True)
+    return _with_spread(Link(float(latency), float(per_byte), True), table)
+
+
+def _with_spread(link: Link, table: pd.DataFrame) -> Link:
+    """With the error that its predictions for these collectives have."""
     every = table["transfer_ns"].to_numpy(np.float64) / 1e6
-    predicted = np.maximum(fitted.transfer_ms(table["bytes"].to_numpy(np.float64)), 1e-9)
-    return replace(fitted, spread=max(float(np.median(np.abs(every / predicted - 1))), LEAST_SPREAD))
+    predicted = np.maximum(link.transfer_ms(table["bytes"].to_numpy(np.float64)), 1e-9)
+    return replace(link, spread=max(float(np.median(np.abs(every / predicted - 1))), LEAST_SPREAD))

@@ -24,6 +24,7 @@ from ...whatif.rebucket import Rebucket, reduced_in_backwards
 from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, replay_divided
 from .dimensions import GRADIENT, Domain, domains, waited_ms
 from .redundant_reduce import repeated_reductions
+from .shards import by_bytes
 
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
 AS_GOOD: Final = 0.9
@@ -234,6 +235,9 @@ def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
         if in_all == cut.in_all or (found and found[-1].in_all == in_all):
             continue
         saved = [before - _replay_cut(study, cut, sizes, slower) for slower in spread]
+        small = not cut.link.fitted and cut.link.latency_ms > 0  # all of one size: it may be the bytes that take long
+        if cut.domain.on_device and small:
+            saved.append(before - _replay_cut(study, _by_bytes(cut), sizes))
         if in_all > cut.in_all:
             kept = kept_of_overlap(study)
             saved = [before - beside_other_work(study, before, before - of_link) for of_link in saved]
@@ -243,6 +247,12 @@ def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
         gain = replace(gain, low=min(gain.low, low), high=max(gain.high, high))
         found.append(Rebucketed(cap, round(in_all / len(cut.domain.groups)), in_all, gain))
     return found
+
+
+def _by_bytes(cut: _Cut) -> _Cut:
+    """The same over links of which as much as may be is owed to the bytes."""
+    groups = {name: replace(now, link=by_bytes(now.link, cut.median_bytes)) for name, now in cut.groups.items()}
+    return replace(cut, groups=groups)
 
 
 def _replay_cut(study: Study, cut: _Cut, sizes: Mapping[Reduced, list[int]], slower: float = 1.0) -> Float:

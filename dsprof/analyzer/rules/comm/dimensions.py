@@ -24,12 +24,14 @@ class Domain:
     table: `match.COLLECTIVE_COLUMNS` of them
     name:  of the dimension; empty where it has none, or the job has no other
     alone: whether nothing else is communicated but messages
+    on_device: whether devices communicate it
     """
 
     dimension: Dimension | None
     name: str
     table: pd.DataFrame
     alone: bool
+    on_device: bool = False
 
     @property
     def role(self) -> str:
@@ -43,7 +45,7 @@ class Domain:
     def of(self, *purposes: str) -> Domain:
         """The part of it that is for these purposes."""
         chosen = self.table[self.table["purpose"].isin(purposes)]
-        return Domain(self.dimension, self.name, chosen, self.alone)
+        return Domain(self.dimension, self.name, chosen, self.alone, self.on_device)
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -52,7 +54,8 @@ class Domain:
 
     def links(self) -> dict[str, Link]:
         """Each group's link, fitted to its own collectives of the table."""
-        return {group: fit_link(self.table[self.table["group"] == group]) for group in self.groups}
+        of_groups = {group: self.table[self.table["group"] == group] for group in self.groups}
+        return {group: fit_link(table, on_device=self.on_device) for group, table in of_groups.items()}
 
     def a_step(self, study: Study) -> float:
         """How many collectives each rank takes part in a step, mean over the ranks that do in any."""
@@ -80,7 +83,8 @@ def domains(study: Study) -> list[Domain]:
     for part in parts:
         dimension = of_group[part["group"].iloc[0]]
         name = dimension.name if dimension is not None and divided else ""
-        found.append(Domain(dimension, name, part, len(parts) == 1 and part["group"].nunique() == parts_of_it))
+        alone = len(parts) == 1 and part["group"].nunique() == parts_of_it
+        found.append(Domain(dimension, name, part, alone, study.on_gpu))
     return sorted(found, key=lambda one: -float(one.table["bytes"].sum()))
 
 

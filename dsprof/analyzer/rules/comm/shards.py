@@ -81,7 +81,9 @@ class _ShardUnits:
         """What is merged, by group, and over which link it moves."""
         groups = self.table["group"].astype(str)
         found = {
-            Communications(kinds=KINDS, groups=(group,)): fit_link(self.table[groups == group])
+            Communications(kinds=KINDS, groups=(group,)): fit_link(
+                self.table[groups == group], on_device=self.domain.on_device
+            )
             for group in dict.fromkeys(groups)
         }
         for domain in self.replicas:
@@ -199,11 +201,11 @@ def links_around(link: Link, size: float) -> list[Link]:
         for slower in (1 - link.spread, 1 + link.spread)
     ]
     if not link.fitted:  # all of one size: it may be the bytes that take long
-        links.append(_by_bytes(link, size))
+        links.append(by_bytes(link, size))
     return links
 
 
-def _by_bytes(link: Link, size: float) -> Link:
+def by_bytes(link: Link, size: float) -> Link:
     """The same transfer of `size` bytes, with as much of it owed to the bytes as a slow link may need."""
     whole = float(link.transfer_ms(np.array(size)))
     a_byte = min(whole / max(size, 1.0), SLOWEST_MS_PER_BYTE)

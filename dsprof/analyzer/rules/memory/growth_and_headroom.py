@@ -265,7 +265,7 @@ def _recomputed(study: Study) -> Float | None:
     again = study.training_phases
     again = again[again["name"] == "recompute"]
     again = again.assign(ms=again["dur_ns"] / 1e6)
-    if study.on_gpu:
+    if study.on_gpu and len(again):
         again = stream_phases(study)
         again = again[again["name"] == "recompute"]
     if again.empty:
