@@ -140,6 +140,10 @@ COLLECTORS: Final[dict[str, Collector]] = {
         "host.machine_load", MEMORY, "what else keeps cores, disks and network busy; DataLoader workers",
         needs=("psutil",),
     ),
+    "stacks": Collector(
+        "host.stack_samples", TROUBLE,
+        "where the training thread is, 20 times a second: by which lines of the script a late rank differs from others",
+    ),
     "host-sync": Collector(
         "devices.host_sync", DEVICES,
         "where the script waits for the GPU: synchronize; with the native helper .item() and copies",

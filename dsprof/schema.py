@@ -126,6 +126,11 @@ CUDA_GRAPH_FACT: Final = "cuda_graph"
 known): of these nothing is seen."""
 SYMMETRIC_MEMORY_FACT: Final = "symmetric_memory"
 """Kind of the fact that a rank has symmetric memory: what ranks read and write of each other there is not seen."""
+STACK: Final = "stack"
+"""Name of the `gauge` rows of where the training thread was; `value`: the number of the stack."""
+STACK_FACT: Final = "stack"
+"""Kind of the facts of these: `number`, and `frames` from the outermost in: lines of the script, then functions of
+libraries."""
 RECOMPILED_FACT: Final = "recompiled"
 """Kind of the facts of a function (`function`, `site`) that torch.compile has compiled again so far: how many `times`,
 `spent_ms` altogether, and the guard that failed last (`reason`). Of several of one function the last counts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ MS = 1_000_000
 NAMES = {
     1: "data", 2: "forward", 3: "backward", 4: "optimizer", 5: "all_reduce", 6: "0", 7: "gc", 8: "cpu_seconds",
     9: "training_thread_cpu_seconds", 10: "core_wait_seconds", 11: "loader_start", 12: "broadcast", 13: "compile",
-    14: "stopped_seconds", 15: "throttled_seconds",
+    14: "stack",
 }  # fmt: skip
 DATA, FORWARD, BACKWARD, OPTIMIZER, ALL_REDUCE, GROUP, GC, CPU, THREAD_CPU, CORE_WAIT, LOADER_START = [*NAMES][:11]
-BROADCAST, COMPILE, STOPPED, THROTTLED = [*NAMES][11:]
+BROADCAST, COMPILE, STACK_SAMPLE = [*NAMES][11:]
+FIRST_GAUGE = 100
+"""Number of the name of the first gauge of `Job.gauges`."""
 
 PerStep = Callable[[int, int], float]
 """(rank, step) -> ms."""
@@ -64,6 +66,12 @@ class Job:
     """The same of its loading, where that differs."""
     core_wait: float = 0.0
     """How long it wants a core, as a share of its own work."""
+    gauges: dict[str, PerStep] = field(default_factory=dict)
+    """Other gauges, and by how many ms each rises in a step."""
+    pause_before: float = 0.0
+    """ms in which a rank does something before a step that no phase covers."""
+    stacks: Callable[[int, int], Sequence[tuple[float, int]]] = lambda rank, step: ()
+    """Samples of a step: how many ms after its begin, and the number of the stack."""
     cores: int = 64
     cpus: Callable[[int], list[int]] | None = None
     """Rank -> the cores it is bound to; None: any of `cores`, by a capture that tells only how many."""
@@ -83,6 +91,7 @@ class Job:
         records: dict[int, list[tuple[int, ...]]] = {rank: [] for rank in range(self.ranks)}
         now = np.full(self.ranks, 1e6)  # ms
         cpu, wanted = np.zeros(self.ranks), np.zeros(self.ranks)
+        others = np.zeros((len(self.gauges), self.ranks))
         seq = 0
 
         def work(ms: float) -> float:
@@ -93,6 +102,10 @@ class Job:
             for rank in range(self.ranks):
                 add = records[rank].append
                 begin, number = now[rank], self.loader
+                for after, stack in self.stacks(rank, step):
+                    add(_record(Kind.GAUGE, STACK_SAMPLE, begin + after, begin + after, value=float(stack)))
+                now[rank] += self.pause_before
+                begin = now[rank]
                 if half := self.evaluation(rank, step) / 2:
                     add(_record(Kind.PHASE, DATA, begin, begin + half, value=(number or 0) + 1))
                     add(_record(Kind.PHASE, FORWARD, begin + half, begin + 2 * half, value=self.tokens(rank, step)))
@@ -146,12 +159,17 @@ class Job:
                 cpu[rank] += spent * self.cpu_share
                 for gauge, value in ((CPU, cpu), (THREAD_CPU, cpu), (CORE_WAIT, wanted)):
                     records[rank].append(_record(Kind.GAUGE, gauge, now[rank], now[rank], value=value[rank] / 1e3))
+                for number, rises in enumerate(self.gauges.values()):
+                    others[number, rank] += rises(rank, step)
+                    value = others[number, rank] / 1e3
+                    records[rank].append(_record(Kind.GAUGE, FIRST_GAUGE + number, now[rank], now[rank], value=value))
         return self._captures_of(records)
 
     def _captures_of(self, records: dict[int, list[tuple[int, ...]]]) -> dict[int, Capture]:
         meta = {"closed": True, "native": True, "world_size": self.ranks}
+        names = {**NAMES, **{FIRST_GAUGE + number: name for number, name in enumerate(self.gauges)}}
         return {
-            rank: Capture(Path(f"rank{rank:05d}.0.host.{rank + 100}"), array_of(rows), dict(NAMES), meta)
+            rank: Capture(Path(f"rank{rank:05d}.0.host.{rank + 100}"), array_of(rows), dict(names), meta)
             for rank, rows in records.items()
         }
 

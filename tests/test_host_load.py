@@ -124,7 +124,7 @@ def test_what_a_kernel_does_not_count_is_left_out(tmp_path: Path, text: str) -> 
     for _ in range(3):
         next(seen)
     opened.recorder.close()
-    assert {row.name for row in read_rows(tmp_path / "capture")} == {gauges.SWITCHED_OUT}
+    assert {row.name for row in read_rows(tmp_path / "capture")} == {gauges.SWITCHED_OUT, gauges.MAJOR_FAULTS}
 
 
 def test_the_host_itself_answers(tmp_path: Path) -> None:

@@ -53,9 +53,10 @@ class SideThread:
     """Looks every so often on a thread of its own, until there is no more to see, or `stop`.
 
     looks: on that thread, what makes the looks
+    every_s: how long to wait after each, or what says so then
     """
 
-    def __init__(self, name: str, looks: Callable[[], Poller], every_s: float = EVERY_S) -> None:
+    def __init__(self, name: str, looks: Callable[[], Poller], every_s: float | Callable[[], float] = EVERY_S) -> None:
         self._name, self._looks, self._every_s = name, looks, every_s
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"dsprof-{name}", daemon=True)
@@ -79,7 +80,8 @@ class SideThread:
         looks = self._looks()
         try:
             for _ in looks:
-                if self._stopping.wait(self._every_s):
+                every_s = self._every_s
+                if self._stopping.wait(every_s() if callable(every_s) else every_s):
                     break
             looks.close()
         except Exception as error:

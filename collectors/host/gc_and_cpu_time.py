@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from dsprof import gauges
 from dsprof.schema import CPU_SECONDS, STEPS_TAKEN, Kind
 
 from ..capture.open_capture import OpenCapture
 from ..hooking.uninstall import Uninstall
+from ..native import NativeRecorder
 from ..system import proc
 from ..system.clock import now_ns
 
@@ -36,12 +38,22 @@ _pauses: deque[tuple[int, int, float]] = deque(maxlen=10_000)
 callback only appends here, and `sample` writes them at the end of the step."""
 
 
+PULSE_S: Final = 0.01
+"""How often it is looked whether the process runs at all. A look takes some microseconds of a core."""
+
+
 def install(capture: OpenCapture) -> list[Uninstall]:
     """Record what `sample` does after steps, and pauses of the interpreter."""
-    sampled = sampler(capture.recorder)
+    recorder = capture.recorder
+    pulse = recorder.pulse if isinstance(recorder, NativeRecorder) else None
+    sampled = sampler(recorder, None if pulse is None else pulse.stopped_s)
     capture.samples.append(sampled)
     capture.when_on.append(sampled)
-    return [watch_collections(capture.recorder)]
+    watched = [watch_collections(recorder)]
+    if pulse is not None:
+        pulse.start(PULSE_S)
+        watched.append(pulse.stop)
+    return watched
 
 
 def watch_collections(recorder: Recorder) -> Uninstall:
@@ -129,13 +141,15 @@ _run_queue = _RunQueue()
 _worker_time = WorkerTime()
 
 
-def sampler(recorder: Recorder) -> Callable[..., None]:
+def sampler(recorder: Recorder, stopped_s: Callable[[], float] | None = None) -> Callable[..., None]:
     """What the training thread calls at the end of a step, with the number of steps since the last time: it records the
-    steps so far, the CPU time of the process, of the thread and of the process's workers, and how long the thread
-    waited for a core. All times in seconds, since the process or thread began.
+    steps so far, the CPU time of the process, of the thread and of the process's workers, how long the thread waited
+    for a core, and how long the whole process stood still (`stopped_s`, where that is known). All times in seconds,
+    since the process or thread began, or the capture did.
     """
     put, gauge = recorder.put, int(Kind.GAUGE)
     of_process, of_thread, of_workers, of_queue = map(recorder.intern, GAUGES)
+    of_stops = recorder.intern(gauges.STOPPED)
     of_steps, taken = recorder.intern(STEPS_TAKEN), 0
 
     def sample(steps: int = 0) -> None:
@@ -152,5 +166,7 @@ def sampler(recorder: Recorder) -> Callable[..., None]:
             put(gauge, of_workers, now, now, working, -1)
         if waited is not None:
             put(gauge, of_queue, now, now, waited, -1)
+        if stopped_s is not None:
+            put(gauge, of_stops, now, now, stopped_s(), -1)
 
     return sample

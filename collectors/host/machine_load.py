@@ -24,6 +24,7 @@ from ..capture.side_thread import Poller, SideThread, import_on_side_thread
 from ..hooking.uninstall import Uninstall
 from ..system import proc
 from ..system.clock import now_ns
+from . import hindrances
 
 MOST_WORKERS: Final = 64
 """That are looked at."""
@@ -45,6 +46,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 def looks(capture: OpenCapture, first: bool, stopping: Callable[[], bool], root: str = proc.PROC) -> Poller:
     """first: of the ranks on this machine, so that it reads what the machine does."""
     recorder = capture.recorder
+    hindrances.state_limit(root)
     refused: tuple[type[Exception], ...] = (OSError, NotImplementedError, AttributeError, LookupError, ValueError)
     # Each with how many looks there are to one reading.
     readers = [(functools.partial(read, root), 1) for read in OF_PROCESS]
@@ -134,7 +136,6 @@ def read_workers(root: str) -> Reading:
     yield gauges.WORKERS_BUSY, counted["R"]
     yield gauges.WORKERS_ON_DISK, counted["D"]
     stuck = [pid for pid, state in states.items() if state == "D"]
-    stuck = [pid for pid, state in states.items() if state == "D"]
     places = Counter(proc.read(f"{root}/{pid}/wchan").decode(errors="replace").strip() for pid in stuck)
     for function, count in places.items():
         if function not in ("", "0"):  # not told
@@ -149,4 +150,4 @@ def _states(root: str, pids: Iterable[int]) -> Iterator[tuple[int, str]]:
             yield pid, fields[proc.STATE].decode()
 
 
-OF_PROCESS: Final = (_memory, _switches, _files, read_workers)
+OF_PROCESS: Final = (_memory, _switches, _files, read_workers, *hindrances.READERS)

@@ -61,6 +61,15 @@ class NativeLockWatch:
         self.stop: Callable[[], None] = module.lock_watch_stop
 
 
+class NativePulse:
+    """Tells how long the whole process stood still (`pulse.hpp`). There is one of it in a process."""
+
+    def __init__(self, module: Any) -> None:
+        self.start: Callable[[float], None] = module.pulse_start
+        self.stop: Callable[[], None] = module.pulse_stop
+        self.stopped_s: Callable[[], float] = module.pulse_stopped
+
+
 class NativeRecorder(SharedParts):
     """A `Recorder` whose methods are C functions, and the switch of the native hooks."""
 
@@ -113,6 +122,7 @@ class NativeRecorder(SharedParts):
         self.uninstall_call_sites = module.uninstall_call_sites
         self.install_call_sites = module.install_call_sites
         self.lock_watch = NativeLockWatch(module)
+        self.pulse = NativePulse(module)
         self._install_collectives = module.install_collectives
         self._install_modules = module.install_modules
 

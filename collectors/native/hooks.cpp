@@ -13,6 +13,7 @@
 //                      graph_capture.hpp: whether a stream is captured into a CUDA graph
 //     syncs.hpp        where the host waits for a device; call_sites.hpp: what issues collectives; sites.hpp: lines
 //     lock_watch.hpp   stacks where no Python can run
+//     pulse.hpp        how long the whole process stood still
 //     python_*.hpp     what Python may call: the table below
 //
 // Nothing here may change what the training job does: every error of ours is caught and counted.
@@ -20,6 +21,7 @@
 #include <Python.h>
 
 #include "lock_watch.hpp"
+#include "pulse.hpp"
 #include "python_capture.hpp"
 #include "python_communication.hpp"
 #include "python_device.hpp"
@@ -92,6 +94,10 @@ PyMethodDef methods[] = {
     {"lock_watch_start", py_lock_watch_start, METH_VARARGS, "lock_watch_start(file, seconds): write stacks unless fed"},
     {"lock_watch_feed", py_lock_watch_feed, METH_O, "lock_watch_feed(identity of the thread that trains)"},
     {"lock_watch_stop", py_lock_watch_stop, METH_NOARGS, ""},
+    // whether the process runs at all: pulse.hpp
+    {"pulse_start", py_pulse_start, METH_O, "pulse_start(seconds): look so often from now on"},
+    {"pulse_stop", py_pulse_stop, METH_NOARGS, ""},
+    {"pulse_stopped", py_pulse_stopped, METH_NOARGS, "seconds for which the whole process stood still so far"},
     {nullptr, nullptr, 0, nullptr},
 };
 PyModuleDef definition = {

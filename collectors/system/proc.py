@@ -69,13 +69,18 @@ def stat(process: int | str, proc: str = PROC) -> list[bytes]:
 
 
 def memory_cgroups(proc: Path = Path(PROC), cgroups: Path = Path(CGROUPS)) -> Iterator[tuple[Path, int]]:
-    """The folder of this process's memory cgroup and of each above it, as far as they are seen from here, with the
-    version of cgroups, 1 or 2."""
+    """`cgroups_of` memory."""
+    return cgroups_of("memory", proc, cgroups)
+
+
+def cgroups_of(controller: str, proc: Path = Path(PROC), cgroups: Path = Path(CGROUPS)) -> Iterator[tuple[Path, int]]:
+    """The folder of this process's cgroup of a controller (`memory`, `cpu`) and of each above it, as far as they are
+    seen from here, with the version of cgroups, 1 or 2."""
     for line in read_whole(proc / "self" / "cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root = cgroups / "memory" if controllers else cgroups
+        root = cgroups / controller if controllers else cgroups
         # In a container the root that is mounted may be the process's own cgroup, whatever its path is called.
         folder = root / path.lstrip("/")
         for place in (folder, *folder.parents) if folder.is_dir() else (root,):

@@ -36,6 +36,11 @@ class Gauges:
         self._end = self._begin + ordinary["dur_ns"].to_numpy(np.int64)
         self.wall_ms = self._wide((self._end - self._begin) / 1e6)
 
+    def names(self, beginning: str) -> tuple[str, ...]:
+        """The gauges whose names begin so."""
+        found = self._samples["name"].drop_duplicates().astype(str)
+        return tuple(sorted(name for name in found if name.startswith(beginning)))
+
     def spent(self, gauge: str) -> Float:
         """By how much `gauge` rose in each ordinary step, ms, [R, S]; NaN on ranks without it, and only there.
 

@@ -27,6 +27,7 @@ from ..text import ms
 from ..work.layer_costs import layer_costs
 from ..work.mfu import judge_efficiency
 from ..work.module_times import module_times
+from ..work.stacks import outside_phases
 from .headline import verdict_of
 from .overrides import applied_knobs, lost_knobs, verified_fixes
 
@@ -98,6 +99,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         slowdown=note if change and change[2] > change[1] else "",
         missing=part or ("" if run.status else without_training(study.phases, study.communicated.nothing)),
         stood=_longest_hang(study),
+        outside=line.words if (line := outside_phases(study)) is not None else "",
         crowded=_waiting_for_cores(study),
     )
     return replace(analysis, verdict=verdict)

@@ -55,22 +55,30 @@ COSTS: Final = {"compilation": "compilation", "data": "starting loaders"}
 
 
 def verdict_of(
-    analysis: Analysis, *, unknown: str = "", slowdown: str = "", missing: str = "", stood: str = "", crowded: str = ""
+    analysis: Analysis,
+    *,
+    unknown: str = "",
+    slowdown: str = "",
+    missing: str = "",
+    stood: str = "",
+    crowded: str = "",
+    outside: str = "",
 ) -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at.
 
     unknown: why not all chains of the job are known
     slowdown: what to say of a lasting one; missing: why there may well be no step: which part of the run was captured,
     where somebody asked for one, or that nothing was trained; stood: what to say of a hang that resolved itself;
-    crowded: what to say of ranks that are late since they wait for a core
+    crowded: what to say of ranks that are late since they wait for a core; outside: the line that most of the time
+    outside the phases lies in
     """
-    verdict = _answer(analysis, unknown, slowdown, missing, crowded)
+    verdict = _answer(analysis, unknown, slowdown, missing, crowded, outside)
     if not stood or verdict.status == "failed" or stood in verdict.headline:
         return verdict
     return Verdict(verdict.status, f"{verdict.headline}; {clean(stood)}")
 
 
-def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str, crowded: str) -> Verdict:
+def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str, crowded: str, outside: str) -> Verdict:
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
@@ -123,7 +131,9 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str, crowd
         )
     large = [part for part in lost if part not in explained and lost[part] > LARGE / 2] or unjudged
     named = large or [part for part in lost if part not in explained and lost[part] > LARGE / 10]
-    parts = [f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part, crowded)}" for part in named]
+    parts = [
+        f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part, crowded, outside)}" for part in named
+    ]
     return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
 
 
@@ -248,10 +258,12 @@ def _words(part: str) -> str:
     return LOST[part] if part in LOST else COSTS[part.removeprefix("irregular ")]
 
 
-def _more(analysis: Analysis, part: str, crowded: str) -> str:
+def _more(analysis: Analysis, part: str, crowded: str, outside: str) -> str:
     """Where such time lies, or what would tell."""
     if part == "other":
         place = _where_other(analysis)
+        if place and outside:
+            return f", mostly {place}, in {clean(outside)}"
         return f", mostly {place}: put dsprof.span around what runs there to see it named" if place else ""
     reason = _unjudged(analysis, part)
     if reason is not None:

@@ -6,6 +6,7 @@
 apply           `apply`, and what every what-if is: `WhatIf`; `Refused`: two that do not go together
 select          which operations a what-if is about: by purpose, process group, rank
 work            own work taken away, scaled, or made equal on ranks that do the same
+even_segments   as much work between the same events on all ranks of a team
 faster_hosts    what hosts compute to launch takes less
 without_flows   no chain waits for another of its rank
 communications  collectives and messages removed, added, or moved over another link

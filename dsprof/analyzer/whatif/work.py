@@ -116,7 +116,7 @@ class EvenRanks(WhatIf):
         return f"equal {', '.join(self.parts)} on all ranks"
 
     def change(self, graph: StepGraph) -> StepGraph:
-        columns = [k for part in self.parts for k in _within(part)]
+        columns = [k for part in self.parts for k in within(part)]
 
         def evened(steps: Steps) -> Steps:
             structure, work = steps.structure, steps.work.copy()
@@ -221,12 +221,12 @@ def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[
             mine = structure.of_thread(thread)
             share = change.spans.share_between(thread, judged, begin[mine], end[mine])
             for part in change.removed:
-                for k in _within(part):
+                for k in within(part):
                     found.work[mine, chosen, k] = share
         return found
     if change.where_beyond_peers:
         removed = sum((of_part[:, judged] for of_part in change.removed.values()), np.zeros(()))
-        parts = [k for part in change.removed for k in _within(part)]
+        parts = [k for part in change.removed for k in within(part)]
         waited = stood[:, chosen] if OFFLOAD in change.removed else np.zeros((structure.segments, len(chosen)))
         for r in np.flatnonzero(np.asarray(removed).any(axis=1)).tolist():
             peer_group = next(peer_group for peer_group in peer_groups if peer_group[r])
@@ -237,20 +237,20 @@ def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[
             found.stood[mine, chosen] = of_stood
         return found
     for part, of_part in change.removed.items():
-        own = steps.work[:, chosen][..., _within(part)].sum(axis=-1)
+        own = steps.work[:, chosen][..., within(part)].sum(axis=-1)
         if part == OFFLOAD:
             own = own + stood[:, chosen]
         total = np.zeros((structure.threads, len(chosen)))
         np.add.at(total, structure.thread, own)
         share = np.minimum(of_part[:, judged] / np.maximum(total, 1e-9), 1.0)[structure.thread]
-        for k in _within(part):
+        for k in within(part):
             found.work[:, chosen, k] = share
         if part == OFFLOAD:
             found.stood[:, chosen] = share
     return found
 
 
-def _within(part: str) -> list[int]:
+def within(part: str) -> list[int]:
     """Places in PARTS of what a part of the budget consists of."""
     return [PARTS.index(part), SHARDING_PART] if part == "compute" else [PARTS.index(part)]
 

@@ -29,6 +29,8 @@ LEAST_PASSES: Final = 0.9
 """Correlation of forward and backward (0.90 and 0.86; 0.99)."""
 LEAST_STAGES: Final = 0.8
 """Correlation of the stages that a micro-batch passes (-0.01 and 0.74; 1.00)."""
+STOPPED_IN_ONE: Final = 0.1
+"""Of the micro-batches, those whose forward and backward are least alike are not asked."""
 MOST_IN_TURN: Final = 0.5
 """Correlation of micro-batches that follow one another on a rank."""
 MOST_OF_ONE: Final = 0.25
@@ -83,6 +85,9 @@ def unequal_micro_batches(study: Study) -> UnequalMicroBatches | None:
     if not {FORWARD, BACKWARD} <= set(wide.columns):  # one of the two computes nothing
         return None
     wide = wide.dropna()
+    # A stop of the machine's in one of the two passes says nothing of the micro-batch, and weighs much in a square.
+    apart = (wide[FORWARD] - wide[BACKWARD]).abs()
+    wide = wide[apart <= apart.quantile(1 - STOPPED_IN_ONE)]
     forward, backward = wide[FORWARD].to_numpy(np.float64), wide[BACKWARD].to_numpy(np.float64)
     common = float((forward * backward).mean()) if len(wide) else 0.0
     of_passes = common / max(float(np.sqrt((forward**2).mean() * (backward**2).mean())), 1e-12) if len(wide) else 0.0

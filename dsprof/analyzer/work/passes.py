@@ -21,8 +21,7 @@ WEIGHTS: Final = "W"
 
 def find_passes(rows: pd.DataFrame, time: RankTime) -> pd.DataFrame:
     """PASS_COLUMNS of the actions of a pipeline's schedule; without one, of the training thread's forwards with
-    gradients and backwards, of which `micro` counts those of a step and `stage` is 0. There are none where the sizes of
-    all inputs are known, which tell more. `rows`: of one rank."""
+    gradients and backwards, of which `micro` counts those of a step and `stage` is 0. `rows`: of one rank."""
     columns = ["rank", "step", "name", "stage", "start_ns", "dur_ns"]
     acted = rows[[*columns, "microbatch"]].take(np.flatnonzero(rows["kind"] == "pipe"))
     if len(acted):
@@ -32,10 +31,7 @@ def find_passes(rows: pd.DataFrame, time: RankTime) -> pd.DataFrame:
         found = acted.assign(micro=acted["microbatch"], name=acted["name"].astype(str))
     else:
         there = np.flatnonzero((rows["kind"] == "phase") & (rows["lane"] == "main"))
-        phases = rows[[*columns, "grad", "value"]].take(there)
-        forwards = phases["value"][phases["name"] == "forward"]
-        if forwards.notna().all():
-            return NO_PASSES
+        phases = rows[[*columns, "grad"]].take(there)
         phases = phases[phases["dur_ns"].notna()]
         forward = (phases["name"] == "forward") & phases["grad"].fillna(True).astype(bool)
         found = phases[forward | (phases["name"] == "backward")]

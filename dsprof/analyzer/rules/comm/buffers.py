@@ -23,6 +23,8 @@ from ..rule import Found, Look, Rule
 
 BUFFER: Final = "buffer"
 """Purpose of what DDP broadcasts in forward."""
+SMALL: Final = 1 << 20
+"""Bytes a step: running statistics of less are no finding, since ranks that do not share them train differently."""
 MOST_MS_PER_BYTE: Final = 3e-6
 """No more than this is sure of what is gained: packing, sending and unpacking a byte take less on any machine. What few
 bytes take longer is that ranks wait for one another, and without them they may do so at the next collective."""
@@ -34,13 +36,15 @@ def broadcast_buffers(study: Study) -> Found:
     table = table[table["step"].isin(study.step_numbers) & (table["purpose"] == BUFFER) & (table["ranks"] > 1)]
     if table.empty:
         return []
+    moved = float(table["bytes"].sum()) / len(study.step_numbers)
+    if _statistics(study) and moved < SMALL:  # to have them alike on all ranks costs a message
+        return []
     graph = study.need_graph()
     packed = np.zeros((len(graph.ranks), len(study.step_numbers)))
     if not study.led_by_devices:  # there the host only launches the copies
         packed = _packed_ms(study)
     replayed = np.isin(study.step_numbers, study.replayed_steps)
     change = WithoutBuffers(Communications(purposes=(BUFFER,)), packed[:, replayed])
-    moved = float(table["bytes"].sum()) / len(study.step_numbers)
     evidence = (
         Evidence("buffers broadcast a step", round(moved / 2**20, 3), "MiB", 0.0),
         Evidence("broadcasts of buffers a step", round(len(table) / len(study.step_numbers), 2), "count", 0),
@@ -60,6 +64,11 @@ def broadcast_buffers(study: Study) -> Found:
 
 def _surely(gain: Gain, moved_bytes: float) -> Gain:
     return replace(gain, low=min(gain.low, MOST_MS_PER_BYTE * moved_bytes))
+
+
+def _statistics(study: Study) -> bool:
+    """Whether some model is known to have running statistics among its buffers."""
+    return any(fact.get("statistics") for fact in study.facts.get("ddp", []))
 
 
 def _packed_ms(study: Study) -> Float:

@@ -2,6 +2,7 @@
 
 data_stall     the loop waits for it
 unequal_input  ranks get unequal amounts of it
+sequence       ranks that share a sequence, of which the later have more to do
 routed_tokens  ranks get unequal numbers of tokens for their experts, which is neither's doing
 loader         which DataLoader training waits for, and where its arguments are set
 """

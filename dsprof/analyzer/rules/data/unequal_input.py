@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 
@@ -13,18 +14,30 @@ from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent
 from ...whatif.work import Change
-from ...work.micro_batches import UnequalMicroBatches, can_tell, micro_batch_counts, unequal_micro_batches
+from ...work.micro_batches import LEAST_SPREAD, UnequalMicroBatches, can_tell, micro_batch_counts, unequal_micro_batches
 from ..base import NotJudged, at, code_fix
-from ..rule import Rule, fault
+from ..rule import Look, Rule, fault
 from .loader import loader_site, training_loader
 from .routed_tokens import routed_tokens
+from .sequence import causal, causal_shards
+
+SIZES_TELL: Final = 0.5
+"""Correlation of what ranks compute beyond their peers, as their inputs' sizes say and as their micro-batches do, from
+which on it is the sizes."""
 
 
 @once
 def explained_by_input(study: Study) -> Float | None:
     """The part of each rank's compute that its share of the input explains, ms above (+) or below (-) what an equal
     share would cost, [R, S]: by the sizes of inputs, or where these are unknown by how many micro-batches ranks have,
-    or by what each of them takes. None where none of it tells, or nothing differs."""
+    or by what each of them takes. Of ranks that share sequences also by their place. None where none of it tells, or
+    nothing differs."""
+    in_order = causal(study)
+    if in_order is not None:
+        return in_order.excess
+    by_time = cost_of_equal_inputs(study)
+    if by_time is not None:
+        return by_time.excess
     if study.input_sizes is not None:
         return explained_by_size(study)
     more = explained_by_count(study)
@@ -60,6 +73,23 @@ def explained_by_size(study: Study) -> Float | None:
 
 
 @once
+def cost_of_equal_inputs(study: Study) -> UnequalMicroBatches | None:
+    """Micro-batches that take unequally long and whose sizes, which are known, do not say why: as packed sequences of
+    equally many tokens, whose attention goes with the squares of their lengths. None where sizes do explain it, or are
+    unknown."""
+    if study.input_sizes is None:
+        return None
+    found = unequal_micro_batches(study)
+    if found is None:
+        return None
+    by_size = explained_by_size(study)
+    if by_size is None or not by_size.any():
+        return found
+    told = float(np.corrcoef(by_size.ravel(), found.excess.ravel())[0, 1])
+    return found if not told >= SIZES_TELL else None
+
+
+@once
 def explained_by_count(study: Study) -> Float | None:
     """The part of each rank's compute that it has more (+) or fewer (-) micro-batches for than the mean of those that
     are to do the same work, ms, [R, S], at what one takes it. None where that was not seen, or all have as many."""
@@ -84,6 +114,11 @@ def unequal(study: Study) -> Change | None:
     routed = routed_tokens(study)
     if routed is not None:
         raise NotJudged(routed.reason)
+    if causal(study) is not None:  # that is a finding of its own
+        return None
+    by_time = cost_of_equal_inputs(study)
+    if by_time is not None:
+        return Change({"compute": by_time.excess}, spans=by_time.spans)
     if study.input_sizes is None and (more := explained_by_count(study)) is not None:
         return Change({"compute": more})
     if study.input_sizes is None and can_tell(study):
@@ -105,8 +140,13 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         fixes: tuple[Fix, ...] = (Fix("code", same, gain=gain),)
     else:
         by_time = unequal_micro_batches(study) if study.input_sizes is None else None
-        title, evidence = _by_time(by_time) if by_time is not None else _by_size(study, change)
-        fixes = _fixes(study, gain)
+        equal = cost_of_equal_inputs(study)
+        if equal is not None:
+            title, evidence = _by_cost(study, equal)
+            fixes = _fixes_of_cost(study, gain)
+        else:
+            title, evidence = _by_time(by_time) if by_time is not None else _by_size(study, change)
+            fixes = _fixes(study, gain)
     return Finding("data.imbalance", title, "info", where, evidence, gain, fixes, share=share)
 
 
@@ -140,6 +180,34 @@ def _by_time(found: UnequalMicroBatches) -> tuple[str, tuple[Evidence, ...]]:
         f"micro-batches are of unequal length: what they take differs by {percent(100 * found.spread)}, {everywhere}"
     )
     return title, tuple(evidence)
+
+
+def _by_cost(study: Study, found: UnequalMicroBatches) -> tuple[str, tuple[Evidence, ...]]:
+    sizes = signals.input_sizes(study)
+    spread = np.ptp(sizes, axis=0) / np.maximum(sizes.mean(axis=0), 1)
+    of_size = Evidence(
+        "largest less smallest input of a step, of the mean", round(100 * float(spread.mean()), 2), "%", 0.0
+    )
+    batches = "batches that are equally large"
+    if float(spread.mean()) >= LEAST_SPREAD:
+        batches = "batches, for a reason that their sizes do not tell,"
+    title = (
+        f"{batches} take unequally long: what they take differs by {percent(100 * found.spread)}, in forward and "
+        "backward alike, and another rank is late each step"
+    )
+    return title, (of_size, *_by_time(found)[1])
+
+
+def _fixes_of_cost(study: Study, alone: Gain) -> tuple[Fix, ...]:
+    site = loader_site(study, training_loader(study))
+    by_cost = (
+        "share samples out by what they cost and not by tokens: of packed sequences the sum of the squared lengths "
+        f"(what attention takes) is to be equal on all ranks of a step{at(site)}"
+    )
+    return (
+        code_fix(by_cost, "batch_sampler", "sum of squared lengths", site, alone),
+        Fix("code", "or cut long documents, or keep those of like length for the same step"),
+    )
 
 
 def _by_size(study: Study, change: Change) -> tuple[str, tuple[Evidence, ...]]:
@@ -188,7 +256,7 @@ RULES = (
         "data.imbalance",
         "the ranks of a step get unequal amounts of input",
         explains=("peer_wait",),
-        looks=(fault("data.imbalance", unequal, imbalance),),
+        looks=(fault("data.imbalance", unequal, imbalance), Look(causal_shards, needs=(signals.replay,))),
         error=ModelError(of_gain=0.035, of_step=0.01, busy=0.01),
         came_true=(25, 25),
         place=30,

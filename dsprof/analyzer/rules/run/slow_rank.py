@@ -14,12 +14,15 @@ from ...budget.parts import OWN_WORK, TRAINING_PHASES
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
 from ...study import Study, once
+from ...text import ms
 from ...whatif.work import Change
+from ...work.stacks import Line, differing_line, told
 from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
 from ..compute.recompile import compiling
 from ..rule import Rule, fault
 from .late import late_ones, lateness, typical
+from .late_cause import Cause, cause_of, unknown
 from .slow_chain import explained_by_data, slow_chain, slow_chains
 
 OUTSIDE = "time outside the phases"
@@ -92,16 +95,20 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     verb = "arrives" if len(ranks) == 1 else "arrive"
     title = f"rank {names}{study.mesh.words(ranks)} {verb} {lateness(late)} and the others wait"
     where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=study.step_range)
-    value, expected = _mine_and_others(study.gauges.spent("core_wait_seconds").mean(axis=1), slow)
-    waited = value - expected
-    crowded = waited > 0.5 * float(late.mean())
-    value, expected = _mine_and_others(study.work("offload").mean(axis=1), slow)
-    offloads = value - expected > 0.5 * float(late.mean())
-    if offloads:
-        evidence.append(Evidence("waiting for offloaded data a step", round(value, 3), "ms", round(expected, 3)))
-    if crowded:
-        evidence.append(Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0))
-    fixes = _fixes(study, ranks, where_slow, crowded, offloads)
+    cause = cause_of(study, slow, float(late.mean()))
+    if cause is None:
+        evidence.append(Evidence("cause", unknown(study, slow, float(late.mean())), ""))
+    else:
+        evidence += [*cause.evidence, Evidence("cause", cause.name if cause.sure else f"{cause.name}, probably", "")]
+        title += f": {cause.words}"
+    fixes = _fixes(study, ranks, where_slow, cause)
+    line = differing_line(study, slow, float(late.mean()))
+    if line is not None:
+        peers = [rank for rank in study.ranks if rank not in ranks]
+        evidence.append(Evidence(f"in {line.words} a step", round(line.ms, 3), "ms", round(line.others_ms, 3)))
+        if cause is None or not cause.sure:
+            title += f": {told(line, peers)}" if cause is None else ""
+            fixes = (_look_at(line, names), *fixes)
     return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes, share=share)
 
 
@@ -154,27 +161,26 @@ def _phase_excess(study: Study, slow: Bool) -> dict[str, tuple[float, float]]:
     return {**found, OUTSIDE: _mine_and_others(study.work("other").mean(axis=1), slow)}
 
 
-def _fixes(study: Study, ranks: tuple[int, ...], phase: str, crowded: bool, offloads: bool) -> tuple[Fix, ...]:
+def _look_at(line: Line, who: str) -> Fix:
+    """To look at the line in which a rank differs from the others."""
+    file, _, number = (line.site or "").rpartition(":")
+    place = ({"file": file, "line": int(number), "argument": None, "value": None},) if number.isdigit() else ()
+    more = ms(line.ms - line.others_ms)
+    return Fix("code", f"look at {line.words}, in which rank {who} is {more} a step longer than the others", place)
+
+
+def _fixes(study: Study, ranks: tuple[int, ...], phase: str, cause: Cause | None) -> tuple[Fix, ...]:
     host_of = {item.rank: item.host for item in study.run.ranks}
     hosts = {host_of.get(rank) for rank in ranks}
     everyone = {host_of.get(rank) for rank in study.ranks}
     who = f"rank {listed(ranks)}"
-    fixes = []
+    if cause is not None and cause.sure:
+        return cause.fixes
+    fixes = [*cause.fixes] if cause is not None else []
     if len(everyone) > 1 and hosts != everyone:
         names = ", ".join(sorted(str(host) for host in hosts))
         fixes.append(Fix("code", f"take {names} out of the job and run again: if the delay goes, the host is to blame"))
-    if crowded:
-        fixes.append(
-            Fix(
-                "code",
-                f"something else runs on the cores of {who} (workers, the job's own threads, another process): "
-                "give each rank cores of its own",
-            )
-        )
-        return tuple(fixes)
-    if offloads:
-        look = f"what {who} offloads comes and goes more slowly: look at the disk or the memory that it offloads to"
-        fixes.append(Fix("code", f"{look} (offload_optimizer, offload_param), and who else uses it"))
+    if cause is not None:
         return tuple(fixes)
     where = "between the phases of the loop" if phase == OUTSIDE else f"in {phase}"
     look = f"look for what only {who} does {where}: a branch on the rank, a slower device, "

@@ -1,0 +1,99 @@
+"""What keeps a process from running although its threads have work: a CPU quota, want of memory, its own other threads.
+
+Read once a second on a side thread (`machine_load`), each as a count of seconds or events since it began. What a system
+does not tell is left out.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from dsprof import gauges
+
+from ..hooking.statements import state
+from ..system import proc
+
+Reading = Iterable[tuple[str, float]]
+"""Gauges with their values."""
+MOST_THREADS: Final = 16
+"""Of the script's own, that are looked at."""
+OURS: Final = "dsprof-"
+"""How the names of dsprof's own threads begin."""
+CPU: Final = "cpu"
+
+
+def read_throttled(root: str) -> Reading:
+    """How long the CPU quota of its cgroups has kept threads of the process waiting: of the one where it is longest."""
+    stats = [_cpu_stat(folder, version) for folder, version in proc.cgroups_of(CPU, Path(root))]
+    told = [seconds for seconds in stats if seconds is not None]
+    if told:
+        yield gauges.THROTTLED, max(told)
+
+
+def _cpu_stat(folder: Path, version: int) -> float | None:
+    fields = dict(line.split(" ", 1) for line in proc.read(folder / "cpu.stat").decode().splitlines() if " " in line)
+    if version == 2:
+        return int(fields["throttled_usec"]) / 1e6 if "throttled_usec" in fields else None
+    return int(fields["throttled_time"]) / 1e9 if "throttled_time" in fields else None
+
+
+def state_limit(root: str = proc.PROC) -> None:
+    """State how many cores the quota of its cgroups allows, where there is one: the lowest."""
+    limits = [
+        (cores, folder) for folder, version in proc.cgroups_of(CPU, Path(root)) if (cores := _cores(folder, version))
+    ]
+    if limits:
+        cores, folder = min(limits, key=lambda one: one[0])
+        state({"fact": "cpu_limit", "cores": round(cores, 3), "cgroup": str(folder)})
+
+
+def _cores(folder: Path, version: int) -> float | None:
+    if version == 2:
+        quota, _, period = proc.read(folder / "cpu.max").decode().strip().partition(" ")
+    else:
+        quota, period = (proc.read(folder / f"cpu.cfs_{name}_us").decode().strip() for name in ("quota", "period"))
+    return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
+
+
+def read_faults(_: str) -> Reading:
+    """Pages that had to be read from a disk, or from swap."""
+    yield gauges.MAJOR_FAULTS, resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+
+
+def read_memory_stall(root: str) -> Reading:
+    """How long tasks of its cgroup stood still for want of memory (PSI); of the machine where the cgroup has none."""
+    of_groups = [
+        folder / "memory.pressure" for folder, version in proc.cgroups_of("memory", Path(root)) if version == 2
+    ]
+    for path in (*of_groups, Path(root) / "pressure" / "memory"):
+        line = proc.read(path).decode().partition("\n")[0]
+        if line.startswith("some "):
+            yield gauges.MEMORY_STALL, int(line.rpartition("total=")[2]) / 1e6
+            return
+
+
+def read_threads(root: str) -> Reading:
+    """CPU time of the Python threads beside the first one: each holds the interpreter's lock while it runs Python."""
+    spent: dict[str, float] = {}
+    for thread in _threads():
+        fields = proc.read(f"{root}/self/task/{thread.native_id}/stat").rpartition(b")")[2].split()
+        if fields:
+            ticks = int(fields[proc.USER_TICKS]) + int(fields[proc.SYSTEM_TICKS])
+            spent[thread.name] = spent.get(thread.name, 0.0) + ticks / proc.TICKS_A_SECOND
+    for name, seconds in spent.items():
+        yield gauges.PYTHON_THREAD + name, seconds
+
+
+def _threads() -> Iterator[threading.Thread]:
+    others = [
+        thread for thread in threading.enumerate()
+        if thread is not threading.main_thread() and not thread.name.startswith(OURS) and thread.native_id
+    ]  # fmt: skip
+    yield from others[:MOST_THREADS]
+
+
+READERS: Final = (read_throttled, read_faults, read_memory_stall, read_threads)

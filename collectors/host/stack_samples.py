@@ -1,0 +1,132 @@
+"""Where the training thread is, some times a second: samples of its Python stack.
+
+A thread beside the training looks, at moments drawn at random, so that no rhythm of the job's is met again and again.
+It calls nothing of torch's or CUDA's and sets no signal handler. Each different stack is a fact, each sample a row with
+its number. Of the script's own frames the lines are kept; below the innermost of them, which function of a library it
+called, and which one ran.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Final
+
+from dsprof.schema import STACK, STACK_FACT, Kind
+
+from ..capture import facts
+from ..capture.open_capture import OpenCapture
+from ..capture.side_thread import Poller, SideThread
+from ..hooking.caller import COMMANDS, HOME, STANDARD_LIBRARY
+from ..hooking.uninstall import Uninstall
+from ..system.clock import now_ns
+
+EVERY_S: Final = 0.05
+"""On average between two samples."""
+SHARE: Final = 0.001
+"""Of a core that they take at most: where one takes longer, there are fewer."""
+MOST_STACKS: Final = 900
+"""Different ones that are told apart; further ones are number 0."""
+DEEPEST: Final = 12
+"""Frames of the script's own that are kept, the innermost ones."""
+LONGEST: Final = 400
+"""Frames that are looked at."""
+
+
+class Samples:
+    """The samples of one thread. `trains`: the thread that took the last step."""
+
+    def __init__(self, capture: OpenCapture) -> None:
+        self._capture = capture
+        self._name = capture.recorder.intern(STACK)
+        self.trains = threading.get_ident()
+        self._numbers: dict[tuple[str, ...], int] = {}
+        self._is_library: dict[CodeType, str] = {}
+        """Of a function of a library `torch/nn/modules/module.py:forward`; empty: it is the script's."""
+        self._random = random.Random(0x5EED)
+        self._drawn_s = EVERY_S
+
+    def stepped(self, _: int = 0) -> None:
+        self.trains = threading.get_ident()
+
+    def pause_s(self) -> float:
+        """How long to the next look."""
+        return self._drawn_s * self._random.uniform(0.5, 1.5)
+
+    def looks(self, stopping: Callable[[], bool]) -> Poller:
+        spent, count = 0.0, 0
+        yield
+        while True:
+            begin = time.thread_time()
+            if self._capture.is_on() and not stopping():
+                self.sample()
+            spent, count = spent + time.thread_time() - begin, count + 1
+            self._drawn_s = max(EVERY_S, 2 * spent / count / SHARE)  # to wake up costs as much again
+            yield
+
+    def sample(self) -> None:
+        frame = sys._current_frames().get(self.trains)
+        if frame is None:
+            return
+        now = now_ns()
+        number = self._number(self._frames(frame))
+        self._capture.recorder.put(Kind.GAUGE, self._name, now, now, float(number), -1)
+
+    def _number(self, frames: tuple[str, ...]) -> int:
+        number = self._numbers.get(frames)
+        if number is None:
+            if len(self._numbers) >= MOST_STACKS or not frames:
+                return 0
+            number = self._numbers[frames] = len(self._numbers) + 1
+            facts.state({"fact": STACK_FACT, "number": number, "frames": list(frames)})
+        return number
+
+    def _frames(self, frame: FrameType | None) -> tuple[str, ...]:
+        """From the outermost in: the script's own frames with their lines; below the last of them the function of a
+        library that it called, and the innermost one."""
+        own: list[str] = []
+        called: list[str] = []
+        seen = 0
+        while frame is not None and len(own) < DEEPEST and seen < LONGEST:
+            seen += 1
+            code = frame.f_code
+            name = self._is_library.get(code)
+            if name is None:
+                name = self._is_library[code] = library_function(code)
+            if not name:
+                own.append(f"{code.co_filename}:{frame.f_lineno}")
+            elif not own and name != HIDDEN:
+                called.append(name)
+            frame = frame.f_back
+        below = [called[-1], called[0]] if len(called) > 1 else called
+        return (*reversed(own), *below)
+
+
+HIDDEN: Final = "-"
+
+
+def library_function(code: CodeType) -> str:
+    """Of a function of a library what it is called; HIDDEN of dsprof's own and what has no file; empty: it is the
+    script's."""
+    file = code.co_filename
+    if file.startswith((str(HOME), "<")) and not file.startswith("<ipython"):
+        return HIDDEN
+    for home in ("/site-packages/", "/dist-packages/"):
+        if home in file:
+            return f"{file.rpartition(home)[2]}:{code.co_name}"
+    if file.startswith(STANDARD_LIBRARY) or any(file.startswith(folder) for folder in COMMANDS):
+        return f"{file.removeprefix(STANDARD_LIBRARY).lstrip('/')}:{code.co_name}"
+    return ""
+
+
+def install(capture: OpenCapture) -> list[Uninstall]:
+    """Sample from now on."""
+    samples = Samples(capture)
+    capture.samples.append(samples.stepped)
+    beside = SideThread("stacks", lambda: samples.looks(lambda: beside.stopping), samples.pause_s)
+    beside.start()
+    return [beside.stop]

@@ -1,0 +1,162 @@
+"""Ranks that share a sequence, of which the later have more to do: a causal mask over contiguous shards.
+
+In a step every rank of a context-parallel team works on its own piece of each sequence. With a causal mask a piece
+attends to itself and to those before it, so that of contiguous pieces the work grows by the same from one rank to the
+next: 1 : 3 : 5 : 7 of four. It is how the sequence is dealt, and no rank's machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from ... import signals
+from ...align.groups import CP
+from ...align.match import PAIR, SEND_RECV
+from ...arrays import Float
+from ...candidate import Candidate, Price
+from ...finding import Evidence, Finding, Fix, Where
+from ...study import Study, once
+from ...text import ms
+from ...whatif.even_segments import EvenSegments
+from ..base import listed
+from ..rule import Found
+
+FEWEST: Final = 3
+"""Ranks of a team of which a line says something."""
+LEAST_FIT: Final = 0.95
+"""Of the variance between ranks that a line through their places explains."""
+LEAST_SLOPE: Final = 0.05
+"""Of the mean compute, that the last rank has more than the first."""
+
+
+@dataclass(frozen=True)
+class Causal:
+    """teams: in the order of the sequence; excess: [R, S] ms of each rank beyond the mean of its team that its place
+    explains; fit: the share of the variance between ranks that a line explains; times: the last rank's compute over the
+    first's."""
+
+    teams: tuple[tuple[int, ...], ...]
+    excess: Float
+    fit: float
+    times: float
+
+
+@once
+def causal(study: Study) -> Causal | None:
+    """None where no ranks share sequences, or their work does not grow with the place."""
+    if study.on_gpu:  # there the host's time in phases says nothing of the device's
+        return None
+    teams = [team for team in sequence_teams(study) if len(team) >= FEWEST and set(team) <= set(study.ranks)]
+    if not teams or not len(study.step_numbers):
+        return None
+    compute, excess, fits, times = study.work("compute"), np.zeros_like(study.work("compute")), [], []
+    for team in teams:
+        places = [study.ranks.index(rank) for rank in team]
+        fit = _line(compute[places].mean(axis=1))
+        by_phase = _by_phase(study, team)
+        if fit is None or len(by_phase) < 2 or any(_line(of_phase) is None for of_phase in by_phase):
+            return None
+        slope = (compute[places] * _centred(len(team))[:, None]).sum(axis=0) / float((_centred(len(team)) ** 2).sum())
+        excess[places] = slope * _centred(len(team))[:, None]
+        fits.append(fit)
+        first, last = compute[places[0]].mean(), compute[places[-1]].mean()
+        times.append(float(last / max(first, 1e-9)))
+    return Causal(tuple(teams), excess, min(fits), float(np.mean(times)))
+
+
+def _centred(count: int) -> Float:
+    found: Float = np.arange(count, dtype=np.float64) - (count - 1) / 2
+    return found
+
+
+def _line(of_ranks: Float) -> float | None:
+    """The share of the variance that a rising line through the places explains; None: it does not rise, or not so."""
+    place = _centred(len(of_ranks))
+    beside = of_ranks - of_ranks.mean()
+    slope = float((place * beside).sum() / (place**2).sum())
+    fit = slope**2 * float((place**2).sum()) / max(float((beside**2).sum()), 1e-12)
+    rises = slope * (len(of_ranks) - 1) > LEAST_SLOPE * max(float(of_ranks.mean()), 1e-9)
+    return fit if rises and fit >= LEAST_FIT else None
+
+
+def _by_phase(study: Study, team: tuple[int, ...]) -> list[Float]:
+    """What each rank of a team computes in its forwards, and in its backwards, [P] each, any unit."""
+    found = []
+    table = pd.concat([study.summaries[rank].passes for rank in team], ignore_index=True)
+    table = table[table["step"].isin(study.step_numbers)]
+    for name in sorted(set(table["name"])):
+        own = table[table["name"] == name].groupby("rank")["own_ns"].sum()
+        found.append(own.reindex(list(team), fill_value=0).to_numpy(np.float64))
+    return found
+
+
+def sequence_teams(study: Study) -> list[tuple[int, ...]]:
+    """Ranks that share sequences, by their places: those that pass messages around in a ring, else the teams of a
+    dimension for context parallelism. None in a pipeline, where messages are its own."""
+    if study.in_stages:
+        return []
+    table = study.collectives
+    sent = table["group"][(table["name"] == SEND_RECV) & table["step"].isin(study.step_numbers)]
+    return rings(sent.astype(str)) or [team for one in study.mesh.dimensions if one.role == CP for team in one.teams]
+
+
+def rings(sent: pd.Series[str]) -> list[tuple[int, ...]]:
+    """Cycles of ranks, each of which exchanges messages with two others. sent: the group of each message (`0 2>3`)."""
+    pairs = sent.drop_duplicates().str.extract(PAIR).dropna().astype("int64")
+    neighbours: dict[int, set[int]] = {}
+    for one, other in pairs.itertuples(index=False):
+        neighbours.setdefault(int(one), set()).add(int(other))
+        neighbours.setdefault(int(other), set()).add(int(one))
+    found, seen = [], set[int]()
+    for first in sorted(neighbours):
+        if first in seen:
+            continue
+        ring, stack = set[int](), [first]
+        while stack:
+            rank = stack.pop()
+            if rank not in ring:
+                ring.add(rank)
+                stack += neighbours[rank]
+        seen |= ring
+        if len(ring) >= FEWEST and all(len(neighbours[rank]) == 2 for rank in ring):
+            found.append(tuple(sorted(ring)))
+    return found
+
+
+def causal_shards(study: Study) -> Found:
+    """Every rank of a team with the mean of its team, turn by turn."""
+    found = causal(study)
+    if found is None:
+        return []
+    signals.peers(study)
+    compute = study.work("compute").mean(axis=1)
+    team = found.teams[0]
+    evidence = (
+        *(
+            Evidence(f"compute a step of rank {rank}", round(float(compute[study.ranks.index(rank)]), 3), "ms")
+            for rank in (team[0], team[-1])
+        ),
+        Evidence("of the difference between ranks, explained by their place in the sequence", round(found.fit, 3), ""),
+        Evidence("peers wait a step", round(float(study.work("peer_wait").mean()), 3), "ms", 0.0),
+    )
+    title = (
+        f"the later a rank's part of the sequence, the more it computes: rank {team[-1]} takes {found.times:.1f} times "
+        f"what rank {team[0]} does, up by the same from rank to rank"
+    )
+    late = tuple(rank for one in found.teams for rank in one[(len(one) + 1) // 2 :])
+    where = Where(ranks=late, steps=study.step_range)
+    zigzag = (
+        "deal the sequence in zigzag (cut it into 2P chunks, r and 2P-1-r to rank r of P) or in stripes, so that a "
+        "causal mask leaves every rank as much; contiguous parts give the last rank most"
+    )
+
+    def say(price: Price) -> Finding:
+        fixes = (Fix("code", zigzag, gain=price.gain),)
+        saved = f"{title}; ranks {listed(late)} have {ms(float(found.excess.mean(axis=1).max()))} more than the mean"
+        return Finding("data.imbalance", saved, "info", where, evidence, price.gain, fixes, share=price.share)
+
+    return [Candidate("data.imbalance", EvenSegments(found.teams), say)]

@@ -1,0 +1,191 @@
+"""Where training threads were, by samples of their stacks: the lines in which ranks differ, and those of a gap.
+
+A sample stands for as much time as there is between two of them, on average. Only samples of a rank's own work count:
+those within ordinary steps, and not while it waits for others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.schema import STACK, STACK_FACT
+
+from ..arrays import Bool, Int
+from ..budget.label import PHASE_PART, spans_of
+from ..study import Study, once
+from ..text import ms
+
+FEWEST: Final = 5
+"""Samples of which a line is told."""
+SURE: Final = 3.0
+"""Standard deviations that a difference between ranks is more than chance."""
+MOST_OF: Final = 0.6
+"""Of the difference at a line, that lies in one of those that it calls: the inner one is told."""
+FRACTION_OF_LATE: Final = 0.3
+"""Of what a rank is late by, that a difference between lines must explain to be told."""
+
+Path = tuple[str, ...]
+"""Frames from the outermost in: `file:line` of the script, `package/file.py:function` of libraries."""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """Samples of one rank in ordinary steps.
+
+    paths: of each sample; start_ns: when; own: whether it waited for nobody then
+    a_sample_ms: what a sample is of a step, ms
+    """
+
+    paths: tuple[Path, ...]
+    start_ns: Int
+    own: Bool
+    a_sample_ms: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """path: to it; ms: in it a step, on the ranks that it is about; others_ms: on the typical other one."""
+
+    path: Path
+    ms: float
+    others_ms: float = 0.0
+
+    @property
+    def site(self) -> str | None:
+        """`file:line`: the innermost line of the script on the way."""
+        return next((frame for frame in reversed(self.path) if _is_line(frame)), None)
+
+    @property
+    def words(self) -> str:
+        """`train.py:31 -> torch/_dynamo/eval_frame.py:compile_wrapper`."""
+        lines = [frame for frame in self.path if _is_line(frame)][-1:]
+        below = [frame for frame in self.path if not _is_line(frame)][-1:]
+        return " → ".join([*(line.rpartition("/")[2] for line in lines), *below])
+
+
+def _is_line(frame: str) -> bool:
+    return frame.rpartition(":")[2].isdigit()
+
+
+@once
+def stacks_of(study: Study) -> Mapping[int, Stacks]:
+    """Rank -> its samples; without ranks that have none."""
+    rows = study.of_kind("gauge")[["rank", "name", "start_ns", "value"]]
+    rows = rows[rows["name"] == STACK]
+    paths: dict[int, dict[int, Path]] = defaultdict(dict)
+    for fact in study.facts.get(STACK_FACT, []):
+        paths[int(fact["rank"])][int(fact["number"])] = tuple(str(frame) for frame in fact.get("frames") or ())
+    found = {}
+    for rank in study.ranks:
+        mine = rows[rows["rank"] == rank].sort_values("start_ns")
+        when = mine["start_ns"].to_numpy(np.int64)
+        steps = study.ordinary[study.ordinary["rank"] == rank]
+        chosen = _within(when, steps)
+        if not chosen.any():
+            continue
+        numbers = mine["value"].to_numpy(np.float64)[chosen].astype(int)
+        waits = study.waits[study.waits["rank"] == rank]
+        waiting = _within(when[chosen], waits.assign(dur_ns=waits["end_ns"] - waits["start_ns"]))
+        found[rank] = Stacks(
+            tuple(paths[rank].get(number, ()) for number in numbers.tolist()),
+            when[chosen],
+            ~waiting,
+            float(steps["dur_ns"].mean()) / 1e6 * len(steps) / len(study.step_numbers) / int(chosen.sum()),
+        )
+    return found
+
+
+def _within(when: Int, spans: pd.DataFrame) -> Bool:
+    """Which moments are in any of these stretches of time (start_ns, dur_ns)."""
+    of = spans_of(spans[["start_ns", "dur_ns"]].astype("int64"))
+    inside: Bool = of.before(when + 1) - of.before(when) > 0
+    return inside
+
+
+def differing_line(study: Study, slow: Bool, late_ms: float) -> Line | None:
+    """The innermost line in which the slow ranks, [R], are longer than the others by most of what they are late by;
+    None: samples do not tell."""
+    stacks = stacks_of(study)
+    mine = [stacks[rank] for rank in study.ranks_where(slow) if rank in stacks]
+    others = [stacks[rank] for rank in study.ranks_where(~slow) if rank in stacks]
+    if not mine or not others:
+        return None
+    each = [_by_prefix(one, one.own) for one in (*mine, *others)]
+
+    def spent(path: Path) -> tuple[float, float]:
+        of = [counts.get(path, 0) * one.a_sample_ms for counts, one in zip(each, (*mine, *others), strict=True)]
+        return float(np.mean(of[: len(mine)])), float(np.median(of[len(mine) :]))
+
+    def difference(path: Path) -> float:
+        here, there = spent(path)
+        return here - there
+
+    def surely(path: Path) -> bool:
+        here, there = spent(path)
+        unit = float(np.mean([one.a_sample_ms for one in mine]))
+        count = (here + there) / unit
+        return here >= FEWEST * unit and here - there > SURE * unit * math.sqrt(count / len(mine))
+
+    prefixes = {path for counts in each[: len(mine)] for path in counts}
+    path = _innermost(prefixes, difference)
+    if path is None or not surely(path) or difference(path) < FRACTION_OF_LATE * late_ms:
+        return None
+    return Line(path, *spent(path))
+
+
+def _by_prefix(stacks: Stacks, chosen: Bool) -> dict[Path, int]:
+    """How many of the chosen samples are in each line, or below it."""
+    found: dict[Path, int] = defaultdict(int)
+    for path, counts in zip(stacks.paths, chosen.tolist(), strict=True):
+        if counts:
+            for depth in range(1, len(path) + 1):
+                found[path[:depth]] += 1
+    return found
+
+
+def _innermost(prefixes: Sequence[Path] | set[Path], weight: Callable[[Path], float]) -> Path | None:
+    """From the outermost line with most weight, down while one that it calls has most of that."""
+    below: dict[Path, list[Path]] = defaultdict(list)
+    for path in sorted(prefixes):
+        below[path[:-1]].append(path)
+    here: Path = ()
+    while below[here]:
+        heaviest = max(below[here], key=weight)
+        if here and weight(heaviest) < MOST_OF * weight(here):
+            break
+        here = heaviest
+    return here or None
+
+
+def outside_phases(study: Study) -> Line | None:
+    """The line that most of the time outside the phases of the loop lies in, on the rank that has most of it; None:
+    samples do not tell."""
+    stacks = stacks_of(study)
+    if not len(study.ordinary):
+        return None
+    rank = int(study.ordinary.groupby("rank")["other"].mean().idxmax())
+    if rank not in stacks:
+        return None
+    one = stacks[rank]
+    phases = study.training_phases
+    known = [name for name, part in PHASE_PART.items() if part != "other"]
+    phases = phases[(phases["rank"] == rank) & phases["name"].isin([*known, "checkpoint", "compile"])]
+    outside = one.own & ~_within(one.start_ns, phases)
+    counts = _by_prefix(one, outside)
+    path = _innermost(set(counts), lambda path: counts[path])
+    if path is None or counts[path] < FEWEST or counts[path] < MOST_OF * int(outside.sum()):
+        return None
+    return Line(path, counts[path] * one.a_sample_ms)
+
+
+def told(line: Line, others: Sequence[int]) -> str:
+    """`train.py:31 → f: 49.0 ms more than on rank 0`."""
+    whom = f"rank {others[0]}" if len(others) == 1 else "the others"
+    return f"{line.words}: {ms(line.ms - line.others_ms)} more than on {whom}"

@@ -1,0 +1,95 @@
+"""Why a rank is late: each cause that was measured, on made-up records; and that no cause is named which was not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from synthetic import Job, PerStep
+
+from dsprof import gauges
+from dsprof.analyzer import analyze
+from dsprof.analyzer.finding import Finding
+
+
+def late(measured: dict[str, PerStep], *facts: dict[str, Any], **changes: Any) -> Finding:
+    """Rank 1 of three takes 50 ms longer in forward."""
+    job = Job(ranks=3, steps=24, forward=lambda rank, step: 90.0 if rank == 1 else 40.0, gauges=measured,
+              facts=list(facts), **changes)  # fmt: skip
+    found = next(one for one in analyze(job.trace()).findings if one.code == "rank.straggler")
+    assert found.where.ranks == (1,)
+    return found
+
+
+def cause(finding: Finding) -> str:
+    (found,) = [str(item.value) for item in finding.evidence if item.metric == "cause"]
+    return found
+
+
+def on(slow: float, others: float = 0.0) -> PerStep:
+    return lambda rank, step: slow if rank == 1 else others
+
+
+@pytest.mark.parametrize(
+    ("measured", "name", "words", "fix"),
+    [
+        ({gauges.THROTTLED: on(48.0)}, "cpu-quota", "the CPU quota of its container stops it for 48.0 ms a step",
+         "raise the CPU limit of the container of rank 1: resources.limits.cpu in Kubernetes"),
+        ({gauges.STOPPED: on(55.0, 1.0)}, "process-stopped", "its whole process is stopped for 55.0 ms of each step",
+         "raise or remove the CPU limit of the container of rank 1"),
+        ({gauges.PYTHON_THREAD + "prefetch": on(60.0), gauges.PYTHON_THREAD + "logger": on(0.1)},
+         "python-thread, probably",
+         "its Python thread 'prefetch' computes 60.0 ms a step, for which it holds the interpreter's lock",
+         "have what the thread 'prefetch' of rank 1 does done by a process of its own, or less often"),
+        ({gauges.MEMORY_STALL: on(40.0), gauges.MAJOR_FAULTS: on(5e6)}, "paging",
+         "its memory does not suffice: 5,000 pages a step are read back from a disk", "give rank 1 more memory"),
+        ({gauges.MAJOR_FAULTS: on(5e6)}, "paging, probably", "its memory does not suffice", "give rank 1 more memory"),
+        ({gauges.READ: on(64e9, 0.0)}, "disk, probably", "it reads 61.0 MiB a step from a disk",
+         "look at the disk of rank 1"),
+    ],
+)  # fmt: skip
+def test_what_was_measured_is_the_cause(measured: dict[str, PerStep], name: str, words: str, fix: str) -> None:
+    found = late(measured, cpu_share=0.1)
+    assert cause(found) == name
+    assert words in found.title
+    assert found.fixes[0].title.startswith(fix)
+    if "probably" not in name:
+        assert not any(one.title.startswith("look for what only") for one in found.fixes)
+
+
+def test_the_limit_is_told() -> None:
+    found = late({gauges.THROTTLED: on(48.0)}, {"fact": "cpu_limit", "rank": 1, "cores": 0.6, "cgroup": "/c"},
+                 {"fact": "cpu_limit", "rank": 0, "cores": 4, "cgroup": "/d"})  # fmt: skip
+    assert "the CPU quota of its container (0.6 cores) stops it" in found.title
+
+
+def test_fewer_cores_than_the_others() -> None:
+    crowded = {"core_wait_seconds ": on(0.0)}  # of another name
+    job = {"cpus": lambda rank: [0] if rank == 1 else [1, 2, 3, 4], "core_wait": 0.4}
+    found = late(crowded, **job)
+    assert cause(found).startswith("not known")  # all wait in proportion to what they do, rank 1 too little longer
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        {gauges.THROTTLED: on(48.0, 48.0)},  # all are: it is not what makes rank 1 late
+        {gauges.STOPPED: on(10.0)},  # too little
+        {gauges.PYTHON_THREAD + "prefetch": on(60.0, 55.0)},
+        {gauges.MAJOR_FAULTS: on(5e4)},
+        {},
+    ],
+)
+def test_what_does_not_explain_it_is_not_the_cause(measured: dict[str, PerStep]) -> None:
+    found = late(measured)
+    assert cause(found).startswith("not known")
+    assert found.fixes[0].title.startswith("look for what only rank 1 does in forward")
+
+
+@pytest.mark.parametrize(
+    ("cpu_share", "words"),
+    [(0.95, "it computes 47.5 ms a step longer than the others"), (0.1, "it neither computes more nor lacks a core")],
+)
+def test_of_an_unknown_cause_it_is_said_whether_the_rank_computes(cpu_share: float, words: str) -> None:
+    found = late({}, cpu_share=cpu_share, jitter=0.0)
+    assert words in cause(found)

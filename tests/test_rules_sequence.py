@@ -1,0 +1,124 @@
+"""data.imbalance where sizes do not tell: packed sequences of equally many tokens, and causal shards of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+from meshes import Call, MeshJob, Phase, Wait, Work
+from synthetic import Job
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.rules.data.sequence import rings
+
+
+def of(analysis: Analysis, code: str) -> Finding | None:
+    return next((finding for finding in analysis.findings if finding.code == code), None)
+
+
+DRAW = np.random.default_rng(3)
+COST = DRAW.choice([0.1, 0.25, 0.5, 1.0], (3, 60))
+"""Of rank and step: the sum of squared lengths, of what one document as long as the row would have."""
+
+
+def packed(cost: Callable[[int, int], float], **changes: object) -> Job:
+    return Job(ranks=3, steps=60, forward=lambda rank, step: 12 + 36 * cost(rank, step),
+               backward=lambda rank, step: 24 + 72 * cost(rank, step), **changes)  # type: ignore[arg-type]  # fmt: skip
+
+
+@pytest.mark.plants("data.imbalance")
+def test_packed_sequences_of_equally_many_tokens() -> None:
+    analysis = analyze(packed(lambda rank, step: COST[rank, step]).trace())
+    first = analysis.findings[0]
+    assert first.code == "data.imbalance"
+    saved = 108 * float((COST.max(axis=0) - COST.mean(axis=0))[15:].mean())
+    assert first.gain.low <= saved <= first.gain.high
+    assert first.gain.ms == pytest.approx(saved, rel=0.15)
+    assert first.title.startswith("batches that are equally large take unequally long")
+    assert "the sum of the squared lengths" in first.fixes[0].title
+    assert of(analysis, "rank.straggler") is None
+
+
+def test_sizes_that_do_tell_are_told_by() -> None:
+    job = packed(lambda rank, step: COST[rank, step], tokens=lambda rank, step: int(4096 * COST[rank, step]) + 1024)
+    found = of(analyze(job.trace()), "data.imbalance")
+    assert found is not None
+    assert found.title.startswith("ranks get unequal inputs")
+
+
+def test_one_rank_that_is_slow_in_some_steps_is_no_input() -> None:
+    """Nor is one that is slow in its forward only."""
+    analysis = analyze(packed(lambda rank, step: 0.5 * (rank == 1 and step % 3 == 0)).trace())
+    assert of(analysis, "data.imbalance") is None
+    forward = Job(ranks=3, steps=60, forward=lambda rank, step: 12 + 36 * COST[rank, step])
+    assert of(analyze(forward.trace()), "data.imbalance") is None
+
+
+RANKS = 4
+
+
+def ring(attention: Callable[[int, int], float], ms: Callable[[int], float] = lambda rank: 1.0) -> MeshJob:
+    """Two layers, in each of which 4 ranks pass something around in 4 turns, beside what they compute in each."""
+
+    def layer(rank: int, times: float) -> list[object]:
+        parts: list[object] = [Work(6 * times * ms(rank))]
+        for turn in range(RANKS):
+            last = turn == RANKS - 1
+            parts += [] if last else [Call("1", "all_gather", 4096, "other", later="turn")]
+            parts.append(Work(10 * times * attention(rank, turn) * ms(rank)))
+            parts += [] if last else [Wait("turn")]
+        return parts
+
+    def program(rank: int, step: int) -> list[object]:
+        reduced = Call("0", "all_reduce", 1 << 16, "gradient")
+        return [
+            Phase("forward", (*layer(rank, 1.0), *layer(rank, 1.0))),
+            Phase("backward", (*layer(rank, 2.0), *layer(rank, 2.0), reduced)),
+            Phase("optimizer", (Work(2.0),)),
+        ]
+
+    groups = {"0": (tuple(range(RANKS)), ""), "1": (tuple(range(RANKS)), "mesh_cp")}
+    return MeshJob(RANKS, groups, program, steps=24, jitter=0.004)
+
+
+def contiguous(rank: int, turn: int) -> float:
+    """Its own chunk, half of which is masked, and then those before it."""
+    return 0.5 if turn == 0 else float(turn <= rank)
+
+
+def test_causal_shards() -> None:
+    job = ring(contiguous)
+    first = analyze(job.trace()).findings[0]
+    assert (first.code, first.where.ranks) == ("data.imbalance", (2, 3))
+    saved = job.step_ms() - ring(lambda rank, turn: 0.5).step_ms()
+    assert first.gain.low <= saved <= first.gain.high
+    assert first.gain.ms == pytest.approx(saved, rel=0.15)
+    assert "deal the sequence in zigzag" in first.fixes[0].title
+    assert of(analyze(job.trace()), "rank.straggler") is None
+
+
+@pytest.mark.parametrize("ms", [lambda rank: 1.0, lambda rank: 1.6 if rank == 3 else 1.0])
+def test_equal_shards(ms: Callable[[int], float]) -> None:
+    """With a slow machine, which is no matter of the sequence."""
+    analysis = analyze(ring(lambda rank, turn: 0.5, ms).trace())
+    assert of(analysis, "data.imbalance") is None
+    assert (of(analysis, "rank.straggler") is not None) == (ms(3) > 1)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        (["0>1", "1>2", "2>3", "3>0"], [(0, 1, 2, 3)]),
+        (["0>2", "2>4", "4>0", "1>3", "3>5", "5>1"], [(0, 2, 4), (1, 3, 5)]),
+        (["0>1", "1>2"], []),  # a chain
+        (["0>1", "1>0"], []),  # two that exchange
+        (["0>1", "0>2", "1>2", "0>3", "3>0"], []),
+        ([], []),
+    ],
+)
+def test_rings(pairs: list[str], expected: list[tuple[int, ...]]) -> None:
+    assert rings(pd.Series([f"0 {pair}" for pair in pairs], dtype=object)) == expected

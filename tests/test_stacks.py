@@ -1,0 +1,131 @@
+"""Samples of the training thread's stack: the lines in which ranks differ, and what lies between the phases."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from synthetic import Job
+
+from dsprof.analyzer import analyze
+from dsprof.collectors.hooking import statements
+from dsprof.collectors.host import stack_samples
+from dsprof.collectors.host.stack_samples import Samples
+
+STACKS = {
+    1: ["/home/me/train.py:40", "/home/me/model.py:12", "torch/nn/modules/linear.py:forward"],
+    2: ["/home/me/train.py:40", "/home/me/model.py:31", "torch/_dynamo/eval_frame.py:compile_wrapper"],
+    3: ["/home/me/train.py:41", "torch/_tensor.py:backward"],
+    4: ["/home/me/train.py:44", "/home/me/train.py:58"],
+}
+
+
+def facts(ranks: int) -> list[dict[str, Any]]:
+    return [
+        {"fact": "stack", "rank": rank, "number": number, "frames": frames}
+        for rank in range(ranks)
+        for number, frames in STACKS.items()
+    ]
+
+
+def late(rank: int, step: int) -> list[tuple[float, int]]:
+    """Every 10 ms of a step: of rank 1's forward of 90 ms, 50 are compilation; others take 40."""
+    forward = 90 if rank == 1 else 40
+    found = [(ms + 0.5, 2 if rank == 1 and ms < 50 else 1) for ms in range(2, forward, 10)]
+    return [*found, *[(ms + 0.5, 3) for ms in range(forward, forward + 80, 10)]]
+
+
+def test_the_line_by_which_a_late_rank_differs() -> None:
+    job = Job(ranks=2, steps=24, forward=lambda rank, step: 90.0 if rank == 1 else 40.0, stacks=late, facts=facts(2))
+    found = analyze(job.trace()).findings[0]
+    assert (found.code, found.where.ranks) == ("rank.straggler", (1,))
+    line = "model.py:31 → torch/_dynamo/eval_frame.py:compile_wrapper"
+    assert f": {line}: " in found.title
+    assert found.title.endswith("more than on rank 0")
+    (told,) = [item for item in found.evidence if item.metric == f"in {line} a step"]
+    assert told.value == pytest.approx(50, rel=0.15)
+    assert told.expected == 0
+    assert found.fixes[0].title.startswith(f"look at {line}, in which rank 1 is ")
+    assert found.fixes[0].patch == ({"file": "/home/me/model.py", "line": 31, "argument": None, "value": None},)
+
+
+def test_where_all_lines_take_longer_none_is_told() -> None:
+    """A slower machine: what it spends in each is in proportion."""
+
+    def spread(rank: int, step: int) -> list[tuple[float, int]]:
+        return [(ms + 0.5, 1 + ms // 10 % 3) for ms in range(0, 160 if rank == 1 else 120, 10)]
+
+    job = Job(ranks=3, steps=24, forward=lambda rank, step: 60.0 if rank == 1 else 40.0,
+              backward=lambda rank, step: 100.0 if rank == 1 else 80.0, stacks=spread, facts=facts(3))  # fmt: skip
+    found = next(one for one in analyze(job.trace()).findings if one.code == "rank.straggler")
+    assert " → " not in found.title
+
+
+def test_what_lies_between_the_phases_has_a_line() -> None:
+    """30 ms between the optimizer and the next batch, which no phase covers."""
+
+    def samples(rank: int, step: int) -> list[tuple[float, int]]:
+        return [(ms + 0.5, 4) for ms in range(0, 30, 5)] + [(ms + 0.5, 3) for ms in range(72, 150, 10)]
+
+    job = Job(ranks=2, steps=24, pause_before=30.0, stacks=samples, facts=facts(2))
+    headline = analyze(job.trace()).verdict.headline
+    assert "outside the phases of the loop, mostly between optimizer and data, in train.py:58" in headline
+
+
+# --- the sampler --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sampled(monkeypatch: pytest.MonkeyPatch) -> tuple[Samples, list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """A sampler of this thread, what it recorded, and what it stated."""
+    rows: list[tuple[Any, ...]] = []
+    stated: list[dict[str, Any]] = []
+    monkeypatch.setattr(statements, "_sink", stated.append)
+    recorder = SimpleNamespace(intern=lambda name: 7, put=lambda *row: rows.append(row))
+    capture: Any = SimpleNamespace(recorder=recorder, is_on=lambda: True)
+    return Samples(capture), rows, stated
+
+
+def test_each_stack_is_stated_once_and_each_sample_a_row(sampled: Any) -> None:
+    samples, rows, stated = sampled
+    ready, go_on = threading.Event(), threading.Event()
+
+    def trains() -> None:
+        samples.stepped()
+        ready.set()
+        go_on.wait(20)  # the line that is told
+
+    thread = threading.Thread(target=trains)
+    thread.start()
+    ready.wait(20)
+    deadline = time.monotonic() + 20
+    while not any("Event" in str(one) or "wait" in str(one) for one in stated) and time.monotonic() < deadline:
+        samples.sample()
+    before = len(stated)
+    samples.sample()
+    samples.sample()
+    go_on.set()
+    thread.join()
+    assert len(stated) == before
+    line = trains.__code__.co_firstlineno + 3
+    last = stated[-1]
+    assert last["frames"][0] == f"{__file__}:{line}"
+    assert last["frames"][1:] == ["threading.py:wait", "threading.py:wait"]
+    assert rows[-1][4:] == rows[-2][4:] == (float(last["number"]), -1)
+    recorded = len(rows)
+    samples.sample()  # of a thread that has ended
+    assert len(rows) == recorded
+
+
+def test_costly_samples_are_taken_less_often(sampled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, *_ = sampled
+    spent = iter(range(1000))
+    monkeypatch.setattr(stack_samples.time, "thread_time", lambda: next(spent) * 1e-3)  # each takes a ms
+    looks = samples.looks(lambda: False)
+    for _ in range(3):
+        next(looks)
+    assert samples._drawn_s == pytest.approx(2 * 1e-3 / stack_samples.SHARE)
+    assert 0.5 * samples._drawn_s <= samples.pause_s() <= 1.5 * samples._drawn_s
