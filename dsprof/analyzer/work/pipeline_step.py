@@ -9,7 +9,8 @@ from typing import Final
 
 import pandas as pd
 
-from dsprof.engine.schedule import COMPUTE, Action, Plan, ScheduleError, simulate
+from dsprof.engine import schedule as schedules
+from dsprof.engine.schedule import COMPUTE, Action, Plan, ScheduleError
 from dsprof.trace import Trace
 
 COLUMNS: Final = ("rank", "stage", "microbatch", "action", "start_ms", "ms")
@@ -61,7 +62,7 @@ def pipeline_step(trace: Trace, step: int) -> PipelineStep | None:
     try:
         plan = _plan(measured, order)
         costs = measured.groupby("action")["ms"].mean()
-        times = simulate(plan, lambda action: float(costs[action.op])).times
+        times = schedules.simulate(plan, lambda action: float(costs[action.op])).times
     except (ScheduleError, ValueError, KeyError) as error:
         why = "its actions were not all recorded" if isinstance(error, KeyError) else str(error).splitlines()[0]
         return PipelineStep(step, measured, _idle(measured, _needs_of(measured)), None, why)
