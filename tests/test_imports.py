@@ -250,6 +250,11 @@ def source_files() -> dict[str, Path]:
 FILES = source_files()
 
 
+def gives(package: str, name: str) -> bool:
+    """Whether what one gets of a package by the name of one of its modules is what that module defines by this name."""
+    return re.search(rf"^from \.{name} import .*\b{name}\b", FILES[package].read_text(), re.M) is not None
+
+
 def imports(module: str, path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text())
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
@@ -264,7 +269,7 @@ def imports(module: str, path: Path) -> Iterator[Import]:
                 source = ".".join([*base, *(child.module or "").split(".")]).rstrip(".")
                 for alias in child.names:
                     whole = f"{source}.{alias.name}"
-                    target = whole if whole in FILES else source  # a module, or a name inside one
+                    target = whole if whole in FILES and not gives(source, alias.name) else source
                     yield Import(module, target, child.lineno, child.level > 0, lazy)
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 yield from visit(child, True)
