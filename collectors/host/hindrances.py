@@ -55,7 +55,8 @@ def _cores(folder: Path, version: int) -> float | None:
     if version == 2:
         quota, _, period = proc.read(folder / "cpu.max").decode().strip().partition(" ")
     else:
-        quota, period = (proc.read(folder / f"cpu.cfs_{name}_us").decode().strip() for name in ("quota", "period"))
+        names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+        quota, period = (proc.read(folder / name).decode().strip() for name in names)
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 

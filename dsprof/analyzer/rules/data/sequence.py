@@ -29,6 +29,8 @@ FEWEST: Final = 3
 """Ranks of a team of which a line says something."""
 LEAST_FIT: Final = 0.95
 """Of the variance between ranks that a line through their places explains."""
+LEAST_FIT_OF_PHASE: Final = 0.8
+"""The same of forward alone, and of backward: each is shorter, so that a stop of the machine's weighs more."""
 LEAST_SLOPE: Final = 0.05
 """Of the mean compute, that the last rank has more than the first."""
 
@@ -58,7 +60,7 @@ def causal(study: Study) -> Causal | None:
         places = [study.ranks.index(rank) for rank in team]
         fit = _line(compute[places].mean(axis=1))
         by_phase = _by_phase(study, team)
-        if fit is None or len(by_phase) < 2 or any(_line(of_phase) is None for of_phase in by_phase):
+        if fit is None or len(by_phase) < 2 or any(_line(phase, LEAST_FIT_OF_PHASE) is None for phase in by_phase):
             return None
         slope = (compute[places] * _centred(len(team))[:, None]).sum(axis=0) / float((_centred(len(team)) ** 2).sum())
         excess[places] = slope * _centred(len(team))[:, None]
@@ -73,14 +75,14 @@ def _centred(count: int) -> Float:
     return found
 
 
-def _line(of_ranks: Float) -> float | None:
+def _line(of_ranks: Float, least: float = LEAST_FIT) -> float | None:
     """The share of the variance that a rising line through the places explains; None: it does not rise, or not so."""
     place = _centred(len(of_ranks))
     beside = of_ranks - of_ranks.mean()
     slope = float((place * beside).sum() / (place**2).sum())
     fit = slope**2 * float((place**2).sum()) / max(float((beside**2).sum()), 1e-12)
     rises = slope * (len(of_ranks) - 1) > LEAST_SLOPE * max(float(of_ranks.mean()), 1e-9)
-    return fit if rises and fit >= LEAST_FIT else None
+    return fit if rises and fit >= least else None
 
 
 def _by_phase(study: Study, team: tuple[int, ...]) -> list[Float]:
