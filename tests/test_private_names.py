@@ -35,6 +35,8 @@ SOURCES: Final = {
 NOT_OF_TORCH: Final = {
     "_dsprof": "set by dsprof on its own wrappers",
     "_dsprof_number": "set by dsprof on loaders",
+    "_dsprof_class": "set by dsprof on the classes of modules that wait for their unit",
+    "_composable": "part of a module's name from which scripts import fully_shard, which is hooked where it is there",
     "_lock": "dsprof's own attribute, by name",
     "_making": "dsprof's own attribute, by name",
     "_GLIBCXX_USE_CXX11_ABI": "of the C++ compiler",

@@ -121,7 +121,7 @@ def _watch_trial() -> None:
     if identity.setting("DSPROF_TRIAL"):
         from ..loop import trial
 
-        trial.install()
+        trial.follow()
 
 
 def _watch_process_group() -> None:

@@ -39,7 +39,7 @@ def asked() -> dict[str, Any] | None:
     return found
 
 
-def install() -> Uninstall:
+def follow() -> Uninstall:
     """Do what is asked for. To be called when optimizers are watched already: of the last step all is recorded."""
     trial = asked()
     if trial is None:
