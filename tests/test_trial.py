@@ -46,7 +46,7 @@ def test_ranks_end_at_the_same_step_and_leave_their_losses(tmp_path: Path) -> No
 def test_a_process_that_is_no_trial_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DSPROF_TRIAL", raising=False)
     backward = torch.autograd.backward
-    trial.install()()
+    trial.follow()()
     assert torch.autograd.backward is backward
 
 
