@@ -37,6 +37,10 @@ PRELOADED: Final = (
 """What most jobs would import, torch._dynamo with the first optimizer."""
 
 
+COLLECT_EVERY: Final = 8
+"""Jobs. What a job leaves refers to itself and to its process groups, and a thread of each wakes 125 times a second."""
+
+
 class RankFailed(AssertionError):
     """A rank raised; the text is its traceback."""
 
@@ -135,6 +139,8 @@ def _serve(pipe: Connection, folder: str, port: int) -> None:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                if job % COLLECT_EVERY == 0:
+                    gc.collect()
         except BaseException:
             known = 0  # what it has left replaced is not the next one's
             with contextlib.suppress(OSError):
