@@ -34,6 +34,8 @@ reports = types.ModuleType("dsprof.reports")
 reports.finish, reports.terminal, reports.wording = finish, terminal, wording
 stubs = {"dsprof.reports": reports, "dsprof.reports.terminal": terminal, "dsprof.reports.wording": wording}
 sys.modules.update(stubs)
+import dsprof
+dsprof.reports = reports  # it may be imported already, in the process that this one was forked from
 from dsprof.cli import main
 sys.exit(main())
 """

@@ -97,8 +97,9 @@ def test_the_verdict_says_so(on_device: tuple[Path, str, Captured]) -> None:
         "of a job on a device only phases and steps are recorded without the native helper, which `dsprof build` makes"
     )
     assert said in analysis.verdict.headline
-    for code in ("comm.exposed", "data.stall", "pause.stop"):
+    for code in ("comm.exposed", "pause.stop"):
         assert analysis.not_judged[code] == said, code
+    assert "data.stall" in analysis.not_judged  # for that reason, or as the steps of a busy machine differ
     assert {"comm.exposed", "run.hang", "run.desync", "eval.uneven"}.isdisjoint(analysis.passed)
     assert f"rank 0: {found.of('note')[0]['text']}" in analysis.capture.warnings
     assert all(len(warning) < 300 for warning in analysis.capture.warnings)  # and none is cut short

@@ -32,7 +32,7 @@ def assert_equal(one: Any, other: Any, where: str = "study") -> None:
     """Bit for bit, of whatever a study consists of."""
     assert type(one) is type(other), where
     if isinstance(one, pd.DataFrame):
-        pd.testing.assert_frame_equal(one, other, check_exact=True, obj=where)
+        pd.testing.assert_frame_equal(one, other, check_exact=True, check_column_type=False, obj=where)
     elif isinstance(one, np.ndarray):
         assert one.dtype == other.dtype, where
         assert one.shape == other.shape, where

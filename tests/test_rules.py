@@ -6,7 +6,6 @@ import ast
 import runpy
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from dsprof.analyzer.rules.registry import all_rules, explaining, find_rules, ru
 from dsprof.analyzer.rules.rule import Rule
 from dsprof.analyzer.study import Study, study
 from dsprof.schema import BUDGET_PARTS, TIME_KINDS
+from dsprof.trace import Trace
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [*(ROOT / "dsprof/analyzer").rglob("*.py")]
@@ -109,7 +109,8 @@ def test_a_rule_is_added_by_one_file_with_one_record(added: tuple[Rule, ...], me
     judgement = judge(measured, added)
     first = judgement.findings[0]
     assert (first.code, first.severity, first.title) == ("made.up", "high", "36 inputs")
-    sizeless = replace(measured, aligned=replace(measured.aligned, compared=measured.rows.assign(value=float("nan"))))
+    trace = Job(steps=24).trace()
+    sizeless = study(Trace.of(trace.run, trace.rows.assign(value=float("nan"))))
     assert judge(sizeless, added).not_judged["made.up"] == "the sizes of the inputs to forward were not captured"
     assert "made.up" not in judge(measured).not_judged
 

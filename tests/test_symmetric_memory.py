@@ -15,6 +15,7 @@ from synthetic import Job
 from torch._C import _distributed_c10d as c10d
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.rules.registry import all_rules
 from dsprof.collectors.communication import symmetric_memory
 from dsprof.collectors.hooking import statements
 
@@ -107,7 +108,7 @@ def test_an_error_of_torch_is_the_jobs(stated: list[dict[str, Any]], monkeypatch
 
 
 def test_communication_is_then_not_judged() -> None:
-    of = {"comm.exposed", "comm.small-messages", "comm.tensor-parallel"}
+    of = {code for code in (rule.code for rule in all_rules()) if code.startswith("comm.")}
     plain = analyze(Job(steps=12).trace())
     assert not of & {*plain.not_judged}
     hidden = analyze(Job(steps=12, facts=[STATED]).trace())

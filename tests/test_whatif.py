@@ -21,6 +21,7 @@ from dsprof.analyzer.graph.step_graph import PARTS, StepGraph, Task
 from dsprof.analyzer.rules.registry import all_rules
 from dsprof.analyzer.whatif import Refused, WhatIf, apply
 from dsprof.analyzer.whatif.communications import MoreCommunication, ScaleLink, WithoutCommunications
+from dsprof.analyzer.whatif.even_segments import EvenSegments
 from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.merge import Merge
 from dsprof.analyzer.whatif.needless import InLastBackward, WithoutBuffers
@@ -187,6 +188,7 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: less("more input", "compute", -1.0, 2),
     lambda: EvenRanks(PEERS),
     lambda: EvenRanks(PEERS, parts=("data",)),
+    lambda: EvenSegments([(0, 1), (2, 3)]),
     lambda: Typical((1, 2)),
     lambda: ScaleWork({"compute": 0.5}),
     lambda: ScaleWork({"compute": 2.0, "data": 0.1}, ranks=(1, 3)),
@@ -240,7 +242,7 @@ def test_every_what_if_there_is_is_drawn() -> None:
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [26, 25, 22]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [27, 25, 23]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])

@@ -206,7 +206,7 @@ def test_what_the_host_alone_timed_has_no_bandwidth() -> None:
 def test_weights_that_come_to_the_host_are_there(on_gpu: bool) -> None:
     """A copy from the device to pinned memory that nobody waits for would not be."""
     shard = mock.Mock(is_cuda=on_gpu)
-    param: Any = SimpleNamespace(store=None, shard=shard, secondary=None)
+    param: Any = SimpleNamespace(store=None, shard=shard, secondary=None, written=lambda: None)
     piece = torch.ones(2)
     ShardedParam.write_shard(param, piece)
     shard.copy_.assert_called_once_with(piece, non_blocking=on_gpu)
