@@ -129,11 +129,7 @@ def _in_advance(steps: Steps, of: list[list[int]], packs: list[list[int]]) -> In
     """The sources of the structure's edges, with the gathers that others are merged into issued where they are if as
     many merged ones are under way as there were single ones. of: `families`"""
     structure, source = steps.structure, steps.structure.edges.source
-    moved, at_of = source.copy(), issue_edges(structure)
-    waits: dict[tuple[int, int], int] = {}
-    for task, segment in structure.waits.tolist():
-        key = int(structure.thread[segment]), task
-        waits[key] = min(waits.get(key, segment), segment)
+    moved, at_of, waits = source.copy(), issue_edges(structure), structure.first_waits
     size = {pack[0]: len(pack) for pack in packs}
     for family in of:
         if structure.tasks[family[0]].gradient:
@@ -233,11 +229,7 @@ def _need_the_same(steps: Steps, chosen: list[int]) -> None:
 def need_blocking(steps: Steps, of: Communications) -> None:
     """Raises NotRebucketed unless every thread waits for each of these before it does anything else."""
     structure = steps.structure
-    waited: dict[tuple[int, int], int] = {}
-    for c, segment in structure.waits.tolist():
-        key = int(structure.thread[segment]), c
-        waited[key] = min(waited.get(key, segment), segment)
     for segment, c in structure.issues.tolist():
         # The segment in which it is issued, then one up to the point of waiting.
-        if of.has(structure.tasks[c]) and waited.get((int(structure.thread[segment]), c)) != segment + 2:
+        if of.has(structure.tasks[c]) and structure.first_waits.get((int(structure.thread[segment]), c)) != segment + 2:
             raise NotRebucketed("backward goes on while a bucket is under way, and what it would wait for is not known")
