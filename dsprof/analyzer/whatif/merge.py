@@ -10,9 +10,9 @@ import numpy as np
 
 from ..arrays import Float, Int
 from ..graph.link import Link
-from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps
+from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, StepGraph, Steps
 from .apply import Turn, WhatIf
-from .edit import GONE, Recut
+from .edit import Recut, not_woken, with_tasks
 from .issue_order import in_order_of_issue, issue_edges
 from .rebucket import Division, NotRebucketed
 from .select import Communications
@@ -159,7 +159,7 @@ def merged(
 
     Raises NotRebucketed where ranks of a process group do not issue the same collectives.
     """
-    structure, segments = steps.structure, steps.structure.segments
+    structure = steps.structure
     tasks = list(structure.tasks)
     total_of: dict[int, float] = {}
     dropped_list: list[int] = []
@@ -171,29 +171,11 @@ def merged(
     dropped: Int = np.array(sorted(dropped_list), np.int64)
     issues = structure.issues
     _need_the_same(steps, [c for pack in packs for c in pack])
-    source, target = structure.edges.source if issued is None else issued, structure.edges.target
-    order = np.arange(len(tasks)) if issued is None else in_order_of_issue(structure, source)
+    order = np.arange(len(tasks)) if issued is None else in_order_of_issue(structure, issued)
     kept_tasks = order[~np.isin(order, dropped)]
-    number = np.full(len(tasks), GONE)
-    number[kept_tasks] = np.arange(len(kept_tasks))
-    gone = np.zeros(segments + len(tasks) + structure.outside, bool)
-    gone[segments + dropped] = True
-    stays = ~gone[source] & ~gone[target]
-    moved = np.concatenate(
-        [np.arange(segments), np.where(number >= 0, number + segments, GONE),
-         segments + len(kept_tasks) + np.arange(structure.outside)]
-    ).astype(np.int64)  # fmt: skip
-    changed = replace(
-        structure,
-        tasks=tuple(tasks[c] for c in kept_tasks.tolist()),
-        edges=Edges(moved[source[stays]], moved[target[stays]]),
-        ids=np.concatenate([structure.ids[:segments], structure.ids[segments + kept_tasks]]),
-    )
+    changed, number = with_tasks(replace(structure, tasks=tuple(tasks)), kept_tasks, issued)
     spared = issues[np.isin(issues[:, 1], dropped), 0]
-    # Nobody is woken late from a wait that there is no more.
-    waits = structure.waits
-    of_gone = np.isin(waits[:, 0], dropped)
-    unwoken = np.setdiff1d(waits[of_gone, 1], waits[~of_gone, 1])
+    unwoken = not_woken(structure, dropped)
 
     def costs(steps: Steps) -> Costs:
         work, transfer, wire, size = (each.copy() for each in vars(steps.costs).values())
@@ -206,7 +188,7 @@ def merged(
         work[unwoken, :, WAKE_UP_DELAY] = 0.0
         return Costs(work, transfer[kept_tasks], wire[kept_tasks], size[kept_tasks])
 
-    return Recut(changed, moved[: segments + len(tasks)], costs)
+    return Recut(changed, number, costs)
 
 
 def _need_the_same(steps: Steps, chosen: list[int]) -> None:
