@@ -46,9 +46,7 @@ class DsprofTab(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def get_plugin_apps(self) -> dict[str, Any]:
         return {
-            "/index.js": _file(
-                SCRIPTS, lambda: 'import "./plotly.js";\n' + _read(HTML / "figures.js", HERE / "tab.js")
-            ),
+            "/index.js": _file(SCRIPTS, lambda: _read(HERE / "imports.js", HTML / "figures.js", HERE / "tab.js")),
             "/plotly.js": _file(SCRIPTS, lambda: _read(HTML / "plotly-cartesian.min.js")),
             "/style.css": _file(
                 "text/css", lambda: _read(HTML / "theme.css", HTML / "blocks.css", HTML / "page.css", HERE / "tab.css")
