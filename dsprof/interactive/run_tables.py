@@ -10,11 +10,11 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from dsprof.analyzer.analysis import WAITING, Analysis
+from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.device.comparison import BUS_FACTOR
+from dsprof.reports.tables import NS_PER_MS, own_work_ms, step_ms
 from dsprof.schema import BUDGET_PARTS
 
-NS_PER_MS: Final = 1e6
 NS_PER_S: Final = 1e9
 
 COLUMNS: Final[dict[str, dict[str, str]]] = {
@@ -148,14 +148,12 @@ def steps(analysis: Analysis) -> pd.DataFrame:
     """A row for each rank and step."""
     found = analysis.steps
     parts = {f"{part}_ms": found[part].astype(float) for part in BUDGET_PARTS}
-    step_ms = found["dur_ns"].astype(float) / NS_PER_MS
-    waited = found[list(WAITING)].sum(axis=1)
     table = pd.DataFrame(
         {
             "rank": found["rank"], "step": found["step"],
             "start_s": (found["start_ns"] - _begin(analysis)) / NS_PER_S,
-            "step_ms": step_ms, "ordinary": found["ordinary"].astype(bool),
-            "own_work_ms": (step_ms - waited).clip(lower=0.0), **parts,
+            "step_ms": step_ms(found), "ordinary": found["ordinary"].astype(bool),
+            "own_work_ms": own_work_ms(found), **parts,
         }
     )  # fmt: skip
     return table.sort_values(["step", "rank"], ignore_index=True)
