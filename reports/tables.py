@@ -124,5 +124,5 @@ def device_gauges(trace: Trace, ranks: Sequence[int]) -> pd.DataFrame:
         rows = trace.read(rank, columns)
         rows = rows[(rows["kind"] == "gauge") & rows["value"].notna()]
         tables.append(rows[rows["name"].astype(str).str.startswith(gauges.DEVICE)])
-    told = concat_rows(tables) if tables else pd.DataFrame(columns=list(columns))
+    told = concat_rows(tables, columns)
     return told.assign(name=told["name"].astype(str))[["rank", "step", "name", "start_ns", "value"]]
