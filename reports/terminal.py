@@ -93,15 +93,22 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
 
 def console_like(file: TextIO) -> dict[str, Any]:
     """Arguments of `render` for text that is written to `file` later."""
-    color = file.isatty() and not os.environ.get("NO_COLOR")
-    return {"color": color, "width": min(Console(file=file).width, MAX_WIDTH) if file.isatty() else DEFAULT_WIDTH}
+    return {"color": _colored(file), "width": _width(file)}
+
+
+def _colored(file: TextIO) -> bool:
+    return file.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _width(file: TextIO) -> int:
+    return min(Console(file=file).width, MAX_WIDTH) if file.isatty() else DEFAULT_WIDTH
 
 
 def _console(file: TextIO, color: bool | None, width: int | None) -> Console:
     if color is None:
-        color = file.isatty() and not os.environ.get("NO_COLOR")
+        color = _colored(file)
     if width is None:
-        width = min(Console(file=file).width, MAX_WIDTH) if file.isatty() else DEFAULT_WIDTH
+        width = _width(file)
     return Console(
         file=file, width=width, color_system="auto" if color else None, force_terminal=color,
         highlight=False, markup=False, emoji=False, legacy_windows=False,
