@@ -155,7 +155,12 @@ def gain(value: Gain) -> str:
     if value.ms <= 0:
         return ""
     low, high = (_beside(value.ms, end) for end in (value.low, value.high))
-    return f"{verb(value)} {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
+    return predicted(value) + (f" [{low}, {high}]" if low != high else "")
+
+
+def predicted(value: Gain) -> str:
+    """`saves 38.2 ms a step (18 %)`, without an interval; empty where none is predicted."""
+    return f"{verb(value)} {ms(value.ms)} {a_step(value)}" if value.ms > 0 else ""
 
 
 def saving(finding: Finding) -> str:
