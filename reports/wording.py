@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import re
 import shlex
@@ -227,7 +226,9 @@ def applied_by(fix: Fix) -> str:
     """How dsprof makes a change without an edit, as one types it; empty where it cannot."""
     if not fix.knobs:
         return ""
-    settings = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in fix.knobs)
+    from dsprof.knobs import typed
+
+    settings = (f"{key}={typed(key, value)}" for key, value in fix.knobs)
     return "dsprof run " + shlex.join(word for one in settings for word in ("--set", clean(one))) + " ..."
 
 
