@@ -11,7 +11,8 @@ from typing import Any
 
 from dsprof.analyzer.analysis import Analysis
 
-from ..wording import Edit, Tone
+from ..edits import Edit
+from ..wording import Tone
 
 # --- blocks ---------------------------------------------------------------------------------------
 
