@@ -45,13 +45,13 @@ class Pulse {
       const auto due = Clock::now() + every_;
       if (thread_.stopped_by(due)) break;
       const int64_t late = std::chrono::nanoseconds(Clock::now() - due).count();
-      if (late < every_.count() / 2) continue;
       const int64_t now = waited_ns(schedstat);
       const int64_t without_core = now - waited;
-      waited = now;
+      waited = now;  // what it waits each time adds up, and is none of a later stop
+      const int64_t unexplained = late - without_core;
+      if (late < every_.count() / 2 || 2 * unexplained <= late) continue;
       // It began at any moment between the last time and when this one was due.
-      const int64_t stood = late + every_.count() / 2 - without_core;
-      if (2 * stood > late) stopped_ns_.fetch_add(stood, std::memory_order_relaxed);
+      stopped_ns_.fetch_add(unexplained + every_.count() / 2, std::memory_order_relaxed);
     }
     close(schedstat);
   }
