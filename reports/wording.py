@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import re
 import shlex
@@ -155,7 +154,12 @@ def gain(value: Gain) -> str:
     if value.ms <= 0:
         return ""
     low, high = (_beside(value.ms, end) for end in (value.low, value.high))
-    return f"{verb(value)} {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
+    return predicted(value) + (f" [{low}, {high}]" if low != high else "")
+
+
+def predicted(value: Gain) -> str:
+    """`saves 38.2 ms a step (18 %)`, without an interval; empty where none is predicted."""
+    return f"{verb(value)} {ms(value.ms)} {a_step(value)}" if value.ms > 0 else ""
 
 
 def saving(finding: Finding) -> str:
@@ -222,7 +226,9 @@ def applied_by(fix: Fix) -> str:
     """How dsprof makes a change without an edit, as one types it; empty where it cannot."""
     if not fix.knobs:
         return ""
-    settings = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in fix.knobs)
+    from dsprof.knobs import typed
+
+    settings = (f"{key}={typed(key, value)}" for key, value in fix.knobs)
     return "dsprof run " + shlex.join(word for one in settings for word in ("--set", clean(one))) + " ..."
 
 

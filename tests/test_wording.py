@@ -211,3 +211,8 @@ def test_the_next_commands_are_those_that_a_finding_of_the_run_can_take() -> Non
     assert wording.next_commands(replace(run, findings=(replace(slow, severity="info"),)), "RUN") == []
     assert wording.applied_by(fix) == "dsprof run --set ddp.bucket_cap_mb=25 --set ddp.comm_hook=bf16 ..."
     assert wording.applied_by(Fix("code", "look")) == ""
+
+
+def test_a_word_that_reads_as_a_number_is_typed_as_a_word() -> None:
+    fix = Fix("config", "as the optimizer has it", knobs=(("gradient_clipping", "1"), ("optimizer.type", "Adam")))
+    assert wording.applied_by(fix) == ("dsprof run --set 'gradient_clipping=\"1\"' --set optimizer.type=Adam ...")

@@ -79,7 +79,7 @@ def refuse_to_save(folder: RunFolder, *, yes: bool) -> None:
 
 def runner(folder: RunFolder, steps: int | None) -> Run:
     """What runs the job of a run again, up to so many steps; None: to its end. Raises LaunchError."""
-    from dsprof.fix import typed
+    from dsprof.knobs import typed
 
     if folder.read_info().nnodes:
         raise LaunchError(

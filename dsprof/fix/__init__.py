@@ -18,11 +18,11 @@ from .edit_json import CannotEdit
 from .files import Changes, changes
 from .journal import Attempt, Journal, Unreadable
 from .losses import LossCheck
-from .proposals import Proposal, joint_proposals, proposals, slug, typed
+from .proposals import Proposal, joint_proposals, proposals, slug
 from .tune import Tuning
 from .turns import Comparison, Run, Turns
 
 __all__ = [
     "Attempt", "CannotEdit", "Changes", "Comparison", "Decision", "Journal", "LossCheck", "Proposal", "Run", "Tuning",
-    "Turns", "Unreadable", "changes", "decide", "joint_proposals", "proposals", "slug", "typed",
+    "Turns", "Unreadable", "changes", "decide", "joint_proposals", "proposals", "slug",
 ]  # fmt: skip
