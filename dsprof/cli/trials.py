@@ -31,6 +31,10 @@ StepsOption = Annotated[
         help="End each job after so many steps, on all ranks at the same one. Default: the job ends by itself.",
     ),
 ]
+YesOption = Annotated[
+    bool,
+    typer.Option("--yes", metavar="", help="Also where the job writes checkpoints, which each job overwrites."),
+]
 TIMES_THE_FIRST: Final = 5.0
 LONGER_BY_S: Final = 120.0
 """A job may take so many times as long as the first run did, and so much longer, before it is ended."""

@@ -13,8 +13,6 @@ journal    tune.json: what was tried, predicted and measured
 corrections  what trials have shown of predictions
 """
 
-from dsprof.analyzer.text import with_interval
-
 from .decide import Decision, decide
 from .edit_json import CannotEdit
 from .files import Changes, changes
@@ -26,5 +24,5 @@ from .turns import Comparison, Run, Turns
 
 __all__ = [
     "Attempt", "CannotEdit", "Changes", "Comparison", "Decision", "Journal", "LossCheck", "Proposal", "Run", "Tuning",
-    "Turns", "Unreadable", "changes", "decide", "joint_proposals", "proposals", "slug", "with_interval",
+    "Turns", "Unreadable", "changes", "decide", "joint_proposals", "proposals", "slug",
 ]  # fmt: skip
