@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from dsprof.analyzer.text import clean, ms, unit_of
+from dsprof.compare.sides import commits
 
 if TYPE_CHECKING:
     from dsprof.compare.comparison import Changed, RunComparison
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
 HEAD: Final = ("", "A", "B", "change", "of A's step", "95 % interval")
 TITLES: Final = (("parts", "Where the step goes"), ("ranks", "Own work of a rank"), ("collectives", "Communication"),
                  ("modules", "Modules"))  # fmt: skip
-COMMITS: Final = 12
 ESCAPED: Final = str.maketrans(
     {**{character: f"\\{character}" for character in "\\`*_[]|#"}, "<": "&lt;", ">": "&gt;", "@": "@\u200b"}
 )
@@ -59,10 +59,9 @@ def _facts(comparison: RunComparison) -> list[str]:
         f"step {ms(before)} -> {ms(after)}, {100 * decision.change:+.1f} % "
         f"[{100 * decision.low:+.1f}, {100 * decision.high:+.1f}]; from {decision.rests_on}"
     ]
-    commits = [", ".join(sorted({run.commit[:COMMITS] for run in side if run.commit})) or "commit not known"
-               for side in (comparison.before, comparison.after)]  # fmt: skip
-    if any(run.commit for run in (*comparison.before, *comparison.after)):
-        facts.append(f"commits {commits[0]} -> {commits[1]}")
+    a, b = commits(comparison.before), commits(comparison.after)
+    if a or b:
+        facts.append(f"commits {a or 'commit not known'} -> {b or 'commit not known'}")
     if comparison.limit is not None:
         accepted = f", with what was accepted: {clean(comparison.accepted)}" if comparison.accepted else ""
         facts.append(f"allowed: {100 * comparison.limit:.3g} % slower{accepted}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
 RECENT: Final = 50
 """Steps that the rate is of."""
-TAIL: Final = "\npassed "
-"""Begins what is of no interest while the job runs."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +38,24 @@ def examine(folder: RunFolder, written_first: tuple[Path, ...]) -> Analysis | No
     where run.json cannot be read."""
     from dsprof import analyzer
     from dsprof.trace.recent import load_recent
+    from dsprof.trace.strings import plain_strings
 
-    trace = load_recent(folder, written_first=written_first)
-    if not trace.ranks:
-        return None
-    analysis = analyzer.analyze(trace)
+    with plain_strings():
+        trace = load_recent(folder, written_first=written_first)
+        if not trace.ranks:
+            return None
+        analysis = analyzer.analyze(trace)
     return analysis if analysis.step_ms is not None else None
 
 
-def text(name: str, analysis: Analysis | None, *, ended: bool, height: int | None, file: TextIO | None = None) -> str:
-    """The verdict so far below a line of how fast it goes. height: in lines, at most; None: all. file: where it is
-    written to, for its width and colours."""
+def text(name: str, analysis: Analysis | None, file: TextIO, *, ended: bool, height: int | None) -> str:
+    """The verdict so far below a line of how fast it goes, as `file` shows it. height: in lines, at most; None: all."""
     status = "the job has ended: dsprof report shows all of it" if ended else "q leaves; the job goes on"
     if analysis is None:
         waiting = "no step was captured" if ended else "waiting for the first steps to end"
         return f"dsprof live  {name}\n{waiting}; {status}\n"
-    drawn = io.StringIO()
-    console = terminal.console_like(file) if file is not None else {}
-    terminal.render(analysis, drawn, **console)
-    verdict = drawn.getvalue().replace("[dsprof] verdict: ", "so far: ", 1)
-    verdict = verdict[: verdict.find(TAIL)] if TAIL in verdict else verdict
-    lines = [f"dsprof live  {_rate(analysis)}; {status}", *verdict.rstrip().splitlines()]
+    verdict = terminal.rendered(analysis, file, so_far=True).rstrip().splitlines()
+    lines = [f"dsprof live  {_rate(analysis)}; {status}", *verdict]
     shown = lines if height is None or len(lines) <= height else [*lines[: max(height - 1, 1)], "..."]
     return "\n".join(shown) + "\n"
 

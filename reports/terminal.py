@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.padding import Padding
@@ -16,7 +16,7 @@ from dsprof.analyzer.analysis import WAITING, Analysis, kind_of, part_of
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.memory.allocator_state import DeviceMemory
 
-from . import device, efficiency, memory, palette, wording
+from . import device, edits, efficiency, memory, palette, tables, wording
 
 DEFAULT_WIDTH = 100
 MAX_WIDTH = 110
@@ -55,17 +55,25 @@ def render(analysis: Analysis, file: TextIO, *, color: bool | None = None, width
 
     `color`: None follows the terminal and NO_COLOR. `width`: None takes the terminal's, at most 110.
     """
+    file.write(rendered(analysis, file, color=color, width=width))
+
+
+def rendered(
+    analysis: Analysis, file: TextIO, *, color: bool | None = None, width: int | None = None, so_far: bool = False
+) -> str:
+    """What `render` writes to `file`. `so_far`: of a job that runs, so without what was checked and how well it was
+    captured."""
     console = _console(file, color, width)
     glyphs = UNICODE if _can_encode(file, "".join(vars(UNICODE).values())) else ASCII
     with console.capture() as capture:
-        _verdict(console, glyphs, analysis)
+        _verdict(console, glyphs, analysis, so_far=so_far)
     written = "".join(f"{line.rstrip()}\n" for line in capture.get().replace(KEPT, " ").splitlines())
     encoding = getattr(file, "encoding", None) or "utf-8"
-    file.write(written.encode(encoding, "replace").decode(encoding))
+    return written.encode(encoding, "replace").decode(encoding)
 
 
-def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
-    _headline(console, glyphs, analysis)
+def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis, *, so_far: bool) -> None:
+    _headline(console, glyphs, analysis, "so far: " if so_far else "[dsprof] verdict: ")
     if analysis.time or analysis.step_ms is not None:
         console.print()
     _run_line(console, glyphs, analysis)
@@ -88,13 +96,7 @@ def _verdict(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
         codes = ", ".join(finding.code for finding in hidden)
         console.print(Text(f"\nand {text.count(len(hidden), 'more finding')}: {codes}"))
     console.print()
-    _notes(console, analysis)
-
-
-def console_like(file: TextIO) -> dict[str, Any]:
-    """Arguments of `render` for text that is written to `file` later."""
-    color = file.isatty() and not os.environ.get("NO_COLOR")
-    return {"color": color, "width": min(Console(file=file).width, MAX_WIDTH) if file.isatty() else DEFAULT_WIDTH}
+    _notes(console, analysis, so_far=so_far)
 
 
 def _console(file: TextIO, color: bool | None, width: int | None) -> Console:
@@ -116,9 +118,9 @@ def _can_encode(file: TextIO, characters: str) -> bool:
     return True
 
 
-def _headline(console: Console, glyphs: Glyphs, analysis: Analysis) -> None:
+def _headline(console: Console, glyphs: Glyphs, analysis: Analysis, title: str) -> None:
     verdict = analysis.verdict
-    title, run = "[dsprof] verdict: ", f" {text.clean(analysis.run.id)} "
+    run = f" {text.clean(analysis.run.id)} "
     fill = max(2, console.width - len(title) - len(verdict.status) - len(run) - 2)
     style = TONE_STYLE[wording.tone(analysis)]
     rule = Text.assemble(
@@ -235,7 +237,7 @@ def _rank_lines(analysis: Analysis, part: str) -> list[RankLine]:
     if len(order) > SHOWN_RANKS:
         picked = sorted(named)[: SHOWN_RANKS - 1]
         picked.append(order[-1] if order[0] in picked else order[0])
-    own, said = table.drop(columns=list(WAITING)).sum(axis=1), "own work"
+    own, said = tables.own_work_of_budget(table), "own work"
     if analysis.delays is not None:
         own, said = analysis.delays.mean(axis=1).reindex(table.index, fill_value=0.0), "others wait for it"
     lines = [RankLine(f"rank {rank}", table[part][rank], said, own[rank], rank in named) for rank in sorted(picked)]
@@ -307,7 +309,7 @@ def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
         own = fix.gain if fix.gain is not None and fix.gain != finding.gain else None
         title = text.clean(fix.title) + (f" ({wording.gain(own)})" if own and own.ms > 0 else "")
         grid.add_row(Text(label, style="dim"), _prose(title))
-        for line in wording.changes(fix, cwd):
+        for line in edits.changes(fix, cwd):
             grid.add_row("", Text(f"  {line}", style="bold"))
         label = ""
     console.print(Padding(grid, (0, 0, 0, 3)))
@@ -328,7 +330,7 @@ def _labelled() -> Table:
 # --- the rest -------------------------------------------------------------------------------------
 
 
-def _notes(console: Console, analysis: Analysis) -> None:
+def _notes(console: Console, analysis: Analysis, *, so_far: bool) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, min_width=8)
     grid.add_column(overflow="fold")
@@ -340,7 +342,12 @@ def _notes(console: Console, analysis: Analysis) -> None:
         grid.add_row(Text("info", style="dim"), _prose(remark, "dim"))
     if len(minor) > SHOWN_INFO:
         grid.add_row(Text("info", style="dim"), Text(f"and {len(minor) - SHOWN_INFO} more", style="dim"))
-    remarked = {finding.code for finding in minor}
+    if not so_far:
+        _judged_and_captured(grid, analysis, {finding.code for finding in minor})
+    console.print(grid)
+
+
+def _judged_and_captured(grid: Table, analysis: Analysis, remarked: set[str]) -> None:
     passed = [code for code in analysis.passed if code not in remarked]
     if passed:
         grid.add_row(Text("passed", style="green"), Text(", ".join(passed)))
@@ -351,4 +358,3 @@ def _notes(console: Console, analysis: Analysis) -> None:
     grid.add_row(Text("capture", style="dim"), _prose(wording.capture_facts(analysis), "dim"))
     for warning in wording.capture_warnings(analysis):
         grid.add_row(Text("warning", style="yellow"), _prose(warning))
-    console.print(grid)

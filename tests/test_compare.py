@@ -18,7 +18,7 @@ from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding, Gain, Where
 from dsprof.cli import main
 from dsprof.compare import MeasuredRun, NothingToCompare, compare
-from dsprof.compare.decide import decide, in_turns
+from dsprof.compare.decide import StepChange, decide, in_turns
 from dsprof.launch.commit import checked_out
 from dsprof.reports import comparison as drawn
 
@@ -44,33 +44,37 @@ def turns(pairs: int, ratio: float, spread: float, seed: int) -> tuple[list[Meas
     )
 
 
+def decided(before: list[MeasuredRun], after: list[MeasuredRun], within: float) -> StepChange:
+    return decide(before, after, within, in_turns(before, after))
+
+
 # --- the decision ---------------------------------------------------------------------------------
 
 
 def test_runs_in_turns_are_pairs_though_the_machine_drifts() -> None:
     before, after = turns(10, 1.03, 0.008, seed=1)
     assert in_turns(before, after) == [(i, i) for i in range(10)]
-    found = decide(before, after, 0.01)
+    found = decided(before, after, 0.01)
     assert found.outcome == "worse"
     assert found.low < 0.03 < found.high
-    assert decide(after, before, 0.01).outcome == "better"
+    assert decided(after, before, 0.01).outcome == "better"
 
 
 def test_a_job_held_against_itself_is_seldom_another() -> None:
     """300 comparisons of ten pairs, at most three alarms; and +3 % is found in 95 of 100."""
-    alarms = sum(decide(*turns(10, 1.0, 0.01, seed), 0.0).outcome in ("worse", "better") for seed in range(300))
+    alarms = sum(decided(*turns(10, 1.0, 0.01, seed), 0.0).outcome in ("worse", "better") for seed in range(300))
     assert alarms <= 3
-    found = sum(decide(*turns(10, 1.03, 0.01, seed), 0.0).outcome == "worse" for seed in range(100))
+    found = sum(decided(*turns(10, 1.03, 0.01, seed), 0.0).outcome == "worse" for seed in range(100))
     assert found >= 95
 
 
 def test_runs_of_one_side_after_the_other_are_no_pairs() -> None:
     before, after = [run(i, 100.0 + i % 2) for i in range(5)], [run(i + 5, 104.0 + i % 2) for i in range(5)]
     assert in_turns(before, after) is None
-    found = decide(before, after, 0.01)
+    found = decided(before, after, 0.01)
     assert found.outcome == "not certain"  # the machine may have changed in between
     assert "not made in turns" in found.rests_on
-    mixed = decide([before[0], before[2], after[4]], [before[1], before[3], after[0]], 0.01)
+    mixed = decided([before[0], before[2], after[4]], [before[1], before[3], after[0]], 0.01)
     assert "turns" not in mixed.rests_on or mixed.rests_on.startswith("3 pairs")
 
 
@@ -83,21 +87,21 @@ def test_runs_of_one_side_after_the_other_are_no_pairs() -> None:
 ])  # fmt: skip
 def test_single_runs_differ_by_more_than_their_steps_tell(ratio: float, waited: float, outcome: str) -> None:
     before, after = run(0, 100.0, 0.001, waited=waited), run(1, 100.0 * ratio, 0.001, waited=waited)
-    found = decide([before], [after], 0.02)
+    found = decided([before], [after], 0.02)
     assert found.outcome == outcome
     assert found.low < found.change < found.high
     assert (found.runs_more > 0) == (outcome == "not certain")
 
 
 def test_noise_of_the_steps_counts_too() -> None:
-    quiet, noisy = (decide([run(0, 100.0, n, 1)], [run(1, 130.0, n, 2)], 0.02) for n in (0.001, 1.0))
+    quiet, noisy = (decided([run(0, 100.0, n, 1)], [run(1, 130.0, n, 2)], 0.02) for n in (0.001, 1.0))
     assert quiet.outcome == "worse"
     assert noisy.outcome == "not certain"
 
 
 def test_equal_within_the_limit() -> None:
     before, after = turns(10, 1.0, 0.002, seed=3)
-    assert decide(before, after, 0.02).outcome == "same"
+    assert decided(before, after, 0.02).outcome == "same"
 
 
 # --- the comparison -------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from dataclasses import replace
@@ -125,16 +126,36 @@ def test_q_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_shown(run: RunFolder) -> None:
     analysis = build(Job(slow={1: 20.0}))
-    said = drawn.text("run", analysis, ended=False, height=None)
+    said = drawn.text("run", analysis, io.StringIO(), ended=False, height=None)
     assert said.startswith("dsprof live  step 39, ")
     assert " steps/s (" in said.splitlines()[0]
     assert said.splitlines()[0].endswith("; q leaves; the job goes on")
     assert said.splitlines()[1].startswith("so far: inconclusive")
     assert "\npassed" not in said
-    assert len(drawn.text("run", analysis, ended=False, height=8).splitlines()) == 8
-    assert "waiting for the first steps to end" in drawn.text("run", None, ended=False, height=None)
-    ended = drawn.text("run", replace(analysis, step_count=40), ended=True, height=None)
+    assert len(drawn.text("run", analysis, io.StringIO(), ended=False, height=8).splitlines()) == 8
+    assert "waiting for the first steps to end" in drawn.text("run", None, io.StringIO(), ended=False, height=None)
+    ended = drawn.text("run", replace(analysis, step_count=40), io.StringIO(), ended=True, height=None)
     assert "the job has ended: dsprof report" in ended.splitlines()[0]
+
+
+class Terminal(io.StringIO):
+    """Shows colours, and ASCII alone."""
+
+    encoding = "ascii"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_what_it_can_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    said = drawn.text("run", build(Job(slow={1: 20.0}), passed=("pause.gc",)), Terminal(), ended=False, height=None)
+    assert "\x1b[" in said
+    assert "so far: " in said
+    assert "passed" not in said
+    assert "capture" not in said
+    said.encode("ascii")
 
 
 def test_one_look_from_the_shell(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

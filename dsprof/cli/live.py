@@ -101,7 +101,7 @@ def _as_json(look: LiveLook) -> None:
 def _as_lines(look: LiveLook) -> None:
     from dsprof.reports import live
 
-    sys.stdout.write(live.text(look.folder.path.name, look.analysis, ended=look.ended, height=None))
+    sys.stdout.write(live.text(look.folder.path.name, look.analysis, sys.stdout, ended=look.ended, height=None))
     sys.stdout.flush()
 
 
@@ -110,7 +110,7 @@ def _on_screen(look: LiveLook) -> None:
     from dsprof.reports import live
 
     size = os.get_terminal_size()
-    said = live.text(look.folder.path.name, look.analysis, ended=look.ended, height=size.lines - 1, file=sys.stdout)
+    said = live.text(look.folder.path.name, look.analysis, sys.stdout, ended=look.ended, height=size.lines - 1)
     sys.stdout.write(f"\x1b[H\x1b[J{said}")
     sys.stdout.flush()
 

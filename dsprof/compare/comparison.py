@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from scipy.special import stdtrit
 
+from dsprof.analyzer.price.confidence_interval import half_width
 from dsprof.analyzer.text import percent
 
-from .decide import MOST_PAIRS, SHOWN, StepChange, decide, in_turns
+from .decide import MOST_PAIRS, SHOWN, Pairs, StepChange, decide, in_turns
 from .measured import MeasuredRun
 from .sides import commits, differences
 
@@ -148,8 +148,8 @@ def compare(
     if limit is not None:
         limit = (1 + limit) * math.prod(1 + share for share in (accepted or {}).values()) - 1
     near = within if within is not None else limit if limit is not None else WITHIN
-    decision = decide(before, after, near)
     pairs = in_turns(before, after)
+    decision = decide(before, after, near, pairs)
 
     def changes(names: Iterable[Any], value: Callable[[MeasuredRun, Any], float]) -> list[Changed]:
         return [
@@ -192,7 +192,7 @@ def _by_rank(run: MeasuredRun) -> dict[str, float]:
     return {f"rank {rank}": spent for rank, spent in run.ranks_ms.items()}
 
 
-def _change(name: str, before: list[float], after: list[float], pairs: list[tuple[int, int]] | None) -> Changed:
+def _change(name: str, before: list[float], after: list[float], pairs: Pairs | None) -> Changed:
     a, b = np.array(before), np.array(after)
     if pairs is not None:
         each = np.array([b[j] - a[i] for i, j in pairs])
@@ -203,6 +203,6 @@ def _change(name: str, before: list[float], after: list[float], pairs: list[tupl
         error = spread * math.sqrt(1 / len(a) + 1 / len(b))
     else:
         return Changed(name, float(a.mean()), float(b.mean()), None, None)
-    half = float(stdtrit(freedom, (1 + SHOWN) / 2)) * error
+    half = half_width(error, freedom, SHOWN)
     mean = float(b.mean() - a.mean())
     return Changed(name, float(a.mean()), float(b.mean()), mean - half, mean + half)

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
-from scipy.special import stdtrit
 
-from dsprof.analyzer.price.confidence_interval import interval
+from dsprof.analyzer.price.confidence_interval import half_width, interval
 
 from .measured import MeasuredRun
 
+Pairs = list[tuple[int, int]]
 Outcome = Literal["worse", "better", "same", "not certain"]
 
 FEWEST_PAIRS: Final = 3
@@ -71,10 +71,11 @@ class StepChange:
         }
 
 
-def decide(before: Sequence[MeasuredRun], after: Sequence[MeasuredRun], within: float) -> StepChange:
-    """within: a difference of at most this share of the step counts as none."""
+def decide(
+    before: Sequence[MeasuredRun], after: Sequence[MeasuredRun], within: float, pairs: Pairs | None
+) -> StepChange:
+    """within: a difference of at most this share of the step counts as none. pairs: what `in_turns` gives."""
     a, b = np.array([math.log(run.mean_ms) for run in before]), np.array([math.log(run.mean_ms) for run in after])
-    pairs = in_turns(before, after)
     if pairs is not None:
         differences = np.array([b[j] - a[i] for i, j in pairs])
         mean, freedom = float(differences.mean()), len(pairs) - 1
@@ -105,7 +106,7 @@ def decide(before: Sequence[MeasuredRun], after: Sequence[MeasuredRun], within: 
     return StepChange(outcome, math.expm1(mean), low, high, surely, rests_on, more)
 
 
-def in_turns(before: Sequence[MeasuredRun], after: Sequence[MeasuredRun]) -> list[tuple[int, int]] | None:
+def in_turns(before: Sequence[MeasuredRun], after: Sequence[MeasuredRun]) -> Pairs | None:
     """Which runs of the two sides are pairs, by index: of every two that began one after the other, one is of each
     side. None: they did not take turns."""
     if len(before) != len(after) or len(before) < FEWEST_PAIRS:
@@ -151,14 +152,14 @@ def _noise(run: MeasuredRun) -> float:
 
 
 def _ends(mean: float, error: float, freedom: int, confidence: float) -> tuple[float, float]:
-    half = float(stdtrit(freedom, (1 + confidence) / 2)) * error
+    half = half_width(error, freedom, confidence)
     return math.expm1(mean - half), math.expm1(min(mean + half, 700.0))
 
 
 def _pairs_that_would_tell(wanted: float, spread: float) -> int:
     """So many that SURE's interval becomes narrower than the difference. spread: of a pair."""
     for pairs in range(FEWEST_PAIRS, MOST_PAIRS):
-        if float(stdtrit(pairs - 1, (1 + SURE) / 2)) * spread / math.sqrt(pairs) < wanted:
+        if half_width(spread / math.sqrt(pairs), pairs - 1, SURE) < wanted:
             return pairs
     return MOST_PAIRS
 

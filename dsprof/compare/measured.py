@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.analysis import WAITING, Analysis
+from dsprof.analyzer.budget.host_load import Gauges
 from dsprof.analyzer.text import clean
-from dsprof.schema import BUDGET_PARTS
 
 FEWEST_STEPS: Final = 5
 MOST_STEPS: Final = 1_000_000
@@ -117,7 +117,7 @@ class MeasuredRun:
                 findings={clean(str(key)): dict(value) for key, value in data["findings"].items()},
                 waited=math.nan if data["waited"] is None else float(data["waited"]),
                 command=tuple(str(word) for word in data["command"]),
-                commit=str(data["commit"]),
+                commit=clean(str(data["commit"])),
                 hosts=tuple(str(host) for host in data["hosts"]),
                 ranks=int(data["ranks"]),
                 versions={str(key): str(value) for key, value in data["versions"].items()},
@@ -143,8 +143,8 @@ def _job(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _own_work(analysis: Analysis) -> dict[int, float]:
-    waiting = [part for part in ("peer_wait", "comm_exposed", "bubble") if part in analysis.budget_by_rank]
-    own = analysis.budget_by_rank[list(BUDGET_PARTS)].sum(axis=1) - analysis.budget_by_rank[waiting].sum(axis=1)
+    table = analysis.budget_by_rank
+    own = table.drop(columns=[part for part in WAITING if part in table]).sum(axis=1)
     return {int(rank): float(value) for rank, value in own.items()}
 
 
@@ -185,15 +185,12 @@ def _findings(analysis: Analysis) -> dict[str, dict[str, Any]]:
 
 
 def _waited(analysis: Analysis, ordinary: pd.DataFrame) -> float:
-    """The largest share over the ranks, from the first of the ordinary steps to the last."""
-    rows = analysis.rows
-    samples = rows[(rows["kind"] == "gauge") & (rows["name"] == CORE_WAIT)]
+    """The largest share over the ranks, of their ordinary steps."""
     shares = []
-    for rank, mine in samples.groupby("rank", observed=True):
-        steps = ordinary[ordinary["rank"] == rank]
-        end = (steps["start_ns"] + steps["dur_ns"]).max()
-        mine = mine[(mine["start_ns"] >= steps["start_ns"].min()) & (mine["start_ns"] <= end)]
-        span_s = (mine["start_ns"].max() - mine["start_ns"].min()) / 1e9
-        if span_s > 0:
-            shares.append(float(mine["value"].max() - mine["value"].min()) / span_s)
-    return min(max(shares), 1.0) if shares else math.nan
+    for rank in analysis.ranks_captured:
+        rows = analysis.trace.read(rank, ("rank", "kind", "name", "start_ns", "value"))
+        gauges = Gauges(rows, ordinary[ordinary["rank"] == rank])
+        if gauges.ranks:
+            shares.append(float(gauges.spent(CORE_WAIT).sum() / gauges.wall_ms.sum()))
+    known = [share for share in shares if not math.isnan(share)]
+    return min(max(known), 1.0) if known else math.nan

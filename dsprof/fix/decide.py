@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
-from scipy.special import stdtrit
+
+from dsprof.analyzer.price.confidence_interval import half_width
 
 FEWEST_PAIRS: Final = 3
 PAIRS_OF_LITTLE: Final = 5
@@ -91,5 +92,5 @@ def _is_no_chance(saved_ms: float, step_ms: float, predicted: tuple[float, float
 def _interval(values: np.ndarray, confidence: float) -> tuple[float, float]:
     """Student's, of the mean."""
     count = len(values)
-    half = float(stdtrit(count - 1, (1 + confidence) / 2) * values.std(ddof=1) / math.sqrt(count))
+    half = half_width(float(values.std(ddof=1)) / math.sqrt(count), count - 1, confidence)
     return float(values.mean()) - half, float(values.mean()) + half

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -193,9 +194,16 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
     for restart, capture in chosen.items():
         tables[restart], wrong = add_deep(capture, tables[restart])
         deep_problems += wrong
+    summary = summarize(rank, chosen, tables)
+    summary["problems"] += [*problems, *deep_problems]
+    return pd.concat(tables.values(), ignore_index=True), summary
+
+
+def summarize(rank: int, chosen: Mapping[int, Capture], tables: Mapping[int, pd.DataFrame]) -> dict[str, Any]:
+    """What `run.json` says of a rank, by its captures and their rows, both by restart."""
     captures = list(chosen.values())
-    summary: dict[str, Any] = {
-        "ranks": [vars(describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
+    return {
+        "ranks": [vars(_describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
         # Operations are rows of the trace, too many for `run.json`.
         "facts": [fact for capture in captures for fact in capture.facts if fact["fact"] != FLOPS_FACT],
         "versions": next((told for capture in captures if isinstance(told := capture.meta.get("versions"), dict)), {}),
@@ -203,16 +211,13 @@ def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, d
         "problems": [
             *(problem for capture in captures for problem in capture.problems),
             *(problem for restart, capture in chosen.items() for problem in missing_steps(capture, tables[restart])),
-            *problems,
-            *deep_problems,
         ],
         "errors": [error for capture in captures for error in capture.errors],
         "cuda": any(fact["fact"] == "device" for capture in captures for fact in capture.facts),
     }
-    return pd.concat(tables.values(), ignore_index=True), summary
 
 
-def describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> RankInfo:
+def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> RankInfo:
     name = _capture_name(capture)
     steps = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]
     clock = capture.meta.get("clock")

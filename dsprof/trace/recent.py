@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from dsprof import regular_files
 from dsprof.names import CaptureName
@@ -14,7 +14,7 @@ from .capture import Capture, read_capture
 from .derive import trace_rows
 from .files import brief
 from .load import Trace, concat_rows
-from .merge import add_rank, captures_by_rank, describe, note_groups, warn
+from .merge import add_rank, captures_by_rank, note_groups, summarize, warn
 
 CHUNKS: Final = 2
 """Of each rank, besides its first: a chunk has 16,000 records, so some hundred steps at least."""
@@ -43,17 +43,8 @@ def load_recent(folder: RunFolder, *, chunks: int = CHUNKS, written_first: Itera
         except Exception as error:  # whatever is wrong with one rank, the others count
             warn(info, f"rank {rank}: its capture cannot be read as yet ({type(error).__name__}: {brief(error)})")
             continue
-        size = capture.meta.get("world_size")
-        summary: dict[str, Any] = {
-            "ranks": [vars(describe(rank, restart, capture, table))],
-            "facts": capture.facts,
-            "versions": {},
-            "world_size": size if isinstance(size, int) else None,
-            "problems": [],
-            "errors": capture.errors,
-            "cuda": False,
-        }
-        add_rank(rank, summary, info)
+        # What is odd about it as yet, such as a part that is still to be copied, is no problem of the run.
+        add_rank(rank, summarize(rank, {restart: capture}, {restart: table}) | {"problems": []}, info)
         tables.append(table)
     note_groups(info)
     return Trace.of(info, concat_rows(tables))

@@ -10,12 +10,11 @@ import json
 from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any, Final
 
-import numpy as np
 import pandas as pd
 
 from dsprof.analyzer.text import clean
 
-from .slices import Selection, details, lanes, marks, samples
+from .slices import Selection, details, lanes, marks, records, samples
 
 if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis
@@ -47,19 +46,19 @@ def _events(rank: int, rows: pd.DataFrame, zero: int) -> Iterator[dict[str, Any]
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
     for number, (name, spans) in enumerate(lanes(rows)):
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": clean(name)}}
-        for row in _records(spans):
+        for row in records(spans):
             yield {
                 "ph": "X", "cat": CATEGORIES.get(str(row["kind"]), str(row["kind"])), "name": clean(row["name"]),
                 "pid": rank, "tid": number, "ts": (int(row["start_ns"]) - zero) / 1e3, "dur": int(row["dur_ns"]) / 1e3,
                 "args": {**details(row), **_of_a_device(row)},
             }  # fmt: skip
-    for row in _records(marks(rows)):
+    for row in records(marks(rows)):
         yield {
             "ph": "i", "s": "p", "cat": "mark", "name": clean(row["name"]), "pid": rank, "tid": 0,
             "ts": (int(row["start_ns"]) - zero) / 1e3, "args": details(row),
         }  # fmt: skip
     for name, values in samples(rows):
-        for row in _records(values):
+        for row in records(values):
             yield {
                 "ph": "C", "name": clean(name), "pid": rank, "ts": (int(row["start_ns"]) - zero) / 1e3,
                 "args": {"value": float(row["value"])},
@@ -76,10 +75,3 @@ def _of_a_device(row: dict[str, Any]) -> dict[str, Any]:
     if corr is not None and corr is not pd.NA:
         found["correlation"] = int(corr)
     return found
-
-
-def _records(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    names = list(rows.columns)
-    for values in rows.itertuples(index=False, name=None):
-        plain = (value.item() if isinstance(value, np.generic) else value for value in values)
-        yield dict(zip(names, plain, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -11,7 +10,7 @@ import pandas as pd
 
 from dsprof.analyzer.text import clean
 
-from .slices import Selection, details, lanes, marks, samples
+from .slices import Selection, details, lanes, marks, records, samples
 
 if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis
@@ -88,7 +87,7 @@ class _Writer:
         """Spans that nest, the outer first."""
         begin = self._protos.TrackEvent.TYPE_SLICE_BEGIN
         ends: list[int] = []
-        for row in _records(spans):
+        for row in records(spans):
             start, stop = int(row["start_ns"]), int(row["start_ns"]) + int(row["dur_ns"])
             while ends and ends[-1] <= start:
                 self._end(track, ends.pop())
@@ -103,7 +102,7 @@ class _Writer:
             self._end(track, ends.pop())
 
     def instants(self, track: int, moments: pd.DataFrame) -> None:
-        for row in _records(moments):
+        for row in records(moments):
             packet = self._event(
                 track, int(row["start_ns"]), self._protos.TrackEvent.TYPE_INSTANT, str(row["name"]), "mark"
             )
@@ -190,12 +189,6 @@ class _Writer:
                 annotation.double_value = value
             else:
                 annotation.string_value = clean(value)
-
-
-def _records(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    names = list(rows.columns)
-    for values in rows.itertuples(index=False, name=None):
-        yield dict(zip(names, values, strict=True))
 
 
 def _flow(row: dict[str, Any]) -> int:

@@ -93,5 +93,13 @@ def details(row: dict[str, Any]) -> dict[str, str | int | float]:
         value = row.get(column)
         if value is None or value is pd.NA or value != value or value == "":
             continue
-        found[column] = value.item() if isinstance(value, np.generic) else value
+        found[column] = value
     return found
+
+
+def records(rows: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Each row by its columns, with Python's own numbers."""
+    names = list(rows.columns)
+    for values in rows.itertuples(index=False, name=None):
+        plain = (value.item() if isinstance(value, np.generic) else value for value in values)
+        yield dict(zip(names, plain, strict=True))

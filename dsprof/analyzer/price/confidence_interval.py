@@ -15,6 +15,11 @@ MOST_BATCHES: Final = 20
 """Batches of at least BATCH steps, but no fewer than five of them and no more than twenty."""
 
 
+def half_width(error: float, freedom: int, confidence: float) -> float:
+    """Half of Student's interval around a mean whose standard error is `error`, with so many degrees of freedom."""
+    return float(stdtrit(freedom, (1 + confidence) / 2)) * error
+
+
 def interval(values: Float) -> tuple[float, float]:
     """95 % interval of the mean of a series, by batch means."""
     low, high = intervals(values[None])

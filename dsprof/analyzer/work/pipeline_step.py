@@ -11,7 +11,7 @@ import pandas as pd
 
 from dsprof.engine import schedule as schedules
 from dsprof.engine.schedule import COMPUTE, Action, Plan, ScheduleError
-from dsprof.trace import Trace
+from dsprof.trace import Trace, concat_rows
 
 COLUMNS: Final = ("rank", "stage", "microbatch", "action", "start_ms", "ms")
 IDLE_COLUMNS: Final = ("rank", "start_ms", "ms", "cause", "stage")
@@ -92,7 +92,7 @@ def _actions(trace: Trace, step: int) -> pd.DataFrame:
         chosen = (rows["kind"] == "pipe") & (rows["step"] == step) & rows["dur_ns"].notna()
         chosen &= rows["stage"].notna() & rows["microbatch"].notna() & rows["name"].isin(COMPUTE)
         tables.append(rows[chosen])
-    found = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(columns))
+    found = concat_rows(tables, columns)
     return pd.DataFrame(
         {
             "rank": found["rank"].astype("int64"),
