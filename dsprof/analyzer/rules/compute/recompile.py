@@ -14,7 +14,6 @@ from ... import signals
 from ...arrays import Float
 from ...candidate import Candidate, Excess, Price
 from ...finding import Evidence, Finding, Fix, Where
-from ...graph.chain_work import hosts
 from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import count, ms
@@ -76,11 +75,7 @@ def now_and_then(study: Study) -> Found:
 
 def _in_most_steps(study: Study, spent: Float) -> Candidate:
     ranks = _worst(study, spent.mean(axis=1))
-    graph, removed = study.need_graph(), spent
-    if study.led_by_devices:
-        removed = np.zeros((len(graph.ranks), spent.shape[1]))
-        removed[hosts(graph)] = spent
-    change = LessWork("compute.recompile", Change({PART: removed}), study.peer_groups)
+    change = LessWork("compute.recompile", Change({PART: spent}), study.peer_groups)
     mine = spent[np.isin(study.ranks, ranks)]
     steps = np.asarray((mine > 0).any(axis=0))
     each = float(mine.mean())
