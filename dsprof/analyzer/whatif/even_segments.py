@@ -14,22 +14,21 @@ from .work import within
 
 @dataclass(frozen=True, eq=False)
 class EvenSegments(WhatIf):
-    """Each piece of this part of the work, between two events of the program, takes every rank of a team what it takes
-    its members in the mean of the step: as where a sequence is dealt so that each of its turns is equal for all.
+    """Each piece of compute, between two events of the program, takes every rank of a team what it takes its members in
+    the mean of the step: as where a sequence is dealt so that each of its turns is equal for all.
 
     teams: ranks that do the same work, whose programs are equal
     """
 
     teams: Sequence[tuple[int, ...]]
-    part: str = "compute"
     turn = Turn.EQUAL_WORK
 
     @property
     def name(self) -> str:
-        return f"equal {self.part} between the same events on ranks {'; '.join(str(list(team)) for team in self.teams)}"
+        return f"equal compute between the same events on ranks {'; '.join(str(list(team)) for team in self.teams)}"
 
     def change(self, graph: StepGraph) -> StepGraph:
-        columns = within(self.part)
+        columns = within("compute")
         teams = [np.flatnonzero(np.isin(graph.ranks[: graph.leads], team)).tolist() for team in self.teams]
 
         def evened(steps: Steps) -> Steps:
