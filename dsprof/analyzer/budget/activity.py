@@ -20,7 +20,7 @@ KINDS: Final = ("step", "phase", "pipe", "gauge", "pause")
 ACTIVITY: Final = (
     "rank", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "stage", "bytes", "value", "grad", "source",
 )  # fmt: skip
-REPLICATING: Final = ("rank", "step", "purpose", "group", "issue_ns", "bytes")
+REPLICATING: Final = ("step", "purpose", "group", "issue_ns", "bytes")
 GRADIENT, BUFFER = "gradient", "buffer"
 """Purposes; buffers are what DDP broadcasts in forward."""
 NO_PROGRESS: Final = tuple(Kind(kind).name.lower() for kind in SAMPLES)
