@@ -8,6 +8,7 @@ called, and which one ran.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
@@ -118,7 +119,7 @@ def library_function(code: CodeType) -> str:
     for home in ("/site-packages/", "/dist-packages/"):
         if home in file:
             return f"{file.rpartition(home)[2]}:{code.co_name}"
-    if file.startswith(STANDARD_LIBRARY) or any(file.startswith(folder) for folder in COMMANDS):
+    if file.startswith(STANDARD_LIBRARY) or os.path.dirname(file) in COMMANDS:
         return f"{file.removeprefix(STANDARD_LIBRARY).lstrip('/')}:{code.co_name}"
     return ""
 
