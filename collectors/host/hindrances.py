@@ -21,6 +21,9 @@ Reading = Iterable[tuple[str, float]]
 """Gauges with their values."""
 MOST_THREADS: Final = 16
 """Of the script's own, that are looked at."""
+MOST_NAMES: Final = 256
+"""Of theirs, that are told in a process: one that makes a thread with a new name every step has any number, and a
+capture only so many."""
 OURS: Final = "dsprof-"
 """How the names of dsprof's own threads begin."""
 
@@ -78,12 +81,17 @@ def read_memory_stall(root: str) -> Reading:
             return
 
 
+_names: set[str] = set()
+"""Those that were told."""
+
+
 def read_threads(root: str) -> Reading:
     """CPU time of the Python threads beside the first one: each holds the interpreter's lock while it runs Python."""
     spent: dict[str, float] = {}
     for thread in _threads():
         fields = proc.stat(f"self/task/{thread.native_id}", root)
-        if fields:
+        if fields and (thread.name in _names or len(_names) < MOST_NAMES):
+            _names.add(thread.name)
             ticks = int(fields[proc.USER_TICKS]) + int(fields[proc.SYSTEM_TICKS])
             spent[thread.name] = spent.get(thread.name, 0.0) + ticks / proc.TICKS_A_SECOND
     for name, seconds in spent.items():
