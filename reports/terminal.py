@@ -16,7 +16,7 @@ from dsprof.analyzer.analysis import WAITING, Analysis, kind_of, part_of
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.memory.allocator_state import DeviceMemory
 
-from . import device, efficiency, memory, palette, tables, wording
+from . import device, edits, efficiency, memory, palette, tables, wording
 
 DEFAULT_WIDTH = 100
 MAX_WIDTH = 110
@@ -309,7 +309,7 @@ def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
         own = fix.gain if fix.gain is not None and fix.gain != finding.gain else None
         title = text.clean(fix.title) + (f" ({wording.gain(own)})" if own and own.ms > 0 else "")
         grid.add_row(Text(label, style="dim"), _prose(title))
-        for line in wording.changes(fix, cwd):
+        for line in edits.changes(fix, cwd):
             grid.add_row("", Text(f"  {line}", style="bold"))
         label = ""
     console.print(Padding(grid, (0, 0, 0, 3)))

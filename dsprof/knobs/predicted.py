@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dsprof.analyzer.ask import Turned, Without
+from dsprof.analyzer.budget.activity import BUFFER
 from dsprof.analyzer.effect import Effect
 from dsprof.analyzer.rules.base import NotJudged
-from dsprof.analyzer.rules.comm.buffers import BUFFER
 from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
 from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit

@@ -9,7 +9,7 @@ from dsprof.analyzer.analysis import Analysis, kind_of, part_of
 from dsprof.analyzer.finding import Evidence, Finding, Fix
 from dsprof.analyzer.text import clean, count, quantity, with_interval
 
-from .. import palette, wording
+from .. import edits, palette, wording
 from .section import Block, Column, FindingCard, FixCard, Folded, Maker, Row, Table, Words, always, table
 
 
@@ -81,9 +81,9 @@ def _fix(fix: Fix, finding: Finding, cwd: str) -> FixCard:
     other = fix.gain is not None and fix.gain != finding.gain
     return FixCard(
         title=clean(fix.title),
-        edits=tuple(wording.changes(fix, cwd)),
+        edits=tuple(edits.changes(fix, cwd)),
         diff=fix.diff,
-        applied_by=wording.applied_by(fix),
+        applied_by=edits.applied_by(fix),
         gain=wording.gain(fix.gain) if other and fix.gain is not None else "",
     )
 
