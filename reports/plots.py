@@ -17,7 +17,6 @@ import plotly.graph_objects as go
 
 from dsprof import gauges
 from dsprof.analyzer import text
-from dsprof.analyzer.analysis import WAITING
 
 from . import palette, tables, wording
 from .tables import NS_PER_MS
@@ -89,7 +88,7 @@ def budget_bar(
     """
     table = budget_by_rank
     mean = dict(budget) if budget is not None else table.mean().to_dict()
-    own = table.drop(columns=[part for part in WAITING if part in table]).sum(axis=1)
+    own = tables.own_work_of_budget(table)
     shown = table.loc[sorted(own.sort_values(ascending=False, kind="stable").index[:max_ranks])]
     note = "" if len(shown) == len(table) else f"{len(shown)} of {len(table)} ranks: those with the most own work"
     labels = ["mean", *(f"rank {rank}" for rank in shown.index)]

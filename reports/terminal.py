@@ -16,7 +16,7 @@ from dsprof.analyzer.analysis import WAITING, Analysis, kind_of, part_of
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.memory.allocator_state import DeviceMemory
 
-from . import device, efficiency, memory, palette, wording
+from . import device, edits, efficiency, memory, palette, tables, wording
 
 DEFAULT_WIDTH = 100
 MAX_WIDTH = 110
@@ -237,7 +237,7 @@ def _rank_lines(analysis: Analysis, part: str) -> list[RankLine]:
     if len(order) > SHOWN_RANKS:
         picked = sorted(named)[: SHOWN_RANKS - 1]
         picked.append(order[-1] if order[0] in picked else order[0])
-    own, said = table.drop(columns=list(WAITING)).sum(axis=1), "own work"
+    own, said = tables.own_work_of_budget(table), "own work"
     if analysis.delays is not None:
         own, said = analysis.delays.mean(axis=1).reindex(table.index, fill_value=0.0), "others wait for it"
     lines = [RankLine(f"rank {rank}", table[part][rank], said, own[rank], rank in named) for rank in sorted(picked)]
@@ -309,7 +309,7 @@ def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
         own = fix.gain if fix.gain is not None and fix.gain != finding.gain else None
         title = text.clean(fix.title) + (f" ({wording.gain(own)})" if own and own.ms > 0 else "")
         grid.add_row(Text(label, style="dim"), _prose(title))
-        for line in wording.changes(fix, cwd):
+        for line in edits.changes(fix, cwd):
             grid.add_row("", Text(f"  {line}", style="bold"))
         label = ""
     console.print(Padding(grid, (0, 0, 0, 3)))

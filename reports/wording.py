@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from dsprof.analyzer.align.steps import StepTime
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
+from dsprof.analyzer.finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Evidence, Finding, Gain, Where
 from dsprof.analyzer.memory.allocator_state import DeviceMemory, Holder
 from dsprof.analyzer.rules.registry import ends_run
 from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans, unit_of
@@ -22,6 +20,7 @@ from dsprof.run import RankExit, last_processes
 from dsprof.schema import TIME_KINDS
 
 from . import palette
+from .edits import site
 
 # --- the verdict --------------------------------------------------------------------------------
 
@@ -155,7 +154,12 @@ def gain(value: Gain) -> str:
     if value.ms <= 0:
         return ""
     low, high = (_beside(value.ms, end) for end in (value.low, value.high))
-    return f"{verb(value)} {ms(value.ms)} {a_step(value)}" + (f" [{low}, {high}]" if low != high else "")
+    return predicted(value) + (f" [{low}, {high}]" if low != high else "")
+
+
+def predicted(value: Gain) -> str:
+    """`saves 38.2 ms a step (18 %)`, without an interval; empty where none is predicted."""
+    return f"{verb(value)} {ms(value.ms)} {a_step(value)}" if value.ms > 0 else ""
 
 
 def saving(finding: Finding) -> str:
@@ -202,30 +206,6 @@ def evidence(item: Evidence) -> str:
     return text if item.expected is None else f"{text} (expected {quantity(item.expected, item.unit)})"
 
 
-@dataclass(frozen=True)
-class Edit:
-    """One concrete edit: `text` to write at `place` (empty where it is clear or not known)."""
-
-    place: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.place}  {self.text}" if self.place else self.text
-
-
-def changes(fix: Fix, cwd: str = "") -> list[Edit]:
-    """A fix as edits to copy; file names are shortened to be relative to `cwd`."""
-    return [edit for entry in fix.patch if (edit := _change(fix.kind, entry, cwd)).text]
-
-
-def applied_by(fix: Fix) -> str:
-    """How dsprof makes a change without an edit, as one types it; empty where it cannot."""
-    if not fix.knobs:
-        return ""
-    settings = (f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in fix.knobs)
-    return "dsprof run " + shlex.join(word for one in settings for word in ("--set", clean(one))) + " ..."
-
-
 def next_commands(analysis: Analysis, run: str) -> list[tuple[str, str]]:
     """What to type next about a run's fixes, and what it does. run: as it is typed."""
     found = []
@@ -235,30 +215,6 @@ def next_commands(analysis: Analysis, run: str) -> list[tuple[str, str]]:
     if worst is not None:
         found.append((f"dsprof whatif {run} --without {worst.code}", "what other changes would save beside it"))
     return found
-
-
-def _change(kind: str, entry: dict[str, Any], cwd: str) -> Edit:
-    value = clean(entry.get("value", ""))
-    if kind == "env":
-        return Edit("", f"export {clean(entry.get('name', ''))}={value}")
-    if kind == "config":
-        key = clean(entry.get("path", "")).strip("/").replace("/", ".").replace("~1", "/").replace("~0", "~")
-        return Edit("", f"remove {key}" if entry.get("op") == "remove" else f"{key} = {value}")
-    argument = clean(entry.get("argument") or "")
-    value = "" if entry.get("value") is None else value  # a line to look at
-    called = argument.endswith(")")  # a call to write, not an argument to set
-    code = f"{argument}={value}" if argument and value and not called else argument or value
-    return Edit(site(entry.get("file"), entry.get("line"), cwd), code)
-
-
-def site(file: object, line: object, cwd: str = "") -> str:
-    """`train.py:112`; empty where the file is not known."""
-    if not file:
-        return ""
-    path = PurePath(clean(file))
-    if cwd and path.is_relative_to(cwd):
-        path = path.relative_to(cwd)
-    return str(path) if line is None else f"{path}:{line}"
 
 
 # --- device memory --------------------------------------------------------------------------------

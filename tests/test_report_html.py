@@ -422,6 +422,13 @@ def test_what_stands_in_a_notebook_is_legible_in_its_theme_and_changes_nothing_a
     page.close()
 
 
+def test_what_stands_in_a_notebook_has_no_title_above_nothing() -> None:
+    assert "<h3>By rank</h3>" in html.render(factories.straggler())
+    shown = html.as_fragment(factories.straggler(), ("step",))
+    assert '<h2 id="title-step">Where the step goes</h2>' in shown
+    assert "By rank" not in shown
+
+
 def test_the_page_never_scrolls_sideways(browser: Any, tmp_path: Path) -> None:
     page = html.render(factories.wide(steps=20))
     visit = Visit(browser, tmp_path / "report.html", page, viewport={"width": 420, "height": 900})

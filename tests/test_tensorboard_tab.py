@@ -11,15 +11,22 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import factories
 import pytest
 from browsers import PATIENCE_S, running_browser
 from synthetic import Job, write_capture
 from werkzeug.test import Client
 
+from dsprof.analyzer.finding import Fix
+from dsprof.reports import html
+from dsprof.reports.sections import report_of
+from dsprof.reports.sections.as_json import report_json
+from dsprof.reports.tab import plugin
 from dsprof.reports.tab.loader import TabLoader
 from dsprof.reports.tab.plugin import DsprofTab
 from dsprof.reports.tab.run_listing import RunListing
@@ -272,3 +279,28 @@ def test_the_tab_shows_a_run_as_the_address_asks(browser: Any, server: str) -> N
     look.frame.locator("#compare button").click()
     look.until("document.querySelector('#compare pre').textContent.includes('Where the step goes')")
     assert (look.errors, look.outside) == ([], [])
+
+
+def test_the_tab_draws_sections_with_the_words_of_the_report(browser: Any, tmp_path: Path) -> None:
+    fix = Fix("code", "larger buckets", patch=({"argument": "bucket_cap_mb", "value": 25},),
+              knobs=(("ddp.bucket_cap_mb", 25),))  # fmt: skip
+    made = factories.straggler()
+    many = ("comm.exposed", "data.stall")
+    analysis = replace(
+        made, findings=(replace(made.findings[0], fixes=(fix, *made.findings[0].fixes)), *made.findings[1:]),
+        passed=many, not_judged=dict.fromkeys(many, "too few steps"),
+    )  # fmt: skip
+    (tmp_path / "report.html").write_text(html.render(analysis))
+    page = browser.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    said = """(section) => {
+        for (const canvas of section.querySelectorAll('.canvas')) canvas.replaceChildren();
+        return section.textContent.replace(/\\s/g, '');
+    }"""
+    tab = (Path(plugin.__file__).parent / "tab.js").read_text().replace("export async", "async")
+    draw = f"(sections) => {{ {tab}; return sections.map(drawSection).map({said}); }}"
+    sections = report_json(report_of(analysis))["sections"]
+    in_the_tab = page.evaluate(draw, sections)
+    in_the_report = page.evaluate(f"[...document.querySelectorAll('main section')].map({said})")
+    assert in_the_tab == in_the_report
+    page.close()

@@ -11,7 +11,7 @@ from dsprof.analyzer import text
 from dsprof.analyzer.align.steps import StepTime
 from dsprof.analyzer.analysis import kind_of, part_of
 from dsprof.analyzer.finding import Fix, Gain, Severity, Where
-from dsprof.reports import palette, wording
+from dsprof.reports import edits, palette, wording
 from dsprof.run import RankExit
 
 
@@ -111,7 +111,7 @@ def test_where() -> None:
 
 def changes(kind: str, entry: dict[str, object]) -> list[str]:
     fix = Fix(kind=kind, title="", patch=(entry,))  # type: ignore[arg-type]
-    return [str(change) for change in wording.changes(fix, "/home/ada")]
+    return [str(change) for change in edits.changes(fix, "/home/ada")]
 
 
 def test_changes() -> None:
@@ -209,5 +209,10 @@ def test_the_next_commands_are_those_that_a_finding_of_the_run_can_take() -> Non
     shown = ("dsprof fix RUN", "the change as a diff; --verify runs the job with and without it")
     assert wording.next_commands(run, "RUN") == [shown, whatif]
     assert wording.next_commands(replace(run, findings=(replace(slow, severity="info"),)), "RUN") == []
-    assert wording.applied_by(fix) == "dsprof run --set ddp.bucket_cap_mb=25 --set ddp.comm_hook=bf16 ..."
-    assert wording.applied_by(Fix("code", "look")) == ""
+    assert edits.applied_by(fix) == "dsprof run --set ddp.bucket_cap_mb=25 --set ddp.comm_hook=bf16 ..."
+    assert edits.applied_by(Fix("code", "look")) == ""
+
+
+def test_a_word_that_reads_as_a_number_is_typed_as_a_word() -> None:
+    fix = Fix("config", "as the optimizer has it", knobs=(("gradient_clipping", "1"), ("optimizer.type", "Adam")))
+    assert edits.applied_by(fix) == ("dsprof run --set 'gradient_clipping=\"1\"' --set optimizer.type=Adam ...")

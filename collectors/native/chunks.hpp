@@ -9,7 +9,6 @@
 
 #include <fcntl.h>
 #include <pthread.h>
-#include <signal.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -28,6 +27,7 @@
 #include "counters.hpp"
 #include "layout.hpp"
 #include "permissions.hpp"
+#include "side_thread.hpp"
 
 namespace dsprof {
 
@@ -204,15 +204,14 @@ class Chunks {
       making_ = true;
     }
     auto* task = new Task{this, number, needed};
-    sigset_t all, before;
-    sigfillset(&all);
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_t thread;
-    const bool started = !pthread_create(&thread, &attributes, &run, task);
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    const bool started = [&] {
+      const WithoutSignals quiet;
+      return !pthread_create(&thread, &attributes, &run, task);
+    }();
     pthread_attr_destroy(&attributes);
     if (started) return true;
     delete task;  // no thread can be had: the next one that needs it tries again

@@ -7,8 +7,6 @@
 
 #pragma once
 
-#include <signal.h>
-
 #include <algorithm>
 #include <chrono>
 #include <deque>
@@ -25,6 +23,7 @@
 
 #include "graph_capture.hpp"
 #include "recorder.hpp"
+#include "side_thread.hpp"
 
 namespace dsprof {
 
@@ -247,11 +246,9 @@ class DeviceTimes {
     watched_ = asked;
   }
 
-  // A thread that compares the clocks, until nothing is timed any more; no signal of the job is delivered to it.
+  // A thread that compares the clocks, until nothing is timed any more.
   void start_clock() {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    const WithoutSignals quiet;
     std::thread([this, run = ++run_] {
       pthread_setname_np(pthread_self(), "dsprof-clocks");
       for (int round = 0; on_ && run == run_; round++) {
@@ -265,7 +262,6 @@ class DeviceTimes {
         while (on_ && run == run_ && std::chrono::steady_clock::now() < next) std::this_thread::sleep_for(kFirstEvery);
       }
     }).detach();
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   // Streams are numbered as they are met; the first is the one that the training thread uses.

@@ -12,8 +12,8 @@
 //     device_times.hpp what a device's streams did when, by events; device_issue.hpp: when it did a communication;
 //                      graph_capture.hpp: whether a stream is captured into a CUDA graph
 //     syncs.hpp        where the host waits for a device; call_sites.hpp: what issues collectives; sites.hpp: lines
-//     lock_watch.hpp   stacks where no Python can run
-//     pulse.hpp        how long the whole process stood still
+//     side_thread.hpp  threads of its own: lock_watch.hpp: stacks where no Python can run
+//                      pulse.hpp: how long the whole process stood still
 //     python_*.hpp     what Python may call: the table below
 //
 // Nothing here may change what the training job does: every error of ours is caught and counted.

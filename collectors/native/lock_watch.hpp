@@ -7,21 +7,18 @@
 #include <Python.h>
 #include <dlfcn.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
-#include <mutex>
 #include <string>
-#include <thread>
 
 #include "forks.hpp"
 #include "permissions.hpp"
 #include "python_arguments.hpp"
+#include "side_thread.hpp"
 
 namespace dsprof {
 namespace {
@@ -29,19 +26,14 @@ namespace {
 class LockWatch {
  public:
   void start(std::string path, double timeout_s) {
-    if (thread_.joinable()) return;
+    if (thread_.is_started()) return;
     // Not in any header: without it, or where a later Python hides it, there are no stacks.
     dump_ = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
     if (!dump_) return;
     path_ = std::move(path);
     timeout_s_ = timeout_s;
     interpreter_ = PyInterpreterState_Main();
-    stopping_ = false;
-    sigset_t every, before;  // the job's signals are for its own threads
-    sigfillset(&every);
-    pthread_sigmask(SIG_SETMASK, &every, &before);
-    thread_ = std::thread([this] { run(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    thread_.start([this] { run(); });
   }
 
   void feed(unsigned long training) {
@@ -49,27 +41,18 @@ class LockWatch {
     fed_ = true;
   }
 
-  void stop() {
-    if (!thread_.joinable()) return;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
+  void stop() { thread_.stop(); }
 
  private:
   using Dump = const char* (*)(int, PyInterpreterState*, PyThreadState*);
-  using Clock = std::chrono::steady_clock;
+  using Clock = SideThread::Clock;
 
   void run() {
     pthread_setname_np(pthread_self(), "dsprof-locks");  // what it uses is not the rank's work (live/activity.py)
-    std::unique_lock<std::mutex> lock(mutex_);
     double silent_s = 0;
     bool written = false;
     auto looked = Clock::now();
-    while (!changed_.wait_for(lock, std::chrono::seconds(1), [this] { return stopping_; })) {
+    while (!thread_.stopped_by(Clock::now() + std::chrono::seconds(1))) {
       const auto now = Clock::now();
       // A process that was stopped, or a host that slept, has not been silent in between.
       silent_s += std::min(std::chrono::duration<double>(now - looked).count(), 2.0);
@@ -93,16 +76,13 @@ class LockWatch {
     close(file);
   }
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool stopping_ = false;
   std::atomic<bool> fed_{true};
   std::atomic<unsigned long> training_{0};
   std::string path_;
   double timeout_s_ = 0;
   Dump dump_ = nullptr;
   PyInterpreterState* interpreter_ = nullptr;
-  std::thread thread_;
+  SideThread thread_;
 };
 
 LockWatch& lock_watch() {

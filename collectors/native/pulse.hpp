@@ -6,19 +6,16 @@
 
 #include <Python.h>
 #include <fcntl.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdio>
-#include <mutex>
-#include <thread>
 
 #include "forks.hpp"
 #include "python_arguments.hpp"
+#include "side_thread.hpp"
 
 namespace dsprof {
 namespace {
@@ -26,30 +23,17 @@ namespace {
 class Pulse {
  public:
   void start(double every_s) {
-    if (thread_.joinable()) return;
+    if (thread_.is_started()) return;
     every_ = std::chrono::nanoseconds(static_cast<int64_t>(every_s * 1e9));
-    stopping_ = false;
-    sigset_t every, before;  // the job's signals are for its own threads
-    sigfillset(&every);
-    pthread_sigmask(SIG_SETMASK, &every, &before);
-    thread_ = std::thread([this] { run(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    thread_.start([this] { run(); });
   }
 
-  void stop() {
-    if (!thread_.joinable()) return;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      stopping_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
+  void stop() { thread_.stop(); }
 
   double stopped_s() const { return stopped_ns_.load(std::memory_order_relaxed) / 1e9; }
 
  private:
-  using Clock = std::chrono::steady_clock;
+  using Clock = SideThread::Clock;
 
   void run() {
     pthread_setname_np(pthread_self(), "dsprof-pulse");  // what it uses is not the rank's work (live/activity.py)
@@ -57,18 +41,17 @@ class Pulse {
     const int schedstat = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
     if (schedstat < 0) return;
     int64_t waited = waited_ns(schedstat);
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!stopping_) {
+    for (;;) {
       const auto due = Clock::now() + every_;
-      if (changed_.wait_until(lock, due, [this] { return stopping_; })) break;
+      if (thread_.stopped_by(due)) break;
       const int64_t late = std::chrono::nanoseconds(Clock::now() - due).count();
-      if (late < every_.count() / 2) continue;
       const int64_t now = waited_ns(schedstat);
       const int64_t without_core = now - waited;
-      waited = now;
+      waited = now;  // what it waits each time adds up, and is none of a later stop
+      const int64_t unexplained = late - without_core;
+      if (late < every_.count() / 2 || 2 * unexplained <= late) continue;
       // It began at any moment between the last time and when this one was due.
-      const int64_t stood = late + every_.count() / 2 - without_core;
-      if (2 * stood > late) stopped_ns_.fetch_add(stood, std::memory_order_relaxed);
+      stopped_ns_.fetch_add(unexplained + every_.count() / 2, std::memory_order_relaxed);
     }
     close(schedstat);
   }
@@ -82,12 +65,9 @@ class Pulse {
     return sscanf(text, "%lld %lld", &on_core, &waited) == 2 ? waited : 0;
   }
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool stopping_ = false;
   std::chrono::nanoseconds every_{0};
   std::atomic<int64_t> stopped_ns_{0};
-  std::thread thread_;
+  SideThread thread_;
 };
 
 Pulse& pulse() {

@@ -15,7 +15,7 @@ from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
 from .run import read_changes
 from .runs import UNREADABLE, RunArgument, fail, find_run, reading
-from .trials import StepsOption, changed_files, findings_of, keep, place_beside, refuse_to_save, runner, say
+from .trials import StepsOption, YesOption, changed_files, findings_of, keep, place_beside, refuse_to_save, runner, say
 
 if TYPE_CHECKING:
     from dsprof.fix import LossCheck, Proposal
@@ -43,10 +43,7 @@ def command(
         int, typer.Option("--pairs", metavar="N", min=3, max=50, help="Pairs of jobs after which it stays undecided.")
     ] = 6,
     steps: StepsOption = None,
-    yes: Annotated[
-        bool,
-        typer.Option("--yes", metavar="", help="Also where the job writes checkpoints, which each job overwrites."),
-    ] = False,
+    yes: YesOption = False,
     write: Annotated[
         bool,
         typer.Option("--write", metavar="", help="Write the changed files beside the originals, as NAME.fixed.EXT."),
@@ -146,13 +143,14 @@ def _write(folder: RunFolder, chosen: Proposal, *, in_place: bool) -> int:
 def _predicted(gain: Mapping[str, Any] | None) -> str:
     if not gain or gain.get("method") == "none":
         return "gain   not predicted"
-    from dsprof.fix import with_interval
+    from dsprof.analyzer.text import with_interval
 
     return f"gain   {with_interval(gain['ms'], gain['low'], gain['high'], gain['percent'])}"
 
 
 def _verify(folder: RunFolder, chosen: Proposal, pairs: int, steps: int | None, *, yes: bool, as_json: bool) -> int:
-    from dsprof.fix import Turns, slug, with_interval
+    from dsprof.analyzer.text import with_interval
+    from dsprof.fix import Turns, slug
 
     run = runner(folder, steps)
     refuse_to_save(folder, yes=yes)

@@ -31,6 +31,10 @@ StepsOption = Annotated[
         help="End each job after so many steps, on all ranks at the same one. Default: the job ends by itself.",
     ),
 ]
+YesOption = Annotated[
+    bool,
+    typer.Option("--yes", metavar="", help="Also where the job writes checkpoints, which each job overwrites."),
+]
 TIMES_THE_FIRST: Final = 5.0
 LONGER_BY_S: Final = 120.0
 """A job may take so many times as long as the first run did, and so much longer, before it is ended."""
@@ -75,7 +79,7 @@ def refuse_to_save(folder: RunFolder, *, yes: bool) -> None:
 
 def runner(folder: RunFolder, steps: int | None) -> Run:
     """What runs the job of a run again, up to so many steps; None: to its end. Raises LaunchError."""
-    from dsprof.fix import typed
+    from dsprof.knobs import typed
 
     if folder.read_info().nnodes:
         raise LaunchError(

@@ -17,13 +17,14 @@ from dsprof.names import new_run_id
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
 from .runs import UNREADABLE, fail, find_run, reading
-from .trials import StepsOption, changed_files, findings_of, place_beside, refuse_to_save, runner, say, split
+from .trials import StepsOption, YesOption, changed_files, findings_of, place_beside, refuse_to_save, runner, say, split
 
 if TYPE_CHECKING:
     from dsprof.fix import Attempt, Journal, Proposal
 
 NOTHING_KEPT: Final = 4
 """Exit status; that of `dsprof fix` where it is undecided."""
+JOURNAL: Final = "tune.json"
 PATCH: Final = "tune.patch"
 
 
@@ -48,10 +49,7 @@ def command(
         int, typer.Option("--pairs", metavar="N", min=3, max=50, help="Pairs of jobs for one change at most.")
     ] = 6,
     steps: StepsOption = None,
-    yes: Annotated[
-        bool,
-        typer.Option("--yes", metavar="", help="Also where the job writes checkpoints, which each job overwrites."),
-    ] = False,
+    yes: YesOption = False,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="The result as JSON, on stdout.")] = False,
 ) -> int:
     """Try what a run's findings offer, keep what pays, and try again, until nothing is left that should save 2 %.
@@ -75,7 +73,7 @@ def command(
     try:
         with reading(folder):
             findings_of(folder)
-        journal = Journal.read(place / "tune.json")
+        journal = Journal.read(place / JOURNAL)
     except RunError as error:
         fail(error, UNREADABLE)
     except Unreadable as error:
@@ -160,10 +158,8 @@ def table(journal: Journal) -> list[str]:
 
 
 def _row(one: Attempt) -> tuple[str, ...]:
-    from dsprof.fix import Proposal
-
     held = {True: "yes", False: "no", None: ""}[one.held]
-    change = Proposal("", "", one.knobs).shown.replace("--set ", "")
+    change = one.proposal.shown.replace("--set ", "")
     return change, _saved(one.predicted), _saved(one.corrected), _measured(one.measured), one.outcome or "-", held
 
 
@@ -179,7 +175,7 @@ def _saved(gain: Mapping[str, Any] | None) -> str:
 
 
 def _measured(measured: Mapping[str, Any] | None) -> str:
-    from dsprof.fix import with_interval
+    from dsprof.analyzer.text import with_interval
 
     if not measured or "ms" not in measured:
         return "-"

@@ -13,18 +13,16 @@ journal    tune.json: what was tried, predicted and measured
 corrections  what trials have shown of predictions
 """
 
-from dsprof.analyzer.text import with_interval
-
 from .decide import Decision, decide
 from .edit_json import CannotEdit
 from .files import Changes, changes
 from .journal import Attempt, Journal, Unreadable
 from .losses import LossCheck
-from .proposals import Proposal, joint_proposals, proposals, slug, typed
+from .proposals import Proposal, joint_proposals, proposals, slug
 from .tune import Tuning
 from .turns import Comparison, Run, Turns
 
 __all__ = [
     "Attempt", "CannotEdit", "Changes", "Comparison", "Decision", "Journal", "LossCheck", "Proposal", "Run", "Tuning",
-    "Turns", "Unreadable", "changes", "decide", "joint_proposals", "proposals", "slug", "typed", "with_interval",
+    "Turns", "Unreadable", "changes", "decide", "joint_proposals", "proposals", "slug",
 ]  # fmt: skip

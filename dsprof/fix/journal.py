@@ -11,8 +11,8 @@ from typing import Any, Final
 from dsprof.atomic import write_atomically
 
 from .corrections import Scored
+from .proposals import Proposal
 
-FILE: Final = "tune.json"
 SCHEMA: Final = 1
 PRIVATE: Final = 0o600
 
@@ -42,6 +42,11 @@ class Attempt:
     measured: dict[str, Any] | None = None
     newest: str = ""
     failed: bool = False
+
+    @property
+    def proposal(self) -> Proposal:
+        """What was tried."""
+        return Proposal(self.code, self.title, self.knobs, self.predicted)
 
     @property
     def outcome(self) -> str:

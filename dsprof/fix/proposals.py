@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dsprof.analyzer.finding import MEASURED_EXCESS
-from dsprof.knobs import KnobError, find
+from dsprof.knobs import typed
 from dsprof.redact import redact_data, redact_words
 
 
@@ -50,17 +49,6 @@ class Proposal:
     def shown(self) -> str:
         """The flags as one types them in a shell, without secrets."""
         return shlex.join(redact_words(self.flags))
-
-
-def typed(key: str, value: Any) -> str:
-    """A knob's value as it is typed, so that it is read as the same again."""
-    if not isinstance(value, str):
-        return json.dumps(value)
-    try:
-        same = find(key).read(value, key) == value or key.startswith("env.")
-    except KnobError:
-        same = True
-    return value if same else json.dumps(value)
 
 
 def proposals(findings: Mapping[str, Any]) -> Iterator[Proposal]:

@@ -117,10 +117,9 @@ class Tuning:
     def _compare(self, journal: Journal, attempt: Attempt) -> Comparison:
         number = journal.attempts.index(attempt) + 1
         name = f"{number}-{slug(attempt.knobs)}"
-        proposal = Proposal(attempt.code, attempt.title, attempt.knobs, attempt.predicted)
         says = "" if attempt.corrected is None else f", should save {attempt.corrected['percent']:.1f} % of the step"
-        self.tell(f"change {number}: {proposal.shown}{says}")
-        comparison = self._turns(journal, name, proposal, attempt.base).compare()
+        self.tell(f"change {number}: {attempt.proposal.shown}{says}")
+        comparison = self._turns(journal, name, attempt.proposal, attempt.base).compare()
         attempt.measured, attempt.failed = comparison.to_dict(), comparison.failed == CHANGED
         attempt.newest = f"{name}/{CHANGED}-{len(comparison.pairs)}" if comparison.pairs else ""
         journal.write()
@@ -131,7 +130,7 @@ class Tuning:
         """All that was kept, beside the job as it was. Where only the budget ends it early, what was kept stays: each
         of it was measured."""
         self.tell("all that was kept, beside the job as it was")
-        of_whole = [one.predicted for one in journal.which_kept if Proposal("", "", {}, one.predicted).is_of_whole_run]
+        of_whole = [one.predicted for one in journal.which_kept if one.proposal.is_of_whole_run]
         everything = Proposal("", "", journal.kept, of_whole[0] if of_whole else None)
         name = f"{ALL}-{len(journal.which_kept)}"
         found = self._turns(journal, name, everything, {}).compare().to_dict()

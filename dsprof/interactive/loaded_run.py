@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsprof.run import DEFAULT_PARENT, RunError, RunFolder, find_run
+from dsprof.run import DEFAULT_PARENT, RunError, RunFolder, find_run, runs_below
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -183,7 +183,7 @@ def load(path: str | os.PathLike[str] = ".") -> Run:
     if folder.is_dir() and not RunFolder(folder).is_run():
         around = [folder, *(above / DEFAULT_PARENT for above in (folder.resolve(), *folder.resolve().parents))]
         for place in around:
-            if place.is_dir() and any(RunFolder(child).is_run() for child in place.iterdir() if child.is_dir()):
+            if runs_below(place):
                 return Run(find_run(place))
         raise RunError(
             f"{path}: no run in it, nor in a {DEFAULT_PARENT}/ there or above; make one with `dsprof run train.py`, or "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dsprof.analyzer.ask import Answers
+from dsprof.knobs import typed
 from dsprof.knobs.questions import answer_questions, read_questions
 
 if TYPE_CHECKING:
@@ -70,15 +71,8 @@ def ask(
     questions = read_questions(
         codes,
         [f"{part}={factor}" for part, factor in scale.items()],
-        [f"{key}={_typed(key, value)}" for key, value in settings.items()],
-        [f"{key}={','.join(_typed(key, value) for value in values)}" for key, values in sweep.items()],
+        [f"{key}={typed(key, value)}" for key, value in settings.items()],
+        [f"{key}={','.join(typed(key, value) for value in values)}" for key, values in sweep.items()],
         run,
     )
     return WhatIfAnswers(answer_questions(study, questions))
-
-
-def _typed(key: str, value: Any) -> str:
-    """A knob's value as `--set` takes it."""
-    from dsprof.fix.proposals import typed
-
-    return typed(key, value)

@@ -10,11 +10,12 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from dsprof.analyzer.analysis import WAITING, Analysis
-from dsprof.analyzer.device.comparison import BUS_FACTOR
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.device.comparison import BUS_FACTOR, bus_factor
+from dsprof.reports.tables import NS_PER_MS, own_work_ms, step_ms
 from dsprof.schema import BUDGET_PARTS
+from dsprof.trace import concat_rows
 
-NS_PER_MS: Final = 1e6
 NS_PER_S: Final = 1e9
 
 COLUMNS: Final[dict[str, dict[str, str]]] = {
@@ -140,7 +141,7 @@ def describe(table: str) -> pd.DataFrame:
 def events(analysis: Analysis) -> pd.DataFrame:
     """All rows of all ranks, by rank and time."""
     rows = analysis.rows
-    rows.insert(list(rows.columns).index("start_ns"), "start_s", (rows["start_ns"] - _begin(analysis)) / NS_PER_S)
+    rows.insert(list(rows.columns).index("start_ns"), "start_s", (rows["start_ns"] - rows["start_ns"].min()) / NS_PER_S)
     return rows[list(COLUMNS["events"])]
 
 
@@ -148,14 +149,12 @@ def steps(analysis: Analysis) -> pd.DataFrame:
     """A row for each rank and step."""
     found = analysis.steps
     parts = {f"{part}_ms": found[part].astype(float) for part in BUDGET_PARTS}
-    step_ms = found["dur_ns"].astype(float) / NS_PER_MS
-    waited = found[list(WAITING)].sum(axis=1)
     table = pd.DataFrame(
         {
             "rank": found["rank"], "step": found["step"],
             "start_s": (found["start_ns"] - _begin(analysis)) / NS_PER_S,
-            "step_ms": step_ms, "ordinary": found["ordinary"].astype(bool),
-            "own_work_ms": (step_ms - waited).clip(lower=0.0), **parts,
+            "step_ms": step_ms(found), "ordinary": found["ordinary"].astype(bool),
+            "own_work_ms": own_work_ms(found), **parts,
         }
     )  # fmt: skip
     return table.sort_values(["step", "rank"], ignore_index=True)
@@ -186,8 +185,7 @@ def _bus_factor(found: pd.DataFrame, analysis: Analysis) -> np.ndarray:
     for at, (name, group, ranks) in enumerate(zip(found["name"], found["group"], found["ranks"], strict=True)):
         members = int(analysis.run.group(str(group)).get("size") or ranks)
         if str(name) in BUS_FACTOR and members > 0:
-            share, flat = BUS_FACTOR[str(name)]
-            factors[at] = share * (members - 1) / members + flat
+            factors[at] = bus_factor(str(name), members)
     return factors
 
 
@@ -196,7 +194,7 @@ def pipeline(analysis: Analysis) -> pd.DataFrame:
     columns = ("rank", "step", "kind", "stage", "microbatch", "name", "start_ns", "dur_ns")
     tables = [analysis.trace.read(rank, columns) for rank in analysis.trace.ranks]
     acted = [table[(table["kind"] == "pipe") & (table["step"] >= 0)] for table in tables]
-    found = pd.concat(acted, ignore_index=True) if acted else pd.DataFrame(columns=list(columns))
+    found = concat_rows(acted, columns)
     first = found.groupby("step")["start_ns"].transform("min")
     return pd.DataFrame(
         {

@@ -1,7 +1,7 @@
 """What a user can turn: a record for each knob, a file for each framework.
 
 knob         the record, what values a knob takes, and what a run states of it
-registry     all of them, and how `KEY=VALUE` is read
+registry     all of them, and how `KEY=VALUE` is read and written
 ddp fsdp2 loader pipelining optimizer host trainers
              the knobs of a framework
 predicted    those whose effect on a run's steps is predicted
@@ -12,6 +12,6 @@ json_config  any key of a JSON configuration of DeepSpeed or of dsprof's engine
 """
 
 from .knob import Knob, KnobError, Stated
-from .registry import KNOBS, find, parse_settings
+from .registry import KNOBS, find, parse_settings, typed
 
-__all__ = ["KNOBS", "Knob", "KnobError", "Stated", "find", "parse_settings"]
+__all__ = ["KNOBS", "Knob", "KnobError", "Stated", "find", "parse_settings", "typed"]

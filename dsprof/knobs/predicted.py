@@ -5,14 +5,13 @@ Apart from the records, as this takes the analyzer, and `dsprof run --set` does 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dsprof.analyzer.ask import Turned, Without
+from dsprof.analyzer.budget.activity import BUFFER
 from dsprof.analyzer.effect import Effect
 from dsprof.analyzer.rules.base import NotJudged
-from dsprof.analyzer.rules.comm.buffers import BUFFER
 from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
 from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
@@ -21,6 +20,7 @@ from dsprof.analyzer.rules.data.data_stall import supply
 from dsprof.analyzer.study import Study
 
 from .knob import KnobError
+from .registry import typed
 
 
 def _bucket_size(study: Study, value: Any) -> Effect:
@@ -87,10 +87,10 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
 def turned(key: str, value: Any, run: str) -> Turned:
     """What turning a knob changes. run: as it is typed. Raises KnobError for a knob without a what-if."""
     change = CHANGES.get(key)
-    typed = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+    setting = f"{key}={typed(key, value)}"
     if change is None:
         raise KnobError(
-            f"--set {typed}: what {key} saves is not predicted yet; `dsprof fix {run} --set {typed} --verify` "
+            f"--set {setting}: what {key} saves is not predicted yet; `dsprof fix {run} --set {setting} --verify` "
             f"measures it (predicted are {', '.join(CHANGES)})"
         )
-    return Turned(typed, lambda study: change(study, value))
+    return Turned(setting, lambda study: change(study, value))

@@ -1,7 +1,8 @@
-"""All knobs, and how `--set KEY=VALUE` is read."""
+"""All knobs, and how `--set KEY=VALUE` is read and written."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -54,3 +55,14 @@ def parse_settings(words: Iterable[str]) -> dict[str, Any]:
             raise KnobError(f"--set {key}: given twice, as {values[key]} and as {value}")
         values[key] = str(text) if key.startswith("env.") else value
     return values
+
+
+def typed(key: str, value: Any) -> str:
+    """A knob's value as it is typed, so that it is read as the same again."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    try:
+        same = find(key).read(value, key) == value or key.startswith("env.")
+    except KnobError:
+        same = True
+    return value if same else json.dumps(value)

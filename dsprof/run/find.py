@@ -21,14 +21,17 @@ def find_run(path: Path) -> RunFolder:
 
 def find_runs(path: Path) -> list[RunFolder]:
     """The run at `path`, or all those right below it, by name. Raises RunError if there is none."""
-    if path.is_dir() and not RunFolder(path).is_run():
-        children = [RunFolder(child) for child in sorted(path.iterdir()) if child.is_dir()]
-        below = [child for child in children if child.is_run()]
-        if below:
-            return below
+    if path.is_dir() and not RunFolder(path).is_run() and (below := runs_below(path)):
+        return below
     if not path.exists() and path == Path(DEFAULT_PARENT):
         raise RunError(f"{path}/: no such folder, so no run to take; name a run folder, or make one with `dsprof run`")
     return [open_run(path)]
+
+
+def runs_below(path: Path) -> list[RunFolder]:
+    """The runs right below a folder, by name; none where it is no folder."""
+    children = sorted(path.iterdir()) if path.is_dir() else []
+    return [folder for child in children if child.is_dir() and (folder := RunFolder(child)).is_run()]
 
 
 def began(folder: RunFolder) -> tuple[float, str]:

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from dsprof.analyzer.analysis import Analysis
 
 from .. import wording
 from ..sections import report_of
+from ..sections.section import kind, without_figures
 
 HERE: Final = Path(__file__).parent
 
@@ -47,10 +49,11 @@ def as_fragment(analysis: Analysis, sections: Collection[str], note: str = "") -
     """The verdict and some sections, by their ids, to stand in a page of somebody else's, such as a notebook's cell.
     Without scripts, so without figures. note: what else is to be said."""
     report = report_of(analysis, sections)
+    shown = [replace(section, blocks=without_figures(section.blocks)) for section in report.sections]
     theme = asset("theme.css").replace(":root, .dsprof", ".dsprof")
     inside = f".dsprof {{ {asset('blocks.css')} }}"  # of what is in it, and of nothing around it
     return template("fragment.html.j2").render(
-        report=report, note=note, style=Markup(theme + asset("fragment.css") + inside)
+        head=report.head, sections=shown, note=note, style=Markup(theme + asset("fragment.css") + inside)
     )
 
 
@@ -61,7 +64,7 @@ def template(name: str) -> jinja2.Template:
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters["kind"] = lambda block: type(block).__name__.lower()
+    environment.filters["kind"] = kind
     environment.filters["unbroken"] = wording.unbroken
     return environment.get_template(name)
 

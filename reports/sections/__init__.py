@@ -1,5 +1,5 @@
-"""The one list of sections. The HTML report, the TensorBoard tab, Markdown and notebooks show it, each in its own way
-and all with the same words and numbers.
+"""The one list of sections. The HTML report, the TensorBoard tab and notebooks show it, each in its own way and all
+with the same words and numbers.
 
 section         what a section is made of
 head            what stands above all of them

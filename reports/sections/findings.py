@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsprof.analyzer.analysis import Analysis, kind_of, part_of
-from dsprof.analyzer.finding import Evidence, Finding, Fix, Gain
-from dsprof.analyzer.text import clean, count, ms, quantity, with_interval
+from dsprof.analyzer.finding import Evidence, Finding, Fix
+from dsprof.analyzer.text import clean, count, quantity, with_interval
 
-from .. import palette, wording
+from .. import edits, palette, wording
 from .section import Block, Column, FindingCard, FixCard, Folded, Maker, Row, Table, Words, always, table
 
 
@@ -45,19 +45,14 @@ def _card(finding: Finding, analysis: Analysis, ids: dict[str, int]) -> FindingC
         severity=finding.severity,
         title=clean(finding.title),
         color=_color(finding.code),
-        saving=_capital(wording.saving(finding) if together else _saving(gain)),
-        how="" if together or gain.ms <= 0 else wording.how(gain),
+        saving=_capital(wording.saving(finding) if together else wording.predicted(gain)),
+        how="" if together or gain.ms <= 0 else wording.how(gain),  # its interval, too
         measured=_measured(analysis.run.verified.get(finding.code)),
         confidence=wording.confidence(finding),
         where=wording.where(finding.where),
         fixes=tuple(_fix(fix, finding, analysis.run.cwd) for fix in finding.fixes),
         evidence=_evidence(finding.evidence),
     )
-
-
-def _saving(gain: Gain) -> str:
-    """Without its interval, which stands beside it; empty where nothing is predicted."""
-    return f"{wording.verb(gain)} {ms(gain.ms)} {wording.a_step(gain)}" if gain.ms > 0 else ""
 
 
 def _capital(words: str) -> str:
@@ -86,9 +81,9 @@ def _fix(fix: Fix, finding: Finding, cwd: str) -> FixCard:
     other = fix.gain is not None and fix.gain != finding.gain
     return FixCard(
         title=clean(fix.title),
-        edits=tuple(wording.changes(fix, cwd)),
+        edits=tuple(edits.changes(fix, cwd)),
         diff=fix.diff,
-        applied_by=wording.applied_by(fix),
+        applied_by=edits.applied_by(fix),
         gain=wording.gain(fix.gain) if other and fix.gain is not None else "",
     )
 

@@ -36,10 +36,9 @@ def _blocks(analysis: Analysis) -> list[Block]:
         return []
     whole = found.measured_ms
     idle = found.idle.pivot_table(index="rank", columns="cause", values="ms", aggfunc="sum", fill_value=0.0)
-    busy = found.measured.groupby("rank")["ms"].sum()
     rows = []
-    for rank, of_rank in found.measured.groupby("rank"):
-        spent = [float(busy[rank])]
+    for rank, of_rank in sorted(found.measured.groupby("rank"), key=lambda item: int(item[1]["stage"].min())):
+        spent = [float(of_rank["ms"].sum())]
         spent += [float(idle[cause].get(rank, 0.0)) if cause in idle else 0.0 for cause in
                   (FOR_STAGE, ARRIVING, NOTHING_LEFT)]  # fmt: skip
         cells = [f"{ms(value)} ({percent(100 * value / whole)})" for value in spent]
@@ -48,7 +47,6 @@ def _blocks(analysis: Analysis) -> list[Block]:
         Column("stage"), Column("rank"), Column("works", number=True), Column("waits for a stage", number=True),
         Column("until it arrives, or else busy", number=True), Column("has nothing left", number=True),
     )  # fmt: skip
-    rows.sort(key=lambda row: int(row.cells[0].partition(",")[0]))
     figure = Figure("pipeline", "what each stage of the pipeline did in one step", gantt.pipeline(found))
     words = f"From the first action to the last it took {ms(found.measured_ms)}."
     if found.ideal_ms is not None:

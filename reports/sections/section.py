@@ -11,7 +11,8 @@ from typing import Any
 
 from dsprof.analyzer.analysis import Analysis
 
-from ..wording import Edit, Tone
+from ..edits import Edit
+from ..wording import Tone
 
 # --- blocks ---------------------------------------------------------------------------------------
 
@@ -32,7 +33,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plotly figure, drawn when it is asked for.
+    """A plotly figure, as the report has it.
 
     name:  unique in a report
     label: what it is, for somebody who cannot see it
@@ -241,11 +242,26 @@ class Report:
                 if isinstance(block, Figure)}  # fmt: skip
 
 
+def kind(value: object) -> str:
+    """What a block is called in templates and in JSON."""
+    return type(value).__name__.lower()
+
+
 def flat(blocks: Sequence[Block]) -> list[Block]:
     """The blocks, and those that are folded in them."""
     return [
         one for block in blocks for one in ((block, *flat(block.blocks)) if isinstance(block, Folded) else (block,))
     ]
+
+
+def without_figures(blocks: Sequence[Block]) -> tuple[Block, ...]:
+    """What is left where no figure can be drawn: no figure, and no title that nothing else stood below."""
+    left = [block for block in blocks if not isinstance(block, Figure)]
+    below = [*left[1:], None]
+    return tuple(
+        block for block, next_one in zip(left, below, strict=True)
+        if not isinstance(block, Heading) or not (next_one is None or isinstance(next_one, Heading))
+    )  # fmt: skip
 
 
 def always(_: Analysis) -> str:

@@ -15,6 +15,7 @@ from werkzeug import wrappers
 from dsprof import regular_files
 from dsprof.run import RunFolder
 
+from .cannot_answer import CannotAnswer
 from .run_listing import RunListing
 
 if TYPE_CHECKING:
@@ -24,14 +25,6 @@ HERE: Final = Path(__file__).parent
 HTML: Final = HERE.parent / "html"
 SCRIPTS: Final = "application/javascript"
 MOST_RANKS: Final = 64
-
-
-class _CannotAnswer(Exception):
-    """A request that cannot be answered: `status`, and why."""
-
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
 
 
 class DsprofTab(base_plugin.TBPlugin):  # type: ignore[misc]
@@ -53,9 +46,7 @@ class DsprofTab(base_plugin.TBPlugin):  # type: ignore[misc]
 
     def get_plugin_apps(self) -> dict[str, Any]:
         return {
-            "/index.js": _file(
-                SCRIPTS, lambda: 'import "./plotly.js";\n' + _read(HTML / "figures.js", HERE / "tab.js")
-            ),
+            "/index.js": _file(SCRIPTS, lambda: _read(HERE / "imports.js", HTML / "figures.js", HERE / "tab.js")),
             "/plotly.js": _file(SCRIPTS, lambda: _read(HTML / "plotly-cartesian.min.js")),
             "/style.css": _file(
                 "text/css", lambda: _read(HTML / "theme.css", HTML / "blocks.css", HTML / "page.css", HERE / "tab.css")
@@ -72,14 +63,14 @@ class DsprofTab(base_plugin.TBPlugin):  # type: ignore[misc]
         ranks = [rank for rank in asked.get("ranks", "").split(",") if rank]
         step = asked.get("step", "")
         if not all(word.isdecimal() and len(word) < 10 for word in (step, *ranks)) or len(ranks) > MOST_RANKS:
-            raise _CannotAnswer(400, "step and ranks are numbers")
+            raise CannotAnswer("step and ranks are numbers", 400)
         return self._shown().timeline(self._run(asked, "run"), int(step), tuple(map(int, ranks)))
 
     def _run(self, asked: Mapping[str, str], name: str) -> RunFolder:
         """The run that is named by its id."""
         folder = self._listing.runs().get(asked.get(name, ""))
         if folder is None:
-            raise _CannotAnswer(404, "no such run below the log folder")
+            raise CannotAnswer("no such run below the log folder", 404)
         return folder
 
     def _shown(self) -> RunViews:
@@ -97,10 +88,10 @@ class DsprofTab(base_plugin.TBPlugin):  # type: ignore[misc]
         def respond(request: Any) -> Any:
             try:
                 content, status = answer(request.args), 200
-            except _CannotAnswer as refused:
+            except CannotAnswer as refused:
                 content, status = {"error": str(refused)}, refused.status
             except Exception as error:
-                content, status = {"error": str(error)}, 500 if type(error).__name__ != "NotShown" else 422
+                content, status = {"error": str(error)}, 500
             return http_util.Respond(request, json.dumps(content), "application/json", code=status)
 
         return respond

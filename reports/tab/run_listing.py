@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +25,7 @@ class RunListing:
     clock: as time.monotonic
     """
 
-    def __init__(self, logdir: str, clock: object = time.monotonic) -> None:
+    def __init__(self, logdir: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._root = Path(logdir) if logdir and "://" not in logdir else None
         self._clock = clock
         self._lock = threading.Lock()
@@ -35,7 +35,7 @@ class RunListing:
     def runs(self) -> dict[str, RunFolder]:
         """Id -> run, the newest first."""
         with self._lock:
-            now = self._clock()  # type: ignore[operator]
+            now = self._clock()
             if now >= self._until:
                 self._found = self._look()
                 self._until = now + FRESH_S

@@ -15,13 +15,10 @@ from ..sections import report_of
 from ..sections.as_json import figure_json, report_json
 from ..sections.over_steps import one_step
 from ..sections.section import Figure
+from .cannot_answer import CannotAnswer
 
 KEPT: Final = 4
 """Analyses that are kept in memory."""
-
-
-class NotShown(Exception):
-    """There is nothing to show, for the reason that the message says."""
 
 
 class RunViews:
@@ -32,25 +29,25 @@ class RunViews:
         self._lock = threading.Lock()
 
     def report(self, folder: RunFolder) -> dict[str, Any]:
-        """The whole report. Raises NotShown."""
+        """The whole report. Raises CannotAnswer."""
         analysis = self._analysis(folder)
         known = analysis.steps["step"]
         steps = [int(known.min()), int(known.max())] if len(known) else None
         return {**report_json(report_of(analysis)), "steps": steps, "ranks": sorted(analysis.ranks_captured)}
 
     def timeline(self, folder: RunFolder, step: int, ranks: tuple[int, ...]) -> dict[str, Any]:
-        """The figure of a step. Raises NotShown."""
+        """The figure of a step. Raises CannotAnswer."""
         analysis = self._analysis(folder)
         if step not in set(analysis.steps["step"]):
-            raise NotShown(f"there is no complete step {step}")
+            raise CannotAnswer(f"there is no complete step {step}")
         return figure_json(Figure("timeline", "timeline of one step", one_step(analysis, step, ranks=ranks)))
 
     def comparison(self, before: RunFolder, after: RunFolder) -> dict[str, Any]:
-        """What is different in the second run, in words. Raises NotShown."""
+        """What is different in the second run, in words. Raises CannotAnswer."""
         try:
             sides = [[MeasuredRun.of(self._analysis(folder), folder.path.name)] for folder in (before, after)]
         except NothingToCompare as error:
-            raise NotShown(str(error)) from error
+            raise CannotAnswer(str(error)) from error
         return {"text": comparison.text(compare(*sides))}
 
     def _analysis(self, folder: RunFolder) -> Analysis:
@@ -62,9 +59,9 @@ class RunViews:
                 try:
                     kept = changed, examine(folder)
                 except RunError as error:
-                    raise NotShown(str(error)) from error
+                    raise CannotAnswer(str(error)) from error
                 except Exception as error:  # its content may be damaged, or made up by somebody
-                    raise NotShown(f"it cannot be analyzed ({type(error).__name__}: {error})") from error
+                    raise CannotAnswer(f"it cannot be analyzed ({type(error).__name__}: {error})") from error
                 self._kept[key] = kept
             self._kept.move_to_end(key)
             while len(self._kept) > KEPT:

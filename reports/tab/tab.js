@@ -10,7 +10,9 @@ const BLOCKS = {
     element("div", {}, [element("dt", { text: name }), element("dd", { text: value })]))),
   codes: (block) => element("p", {}, [
     `${block.label}: `,
-    ...block.codes.flatMap((code) => [element("code", { class: block.good ? "ok" : "", text: code }), " "]),
+    ...block.codes.flatMap((code, at) => [
+      at === 0 ? "" : block.good ? " " : ", ", element("code", { class: block.good ? "ok" : "", text: code }),
+    ]),
     block.reason ? `: ${block.reason}` : "",
   ]),
   stack: (block) => element("div", { class: "stack", role: "img", "aria-label": block.label }, block.shares.map((share) => {
@@ -110,7 +112,10 @@ function drawFix(fix, number) {
     dsprofFigures.copyButton(button);
   }
   if (fix.applied_by) {
-    made.append(element("p", {}, [element("small", {}, ["Without an edit: ", element("code", { text: fix.applied_by })])]));
+    made.append(element("p", {}, [element("small", {}, [
+      "Without an edit: ", element("code", { text: fix.applied_by }), "; ",
+      element("code", { text: "dsprof fix RUN --verify" }), " proves it.",
+    ])]));
   }
   return made;
 }
@@ -198,13 +203,8 @@ async function show(run, runs, main) {
     return;
   }
   if (shown !== run) return;  // another was chosen meanwhile
-  const sections = report.sections.map((section) => element("section", { id: section.id }, [
-    element("h2", { text: section.title }),
-    ...(section.lead ? [element("p", { class: "lead", text: section.lead })] : []),
-    ...section.blocks.map(draw),
-  ]));
   const nav = element("nav", { "aria-label": "sections" }, report.sections.map((section) => link(section.id, section.title)));
-  main.replaceChildren(drawHead(report.head), nav, ...sections);
+  main.replaceChildren(drawHead(report.head), nav, ...report.sections.map(drawSection));
   const timeline = document.getElementById("timeline");
   if (timeline && report.steps) timeline.insertBefore(stepChooser(run, report, timeline), timeline.querySelector("figure"));
   if (runs.length > 1) main.append(comparison(run, runs));
@@ -222,6 +222,14 @@ function drawHead(head) {
     ...head.warnings.map((warning) => element("p", { class: "warning", text: warning })),
     ...(head.tiles.values.length ? [draw(head.tiles)] : []),
     ...(head.step_is ? [element("p", { class: "lead step-is", text: `${head.step_is}.` })] : []),
+  ]);
+}
+
+function drawSection(section) {
+  return element("section", { id: section.id }, [
+    element("h2", { text: section.title }),
+    ...(section.lead ? [element("p", { class: "lead", text: section.lead })] : []),
+    ...section.blocks.map(draw),
   ]);
 }
 

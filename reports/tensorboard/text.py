@@ -9,7 +9,7 @@ from dsprof.analyzer import text
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
 
-from .. import palette, wording
+from .. import edits, palette, wording
 
 _SPECIAL: Final = re.compile(r"([\\`*_{}\[\]<>()#+\-.!|~])")
 
@@ -72,10 +72,10 @@ def finding_markdown(finding: Finding, cwd: str = "") -> str:
         lines.append("")
     for fix in finding.fixes:
         lines += [f"**Fix**: {_escape(fix.title)}", ""]
-        changes = wording.changes(fix, cwd)
+        changes = edits.changes(fix, cwd)
         if changes:
             lines += [*(f"    {change}" for change in changes), ""]
-        if tried := wording.applied_by(fix):
+        if tried := edits.applied_by(fix):
             lines += [f"Without an edit: `{tried}`; `dsprof fix RUN --verify` proves it", ""]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -12,7 +12,7 @@ from dsprof.run import RunInfo
 
 from .groups import EXCHANGE, Mesh, find_mesh
 from .numbering import mismatches
-from .progress import Progress, find_progress, first_disagreement
+from .progress import Progress, communications, find_progress, first_disagreement
 from .topology import Topology
 
 EXCHANGED: Final = ("rank", "step", "group", "bytes")
@@ -41,11 +41,14 @@ def summarize_arrivals(arrivals: pd.DataFrame, run: RunInfo, topology: Topology)
     communicates = arrivals["kind"] == "comm"
     exchanges = communicates & (arrivals["name"] == EXCHANGE)
     exchanged = arrivals.loc[exchanges, list(EXCHANGED)].astype({"group": str, "bytes": "float64"})
+    mesh, differing = find_mesh(arrivals, run, topology), tuple(mismatches(arrivals, run))
+    numbered = communications(arrivals)
+    ranks = tuple(int(one) for one in arrivals["rank"].unique())
     return Communicated(
-        mesh=find_mesh(arrivals, run, topology),
-        mismatches=tuple(mismatches(arrivals, run)),
-        disagreement=first_disagreement(arrivals),
-        progress=find_progress(arrivals, run),
+        mesh=mesh,
+        mismatches=differing,
+        disagreement=first_disagreement(numbered),
+        progress=find_progress(numbered, ranks, run),
         exchanged=exchanged.groupby(["rank", "step", "group"], as_index=False)["bytes"].sum(),
         nothing=not communicates.any(),
     )

@@ -25,7 +25,7 @@ COMM: Final = (
 def communications(rows: pd.DataFrame) -> pd.DataFrame:
     """Those that have a number, with the columns COMM."""
     numbered = (rows["kind"] == "comm") & rows["group"].notna() & rows["seq"].notna()
-    return rows.reindex(columns=list(COMM))[numbered]
+    return rows.loc[numbered, list(COMM)]
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ class Progress:
     imported: bool
 
 
-def find_progress(rows: pd.DataFrame, run: RunInfo) -> Progress:
-    """Of the communications of all ranks."""
-    comm = communications(rows)
+def find_progress(comm: pd.DataFrame, ranks: tuple[int, ...], run: RunInfo) -> Progress:
+    """Of the `communications` of all ranks; ranks: of which anything was seen."""
     opened = comm[~comm["ended"].fillna(True).astype(bool)]
     issued: dict[int, dict[str, int]] = defaultdict(dict)
     messages: dict[int, dict[tuple[str, int, int, str], int]] = defaultdict(dict)
@@ -62,14 +61,13 @@ def find_progress(rows: pd.DataFrame, run: RunInfo) -> Progress:
         keys = [sent["rank"], sent["group"].astype(str), peers, sent["tag"].fillna(-1), sent["name"].astype(str)]
         for (rank, group, peer, tag, name), seq in sent["seq"].groupby(keys).max().items():
             messages[int(rank)][group, int(peer), int(tag), name] = int(seq) + 1
-    ranks = tuple(int(one) for one in rows["rank"].unique())
     # Of other tools' traces there are no waits.
     return Progress(ranks, opened, dict(issued), dict(messages), bool((comm["source"] == "imported").any()))
 
 
-def first_disagreement(rows: pd.DataFrame) -> Stall | None:
-    """The first collective that is not the same on all ranks: its name, its type, or its size where that must be."""
-    comm = communications(rows)
+def first_disagreement(comm: pd.DataFrame) -> Stall | None:
+    """The first collective, of the `communications` of all ranks, that is not the same on all of them: its name, its
+    type, or its size where that must be."""
     # The engine numbers what its lanes do, and tells what the contents differ by itself.
     comm = comm[comm["peer"].isna() & comm["stage"].isna()]
     if comm["rank"].nunique() < 2:

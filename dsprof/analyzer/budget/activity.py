@@ -22,6 +22,7 @@ ACTIVITY: Final = (
 )  # fmt: skip
 REPLICATING: Final = ("rank", "step", "purpose", "group", "issue_ns", "bytes")
 GRADIENT, BUFFER = "gradient", "buffer"
+"""Purposes; buffers are what DDP broadcasts in forward."""
 NO_PROGRESS: Final = tuple(Kind(kind).name.lower() for kind in SAMPLES)
 """Kinds of rows: side threads sample a job that stands still, too."""
 PROGRESS: Final = tuple({*KINDS, "comm"} - {*NO_PROGRESS})

@@ -27,9 +27,11 @@ def ended_together(
     ended as each one did; -1: none did, or the wait took no time. rows: of that rank."""
     found = np.full(len(end), NONE, np.int64)
     which = np.flatnonzero(end - start > AT_ONCE_NS)
+    if not len(which) or matches is None or not matches.unique:  # before looking at rows, as of most streams
+        return found
     timed = (rows["kind"] == "comm") & rows["seq"].notna() & rows["arrival_ns"].notna() & rows["dur_ns"].notna()
     comm = rows[timed]
-    if comm.empty or not len(which) or matches is None or not matches.unique:
+    if comm.empty:
         return found
     row = matches.find(comm, run)
     ended = (comm["start_ns"] + comm["dur_ns"]).to_numpy(np.int64)

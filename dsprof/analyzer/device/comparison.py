@@ -21,9 +21,16 @@ BUS_FACTOR: Final = {
     "all_reduce": (2.0, 0.0), "all_gather": (1.0, 0.0), "reduce_scatter": (1.0, 0.0), "all_to_all": (1.0, 0.0),
     "broadcast": (0.0, 1.0), "reduce": (0.0, 1.0),
 }  # fmt: skip
-"""Bus bandwidth of nccl-tests over that of the algorithm: (n - 1) / n times the first, and the second."""
+"""Bus bandwidth of nccl-tests over that of the algorithm: (n - 1) / n times the first, and the second; by collective,
+of those that it is defined for."""
 WAIT_COLUMNS: Final = ("rank", "step", "row", "late_rank", "start_ns", "arrival_ns", "end_ns", "peer_ms", "saved_ms",
                        "transfer_ms")  # fmt: skip
+
+
+def bus_factor(name: str, ranks: int) -> float:
+    """Bus bandwidth over that of the algorithm in a group of so many ranks. name: of BUS_FACTOR."""
+    share, flat = BUS_FACTOR[name]
+    return share * (ranks - 1) / ranks + flat
 
 
 @dataclass(frozen=True)
@@ -183,12 +190,11 @@ def _bandwidths(comm: pd.DataFrame, collectives: pd.DataFrame, run: RunInfo) -> 
         if not sound.any():
             continue
         rate = of["bytes"].to_numpy(np.float64)[sound] / spent[sound]
-        share, flat = BUS_FACTOR[str(name)]
         median = float(np.median(rate))
         found.append(
             Bandwidth(
                 str(name), str(group), size, int(of["row"].nunique()) if matched.all() else len(of),
-                int(of["bytes"].median()), median, median * (share * (size - 1) / size + flat),
+                int(of["bytes"].median()), median, median * bus_factor(str(name), size),
                 at_least=not bool(whole[sound].all()),
             )
         )  # fmt: skip

@@ -132,6 +132,15 @@ class Structure:
         return np.stack([source[chosen] - self.segments, target[chosen]], axis=1)
 
     @cached_property
+    def first_waits(self) -> dict[tuple[int, int], int]:
+        """(thread, task) -> the first segment of that thread that waits for that task."""
+        found: dict[tuple[int, int], int] = {}
+        for task, segment in self.waits.tolist():
+            key = int(self.thread[segment]), task
+            found[key] = min(found.get(key, segment), segment)
+        return found
+
+    @cached_property
     def programs(self) -> tuple[bytes, ...]:
         """What each thread does at its events: the same of threads that do the same. Of waits for what other steps
         supply nothing is said."""

@@ -107,16 +107,12 @@ def _beside(study: Study) -> Float:
 
 def _beside_of(structure: Structure, work: Float) -> Float:
     """The same of steps of one template, [threads]. `work`: mean of each segment, [W] ms."""
-    waited: dict[tuple[int, int], int] = {}
-    for task, segment in structure.waits.tolist():
-        key = int(structure.thread[segment]), task
-        waited[key] = min(waited.get(key, segment), segment)
     upto = np.concatenate([[0.0], np.cumsum(work)])
     issues = structure.issues
     thread = structure.thread[issues[:, 0]]
     beside = np.zeros(len(structure.tasks))
     for (segment, task), of in zip(issues.tolist(), thread.tolist(), strict=True):
-        until = waited.get((of, task), structure.of_thread(of).stop)
+        until = structure.first_waits.get((of, task), structure.of_thread(of).stop)
         worked = upto[max(until, segment + 1)] - upto[segment + 1]
         if structure.tasks[task].owner >= 0:  # a copy: the disk or the device does it
             continue

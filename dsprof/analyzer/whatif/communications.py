@@ -15,7 +15,7 @@ from ..arrays import Float, Int
 from ..graph.link import Link, fit_link
 from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf, measured
-from .edit import GONE, Recut, Restructure
+from .edit import Recut, Restructure, not_woken, with_tasks
 from .select import Communications
 
 SHORTEST_MS: Final = 1e-9
@@ -108,32 +108,16 @@ def without(steps: Steps, gone: Int) -> Recut | None:
     if not len(gone):
         return None
     structure = steps.structure
-    segments, count = structure.segments, len(structure.tasks)
-    kept = np.setdiff1d(np.arange(count), gone)
-    number = np.full(segments + count + structure.outside, GONE)
-    number[:segments] = np.arange(segments)
-    number[segments + kept] = segments + np.arange(len(kept))
-    number[segments + count :] = segments + len(kept) + np.arange(structure.outside)
-    source, target = number[structure.edges.source], number[structure.edges.target]
-    stays = (source != GONE) & (target != GONE)
-    changed = replace(
-        structure,
-        tasks=tuple(structure.tasks[c] for c in kept.tolist()),
-        edges=Edges(source[stays], target[stays]),
-        ids=np.concatenate([structure.ids[:segments], structure.ids[segments + kept]]),
-    )
-
-    # Nobody is woken late from a wait that there is no more.
-    waits = structure.waits
-    of_gone = np.isin(waits[:, 0], gone)
-    unwoken = np.setdiff1d(waits[of_gone, 1], waits[~of_gone, 1])
+    kept = np.setdiff1d(np.arange(len(structure.tasks)), gone)
+    changed, number = with_tasks(structure, kept)
+    unwoken = not_woken(structure, gone)
 
     def costs(steps: Steps) -> Costs:
         work = steps.work.copy()
         work[unwoken, :, WAKE_UP_DELAY] = 0.0
         return Costs(work, steps.transfer[kept], steps.wire[kept], steps.size[kept])
 
-    return Recut(changed, number[: segments + count], costs)
+    return Recut(changed, number, costs)
 
 
 @dataclass(frozen=True, eq=False)

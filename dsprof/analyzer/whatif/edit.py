@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from ..arrays import Int
-from ..graph.step_graph import Costs, CrossStepEdges, Measured, StepGraph, Steps, Structure
+from ..graph.step_graph import Costs, CrossStepEdges, Edges, Measured, StepGraph, Steps, Structure
 
 GONE: Final = -1
 
@@ -26,6 +26,33 @@ class Recut:
     structure: Structure
     operations: Int
     costs: Callable[[Steps], Costs]
+
+
+def with_tasks(structure: Structure, kept: Int, source: Int | None = None) -> tuple[Structure, Int]:
+    """A structure with these of its tasks only, in this order, and `Recut.operations` of that. source: of its edges,
+    where they are others than now."""
+    segments, count = structure.segments, len(structure.tasks)
+    number = np.full(segments + count + structure.outside, GONE)
+    number[:segments] = np.arange(segments)
+    number[segments + kept] = segments + np.arange(len(kept))
+    number[segments + count :] = segments + len(kept) + np.arange(structure.outside)
+    sources = number[structure.edges.source if source is None else source]
+    targets = number[structure.edges.target]
+    stays = (sources != GONE) & (targets != GONE)
+    changed = replace(
+        structure,
+        tasks=tuple(structure.tasks[c] for c in kept.tolist()),
+        edges=Edges(sources[stays], targets[stays]),
+        ids=np.concatenate([structure.ids[:segments], structure.ids[segments + kept]]),
+    )
+    return changed, number[: segments + count]
+
+
+def not_woken(structure: Structure, gone: Int) -> Int:
+    """The segments that wait for nothing any more without these tasks: nobody is woken late from such a wait."""
+    waits = structure.waits
+    of_gone = np.isin(waits[:, 0], gone)
+    return np.setdiff1d(waits[of_gone, 1], waits[~of_gone, 1])
 
 
 class Restructure:

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..arrays import Float, Int
 from ..graph.link import Link
-from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps
+from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, StepGraph, Steps
 from .apply import Turn, WhatIf
-from .edit import GONE, Recut
+from .edit import Recut, not_woken, with_tasks
 from .issue_order import in_order_of_issue, issue_edges
 from .rebucket import Division, NotRebucketed
 from .select import Communications
@@ -129,11 +129,7 @@ def _in_advance(steps: Steps, of: list[list[int]], packs: list[list[int]]) -> In
     """The sources of the structure's edges, with the gathers that others are merged into issued where they are if as
     many merged ones are under way as there were single ones. of: `families`"""
     structure, source = steps.structure, steps.structure.edges.source
-    moved, at_of = source.copy(), issue_edges(structure)
-    waits: dict[tuple[int, int], int] = {}
-    for task, segment in structure.waits.tolist():
-        key = int(structure.thread[segment]), task
-        waits[key] = min(waits.get(key, segment), segment)
+    moved, at_of, waits = source.copy(), issue_edges(structure), structure.first_waits
     size = {pack[0]: len(pack) for pack in packs}
     for family in of:
         if structure.tasks[family[0]].gradient:
@@ -163,7 +159,7 @@ def merged(
 
     Raises NotRebucketed where ranks of a process group do not issue the same collectives.
     """
-    structure, segments = steps.structure, steps.structure.segments
+    structure = steps.structure
     tasks = list(structure.tasks)
     total_of: dict[int, float] = {}
     dropped_list: list[int] = []
@@ -175,29 +171,11 @@ def merged(
     dropped: Int = np.array(sorted(dropped_list), np.int64)
     issues = structure.issues
     _need_the_same(steps, [c for pack in packs for c in pack])
-    source, target = structure.edges.source if issued is None else issued, structure.edges.target
-    order = np.arange(len(tasks)) if issued is None else in_order_of_issue(structure, source)
+    order = np.arange(len(tasks)) if issued is None else in_order_of_issue(structure, issued)
     kept_tasks = order[~np.isin(order, dropped)]
-    number = np.full(len(tasks), GONE)
-    number[kept_tasks] = np.arange(len(kept_tasks))
-    gone = np.zeros(segments + len(tasks) + structure.outside, bool)
-    gone[segments + dropped] = True
-    stays = ~gone[source] & ~gone[target]
-    moved = np.concatenate(
-        [np.arange(segments), np.where(number >= 0, number + segments, GONE),
-         segments + len(kept_tasks) + np.arange(structure.outside)]
-    ).astype(np.int64)  # fmt: skip
-    changed = replace(
-        structure,
-        tasks=tuple(tasks[c] for c in kept_tasks.tolist()),
-        edges=Edges(moved[source[stays]], moved[target[stays]]),
-        ids=np.concatenate([structure.ids[:segments], structure.ids[segments + kept_tasks]]),
-    )
+    changed, number = with_tasks(replace(structure, tasks=tuple(tasks)), kept_tasks, issued)
     spared = issues[np.isin(issues[:, 1], dropped), 0]
-    # Nobody is woken late from a wait that there is no more.
-    waits = structure.waits
-    of_gone = np.isin(waits[:, 0], dropped)
-    unwoken = np.setdiff1d(waits[of_gone, 1], waits[~of_gone, 1])
+    unwoken = not_woken(structure, dropped)
 
     def costs(steps: Steps) -> Costs:
         work, transfer, wire, size = (each.copy() for each in vars(steps.costs).values())
@@ -210,7 +188,7 @@ def merged(
         work[unwoken, :, WAKE_UP_DELAY] = 0.0
         return Costs(work, transfer[kept_tasks], wire[kept_tasks], size[kept_tasks])
 
-    return Recut(changed, moved[: segments + len(tasks)], costs)
+    return Recut(changed, number, costs)
 
 
 def _need_the_same(steps: Steps, chosen: list[int]) -> None:
@@ -233,11 +211,7 @@ def _need_the_same(steps: Steps, chosen: list[int]) -> None:
 def need_blocking(steps: Steps, of: Communications) -> None:
     """Raises NotRebucketed unless every thread waits for each of these before it does anything else."""
     structure = steps.structure
-    waited: dict[tuple[int, int], int] = {}
-    for c, segment in structure.waits.tolist():
-        key = int(structure.thread[segment]), c
-        waited[key] = min(waited.get(key, segment), segment)
     for segment, c in structure.issues.tolist():
         # The segment in which it is issued, then one up to the point of waiting.
-        if of.has(structure.tasks[c]) and waited.get((int(structure.thread[segment]), c)) != segment + 2:
+        if of.has(structure.tasks[c]) and structure.first_waits.get((int(structure.thread[segment]), c)) != segment + 2:
             raise NotRebucketed("backward goes on while a bucket is under way, and what it would wait for is not known")

@@ -93,10 +93,7 @@ class WithoutBuffers(WhatIf):
         structure, work = steps.structure, steps.work.copy()
         mine = set(self.of.of(structure).tolist())
         issued = {(int(structure.thread[segment]), c): segment for segment, c in structure.issues.tolist() if c in mine}
-        waited: dict[tuple[int, int], int] = {}
-        for c, segment in structure.waits.tolist():
-            key = int(structure.thread[segment]), c
-            waited[key] = min(segment, waited.get(key, segment))
+        waited = structure.first_waits
         for thread in range(structure.threads):
             of_thread = [(begin, waited.get(key, begin)) for key, begin in issued.items() if key[0] == thread]
             for first, last in bursts(of_thread):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
-
-from ..graph.step_graph import Costs, Edges, StepGraph, Steps
+from ..graph.step_graph import Costs, StepGraph, Steps
 from .apply import Turn, WhatIf
-from .edit import Recut, Restructure
+from .edit import Recut, Restructure, with_tasks
 from .issue_order import in_order_of_issue, issue_edges
 from .merge import families
 from .select import Communications
@@ -41,8 +39,7 @@ class Prefetched(WhatIf):
 
     def _earlier(self, steps: Steps) -> Recut | None:
         structure = steps.structure
-        source, target = structure.edges.source.copy(), structure.edges.target
-        segments = structure.segments
+        source = structure.edges.source.copy()
         at_of = issue_edges(structure)
         moved = False
         for family in families(steps, self.of):
@@ -54,16 +51,9 @@ class Prefetched(WhatIf):
         if not moved:
             return None
         taken = in_order_of_issue(structure, source)
-        number = np.arange(segments + len(taken) + structure.outside)
-        number[segments + taken] = segments + np.arange(len(taken))
-        changed = replace(
-            structure,
-            tasks=tuple(structure.tasks[c] for c in taken.tolist()),
-            edges=Edges(number[source], number[target]),
-            ids=np.concatenate([structure.ids[:segments], structure.ids[segments + taken]]),
-        )
+        changed, number = with_tasks(structure, taken, source)
 
         def costs(steps: Steps) -> Costs:
             return Costs(steps.work, steps.transfer[taken], steps.wire[taken], steps.size[taken])
 
-        return Recut(changed, number[: segments + len(taken)], costs)
+        return Recut(changed, number, costs)

@@ -248,11 +248,16 @@ def _utilization(
     model = hardware = 0.0
     seen: dict[tuple[str, float, str], list[float]] = {}
     counted = {rank: item.flops for rank, item in work.items() if item.flops}
+    devices: dict[Any, Mapping[str, Any]] = {}
+    for fact in run.facts_by_kind().get("device", []):
+        devices.setdefault(fact.get("rank"), fact)
+    hosts = {item.rank: item.host for item in last_processes(run.ranks)}
     for rank, flops in counted.items():
         for (what, dtype), operations in flops.items():
             if what == "other" or not operations:
                 continue
-            peak = _peak(run, rank, dtype)
+            device = devices.get(rank)
+            peak = _peak_of_cpu(run, rank, hosts.get(rank), dtype) if device is None else _peak_of_device(device, dtype)
             if isinstance(peak, str):
                 return None, "", peak
             seen.setdefault((peak.of, peak.unit, peak.how), []).append(peak.flops)
@@ -281,20 +286,21 @@ def _range(values: list[float], unit: float) -> str:
     return f"{least if least == most else f'{least} to {most}'} {'TFLOP/s' if unit == 1e12 else 'GFLOP/s'}"
 
 
-def _peak(run: RunInfo, rank: int, dtype: str) -> Peak | str:
-    """The peak of a rank's device; or why there is none."""
-    device = next((fact for fact in run.facts if fact.get("fact") == "device" and fact.get("rank") == rank), None)
-    if device is not None:
-        name = str(device.get("name", ""))
-        known = find_device(name)
-        if known is None:
-            return f"no data sheet is known of {clean(name) or 'the device'}"
-        peak = known.flops(dtype, bool(device.get("tf32")))
-        if peak is None:
-            return f"the data sheet of {known.name} has no peak for {dtype}"
-        form = "tf32" if dtype == "float32" and device.get("tf32") and "tf32" in known.tflops else dtype
-        return Peak(peak, f"{known.name} in {form}", 1e12, known.source)
-    host = next((item.host for item in last_processes(run.ranks) if item.rank == rank), None)
+def _peak_of_device(device: Mapping[str, Any], dtype: str) -> Peak | str:
+    """The peak of a device, by the fact that tells of it; or why there is none."""
+    name = str(device.get("name", ""))
+    known = find_device(name)
+    if known is None:
+        return f"no data sheet is known of {clean(name) or 'the device'}"
+    peak = known.flops(dtype, bool(device.get("tf32")))
+    if peak is None:
+        return f"the data sheet of {known.name} has no peak for {dtype}"
+    form = "tf32" if dtype == "float32" and device.get("tf32") and "tf32" in known.tflops else dtype
+    return Peak(peak, f"{known.name} in {form}", 1e12, known.source)
+
+
+def _peak_of_cpu(run: RunInfo, rank: int, host: str | None, dtype: str) -> Peak | str:
+    """The peak of a rank's CPU, on its host; or why there is none."""
     # A rank that moved was measured where it was before as well.
     peaks = [item for item in run.cpu_peaks if rank in item["ranks"] and host in (None, item["host"])]
     if not peaks or dtype not in peaks[0]["flops"]:

@@ -11,9 +11,6 @@ from ..budget.step_budget import RankTime
 
 PASS_COLUMNS: Final = ("rank", "step", "stage", "micro", "name", "start_ns", "dur_ns", "own_ns")
 """own_ns: of `dur_ns` what is compute, and no waiting for others or pause."""
-NO_PASSES: Final = pd.DataFrame(
-    {name: pd.Series(dtype="object" if name == "name" else "int64") for name in PASS_COLUMNS}
-)
 FORWARD: Final = "F"
 BACKWARD: Final = "B"
 WEIGHTS: Final = "W"

@@ -11,7 +11,7 @@ import pandas as pd
 
 from dsprof.engine import schedule as schedules
 from dsprof.engine.schedule import COMPUTE, Action, Plan, ScheduleError
-from dsprof.trace import Trace
+from dsprof.trace import Trace, concat_rows
 
 COLUMNS: Final = ("rank", "stage", "microbatch", "action", "start_ms", "ms")
 IDLE_COLUMNS: Final = ("rank", "start_ms", "ms", "cause", "stage")
@@ -58,6 +58,7 @@ def pipeline_step(trace: Trace, step: int) -> PipelineStep | None:
         first.setdefault(stages[rank], rank)
     measured = acted[acted["rank"].isin(list(first.values()))].reset_index(drop=True)
     measured["start_ms"] -= measured["start_ms"].min()
+    idle = _idle(measured, _needs_of(measured))
     order = [rank for _, rank in sorted(first.items())]
     try:
         plan = _plan(measured, order)
@@ -65,7 +66,7 @@ def pipeline_step(trace: Trace, step: int) -> PipelineStep | None:
         times = schedules.simulate(plan, lambda action: float(costs[action.op])).times
     except (ScheduleError, ValueError, KeyError) as error:
         why = "its actions were not all recorded" if isinstance(error, KeyError) else str(error).splitlines()[0]
-        return PipelineStep(step, measured, _idle(measured, _needs_of(measured)), None, why)
+        return PipelineStep(step, measured, idle, None, why)
     ideal = pd.DataFrame(
         [
             (order[plan.owner(action.stage)], action.stage, action.microbatch, action.op, start, end - start)
@@ -73,7 +74,7 @@ def pipeline_step(trace: Trace, step: int) -> PipelineStep | None:
         ],
         columns=list(COLUMNS),
     )
-    return PipelineStep(step, measured, _idle(measured, _needs_of(measured)), ideal)
+    return PipelineStep(step, measured, idle, ideal)
 
 
 def has_pipeline(trace: Trace) -> bool:
@@ -91,7 +92,7 @@ def _actions(trace: Trace, step: int) -> pd.DataFrame:
         chosen = (rows["kind"] == "pipe") & (rows["step"] == step) & rows["dur_ns"].notna()
         chosen &= rows["stage"].notna() & rows["microbatch"].notna() & rows["name"].isin(COMPUTE)
         tables.append(rows[chosen])
-    found = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(columns))
+    found = concat_rows(tables, columns)
     return pd.DataFrame(
         {
             "rank": found["rank"].astype("int64"),

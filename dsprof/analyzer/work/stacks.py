@@ -82,16 +82,20 @@ def stacks_of(study: Study) -> Mapping[int, Stacks]:
     paths: dict[int, dict[int, Path]] = defaultdict(dict)
     for fact in study.facts.get(STACK_FACT, []):
         paths[int(fact["rank"])][int(fact["number"])] = tuple(str(frame) for frame in fact.get("frames") or ())
-    found = {}
+    found: dict[int, Stacks] = {}
+    if rows.empty:
+        return found
+    of_rank, steps_of, waits_of = (dict(iter(table.groupby("rank"))) for table in (rows, study.ordinary, study.waits))
     for rank in study.ranks:
-        mine = rows[rows["rank"] == rank].sort_values("start_ns")
+        if rank not in of_rank or rank not in steps_of:
+            continue
+        mine, steps = of_rank[rank].sort_values("start_ns"), steps_of[rank]
         when = mine["start_ns"].to_numpy(np.int64)
-        steps = study.ordinary[study.ordinary["rank"] == rank]
         chosen = _within(when, steps)
         if not chosen.any():
             continue
         numbers = mine["value"].to_numpy(np.float64)[chosen].astype(int)
-        waits = study.waits[study.waits["rank"] == rank]
+        waits = waits_of.get(rank, study.waits[:0])
         waiting = _within(when[chosen], waits.assign(dur_ns=waits["end_ns"] - waits["start_ns"]))
         found[rank] = Stacks(
             tuple(paths[rank].get(number, ()) for number in numbers.tolist()),

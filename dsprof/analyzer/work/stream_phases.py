@@ -9,16 +9,16 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
+from dsprof.engine.schedule import COMPUTE
+
 from ..arrays import Int
 from ..budget.intervals import Intervals
 from ..budget.lanes import MAIN, STREAM
+from ..graph.device_phases import PHASES
 from ..study import Study, once
 
 READ: Final = ("kind", "name", "lane", "step", "stage", "start_ns", "dur_ns", "issue_ns", "source")
 COLUMNS: Final = ("rank", "step", "name", "stage", "start_ns", "ms")
-PHASES: Final = ("forward", "backward", "recompute", "optimizer")
-ACTIONS: Final = ("F", "B", "W")
-"""Of a pipeline's schedule."""
 
 
 @once
@@ -65,7 +65,7 @@ def _timed(of_streams: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
 
 def _launched(rows: pd.DataFrame, of_streams: pd.DataFrame) -> pd.DataFrame:
     """Phases, and actions of a schedule, with the kernels that the training thread launched in each."""
-    acts = (rows["kind"] == "pipe") & rows["name"].isin(ACTIONS)
+    acts = (rows["kind"] == "pipe") & rows["name"].isin(COMPUTE)
     acts |= (rows["kind"] == "phase") & rows["name"].isin(PHASES)
     host = rows[acts & (rows["lane"] == MAIN)].sort_values("start_ns", kind="stable")
     kernels = of_streams[(of_streams["kind"] == "kernel") & of_streams["issue_ns"].notna()]

@@ -11,6 +11,7 @@ import pandas as pd
 
 from ... import signals
 from ...arrays import Float
+from ...budget.activity import BUFFER
 from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
@@ -21,8 +22,6 @@ from ...whatif.select import Communications
 from ..base import ddp_argument_fix
 from ..rule import Found, Look, Rule
 
-BUFFER: Final = "buffer"
-"""Purpose of what DDP broadcasts in forward."""
 SMALL: Final = 1 << 20
 """Bytes a step: running statistics of less are no finding, since ranks that do not share them train differently."""
 MOST_MS_PER_BYTE: Final = 3e-6

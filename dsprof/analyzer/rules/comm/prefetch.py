@@ -41,9 +41,8 @@ def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
         gain = mean_gain(study, _saved(study, before, _replay(study, domain, tried)))
         if gain.ms > best.ms + LEAST_SHARE * study.step_ms:
             best, ahead = gain, tried
-    if (
-        study.facts.get("fsdp") and not study.on_gpu
-    ):  # no public setting of torch's does it where collectives run on the CPU: a remark
+    # No public setting of torch's does it where collectives run on the CPU: a remark.
+    if study.facts.get("fsdp") and not study.on_gpu:
         best = replace(best, low=min(best.low, 0.0))
     gathers = len(domain.of("parameter").table) / len(study.step_numbers) / max(len(domain.groups), 1)
     evidence = (

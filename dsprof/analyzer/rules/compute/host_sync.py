@@ -237,9 +237,8 @@ RULES = (
         explains=("compute",),
         looks=(Look(stops),),
         needs=(signals.gpus,),
-        outranked_by=(
-            "pause.gc",
-        ),  # a host that is held up is not ahead of its device: it is the collections that gain
+        # A host that is held up is not ahead of its device: it is the collections that gain.
+        outranked_by=("pause.gc",),
         place=190,
     ),
 )

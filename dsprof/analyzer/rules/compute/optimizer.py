@@ -84,20 +84,18 @@ def _spent(study: Study) -> Float:
 def _part(study: Study, which: int) -> float:
     """The part of the time in optimizers that goes; which: of the constants (expected, least, most)."""
     spent = max(float(_spent(study).mean()), 1e-9)
-    return sum(one.spared(OF_A_TENSOR[which], ELEMENT_MS[which], _own(study, one, spent)) * _share(study, one)
-               for one in divided(study))  # fmt: skip
+    each = zip(divided(study), _shares(study), strict=True)
+    return sum(one.spared(OF_A_TENSOR[which], ELEMENT_MS[which], spent * share) * share for one, share in each)
 
 
-def _own(study: Study, one: Divided, spent: float) -> float:
-    return spent * _share(study, one)
-
-
-def _share(study: Study, one: Divided) -> float:
-    """This optimizer's share of the time that all take."""
+@once
+def _shares(study: Study) -> list[float]:
+    """Of each of `divided`, its share of the time that all optimizers take."""
     phases = study.training_phases
     phases = phases[(phases["name"] == "optimizer") & phases["step"].isin(study.step_numbers)]
     whole = float(phases["dur_ns"].sum())
-    return float(phases["dur_ns"][phases["value"] == one.number].sum()) / whole if whole else 0.0
+    mine = [float(phases["dur_ns"][phases["value"] == one.number].sum()) for one in divided(study)]
+    return [of_one / whole if whole else 0.0 for of_one in mine]
 
 
 def known_up_to(study: Study) -> Between | None:

@@ -44,18 +44,20 @@ def compiling(study: Study) -> Float:
 
 
 def again_and_again(study: Study) -> Found:
-    """Compilation in ordinary steps, which most have; else what makes steps irregular, if that comes again."""
-    spent = compiling(study)
-    if float(spent.mean(axis=1).max(initial=0.0)) >= LEAST_SHARE * study.step_ms:
-        return [_in_most_steps(study, spent)]
-    return []
+    """Compilation in ordinary steps, which most have."""
+    return [_in_most_steps(study, compiling(study))] if _takes_time(study) else []
+
+
+def _takes_time(study: Study) -> bool:
+    """Whether compilation in ordinary steps takes enough of them."""
+    return bool(compiling(study).mean(axis=1).max(initial=0.0) >= LEAST_SHARE * study.step_ms)
 
 
 def now_and_then(study: Study) -> Found:
-    """Steps that are irregular since some rank compiled."""
+    """Steps that are irregular since some rank compiled, if that comes again; where ordinary ones do not."""
     irregular = study.irregular
     own = irregular.own_ms.get("compilation")
-    if own is None or again_and_again(study):
+    if own is None or _takes_time(study):
         return []
     struck = own.max(axis=0) > 0
     if int(struck.sum()) < FEWEST or not _reasons(study):

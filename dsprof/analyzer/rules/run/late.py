@@ -59,6 +59,12 @@ def typical(own: Float) -> Float:
     return middle
 
 
+def mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:
+    """Mean of the slow ranks, and median of the others, of what is known [R]: 0 where nothing is."""
+    mine, others = (of[np.isfinite(of)] for of in (by_rank[slow], by_rank[~slow]))
+    return float(mine.mean()) if len(mine) else 0.0, float(np.median(others)) if len(others) else 0.0
+
+
 def lateness(late: Float) -> str:
     """`50.0 ms late in every step`, or in how many steps; `late` is by how much in each, ms, [S]."""
     falling = -np.sort(-np.clip(late, 0, None))

@@ -14,11 +14,12 @@ import numpy as np
 
 from dsprof import gauges
 
-from ...arrays import Bool, Float
+from ...arrays import Bool
 from ...finding import Evidence, Fix
 from ...study import Study
 from ...text import count, ms, size
 from ..base import listed
+from .late import mine_and_others
 
 MOSTLY: Final = 0.5
 """Of what a rank is late by, that a cause explains."""
@@ -55,17 +56,12 @@ class Late:
     def gauge(self, name: str) -> tuple[float, float]:
         """By how much a gauge of seconds rises in a step, ms: on the slow ranks, and the median of the others; 0 where
         it is not known."""
-        return self.compare(self.study.gauges.spent(name).mean(axis=1))
+        return mine_and_others(self.study.gauges.spent(name).mean(axis=1), self.slow)
 
     def beyond(self, name: str) -> float:
         """What the slow ranks have of it more than the others."""
         mine, others = self.gauge(name)
         return mine - others
-
-    def compare(self, by_rank: Float) -> tuple[float, float]:
-        """Mean of the slow ranks, and median of the others, of what is known [R]: 0 where nothing is."""
-        mine, others = (of[np.isfinite(of)] for of in (by_rank[self.slow], by_rank[~self.slow]))
-        return float(mine.mean()) if len(mine) else 0.0, float(np.median(others)) if len(others) else 0.0
 
     def mostly(self, beyond: float) -> bool:
         return self.ms > 0 and beyond > MOSTLY * self.ms
@@ -176,7 +172,7 @@ def memory(late: Late) -> Cause | None:
 
 def offload(late: Late) -> Cause | None:
     """What it offloads comes back more slowly."""
-    mine, others = late.compare(late.study.work("offload").mean(axis=1))
+    mine, others = mine_and_others(late.study.work("offload").mean(axis=1), late.slow)
     if not late.mostly(mine - others):
         return None
     evidence = Evidence("waiting for offloaded data a step", round(mine, 3), "ms", round(others, 3))

@@ -21,7 +21,7 @@ from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
 from ..compute.device_kernels import COLLECTIVES
 from ..compute.recompile import compiling
 from ..rule import Rule, fault
-from .late import late_ones, lateness, typical
+from .late import late_ones, lateness, mine_and_others, typical
 from .late_cause import Cause, cause_of, unknown
 from .slow_chain import explained_by_data, slow_chain, slow_chains
 
@@ -89,7 +89,7 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     ]
     cpu = study.gauges.spent("cpu_seconds").mean(axis=1)
     if np.isfinite(cpu).any():
-        value, expected = _mine_and_others(cpu, slow)
+        value, expected = mine_and_others(cpu, slow)
         evidence.append(Evidence("CPU time a step", round(value, 3), "ms", round(expected, 3)))
     names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
     verb = "arrives" if len(ranks) == 1 else "arrive"
@@ -123,12 +123,6 @@ def _lateness_in_team(study: Study) -> Float:
     return late
 
 
-def _mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:
-    """Mean of the slow ranks, and median of the others, of what is known [R]: 0 where nothing is."""
-    mine, others = (of[np.isfinite(of)] for of in (by_rank[slow], by_rank[~slow]))
-    return float(mine.mean()) if len(mine) else 0.0, float(np.median(others)) if len(others) else 0.0
-
-
 def _phase_excess(study: Study, slow: Bool) -> dict[str, tuple[float, float]]:
     """Phase -> mean ms of own work a step on the slow ranks and on the others, without pauses and waits for others."""
     pauses, waits, columns = study.of_kind("pause"), study.waits, ["rank", "start_ns", "dur_ns"]
@@ -157,8 +151,8 @@ def _phase_excess(study: Study, slow: Bool) -> dict[str, tuple[float, float]]:
         for name, spans in innermost(in_line(phases, begin), {phase: phase for phase in TRAINING_PHASES}).items():
             own = spans.end - spans.start - (waited.before(spans.end) - waited.before(spans.start))
             spent[name] += np.bincount(begin + spans.start // length, own, len(study.ranks))
-    found = {name: _mine_and_others(ns / 1e6 / len(study.step_numbers), slow) for name, ns in spent.items()}
-    return {**found, OUTSIDE: _mine_and_others(study.work("other").mean(axis=1), slow)}
+    found = {name: mine_and_others(ns / 1e6 / len(study.step_numbers), slow) for name, ns in spent.items()}
+    return {**found, OUTSIDE: mine_and_others(study.work("other").mean(axis=1), slow)}
 
 
 def _look_at(line: Line, who: str) -> Fix:
