@@ -16,9 +16,9 @@ from captures import read_rows
 
 from dsprof import gauges
 from dsprof.collectors.capture.open_capture import OpenCapture
-from dsprof.collectors.host import machine_load
+from dsprof.collectors.host import hindrances, machine_load
 from dsprof.collectors.recorder.python_recorder import PyRecorder
-from dsprof.collectors.system.proc import PAGE
+from dsprof.collectors.system.proc import PAGE, TICKS_A_SECOND
 from dsprof.schema import Kind
 
 
@@ -232,3 +232,21 @@ def test_a_training_thread_loads_neither(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (0, "[('psutil', 'dsprof-host-load')]\n"), done.stderr
     captured(tmp_path)  # and no errors inside
+
+
+def test_threads_with_ever_new_names_do_not_use_up_those_of_a_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hindrances, "_names", set())
+    (tmp_path / "self" / "task" / "7").mkdir(parents=True)
+    ticks = f"7 (python) S {' '.join(['0'] * 10)} {3 * TICKS_A_SECOND} {TICKS_A_SECOND} 0 0"
+    (tmp_path / "self" / "task" / "7" / "stat").write_text(ticks)
+    told = set()
+    for number in range(1000):
+        thread = SimpleNamespace(name=f"Thread-{number} (save)", native_id=7)
+        monkeypatch.setattr(hindrances, "_threads", lambda one=thread: [one])
+        told |= set(hindrances.read_threads(str(tmp_path)))
+    assert len(told) == hindrances.MOST_NAMES
+    assert ("python_thread.Thread-0 (save)", 4.0) in told
+    monkeypatch.setattr(hindrances, "_threads", lambda: [SimpleNamespace(name="Thread-0 (save)", native_id=7)])
+    assert list(hindrances.read_threads(str(tmp_path))) == [("python_thread.Thread-0 (save)", 4.0)]  # it still is

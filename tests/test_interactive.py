@@ -175,6 +175,14 @@ def test_figures(run: Run) -> None:
         run.plot.memory()
 
 
+def test_a_run_without_a_step_has_none_to_draw() -> None:
+    run = Run.__new__(Run)
+    run.__dict__["analysis"] = factories.empty()
+    for draw in (run.plot.timeline, run.plot.pipeline):
+        with pytest.raises(RunError, match="nothing to draw: no step was begun"):
+            draw()
+
+
 def test_two_runs_beside_each_other(run: Run, tmp_path: Path) -> None:
     found = run.compare(write_run(tmp_path / "even"))
     table = found.table

@@ -13,7 +13,7 @@ from synthetic import Job
 from dsprof.analyzer import analyze
 from dsprof.collectors.hooking import statements
 from dsprof.collectors.host import stack_samples
-from dsprof.collectors.host.stack_samples import Samples
+from dsprof.collectors.host.stack_samples import Samples, library_function
 
 STACKS = {
     1: ["/home/me/train.py:40", "/home/me/model.py:12", "torch/nn/modules/linear.py:forward"],
@@ -129,3 +129,17 @@ def test_costly_samples_are_taken_less_often(sampled: Any, monkeypatch: pytest.M
         next(looks)
     assert samples._drawn_s == pytest.approx(2 * 1e-3 / stack_samples.SHARE)
     assert 0.5 * samples._drawn_s <= samples.pause_s() <= 1.5 * samples._drawn_s
+
+
+@pytest.mark.parametrize(
+    ("file", "function"),
+    [
+        ("/opt/bin/torchrun", "opt/bin/torchrun:main"),
+        ("/opt/bin/jobs/train.py", ""),
+        ("/opt/binary/train.py", ""),
+    ],
+)
+def test_only_a_command_itself_is_no_script(monkeypatch: pytest.MonkeyPatch, file: str, function: str) -> None:
+    """As for the line of a caller: what lies in a folder below, or beside, is the user's."""
+    monkeypatch.setattr(stack_samples, "COMMANDS", frozenset(["/opt/bin"]))
+    assert library_function(file, "main") == function

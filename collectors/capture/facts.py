@@ -153,20 +153,21 @@ def _of_ddp(ddp: Any) -> Fact:
 
 
 def state_ddp(ddp: Any) -> None:
-    """State the settings of one that is there already. On which line it was made is known where `watch_ddp` saw it."""
-    known = _described.of(ddp)
-    if known is None:
-        known = {**_of_ddp(ddp), "site": None, "framework": None}
-        _described.note(ddp, known)
-    state(known)
+    """State the settings of one that is there already."""
+    _state_made(ddp, _of_ddp)
 
 
 def state_dataloader(loader: Any) -> None:
-    """State the settings of one that is there already, likewise; iterators of it from now on bear its number."""
-    known = _described.of(loader)
+    """State the settings of one that is there already; iterators of it from now on bear its number."""
+    _state_made(loader, lambda loader: {**_of_loader(loader, _number(loader)), "by_engine": False})
+
+
+def _state_made(made: Any, describe: Callable[[Any], Fact]) -> None:
+    """What was said of it as it was made, with the line, where somebody looked on; else what `describe` tells now."""
+    known = _described.of(made)
     if known is None:
-        known = {**_of_loader(loader, _number(loader)), "by_engine": False, "site": None, "framework": None}
-        _described.note(loader, known)
+        known = {**describe(made), "site": None, "framework": None}
+        _described.note(made, known)
     state(known)
 
 

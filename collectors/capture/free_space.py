@@ -43,7 +43,7 @@ def memory_left(host: Path = Path("/")) -> int | None:
     """Bytes that this process could still get: of the host, and of each cgroup that limits it; None: not known."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB", proc.read_whole(host / "proc/meminfo"), re.MULTILINE)
     left = [int(found[1]) * 1024] if found else []
-    for folder, version in proc.memory_cgroups(host / "proc", host / "sys/fs/cgroup"):
+    for folder, version in proc.cgroups_of(proc.MEMORY, host / "proc", host / "sys/fs/cgroup"):
         left += _left_in(folder, version)
     return max(min(left), 0) if left else None
 

@@ -21,14 +21,16 @@ Reading = Iterable[tuple[str, float]]
 """Gauges with their values."""
 MOST_THREADS: Final = 16
 """Of the script's own, that are looked at."""
+MOST_NAMES: Final = 256
+"""Of theirs, that are told in a process: one that makes a thread with a new name every step has any number, and a
+capture only so many."""
 OURS: Final = "dsprof-"
 """How the names of dsprof's own threads begin."""
-CPU: Final = "cpu"
 
 
 def read_throttled(root: str) -> Reading:
     """How long the CPU quota of its cgroups has kept threads of the process waiting: of the one where it is longest."""
-    stats = [_cpu_stat(folder, version) for folder, version in proc.cgroups_of(CPU, Path(root))]
+    stats = [_cpu_stat(folder, version) for folder, version in proc.cgroups_of(proc.CPU, Path(root))]
     told = [seconds for seconds in stats if seconds is not None]
     if told:
         yield gauges.THROTTLED, max(told)
@@ -44,7 +46,9 @@ def _cpu_stat(folder: Path, version: int) -> float | None:
 def state_limit(root: str = proc.PROC) -> None:
     """State how many cores the quota of its cgroups allows, where there is one: the lowest."""
     limits = [
-        (cores, folder) for folder, version in proc.cgroups_of(CPU, Path(root)) if (cores := _cores(folder, version))
+        (cores, folder)
+        for folder, version in proc.cgroups_of(proc.CPU, Path(root))
+        if (cores := _cores(folder, version))
     ]
     if limits:
         cores, folder = min(limits, key=lambda one: one[0])
@@ -68,7 +72,7 @@ def read_faults(_: str) -> Reading:
 def read_memory_stall(root: str) -> Reading:
     """How long tasks of its cgroup stood still for want of memory (PSI); of the machine where the cgroup has none."""
     of_groups = [
-        folder / "memory.pressure" for folder, version in proc.cgroups_of("memory", Path(root)) if version == 2
+        folder / "memory.pressure" for folder, version in proc.cgroups_of(proc.MEMORY, Path(root)) if version == 2
     ]
     for path in (*of_groups, Path(root) / "pressure" / "memory"):
         line = proc.read(path).decode().partition("\n")[0]
@@ -77,12 +81,17 @@ def read_memory_stall(root: str) -> Reading:
             return
 
 
+_names: set[str] = set()
+"""Those that were told."""
+
+
 def read_threads(root: str) -> Reading:
     """CPU time of the Python threads beside the first one: each holds the interpreter's lock while it runs Python."""
     spent: dict[str, float] = {}
     for thread in _threads():
-        fields = proc.read(f"{root}/self/task/{thread.native_id}/stat").rpartition(b")")[2].split()
-        if fields:
+        fields = proc.stat(f"self/task/{thread.native_id}", root)
+        if fields and (thread.name in _names or len(_names) < MOST_NAMES):
+            _names.add(thread.name)
             ticks = int(fields[proc.USER_TICKS]) + int(fields[proc.SYSTEM_TICKS])
             spent[thread.name] = spent.get(thread.name, 0.0) + ticks / proc.TICKS_A_SECOND
     for name, seconds in spent.items():

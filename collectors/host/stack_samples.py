@@ -8,12 +8,13 @@ called, and which one ran.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import threading
 import time
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Final
 
 from dsprof.schema import STACK, STACK_FACT, Kind
@@ -45,8 +46,9 @@ class Samples:
         self._name = capture.recorder.intern(STACK)
         self.trains = threading.get_ident()
         self._numbers: dict[tuple[str, ...], int] = {}
-        self._is_library: dict[CodeType, str] = {}
-        """Of a function of a library `torch/nn/modules/module.py:forward`; empty: it is the script's."""
+        self._is_library: dict[tuple[str, str], str] = {}
+        """Of a function of a library, by its file and name, `torch/nn/modules/module.py:forward`; empty: it is the
+        script's. Code itself is no key: it would be kept alive, and is read whole each time that it is looked up."""
         self._random = random.Random(0x5EED)
         self._drawn_s = EVERY_S
 
@@ -94,9 +96,10 @@ class Samples:
         while frame is not None and len(own) < DEEPEST and seen < LONGEST:
             seen += 1
             code = frame.f_code
-            name = self._is_library.get(code)
+            key = code.co_filename, code.co_name
+            name = self._is_library.get(key)
             if name is None:
-                name = self._is_library[code] = library_function(code)
+                name = self._is_library[key] = library_function(*key)
             if not name:
                 own.append(f"{code.co_filename}:{frame.f_lineno}")
             elif not own and name != HIDDEN:
@@ -109,17 +112,16 @@ class Samples:
 HIDDEN: Final = "-"
 
 
-def library_function(code: CodeType) -> str:
+def library_function(file: str, function: str) -> str:
     """Of a function of a library what it is called; HIDDEN of dsprof's own and what has no file; empty: it is the
     script's."""
-    file = code.co_filename
     if file.startswith((str(HOME), "<")) and not file.startswith("<ipython"):
         return HIDDEN
     for home in ("/site-packages/", "/dist-packages/"):
         if home in file:
-            return f"{file.rpartition(home)[2]}:{code.co_name}"
-    if file.startswith(STANDARD_LIBRARY) or any(file.startswith(folder) for folder in COMMANDS):
-        return f"{file.removeprefix(STANDARD_LIBRARY).lstrip('/')}:{code.co_name}"
+            return f"{file.rpartition(home)[2]}:{function}"
+    if file.startswith(STANDARD_LIBRARY) or os.path.dirname(file) in COMMANDS:
+        return f"{file.removeprefix(STANDARD_LIBRARY).lstrip('/')}:{function}"
     return ""
 
 

@@ -76,7 +76,7 @@ class HostMemory:
     def _cgroup_limits(self) -> list[tuple[int, Path]]:
         """Of the process's memory cgroup and those above it, as far as they are seen from here."""
         found = []
-        for folder, version in proc.memory_cgroups(self._proc, self._cgroups):
+        for folder, version in proc.cgroups_of(proc.MEMORY, self._proc, self._cgroups):
             limit = proc.read_whole(folder / LIMITS[version]).strip()
             if limit.isdigit() and 0 < int(limit) < proc.UNLIMITED:
                 found.append((int(limit), folder))

@@ -47,10 +47,8 @@ class _Sharding:
 
     def override(self, module: ModuleType) -> Uninstall:
         shard = module.fully_shard
-        if (
-            isinstance(shard, ModuleType) or shard is self.ours
-        ):  # a module of the same name; imported from where we were
-            return lambda: None
+        if isinstance(shard, ModuleType) or shard is self.ours:
+            return lambda: None  # a module of the same name; or it comes from where it was replaced already
         hooks = []
         if self.units is None:
             self.units = _UnitsOfScript(shard, self.overrides)

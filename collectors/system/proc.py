@@ -11,6 +11,8 @@ from ..hooking.signals import by_handler
 
 PROC: Final = "/proc"
 CGROUPS: Final = "/sys/fs/cgroup"
+CPU, MEMORY = "cpu", "memory"
+"""Controllers of cgroups."""
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 """In which /proc/<pid>/stat counts time."""
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -68,13 +70,8 @@ def stat(process: int | str, proc: str = PROC) -> list[bytes]:
     return read(f"{proc}/{process}/stat").rpartition(b")")[2].split()
 
 
-def memory_cgroups(proc: Path = Path(PROC), cgroups: Path = Path(CGROUPS)) -> Iterator[tuple[Path, int]]:
-    """`cgroups_of` memory."""
-    return cgroups_of("memory", proc, cgroups)
-
-
 def cgroups_of(controller: str, proc: Path = Path(PROC), cgroups: Path = Path(CGROUPS)) -> Iterator[tuple[Path, int]]:
-    """The folder of this process's cgroup of a controller (`memory`, `cpu`) and of each above it, as far as they are
+    """The folder of this process's cgroup of a controller (CPU, MEMORY) and of each above it, as far as they are
     seen from here, with the version of cgroups, 1 or 2."""
     for line in read_whole(proc / "self" / "cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]

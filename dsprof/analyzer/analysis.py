@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -176,7 +177,7 @@ class Analysis:
         slowest = [] if self.slowest_rank is None else [self.slowest_rank]
         return list(dict.fromkeys([*slowest, *named]))
 
-    @property
+    @cached_property
     def step_to_show(self) -> tuple[int | None, str]:
         """A step that is worth a look, and why it: where the run broke, else a typical one. None: there is none."""
         broken = any(ends_run(finding.code) for finding in self.findings)

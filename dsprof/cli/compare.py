@@ -72,15 +72,14 @@ def command(
         fail("--markdown and --json are both given: choose one", USAGE)
     if save is not None and save.exists() and not force:
         fail(f"{save} exists: name another file, or add --force to replace it", USAGE)
+    if before.resolve() == after.resolve():
+        fail(f"{before} is given twice: name two different runs, or folders of runs", USAGE)
     from dsprof.compare import NothingToCompare, compare
 
     try:
         a, b = measured(before), measured(after)
     except (RunError, NothingToCompare) as error:
         fail(error, UNREADABLE)
-    same = sorted({run.name for run in a} & {run.name for run in b})
-    if same and before.resolve() == after.resolve():
-        fail(f"{before} is given twice: name two different runs, or folders of runs", USAGE)
     comparison = compare(a, b, limit=limit, within=near, accepted=accepted)
     if save is not None:
         content = {BASELINE: [run.to_dict() for run in b]}
@@ -120,7 +119,7 @@ def measured(side: Path) -> list[MeasuredRun]:
 
 def _runs(side: Path) -> list[RunFolder]:
     """The run that is named, those of the folder, or of the pattern, which the shell may have left alone."""
-    if side.exists() or not set("*?[") & set(str(side)):
+    if side.exists() or not glob.has_magic(str(side)):
         return find_runs(side)
     places = [Path(place) for place in sorted(glob.glob(str(side))) if Path(place).is_dir()]
     if not places:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import os
 import platform
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dsprof.names import new_run_id
 from dsprof.permissions import make_named_folder
 from dsprof.redact import redact_words
-from dsprof.run import DEFAULT_PARENT, RunError, RunFolder, RunInfo
+from dsprof.run import DEFAULT_PARENT, RunError, RunFolder, RunInfo, now
 
 from .loaded_run import Run
 
@@ -103,7 +102,7 @@ class profile:
         make_named_folder(folder.path)
         info = RunInfo(
             id=folder.path.name, name=self.name, command=redact_words([sys.argv[0] or "python", *sys.argv[1:]]),
-            cwd=os.getcwd(), started=_now(), world_size=ranks, level=self.level, versions=_versions(),
+            cwd=os.getcwd(), started=now(), world_size=ranks, level=self.level, versions=_versions(),
         )  # fmt: skip
         folder.write_info(info)
         return info
@@ -122,7 +121,7 @@ class profile:
             self._block.end()
             self._run.why = ""
             if self._info is not None:
-                self._info.ended = _now()
+                self._info.ended = now()
                 if kind is not None:
                     self._info.hints = [f"the block ended with {kind.__name__}"]
                 else:
@@ -133,10 +132,6 @@ class profile:
         finally:
             with suppress(Exception):
                 self._run.reload()
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 def _versions() -> dict[str, str]:

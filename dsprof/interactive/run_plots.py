@@ -25,13 +25,10 @@ class Plots:
         from dsprof.reports.sections.over_steps import one_step
         from dsprof.run import RunError
 
-        number, why = self._analysis.step_to_show
-        if step is not None:
-            number, why = step, ""
+        number, why = self._step(step)
         known = self._analysis.steps["step"]
-        if number is None or (step is not None and len(known) and step not in set(known)):
-            has = f"it has steps {int(known.min())} to {int(known.max())}" if len(known) else "it has no complete step"
-            raise RunError(f"step {step}: none of this run; {has}")
+        if step is not None and len(known) and step not in set(known):
+            raise RunError(f"step {step}: none of this run; it has steps {int(known.min())} to {int(known.max())}")
         return one_step(self._analysis, number, why, tuple(ranks))
 
     def pipeline(self, step: int | None = None) -> Any:
@@ -41,8 +38,8 @@ class Plots:
         from dsprof.reports import gantt
         from dsprof.run import RunError
 
-        number = self._analysis.step_to_show[0] if step is None else step
-        found = None if number is None else pipeline_step(self._analysis.trace, number)
+        number, _ = self._step(step)
+        found = pipeline_step(self._analysis.trace, number)
         if found is None:
             raise RunError(f"no action of a pipeline's schedule was recorded in step {number}")
         return gantt.pipeline(found)
@@ -81,6 +78,15 @@ class Plots:
     def devices(self) -> Any:
         """Clock, power, temperature and utilization of each rank's device over time."""
         return self._drawn("devices")
+
+    def _step(self, asked: int | None) -> tuple[int, str]:
+        """The step that is asked for, else the one that is worth a look, and why it is."""
+        from dsprof.run import RunError
+
+        number, why = self._analysis.step_to_show if asked is None else (asked, "")
+        if number is None:
+            raise RunError("nothing to draw: no step was begun")
+        return number, why
 
     def _need_steps(self) -> None:
         from dsprof.run import RunError

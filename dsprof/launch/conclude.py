@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import shutil
 import sys
@@ -17,7 +16,7 @@ from dsprof.atomic import write_atomically
 from dsprof.names import host_name
 from dsprof.permissions import make_folder
 from dsprof.redact import redact_text
-from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures
+from dsprof.run import RankExit, RunError, RunFolder, RunInfo, failures, now
 
 from .gather import Gathering
 from .oom import note_oom_kills
@@ -28,11 +27,6 @@ from .talk import Talk, shown
 FULL: Final = 64 << 10
 """A disk with fewer bytes free is full."""
 ENDED_BY_US: Final = f"the job ended with status {HUNG}: dsprof ended it, since it hung (--on-hang abort)"
-
-
-def now() -> str:
-    """UTC, for run.json."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ from dsprof.collectors.overrides.install import VARIABLE as OVERRIDES
 from dsprof.names import host_name, new_run_id
 from dsprof.ranges import parse_hang_timeout, parse_size
 from dsprof.redact import redact_data, redact_words
-from dsprof.run import RunFolder, RunInfo
+from dsprof.run import RunFolder, RunInfo, now
 from dsprof.settings import Settings
 
 from . import left_behind
 from .claim import claim
 from .commit import checked_out
-from .conclude import Conclusion, now
+from .conclude import Conclusion
 from .hints import launch_hints
 from .hosts import MEETING, Participation, take_part
 from .job import Job, LaunchError, home

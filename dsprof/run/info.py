@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, TypeVar
@@ -15,6 +16,11 @@ MOST_RANKS: Final = 1 << 20
 LARGEST_NUMBER: Final = 2**63
 
 Known = TypeVar("Known")
+
+
+def now() -> str:
+    """UTC, for run.json."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass

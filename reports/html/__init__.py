@@ -23,7 +23,7 @@ from dsprof.analyzer.analysis import Analysis
 
 from .. import wording
 from ..sections import report_of
-from ..sections.section import without_figures
+from ..sections.section import kind, without_figures
 
 HERE: Final = Path(__file__).parent
 
@@ -64,7 +64,7 @@ def template(name: str) -> jinja2.Template:
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
-    environment.filters["kind"] = lambda block: type(block).__name__.lower()
+    environment.filters["kind"] = kind
     environment.filters["unbroken"] = wording.unbroken
     return environment.get_template(name)
 

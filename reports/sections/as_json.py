@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from .section import Figure, Report
+from .section import Figure, Report, kind
 
 
 def report_json(report: Report) -> dict[str, Any]:
@@ -17,7 +17,7 @@ def report_json(report: Report) -> dict[str, Any]:
 def figure_json(figure: Figure) -> dict[str, Any]:
     """A figure with the words around it."""
     return {
-        "kind": "figure", "name": figure.name, "label": figure.label, "note": figure.note, "height": figure.height,
+        "kind": kind(figure), "name": figure.name, "label": figure.label, "note": figure.note, "height": figure.height,
         "figure": figure.plain(),
     }  # fmt: skip
 
@@ -26,8 +26,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Figure):
         return figure_json(value)
     if is_dataclass(value):
-        kind = type(value).__name__.lower()
-        return {"kind": kind, **{one.name: _plain(getattr(value, one.name)) for one in fields(value)}}
+        return {"kind": kind(value), **{one.name: _plain(getattr(value, one.name)) for one in fields(value)}}
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
     return value

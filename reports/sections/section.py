@@ -242,6 +242,11 @@ class Report:
                 if isinstance(block, Figure)}  # fmt: skip
 
 
+def kind(value: object) -> str:
+    """What a block is called in templates and in JSON."""
+    return type(value).__name__.lower()
+
+
 def flat(blocks: Sequence[Block]) -> list[Block]:
     """The blocks, and those that are folded in them."""
     return [
