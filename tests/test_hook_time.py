@@ -95,7 +95,15 @@ def test_the_time_of_our_threads_alone() -> None:
         for thread in threads:
             thread.join()
     assert ours > before
-    assert hook_time.side_thread_seconds(str(Path("/proc/self/task"))) <= ours, "those that have ended are gone"
+
+
+def test_threads_of_others_and_those_that_have_ended_are_not_counted(tmp_path: Path) -> None:
+    for task, name in (("1", "dsprof-x"), ("2", "other"), ("3", "dsprof-y")):
+        (tmp_path / task).mkdir()
+        (tmp_path / task / "comm").write_text(f"{name}\n")
+        (tmp_path / task / "schedstat").write_text(f"{task}000000000 5 7\n")
+    (tmp_path / "4").mkdir()  # it ended after the folder was listed
+    assert hook_time.side_thread_seconds(str(tmp_path)) == 1.0 + 3.0
 
 
 def test_the_helper_times_its_hooks_while_it_is_told_to(tmp_path: Path) -> None:

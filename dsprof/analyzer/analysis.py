@@ -194,13 +194,17 @@ class Analysis:
         return int(self.steps.loc[self.steps["ordinary"].astype(bool), "step"].nunique())
 
     @property
+    def steps_looked_at(self) -> int:
+        """How many steps there are after warm-up; 1 without one."""
+        return max(self.step_count - warm_up(self.step_count), 1)
+
+    @property
     def whole_step_ms(self) -> float | None:
         """Mean of all steps after warm-up: that of ordinary steps, and what irregular ones take beyond it, shared out
         over all of them; None without a complete step."""
         if self.step_ms is None:
             return None
-        looked_at = max(self.step_count - warm_up(self.step_count), 1)
-        return self.step_ms.mean + float(self.irregular["excess_ms"].sum()) / looked_at
+        return self.step_ms.mean + float(self.irregular["excess_ms"].sum()) / self.steps_looked_at
 
     @property
     def delays(self) -> pd.DataFrame | None:

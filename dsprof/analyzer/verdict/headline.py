@@ -20,7 +20,7 @@ from dsprof.trace import concat_rows
 
 from ..align.steps import early_ends
 from ..analysis import Analysis, Verdict
-from ..budget.irregular import ENOUGH_STEPS, FEWEST_JUDGED, warm_up
+from ..budget.irregular import ENOUGH_STEPS, FEWEST_JUDGED
 from ..budget.label import PHASE_PART
 from ..budget.parts import TRAINING
 from ..finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Finding
@@ -225,8 +225,7 @@ def _lost(analysis: Analysis) -> dict[str, float]:
     step = analysis.step_ms
     assert step is not None
     lost = {part: analysis.budget.get(part, 0.0) / step.mean for part in BUDGET_PARTS if part not in TRAINING}
-    looked_at = max(analysis.step_count - warm_up(analysis.step_count), 1)
-    whole_ms = (analysis.whole_step_ms or step.mean) * looked_at
+    whole_ms = (analysis.whole_step_ms or step.mean) * analysis.steps_looked_at
     for kind, excess_ms in analysis.irregular.groupby("kind")["excess_ms"].sum().items():
         if kind in COSTS:
             lost[f"irregular {kind}"] = float(excess_ms) / whole_ms
