@@ -75,9 +75,7 @@ def test_the_entry_point_imports_nothing_but_tensorboard() -> None:
 
     def modules(statement: str) -> set[str]:
         code = f"import site; site.main(); import sys; {statement}; print(*sys.modules)"
-        done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, timeout=60, check=True,
-                              cwd=ROOT)  # fmt: skip
-        return set(done.stdout.split())
+        return set(subprocess.check_output([sys.executable, "-S", "-c", code], text=True, timeout=60, cwd=ROOT).split())
 
     # What the interpreter loads by itself (finders of editable installations among it) is no cost of ours.
     added = modules(f"import {module} as m; m.{name}") - modules("pass")
