@@ -295,8 +295,8 @@ class _UnequalSampler(_CountingSampler):
         self._row, self._mine, self._drops = sum(shares), _part(shares, rank), drop_last
 
     def __len__(self) -> int:
-        rows = self.total_size // self._row if self._drops else -(-self.total_size // self._row)
-        return rows * (self._mine.stop - self._mine.start)
+        rows: int = self.total_size // self._row if self._drops else -(-self.total_size // self._row)
+        return rows * len(range(self._row)[self._mine])
 
     def __iter__(self) -> Iterator[Any]:
         start, self.skip = self.skip, 0
@@ -326,8 +326,8 @@ class _Rows(IterableDataset[Any]):
             yield from row[self._mine]
 
     def __len__(self) -> int:
-        mine = self._mine.stop - self._mine.start
-        return len(self._samples) // self._row * mine  # type: ignore[arg-type]
+        rows: int = len(self._samples) // self._row  # type: ignore[arg-type]
+        return rows * len(range(self._row)[self._mine])
 
 
 def _part(shares: Sequence[int], rank: int) -> slice:

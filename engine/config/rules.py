@@ -14,7 +14,7 @@ from typing import Final
 from dsprof.words import either, joined
 
 from .config import Config
-from .heterogeneous import replica_speeds
+from .heterogeneous import Speed, replica_speeds
 from .model import Section
 from .zero import AioConfig
 
@@ -312,11 +312,14 @@ def speeds_of_ranks(config: Config, world_size: int) -> Iterator[Remark]:
         has = f"{len(speeds)} {'speed' if len(speeds) == 1 else 'speeds'}"
         ranks = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
         yield Remark(where, f'{has}, and the job has {ranks}; write one for each rank, or "measure"')
-    elif isinstance(speeds, tuple) and world_size % (stages * tensor) == 0:
-        if not any(replica_speeds(speeds, stages, tensor)):
-            yield Remark(where, "null in every data-parallel replica: none gets a sample; write numbers for one at least")
+    elif isinstance(speeds, tuple) and world_size % (stages * tensor) == 0 and not any(_paces(config, speeds)):
+        yield Remark(where, "null in every data-parallel replica: none gets a sample; write numbers for one at least")
     if speeds is not None and stages * data_parallel_ranks(config, world_size) == 1:
         yield Remark(where, "has no effect; there is one data-parallel rank, and one stage", error=False)
+
+
+def _paces(config: Config, speeds: Sequence[Speed]) -> list[float]:
+    return replica_speeds(speeds, config.pipeline.stages, config.tensor_parallel.size)
 
 
 def share_of_a_sample(config: Config) -> Iterator[Remark]:
@@ -324,15 +327,16 @@ def share_of_a_sample(config: Config) -> Iterator[Remark]:
     speeds = config.heterogeneous.speeds
     if not isinstance(speeds, tuple):
         return
-    paces = replica_speeds(speeds, config.pipeline.stages, config.tensor_parallel.size)
+    paces = _paces(config, speeds)
     found = config.shares(len(speeds))
     for replica in (at for at, pace in enumerate(paces) if pace and not found[at]):
-        least = math.ceil(sum(paces) / min(pace for pace in paces if pace))
+        least = math.ceil(sum(paces) / min(filter(None, paces)))
+        part = sum(found) * paces[replica] / sum(paces)
         yield Remark(
             "heterogeneous.speeds",
-            f"data-parallel replica {replica} would get {sum(found) * paces[replica] / sum(paces):.2g} of the "
-            f"{sum(found)} samples of a micro-batch, less than one; write batch sizes with {least} samples or more in a "
-            "micro-batch of all replicas, or null for its ranks, which then get none",
+            f"data-parallel replica {replica} would get {part:.2g} of the {sum(found)} samples of a micro-batch, less "
+            f"than one; write batch sizes with {least} samples or more in a micro-batch of all replicas, or null for "
+            "its ranks, which then get none",
         )
         return
 

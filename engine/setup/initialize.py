@@ -38,6 +38,7 @@ from ..zero import Comms, Zero
 from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
 from . import arguments
+from .measure_speed import with_measured_speeds
 from .parallelize import arrange, shard_layers, share_parameters, stages_of
 from .sync import broadcast_model, check_same_config, check_same_model
 
@@ -94,6 +95,9 @@ def initialize(
         if settings.dump_state:
             print(settings.model_dump_json(indent=2))
         warn_untried(device, world_size)
+    if settings.heterogeneous.speeds == "measure":
+        data = training_data if training_data is not None else train_dataloader
+        settings = with_measured_speeds(model, settings, mesh, device, example, data, collate_fn)
     shares = settings.shares(world_size)
     settings = settings.model_copy(update={"train_micro_batch_size_per_gpu": shares[mesh.dp_rank]})
     own = {"optimizer": optimizer, "scheduler": lr_scheduler}
@@ -298,8 +302,8 @@ def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any, shares: list
     if isinstance(data, DataLoader):  # made by the script, which is then responsible for the split over the ranks
         if len(set(shares)) > 1 and mine and data.batch_size not in (None, mine):
             raise ValueError(
-                f"initialize: training_data gives batches of {data.batch_size} samples, and by heterogeneous.speeds this "
-                f"rank gets {mine}: pass the data set, or a DataLoader of that batch_size with this rank's samples"
+                f"initialize: training_data gives batches of {data.batch_size} samples, and by heterogeneous.speeds "
+                f"this rank gets {mine}: pass the data set, or a DataLoader of that batch_size with this rank's samples"
             )
         return data
     return ShardedLoader(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from config_coverage import alive
 from models import Numbers
 from ranks import Ranks
@@ -211,6 +215,120 @@ def test_replicas_of_stages_and_parts() -> None:
     assert replica_speeds([1, None, 2, 4], 2, 1) == [1, 0]
 
 
+# --- layers
+
+
+def stages(rank: int, speeds: Any, method: Any = "uniform") -> list[int]:
+    config = configuration(speeds, 6, pipeline={"stages": 2, "partition_method": method})
+    engine = quiet_initialize(model=module(), config=config, training_data=Points())
+    bounds = engine.module.bounds
+    engine.destroy()
+    assert isinstance(bounds, list)
+    return bounds
+
+
+def test_a_faster_stage_has_more_layers(ranks: Ranks) -> None:
+    assert ranks.run(2, stages, [1, 2]) == [[0, 2, 6]] * 2
+    assert ranks.run(2, stages, [2, 1]) == [[0, 4, 6]] * 2
+    assert ranks.run(2, stages, [2, 1], [0, 1, 6]) == [[0, 1, 6]] * 2  # as it was asked for
+    assert ranks.run(4, stages, [1, 2, 2, 4]) == [[0, 2, 6]] * 4
+
+
+# --- speeds that are measured
+
+
+class Sleepy(nn.Module):
+    """Takes 4 ms for a sample on rank 0, and twice as long on rank 1; it has statistics and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.1)).double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        time.sleep(0.004 * (1 + dist.get_rank()) * len(x))
+        return nn.functional.mse_loss(self.layers(x), y)
+
+
+def measure(rank: int, speeds: Any) -> tuple[int, bool, float, str]:
+    """This rank's share; whether the model is as it was, and the next random number; what was written to the log."""
+    model = Sleepy()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(5)
+    with contextlib.redirect_stderr(io.StringIO()) as log:
+        engine = quiet_initialize(model=model, config=configuration(speeds, 6), training_data=Points())
+    number = torch.rand(1).item()
+    same = all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    share = engine.train_micro_batch_size_per_gpu()
+    engine.destroy()
+    return share, same, number, log.getvalue()
+
+
+def test_speeds_are_measured_on_the_job_s_own_model(ranks: Ranks) -> None:
+    found = ranks.run(2, measure, "measure")
+    torch.manual_seed(5)
+    expected = torch.rand(1).item()
+    assert [(share, same, number) for share, same, number, _ in found] == [(4, True, expected), (2, True, expected)]
+    log, silent = found[0][3], found[1][3]
+    assert silent == ""
+    assert log.startswith("heterogeneous: forward and backward took ")
+    assert "so their speeds are [1.0, 0." in log
+    assert log.endswith("of a micro-batch the data-parallel replicas get [4, 2] samples\n")
+
+
+class SleepyLayer(nn.Linear):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds * (1 + dist.get_rank()))
+        return super().forward(x)
+
+
+def measured_stages(rank: int) -> tuple[list[int], Any]:
+    specs = [LayerSpec(SleepyLayer, seconds) for seconds in (0.04, 0.01, 0.01, 0.01, 0.01, 0.01)]
+    model = PipelineModule(specs, loss_fn=nn.functional.mse_loss, seed_layers=True)
+    config = configuration("measure", 2, pipeline={"stages": 2})
+    with contextlib.redirect_stderr(io.StringIO()):
+        engine = quiet_initialize(model=model, config=config, training_data=Points())
+    bounds, speeds = engine.module.bounds, engine.config.heterogeneous.speeds
+    engine.destroy()
+    return bounds, speeds
+
+
+def test_stages_follow_measured_speeds_and_measured_layers(ranks: Ranks) -> None:
+    """By parameters the first stage would get four layers of six; the first takes as long as four others."""
+    (bounds, speeds), other = ranks.run(2, measured_stages)
+    assert (bounds, speeds) == other
+    assert bounds == [0, 3, 6]
+    assert speeds[0] == 1.0
+    assert speeds[1] == pytest.approx(0.5, abs=0.15)
+
+
+def unmeasured(rank: int, what: str) -> str:
+    model = Whole()
+    data: dict[str, Any] = {"fails": {"example": (torch.ones(2, WIDTH + 1), torch.ones(2))}, "nothing": {}}[what]
+    try:
+        quiet_initialize(model=model, config=configuration("measure", 6), **data)
+    except ConfigError as error:
+        return str(error)
+    return "taken"
+
+
+def test_what_cannot_be_measured(ranks: Ranks) -> None:
+    for said in ranks.run(2, unmeasured, "nothing"):
+        assert said == (
+            'heterogeneous.speeds: "measure" takes what to run the model on; pass training_data or example= to '
+            "initialize, or write the speeds of the ranks as a list"
+        )
+    for said in ranks.run(2, unmeasured, "fails"):
+        assert said.startswith('heterogeneous.speeds: "measure" could not run the model: PipelineError: measure: layer')
+        assert said.endswith(
+            "pass example= to initialize, what the model's forward takes, or write the speeds of the ranks as a list"
+        )
+
+
 # --- data
 
 
@@ -252,7 +370,8 @@ def test_the_data_go_on_behind_the_same_samples(dataset: Any) -> None:
     batches = iter(ShardedLoader(dataset, batch_size=2, rank=0, world_size=2, num_workers=0, shuffle=False))
     next(batches), next(batches)
     state = batches._loader.state_dict()  # type: ignore[attr-defined]
-    assert state is not None and state["samples"] == 8
+    assert state is not None
+    assert state["samples"] == 8
     fast = loaders(dataset, (1, 4))[1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -260,7 +379,8 @@ def test_the_data_go_on_behind_the_same_samples(dataset: Any) -> None:
         batches = iter(fast)
         assert next(batches).tolist() == [9, 10, 11, 12]
         state = fast.state_dict()
-        assert state is not None and state["samples"] == 13
+        assert state is not None
+        assert state["samples"] == 13
         equal.load_state_dict(state)
         assert next(iter(equal)).tolist() == [13, 14]
 
@@ -300,8 +420,9 @@ def test_a_checkpoint_goes_on_with_other_shares(ranks: Ranks, tmp_path: Path, be
         ([-1, 1], "-1 for rank 0 is not a number above 0"),
         ([float("nan"), 1], "NaN for rank 0 is not a number above 0"),
         (["fast", 1], '"fast" for rank 0 is not a number above 0'),
-        ([1, 20], "data-parallel replica 0 would get 0.38 of the 8 samples of a micro-batch, less than one; write batch "
-         "sizes with 21 samples or more in a micro-batch of all replicas, or null for its ranks, which then get none"),
+        ([1, 20], "data-parallel replica 0 would get 0.38 of the 8 samples of a micro-batch, less than one; "
+         "write batch sizes with 21 samples or more in a micro-batch of all replicas, or null for its ranks, which "
+         "then get none"),
         ([None, None], "null in every data-parallel replica: none gets a sample; write numbers for one at least"),
         ("mesure", '"mesure" is neither "measure" nor a list with the speed of each rank, such as [1, 2]'),
     ],
@@ -317,7 +438,7 @@ def test_one_bit_optimizers_are_refused_by_name() -> None:
     raw = {
         "train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "OneBitAdam"}, "heterogeneous": {"speeds": [1, 2]},
     }  # fmt: skip
-    with pytest.raises(ConfigError, match='optimizer.type: "OneBitAdam" compresses what each rank has'):
+    with pytest.raises(ConfigError, match='"OneBitAdam" compresses what each rank has'):
         load(raw, world_size=2)
 
 
