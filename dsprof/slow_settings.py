@@ -1,7 +1,7 @@
 """Settings of DeepSpeed's JSON that are valid and slow: what `dsprof doctor` warns of before a GPU hour is spent.
 
-Only keys that the file has are judged, and only by what the file says: whether a setting costs anything in a job is told
-by a run, and `dsprof whatif` predicts it. Sizes count elements, as DeepSpeed's do.
+Only keys that the file has are judged, and only by what the file says: whether a setting costs anything in a job is
+told by a run, and `dsprof whatif` predicts it. Sizes count elements, as DeepSpeed's do.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def test_a_bucket_that_was_given_in_bytes_or_too_small() -> None:
     """Of two or four bytes an element."""
     assert said({"stage": 2, "reduce_bucket_size": 20000}) == [
         "reduce_bucket_size: gradients are reduced 20,000 elements at a time, which are 78.1 KiB; it counts elements, "
-        "not bytes, and so small a message mostly waits for its latency; write 50,000,000, or remove it: the default is "
-        "500,000,000"
+        "not bytes, and so small a message mostly waits for its latency; write 50,000,000, or remove it: the default "
+        "is 500,000,000"
     ]
     (in_bf16,) = said({"stage": 1, "reduce_bucket_size": 20000}, bf16={"enabled": True})
     assert "which are 39.1 KiB" in in_bf16
