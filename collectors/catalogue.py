@@ -142,7 +142,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "stacks": Collector(
         "host.stack_samples", TROUBLE,
-        "where the training thread is, 20 times a second: by which lines of the script a late rank differs from others",
+        "where the training thread is, up to 25 times a second: in which lines a late rank differs from others",
     ),
     "host-sync": Collector(
         "devices.host_sync", DEVICES,
