@@ -269,6 +269,7 @@ def test_a_sweep_has_a_row_for_each_value() -> None:
     (([], [], ["ddp.bucket_cap_mb=-3"], []), "write a number"),
     (([], [], ["ddp.static_graph=true"], []),
      "not predicted yet; `dsprof fix RUN --set ddp.static_graph=true --verify` measures it"),
+    (([], [], ["env.HF_TOKEN=hunter2hunter2x"], []), "--set env.HF_TOKEN=[redacted]: what"),
     (([], [], [], ["ddp.bucket_cap_mb="]), "write KEY=VALUE,VALUE"),
     (([], [], [], ["ddp.bucket_cap_mb=1,x"]), "write a number"),
 ])  # fmt: skip

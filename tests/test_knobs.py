@@ -56,6 +56,7 @@ def test_a_value_is_read_as_its_knob_takes_it(word: str, key: str, value: object
         (["ddp.bucket_cap_mb"], "write KEY=VALUE"),
         (["=3"], "write KEY=VALUE"),
         (["gc.every=1", "gc.every=2"], "given twice, as 1 and as 2"),
+        (["env.HF_TOKEN=hunter2x1", "env.HF_TOKEN=hunter2x2"], "given twice, as [redacted] and as [redacted]"),
     ],
 )
 def test_what_cannot_be_says_what_to_write(words: list[str], says: str) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any, Final
 
+from dsprof.redact import redact_setting
 from dsprof.words import did_you_mean
 
 from . import ddp, fsdp2, host, json_config, loader, optimizer, pipelining, trainers
@@ -52,7 +53,8 @@ def parse_settings(words: Iterable[str]) -> dict[str, Any]:
             raise KnobError(f"--set {word}: write KEY=VALUE, such as ddp.bucket_cap_mb=50")
         value = find(key).read(text, key)
         if key in values and values[key] != value:
-            raise KnobError(f"--set {key}: given twice, as {values[key]} and as {value}")
+            both = (redact_setting(key, str(one)) for one in (values[key], value))
+            raise KnobError(f"--set {key}: given twice, as {' and as '.join(both)}")
         values[key] = str(text) if key.startswith("env.") else value
     return values
 
