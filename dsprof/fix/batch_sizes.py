@@ -20,7 +20,9 @@ def with_the_third(knobs: Mapping[str, Any], ran: Any) -> dict[str, Any]:
 
     Raises CannotEdit where there is no such value.
     """
-    sizes = {key: ran.get(key) for key in (ACCUMULATION, MICRO, TRAIN)} if isinstance(ran, Mapping) else {}
+    sizes: dict[str, Any] = (
+        {key: ran.get(key) for key in (ACCUMULATION, MICRO, TRAIN)} if isinstance(ran, Mapping) else {}
+    )
     left = [key for key in sizes if key not in knobs]
     if not left or len(left) == len(sizes) or not all(type(size) is int and size > 0 for size in sizes.values()):
         return dict(knobs)
