@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom on a run folder, are made of public names alone, and are kept without outputs."""
+"""The notebooks run from top to bottom on a run, are made of public names alone, and are kept without outputs."""
 
 from __future__ import annotations
 
