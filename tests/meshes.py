@@ -34,10 +34,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase begins, which lasts until all of `parts` are over."""
+    """A phase begins, which lasts until all of `parts` are over. inputs: elements that a forward is given."""
 
     name: str
     parts: tuple[Any, ...]
+    inputs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class _Rank:
                 self._todo += self._flat(part)
         self._at = 0
         self._now = 1000.0
-        self._open: list[tuple[str, float]] = []
+        self._open: list[tuple[str, float, int | None]] = []
         self.seen: list[Record] = []
         self._calls: dict[tuple[str, int], tuple[Call, float]] = {}
         self._later: dict[str, tuple[str, int]] = {}
@@ -163,7 +164,8 @@ class _Rank:
     def _flat(part: Any) -> list[Any]:
         if not isinstance(part, Phase):
             return [part]
-        return [("begin", part.name), *(one for inner in part.parts for one in _Rank._flat(inner)), ("end", part.name)]
+        inside = [one for inner in part.parts for one in _Rank._flat(inner)]
+        return [("begin", part.name, part.inputs), *inside, ("end", part.name)]
 
     @property
     def runs(self) -> bool:
@@ -199,10 +201,12 @@ class _Rank:
             elif isinstance(one, Wait):
                 self._blocked = self._later.pop(one.later)
             elif one[0] == "begin":
-                self._open.append((one[1], self._now))
+                self._open.append((one[1], self._now, one[2]))
             else:
-                name, begin = self._open.pop()
-                more = {"flags": Flag.GRAD} if name == "forward" else {}
+                name, begin, inputs = self._open.pop()
+                more: dict[str, Any] = {"flags": Flag.GRAD} if name == "forward" else {}
+                if inputs is not None:
+                    more["value"] = inputs
                 self.seen.append((Kind.PHASE, name, begin, self._now, more))
         return moved
 
