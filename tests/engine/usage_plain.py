@@ -333,7 +333,7 @@ def _wrong(plain: Plain, number: int, action: Action, here: list[Outcome]) -> st
         plain.broken = True
         return None
     if plain.doubled and kind == "done" and action.name in ("step", "train_batch"):
-        # Each step is refused from now on, and when that is depends on what the refused ones left of their micro-batches.
+        # Each step is refused from now on; when that is depends on what refused ones left of their micro-batches.
         took = action.name == "train_batch" or here[0].value is not None
         return "a step was taken with an optimizer that has a parameter twice" if took else None
     expected: Any = None
