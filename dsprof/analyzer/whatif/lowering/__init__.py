@@ -13,5 +13,6 @@ from __future__ import annotations
 
 from .lower import Lower
 from .program import MeasuredPlan, NotLowered, measured_plan
+from .recipe import Stages
 
-__all__ = ["Lower", "MeasuredPlan", "NotLowered", "measured_plan"]
+__all__ = ["Lower", "MeasuredPlan", "NotLowered", "Stages", "measured_plan"]

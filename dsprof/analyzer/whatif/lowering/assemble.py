@@ -13,13 +13,15 @@ from dsprof.engine.schedule import Action, Plan
 from ...arrays import Float, Int
 from ...graph.step_graph import PARTS, Costs, Edges, Steps, Structure, Task
 from ..edit import GONE, Recut
-from .messages import Habits, habits, receiving
-from .program import MESSAGE, MeasuredPlan, NotLowered, Pipeline, need_elsewhere
+from .messages import Habits, Posted, habits
+from .program import MESSAGE, MeasuredPlan, Pipeline, need_elsewhere
 from .recipe import Piece, Recipe, Stages, source_microbatch, source_stage
 
 COMPUTED: Final = tuple(PARTS.index(part) for part in ("compute", "sharding"))
 """What of a segment takes another time in a stage that has other layers."""
 NO_SOURCE: Final = -1
+
+NO_ACTION: Final = Action("", -1, -1)
 
 Key = tuple[int, Action] | None
 """Of which action of which pipeline a copy is; None: of a prologue or an epilogue."""
@@ -44,13 +46,14 @@ class _Assembly:
     def __init__(self, structure: Structure, measured: MeasuredPlan, plan: Plan, stages: Stages) -> None:
         self._old, self._measured, self._plan, self._stages = structure, measured, plan, stages
         self._habits: Habits = habits(structure, measured)
+        self._posted: Posted = {} if self._habits.posted is None else self._habits.posted(plan)
         # Of each new segment.
         self._source: list[int] = []
         self._factor: list[float] = []
         self._key: list[Key] = []
         self._carried: list[str] = []
         self._thread: list[int] = []
-        self._action: list[tuple[str, int, int]] = []
+        self._action: list[Action] = []
         self._copies: dict[int, list[int]] = defaultdict(list)
         # Of each new task.
         self._tasks: list[Task] = []
@@ -78,7 +81,13 @@ class _Assembly:
     # --- segments
 
     def _append(
-        self, segments: range, thread: int, key: Key = None, factor: float = 1.0, carried: str = "all", acts: bool = False
+        self,
+        segments: range,
+        thread: int,
+        key: Key = None,
+        factor: float = 1.0,
+        carried: str = "all",
+        acts: bool = False,
     ) -> None:
         for segment in segments:
             self._copies[segment].append(len(self._source))
@@ -87,7 +96,7 @@ class _Assembly:
             self._key.append(key)
             self._carried.append(carried)
             self._thread.append(thread)
-            self._action.append(("", -1, -1) if not acts or key is None else tuple(key[1]))
+            self._action.append(key[1] if acts and key is not None else NO_ACTION)
 
     def _actions(self, which: int, rank: int, pipeline: Pipeline, thread: int) -> None:
         recipe = Recipe(self._old, pipeline, rank, self._plan, self._stages)
@@ -134,8 +143,9 @@ class _Assembly:
                     made[task, key] = self._new_task(old.tasks[task], task, (self._thread[copy], copy))
                     instances[task].append(key)
                 self._edges.append((0, copy, 1, made[task, key]))
+        issued = set(old.issues[:, 1].tolist())
         for task in range(len(old.tasks)):
-            if task not in gone and task not in instances and task not in set(old.issues[:, 1].tolist()):
+            if task not in gone and task not in issued:
                 made[task, None] = self._new_task(old.tasks[task], task, (old.threads, task))
                 instances[task].append(None)
         for task, segment in old.waits.tolist():
@@ -174,20 +184,21 @@ class _Assembly:
         """What actions of one rank need of another's, posted and waited for as the measured ones were."""
         plan, pipeline = self._plan, self._measured.pipelines[which]
         for rank, actions in enumerate(plan.actions):
-            turns = {op: receiving(plan, actions, op) for op in "FB"}
             program = pipeline.programs[rank]
-            start = program.thread, program.start < program.blocks[0].first
-            for at, action in enumerate(actions):
+            ends = [self._placed[which, action].sends for action in actions]
+            begins = self._placed[which, actions[0]].first if program.start < program.blocks[0].first else 0
+            for action in actions:
                 need = need_elsewhere(plan, action)
                 if need is None:
                     continue
                 sent, here = self._placed[which, need], self._placed[which, action]
-                post = self._posted(which, actions, turns[action.op], at, start)
+                turn = self._posted.get(action, 0)
+                post = ends[turn - 1] if turn else begins - 1
                 following = self._following(need)
                 for source, task in self._message_sources(which, need, action):
                     number = self._new_task(task, source, (self._thread[sent.sends], sent.sends))
                     self._edges.append((0, sent.sends, 1, number))
-                    if post >= 0:
+                    if post >= 0 and self._posted:
                         self._edges.append((0, post, 1, number))
                     self._edges.append((1, number, 0, here.waits))
                     if following is not None and (need.op, following.op) in self._habits.waits_for_send:
@@ -197,21 +208,6 @@ class _Assembly:
         actions = self._plan.actions[self._plan.owner(action.stage)]
         at = actions.index(action) + 1
         return actions[at] if at < len(actions) else None
-
-    def _posted(
-        self, which: int, actions: tuple[Action, ...], turns: list[Action], at: int, start: tuple[int, bool]
-    ) -> int:
-        """The segment at whose end the receive of an action is posted; -1: with the step."""
-        thread, has_prologue = start
-        early = self._habits.early.get(actions[at].op, 0)
-        turn = turns.index(actions[at])
-        before = at - 1  # in its own turn: after the action before
-        if early:
-            before = actions.index(turns[turn - early - 1]) if turn > early else -1
-        if before >= 0:
-            return self._placed[which, actions[before]].sends
-        first = self._placed[which, actions[0]].first
-        return first - 1 if has_prologue else -1
 
     def _message_sources(self, which: int, need: Action, action: Action) -> list[tuple[int, Task]]:
         """The measured messages that one is like, and what it then is."""
@@ -280,6 +276,3 @@ def _taken(of_tasks: Float, source: Int) -> Float:
     known = source != NO_SOURCE
     found[known] = of_tasks[source[known]]
     return found
-
-
-__all__ = ["NotLowered", "assemble"]

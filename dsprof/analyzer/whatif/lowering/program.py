@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
@@ -131,9 +131,8 @@ def _actions(structure: Structure, thread: int) -> list[_Acted]:
         if op not in COMPUTE:
             continue
         stage, microbatch = structure.place[segment].tolist()
-        last = found[-1] if found else None
-        if last is not None and last.ends == segment and (last.op, last.stage, last.microbatch) == (op, stage, microbatch):
-            found[-1] = _Acted(op, stage, microbatch, last.begins, segment + 1)
+        if found and found[-1] == replace(found[-1], op=op, stage=stage, microbatch=microbatch, ends=segment):
+            found[-1] = replace(found[-1], ends=segment + 1)
         else:
             found.append(_Acted(op, stage, microbatch, segment, segment + 1))
     return found
@@ -141,34 +140,34 @@ def _actions(structure: Structure, thread: int) -> list[_Acted]:
 
 @dataclass(frozen=True)
 class _Sent:
-    """A message: the segments at whose ends it is sent, and its receive posted."""
+    """A message: the segment at whose end it is sent, and the thread that receives it."""
 
     task: int
-    sender: int
+    segment: int
     receiver: int
 
 
 def _senders(structure: Structure) -> list[_Sent]:
-    """Messages that were seen at both ends. The receiver is the one that waits for it in the first place: a sender may
+    """Messages of which it is known who sent and who received them. The receiver waits for a message. Its sender may
     wait for it too, and then the lane says who is who (`0 2>3`: from rank 2 to rank 3)."""
-    issued: dict[int, list[int]] = defaultdict(list)
+    issued: dict[int, dict[int, int]] = defaultdict(dict)
     for segment, task in structure.issues.tolist():
         if is_message(structure.tasks[task]):
-            issued[task].append(segment)
+            issued[task][int(structure.thread[segment])] = segment
     waiting: dict[int, set[int]] = defaultdict(set)
     for task, segment in structure.waits.tolist():
         waiting[task].add(int(structure.thread[segment]))
     found = []
     for task, segments in sorted(issued.items()):
-        if len(segments) != 2:
+        ends = sorted({*segments, *waiting[task]})
+        if len(ends) != 2:
             continue
-        segments.sort(key=lambda segment: int(structure.thread[segment]))
-        low, high = segments
-        who = waiting[task]
-        up = _goes_up(structure.tasks[task].lane)
-        if len(who) == 1:
-            up = int(structure.thread[high]) in who
-        found.append(_Sent(task, low, high) if up else _Sent(task, high, low))
+        low, high = ends
+        waits = waiting[task]
+        up = high in waits if len(waits) == 1 else _goes_up(structure.tasks[task].lane)
+        sender, receiver = (low, high) if up else (high, low)
+        if sender in segments:
+            found.append(_Sent(task, segments[sender], receiver))
     return found
 
 
@@ -189,7 +188,7 @@ def _connected(structure: Structure, acting: Sequence[int], sent: Sequence[_Sent
         return thread
 
     for one in sent:
-        a, b = (find(int(structure.thread[segment])) for segment in (one.sender, one.receiver))
+        a, b = find(int(structure.thread[one.segment])), find(one.receiver)
         leader[max(a, b)] = min(a, b)
     together: dict[int, list[int]] = defaultdict(list)
     for thread in acting:
@@ -207,8 +206,9 @@ def _pipeline(
         tuple(Action(one.op, one.stage, number[one.microbatch]) for one in raw[thread]) for thread in order
     )  # fmt: skip
     plan = _whole_plan(actions, len(numbers))
-    mine = [one for one in sent if int(structure.thread[one.sender]) in threads]
-    programs, carried = [], {}
+    mine = [one for one in sent if int(structure.thread[one.segment]) in threads]
+    programs = []
+    carried: dict[tuple[Action, int], tuple[int, ...]] = {}
     for position, thread in enumerate(order):
         program, made = _program(structure, plan, position, thread, order, raw[thread], mine)
         programs.append(program)
@@ -252,10 +252,10 @@ def _program(
     carried: dict[tuple[Action, int], list[int]] = defaultdict(list)
     stop = list(ends)
     for one in sent:
-        if structure.thread[one.sender] != thread:
+        if structure.thread[one.segment] != thread:
             continue
-        to = order.index(int(structure.thread[one.receiver]))
-        made = int(np.searchsorted(ends, one.sender, "right")) - 1
+        to = order.index(one.receiver)
+        made = int(np.searchsorted(ends, one.segment + 1, "right")) - 1
         while made >= 0 and _needed_by(plan, actions[made], to) is None:
             made -= 1
         if made < 0:
@@ -264,15 +264,15 @@ def _program(
         assert needed is not None
         carried[actions[made], needed].append(one.task)
         following = acted[made + 1].begins if made + 1 < len(acted) else mine.stop
-        if one.sender < following:
-            stop[made] = max(stop[made], one.sender + 1)
-    received = {one.task for one in sent if structure.thread[one.receiver] == thread}
+        if one.segment < following:
+            stop[made] = max(stop[made], one.segment + 1)
+    received = {one.task for one in sent if one.receiver == thread}
     awaited = {segment for task, segment in structure.waits.tolist() if task in received}
     blocks = []
-    for i, (one, action) in enumerate(zip(acted, actions, strict=True)):
+    for i, (done, action) in enumerate(zip(acted, actions, strict=True)):
         first = stop[i - 1] if i else mine.start
-        waits = next((segment for segment in range(first, one.begins) if segment in awaited), one.begins)
-        blocks.append(Block(action, first if i else waits, waits, one.begins, one.ends, stop[i]))
+        waits = next((segment for segment in range(first, done.begins) if segment in awaited), done.begins)
+        blocks.append(Block(action, first if i else waits, waits, done.begins, done.ends, stop[i]))
     return (
         RankProgram(thread, mine.start, mine.stop, tuple(blocks)),
         {key: tuple(tasks) for key, tasks in carried.items()},
