@@ -86,7 +86,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "tensor-parallelism": Collector(
         "communication.tensor_parallel", COMMUNICATION, "which groups are for tensor parallelism",
-        judges=("comm.exposed", "comm.small-messages"),
+        judges=("comm.exposed", "comm.small-messages", "comm.volume"),
     ),
     "deepspeed": Collector(
         "frameworks.deepspeed", FRAMEWORKS, "DeepSpeed's engine: what it reduces, gathers and updates",
@@ -142,7 +142,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "stacks": Collector(
         "host.stack_samples", TROUBLE,
-        "where the training thread is, 20 times a second: by which lines of the script a late rank differs from others",
+        "where the training thread is, up to 25 times a second: in which lines a late rank differs from others",
     ),
     "host-sync": Collector(
         "devices.host_sync", DEVICES,

@@ -38,7 +38,7 @@ def test_a_healthy_job_has_nothing_above_info() -> None:
     assert set(analysis.passed) == {
         "rank.straggler", "data.stall", "data.imbalance", "pause.gc", "comm.small-messages", "comm.exposed",
         "eval.uneven", "checkpoint.stall", "pause.stop", "run.hang", "run.desync", "comm.redundant-reduce",
-        "comm.buffers", "compute.optimizer", "compute.recompile",
+        "comm.buffers", "comm.volume", "compute.optimizer", "compute.recompile",
     }  # fmt: skip
     assert analysis.not_judged == {"run.rank-died": "no launcher recorded how the ranks ended"}
 

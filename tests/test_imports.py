@@ -51,6 +51,7 @@ LAYERS: Final = {
     "interactive": ("dsprof.interactive",),
     "cli": (
         "dsprof.__main__", "dsprof.cli", "dsprof.doctor", "dsprof.launch", "dsprof.machine", "dsprof.settings",
+        "dsprof.slow_settings",
     ),
     "collectors": ("dsprof.collectors",),
     "engine": ("dsprof.engine",),
@@ -111,6 +112,8 @@ EXCEPTIONS: Final = {
     "dsprof.cli.live": {"dsprof.collectors.capture.scratch"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
+    "dsprof.slow_settings": {"dsprof.engine.config"},
+    "dsprof.fix.batch_sizes": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
     "dsprof.settings": {"dsprof.collectors.catalogue"},
     "dsprof.machine": {

@@ -18,6 +18,7 @@ from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.data.data_stall import supply
 from dsprof.analyzer.study import Study
+from dsprof.redact import redact_words
 
 from .knob import KnobError
 from .registry import typed
@@ -89,8 +90,9 @@ def turned(key: str, value: Any, run: str) -> Turned:
     change = CHANGES.get(key)
     setting = f"{key}={typed(key, value)}"
     if change is None:
+        shown = redact_words([setting])[0]
         raise KnobError(
-            f"--set {setting}: what {key} saves is not predicted yet; `dsprof fix {run} --set {setting} --verify` "
+            f"--set {shown}: what {key} saves is not predicted yet; `dsprof fix {run} --set {shown} --verify` "
             f"measures it (predicted are {', '.join(CHANGES)})"
         )
     return Turned(setting, lambda study: change(study, value))

@@ -17,7 +17,7 @@ from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...price.contention import freed_ms, kept_of_overlap
 from ...price.gains import beside_other_work, mean_gain
-from ...study import Study
+from ...study import Study, once
 from ...text import count, ms, size
 from ...whatif import WhatIf
 from ...whatif.rebucket import Rebucket, reduced_in_backwards
@@ -50,15 +50,29 @@ def bucket_size(study: Study, domain: Domain) -> list[Finding]:
     comm.small-messages or comm.exposed. Raises NotJudged where buckets are no knob of this job.
     """
     waited = waited_ms(study, domain)
-    cut = _gradients(study, domain)
-    best = _best(cut, _rebucketings(study, cut))
-    if best is not None and best.gain.ms < LEAST_SHARE * study.step_ms:
-        best = None
+    cut, best = best_division(study, domain)
     if best is not None and best.in_all < cut.in_all:
         return [_small(study, cut, best)]
     if best is None and waited < LEAST_SHARE * study.step_ms:
         return []
     return [_exposed(study, cut, best, waited)]
+
+
+def best_division(study: Study, domain: Domain) -> tuple[_Cut, Rebucketed | None]:
+    """How a dimension's gradients are reduced, and the bucket size that gains most; None: none gains anything. Raises
+    NotJudged where buckets are no knob of this job."""
+    known = _divisions(study)
+    if domain not in known:
+        cut = _gradients(study, domain)
+        best = _best(cut, _rebucketings(study, cut))
+        known[domain] = cut, best if best is not None and best.gain.ms >= LEAST_SHARE * study.step_ms else None
+    return known[domain]
+
+
+@once
+def _divisions(study: Study) -> dict[Domain, tuple[_Cut, Rebucketed | None]]:
+    """What was found of each dimension that was asked about."""
+    return {}
 
 
 def _best(cut: _Cut, tried: list[Rebucketed]) -> Rebucketed | None:

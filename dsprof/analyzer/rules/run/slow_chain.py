@@ -16,7 +16,7 @@ from ...study import Study, once
 from ...whatif.work import Change
 from ..base import LEAST_SHARE, MOST_LISTED, listed
 from ..compute.recompile import compiling
-from ..data.routed_tokens import explained_by_tokens
+from ..data.experts import explained_by_tokens
 from ..data.unequal_input import explained_by_input
 from .late import late_ones, lateness, typical
 
