@@ -96,7 +96,10 @@ EXCEPTIONS: Final = {
     "dsprof.analyzer.rules.missing_collectors": {"dsprof.collectors.catalogue"},
     "dsprof.knobs": {"dsprof.collectors.overrides.pipelining", "dsprof.engine.config"},
     "dsprof.analyzer": {
-        "dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config", "dsprof.engine.precision.gain",
+        "dsprof.engine.schedule",
+        "dsprof.engine.partition",
+        "dsprof.engine.config",
+        "dsprof.engine.precision.gain",
     },
     "dsprof.launch": {
         "dsprof.collectors.capture.copier",

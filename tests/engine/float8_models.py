@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from dsprof.engine.precision import linear
+from dsprof.engine.precision import linear as module
 from dsprof.engine.precision.gain import divides
 from dsprof.engine.precision.linear import Arithmetic
 
@@ -29,6 +29,7 @@ class Counter:
 @contextlib.contextmanager
 def counted() -> Iterator[Counter]:
     """Counts matrix products in float8, emulated ones too."""
+    linear: Any = module
     counter, known = Counter(), linear.product
 
     def product(*args: Any, **kwargs: Any) -> Tensor:
@@ -56,7 +57,7 @@ def in_float8(model: nn.Module, by: Arithmetic, parts: int = 1) -> Iterator[None
         by_inputs = name.rpartition(".")[2] in ("out", "down")
         return divides(k // parts, n) if by_inputs else divides(k, n // parts)
 
-    undo = linear.install(model, by, takes)
+    undo = module.install(model, by, takes)
     try:
         yield
     finally:
