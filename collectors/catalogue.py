@@ -89,7 +89,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "tensor-parallelism": Collector(
         "communication.tensor_parallel", COMMUNICATION, "which groups are for tensor parallelism",
-        judges=("comm.exposed", "comm.small-messages"),
+        judges=("comm.exposed", "comm.large-bucket", "comm.small-messages", "comm.volume"),
     ),
     "deepspeed": Collector(
         "frameworks.deepspeed", FRAMEWORKS, "DeepSpeed's engine: what it reduces, gathers and updates",

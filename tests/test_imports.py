@@ -110,6 +110,7 @@ EXCEPTIONS: Final = {
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
     "dsprof.slow_settings": {"dsprof.engine.config"},
+    "dsprof.fix.batch_sizes": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
     "dsprof.settings": {"dsprof.collectors.catalogue"},
     "dsprof.machine": {

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
 from .debugging import CommsLoggerConfig, CsvMonitorConfig, FlopsProfilerConfig, TensorBoardConfig
+from .heterogeneous import HeterogeneousConfig, divide, replica_speeds
 from .model import TO_BE_SOLVED, DataType, Number, Section, Whole
 from .optimizer import OptimizerConfig
 from .parallel import PipelineConfig, TensorParallelConfig
@@ -185,12 +186,25 @@ class Config(Section):
     pipeline: PipelineConfig = PipelineConfig()
     """Layers divided into stages."""
 
+    heterogeneous: HeterogeneousConfig = HeterogeneousConfig()
+    """Ranks of unequal speed."""
+
     _warnings: list[str] = PrivateAttr(default_factory=list)
 
     @field_validator("steps_per_print", mode="before")
     @classmethod
     def _never(cls, value: object) -> object:
         return None if value == math.inf else value
+
+    def shares(self, world_size: int) -> list[int]:
+        """Samples of a micro-batch that each data-parallel replica gets, in a job of `world_size` ranks. They are equal
+        where no speeds are known."""
+        speeds, stages, tensor = self.heterogeneous.speeds, self.pipeline.stages, self.tensor_parallel.size
+        whole = self.train_batch_size // self.gradient_accumulation_steps
+        if isinstance(speeds, tuple):
+            return divide(whole, replica_speeds(speeds, stages, tensor))
+        replicas = max(1, world_size // (stages * tensor))
+        return [whole // replicas] * replicas
 
     @property
     def trained_type(self) -> DataType:

@@ -99,6 +99,8 @@ def _kind(annotation: Any) -> str:
         arms = tuple(arm for arm in arms if arm is not type(None))
         if len(arms) > 1 and str in arms:
             return "a string, or a list of whole numbers"
+        if len(arms) > 1 and get_origin(arms[0]) is Literal:
+            return f"{_kind(arms[0])}, or a list of numbers"
         return _kind(arms[0]) if len(arms) == 1 else "a number at least 0, or a list with one for each parameter group"
     if origin is dict:
         return "an object of strings"

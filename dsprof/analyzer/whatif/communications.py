@@ -28,12 +28,13 @@ class ScaleLink(WhatIf):
     begins to in half the time.
 
     A measured transfer is divided into the two by the line fitted to all of its process group's. Where their sizes are
-    too alike for that, only both together can be changed.
+    too alike for that, only both together can be changed. link: the line that divides them, where the caller knows one.
     """
 
     latency: float = 1.0
     bandwidth: float = 1.0
     of: Communications = field(default_factory=Communications)
+    link: Link | None = None
     turn = Turn.LINK
 
     @property
@@ -61,8 +62,8 @@ class ScaleLink(WhatIf):
             elif math.isclose(self.latency, a_byte):
                 transfer[c] *= a_byte
             else:
-                link = link_of(task.lane)
-                if not link.fitted:
+                link = self.link or link_of(task.lane)
+                if not link.fitted and self.link is None:
                     raise Refused(
                         self.name,
                         f"what process group {task.lane} moves is all of one size, so its latency and its bandwidth "
