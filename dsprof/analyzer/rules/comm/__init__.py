@@ -1,4 +1,4 @@
-"""Communication: comm.small-messages, comm.exposed, comm.tensor-parallel, comm.redundant-reduce,
+"""Communication: comm.small-messages, comm.large-bucket, comm.exposed, comm.tensor-parallel, comm.redundant-reduce,
 comm.buffers, comm.volume, comm.slow-link. Each dimension of the job by itself.
 
 collectives       which of the following each dimension is asked

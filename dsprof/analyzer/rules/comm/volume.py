@@ -242,7 +242,7 @@ RULES = (
         explains=("comm_exposed",),
         looks=(Look(volume, needs=(signals.replay,)),),
         needs=(signals.communications,),
-        outranked_by=("comm.exposed", "comm.small-messages", "comm.slow-link"),
+        outranked_by=("comm.exposed", "comm.large-bucket", "comm.small-messages", "comm.slow-link"),
         error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
         place=103,
     ),
