@@ -34,9 +34,9 @@ def with_measured_speeds(
 
     Each runs forward and backward of the whole model, of a pipeline layer by layer, on `example`, or else on a
     micro-batch of `data`, at the same time as the others, and takes the median of a few. Weights, buffers and random
-    numbers are afterwards as before; there are no gradients. Of a pipeline that is divided by `parameters` without
-    having been asked to, the measured costs of its layers take their place. Raises ConfigError on all ranks if one
-    cannot.
+    numbers are afterwards as before; there are no gradients. The costs of a pipeline's layers count where it is divided
+    by `parameters` without having been asked to, or is to be by `measured` ones that nobody gives. Raises ConfigError
+    on all ranks if one cannot.
     """
     costs: list[float] = []
     with failing_together("initialize", error=_refused):
@@ -53,8 +53,7 @@ def with_measured_speeds(
     seconds = gather_objects(sum(costs))
     relative = [min(seconds) / each for each in seconds]
     speeds = tuple(1.0 if min(relative) >= ALIKE else round(each, 3) for each in relative)
-    by_default = "partition_method" not in config.pipeline.model_fields_set
-    if isinstance(model, PipelineModule) and by_default and model.partition_method == "parameters":
+    if isinstance(model, PipelineModule) and _divides_by_measured(model, config):
         model.partition_method, model.costs = "measured", costs
     found = config.model_copy(update={"heterogeneous": config.heterogeneous.model_copy(update={"speeds": speeds})})
     if mesh.rank == 0:
@@ -65,6 +64,14 @@ def with_measured_speeds(
             file=sys.stderr,
         )
     return found
+
+
+def _divides_by_measured(model: PipelineModule, config: Config) -> bool:
+    pipeline = config.pipeline
+    given = pipeline.partition_method if "partition_method" in pipeline.model_fields_set else None
+    if (given or model.partition_method) == "measured":
+        return pipeline.layer_costs is None and model.costs is None
+    return given is None and model.partition_method == "parameters"
 
 
 def _refused(what: str) -> ConfigError:

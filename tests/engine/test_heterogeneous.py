@@ -286,10 +286,10 @@ class SleepyLayer(nn.Linear):
         return super().forward(x)
 
 
-def measured_stages(rank: int) -> tuple[list[int], Any]:
+def measured_stages(rank: int, keys: dict[str, Any]) -> tuple[list[int], Any]:
     specs = [LayerSpec(SleepyLayer, seconds) for seconds in (0.04, 0.01, 0.01, 0.01, 0.01, 0.01)]
     model = PipelineModule(specs, loss_fn=nn.functional.mse_loss, seed_layers=True)
-    config = configuration("measure", 2, pipeline={"stages": 2})
+    config = configuration("measure", 2, pipeline={"stages": 2, **keys})
     with contextlib.redirect_stderr(io.StringIO()):
         engine = quiet_initialize(model=model, config=config, training_data=Points())
     bounds, speeds = engine.module.bounds, engine.config.heterogeneous.speeds
@@ -297,11 +297,18 @@ def measured_stages(rank: int) -> tuple[list[int], Any]:
     return bounds, speeds
 
 
-def test_stages_follow_measured_speeds_and_measured_layers(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [({}, [0, 3, 6]), ({"partition_method": "measured"}, [0, 3, 6]), ({"partition_method": "uniform"}, [0, 4, 6])],
+    ids=["by default", "measured", "uniform"],
+)
+def test_stages_follow_measured_speeds_and_measured_layers(
+    ranks: Ranks, keys: dict[str, Any], expected: list[int]
+) -> None:
     """By parameters the first stage would get four layers of six; the first takes as long as four others."""
-    (bounds, speeds), other = ranks.run(2, measured_stages)
+    (bounds, speeds), other = ranks.run(2, measured_stages, keys)
     assert (bounds, speeds) == other
-    assert bounds == [0, 3, 6]
+    assert bounds == expected
     assert speeds[0] == 1.0
     assert speeds[1] == pytest.approx(0.5, abs=0.15)
 

@@ -22,6 +22,7 @@ from ...whatif.work import Change
 from ...work.stream_phases import stream_phases
 from ..base import LEAST_SHARE, NotJudged, at, code_fix
 from ..rule import Found, Look, Rule, fault
+from .measured_layers import layers_fix
 
 MULTIPLES: Final = (2, 4)
 """Of the micro-batches there are, that are tried."""
@@ -74,7 +75,9 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     site = fact.get("site")
     times = float(of_team[slowest]) / max(others, 1e-9)
     move = f"move {percent(100 * (1 - float(of_team.mean()) / float(of_team[slowest])))} of the layers' time of stage "
-    fixes = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=gain),)
+    fixes: tuple[Fix, ...] = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=gain),)
+    measured = layers_fix(study, gain)
+    fixes = fixes if measured is None else (measured, *fixes)
     title = f"stage {_names(stages)} computes {number(times)} times as long as the others, which wait for it"
     where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=study.step_range)
     return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes, share=share)
