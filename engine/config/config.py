@@ -54,6 +54,26 @@ class Bf16Config(Section):
     """Skip a step whose gradient norm is not finite; false takes it."""
 
 
+class Fp8Config(Section):
+    """dsprof's own. Products of linear layers in float8; weights, gradients, the optimizer and checkpoints stay as they
+    are."""
+
+    enabled: bool = False
+    """Compute linear layers in float8, on CPUs and on CUDA devices of capability 8.9 and above. CPUs are slower in it:
+    there it shows what float8 does to a loss."""
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """`tensorwise`: one scale for a tensor, e4m3, and e5m2 for gradients, the faster; `rowwise`: one scale for each row
+    of what is multiplied, e4m3 throughout, the more exact."""
+
+    filter: Literal["auto", "all"] | tuple[str, ...] = "auto"
+    """Which layers: `auto`, those that are faster by it, as their shapes and the device's rates tell; `all`; or names,
+    with `*` for any text between dots, as `layers.*.mlp.up`. Sizes that do not divide by 16 stay as they are."""
+
+    skip: tuple[str, ...] = ()
+    """Names of layers that stay as they are, whatever `filter` says, as `lm_head`."""
+
+
 class DataTypesConfig(Section):
     """Types that do not follow from `fp16` and `bf16`."""
 
@@ -155,6 +175,9 @@ class Config(Section):
 
     bf16: Bf16Config = Bf16Config()
     """Training in bf16. `bfloat16` is taken too."""
+
+    fp8: Fp8Config = Fp8Config()
+    """dsprof's own. Linear layers in float8."""
 
     data_types: DataTypesConfig = DataTypesConfig()
     """Types that do not follow from `fp16` and `bf16`."""

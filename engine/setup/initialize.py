@@ -31,6 +31,8 @@ from ..optim import lr
 from ..optim.loss_scaler import loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, open_links
+from ..precision import choose
+from ..precision.device import arithmetic
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training_state import Training
@@ -153,6 +155,10 @@ def _divide(
     between = [group for each in links.values() for group in each.groups]
     peers = Peers(parallel.everyone, [*(comm.group for comm in (*parallel.all(), *comms.all())), *between])
     opened.callback(peers.close)
+    if config.fp8.enabled:
+        with failing_together("initialize", parallel.everyone):
+            by = arithmetic(device, config.fp8.recipe)
+        opened.callback(choose.attach(model, config, by, device, parallel))
     with failing_together("initialize", parallel.everyone):
         activation_checkpoint.attach(hooks, config.activation_checkpointing)
         opened.callback(policies.from_config(config.activation_checkpointing).apply(model, hooks))
