@@ -59,7 +59,7 @@ class OfKey:
 
     def read(self, text: str) -> Any:
         """Raises ValueError."""
-        from dsprof.engine.config.one_key import can_be
+        from dsprof.engine.config import can_be
 
         value = Json().read(text)
         if str(self) == str(TrueOrFalse()) and value not in (None, "auto"):
@@ -69,14 +69,14 @@ class OfKey:
         return value
 
     def __str__(self) -> str:
-        from dsprof.engine.config.one_key import takes
+        from dsprof.engine.config import takes
 
         return takes(self.key)
 
 
 def knob_of(key: str) -> Knob:
     """The knob of a key that there is."""
-    from dsprof.engine.config.one_key import says
+    from dsprof.engine.config import says
 
     what = says(key) or "a key of the JSON configuration"
     return Knob(key, what, OfKey(key), MAY_CHANGE.get(key, DIFFERS), _CONFIG, states=_states(key))
