@@ -20,6 +20,7 @@ from ..compute.recompile import compiling
 from ..data.experts import explained_by_tokens
 from ..data.unequal_input import explained_by_input
 from .late import late_ones, lateness, typical
+from .unequal_shares import shares_fix
 
 HOST: Final = "host"
 DEVICE: Final = "device"
@@ -101,6 +102,8 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
     late_by = lateness(late[named].mean(axis=0))
     title = f"the {whose} of {who}{study.mesh.words(ranks)} is {late_by} and the other ranks wait"
     fixes = _fixes(who, where, on_device)
+    by_speed = shares_fix(study, late[named].mean(axis=0), phases) if on_device else None
+    fixes = fixes if by_speed is None else (*fixes, by_speed)
     at = Where(ranks=ranks, op=where, steps=study.step_range)
     return Finding("rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share)
 

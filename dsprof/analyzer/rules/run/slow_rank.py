@@ -25,6 +25,7 @@ from ..rule import Rule, fault
 from .late import late_ones, lateness, mine_and_others, typical
 from .late_cause import Cause, cause_of, unknown
 from .slow_chain import explained_by_data, slow_chain, slow_chains
+from .unequal_shares import shares_fix
 
 OUTSIDE = "time outside the phases"
 LONGEST_LINE_NS = 1 << 62
@@ -109,6 +110,8 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         if cause is None or not cause.sure:
             title += f": {told(line, peers)}" if cause is None else ""
             fixes = (_look_at(line, ranks), *fixes)
+    by_speed = shares_fix(study, late, phases) if cause is None or not cause.sure else None
+    fixes = fixes if by_speed is None else (*fixes, by_speed)
     return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes, share=share)
 
 
