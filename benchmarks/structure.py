@@ -10,8 +10,8 @@ step or more; `load` is how many threads wanted a core when the case had run.
 
 On a busy machine a sleep takes longer than it was told to, and in one run more so than in another: `layers_took` is
 what all layers took in the case's run, times what they took in the first. No prediction knows that beforehand; so
-errors are given twice, the second time (`..._of_layers`) of what is predicted times `layers_took`. A run whose layers slept
-more than 3 % too long is run again, up to three times, and the least disturbed one counts, whatever is said of it.
+errors are given twice, the second time (`..._of_layers`) of what is predicted times `layers_took`. A run whose layers
+slept more than 3 % too long is run again, up to three times, and the least disturbed counts, whatever is said of it.
 """
 
 from __future__ import annotations
