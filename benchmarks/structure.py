@@ -34,7 +34,7 @@ from jobs import profile  # noqa: E402
 
 from dsprof.analyzer.ask import ask  # noqa: E402
 from dsprof.analyzer.stage_costs import stage_ms  # noqa: E402
-from dsprof.analyzer.structure import AUTO, Structure, pipeline_that_ran, restructured  # noqa: E402
+from dsprof.analyzer.structure import AUTO, PipelineStructure, pipeline_that_ran, restructured  # noqa: E402
 from dsprof.analyzer.study import Study, study  # noqa: E402
 from dsprof.analyzer.work.stage_layers import stage_layers  # noqa: E402
 from dsprof.atomic import write_atomically  # noqa: E402
@@ -57,7 +57,7 @@ class Setup:
     microbatches: int
     layer_ms: tuple[float, ...]
 
-    def arguments(self, wanted: Structure, bounds: tuple[int, ...] | None) -> list[str]:
+    def arguments(self, wanted: PipelineStructure, bounds: tuple[int, ...] | None) -> list[str]:
         chunks = wanted.chunks or (2 if wanted.schedule == "interleaved" else 1)
         count = wanted.microbatches or self.microbatches
         words: dict[str, Any] = {
@@ -76,19 +76,19 @@ SETUPS: Final = {
 }
 CASES: Final = {
     "engine2": [
-        Structure(schedule="gpipe"), Structure(schedule="zero-bubble"), Structure(schedule="interleaved"),
-        Structure(microbatches=12), Structure(microbatches=3), Structure(boundaries=AUTO),
-        Structure(boundaries=(0, 2, 8)), Structure(schedule="zero-bubble", microbatches=12, boundaries=AUTO),
+        PipelineStructure(schedule="gpipe"), PipelineStructure(schedule="zero-bubble"), PipelineStructure(schedule="interleaved"),
+        PipelineStructure(microbatches=12), PipelineStructure(microbatches=3),
+        PipelineStructure(boundaries=(0, 2, 8)), PipelineStructure(schedule="zero-bubble", microbatches=12, boundaries=AUTO),
     ],
     "engine4": [
-        Structure(schedule="gpipe"), Structure(schedule="zero-bubble"), Structure(schedule="interleaved"),
-        Structure(microbatches=12), Structure(boundaries=(0, 1, 3, 6, 8)),
+        PipelineStructure(schedule="gpipe"), PipelineStructure(schedule="zero-bubble"), PipelineStructure(schedule="interleaved"),
+        PipelineStructure(microbatches=12), PipelineStructure(boundaries=(0, 1, 3, 6, 8)),
     ],
-    "torch2": [Structure(schedule="gpipe"), Structure(schedule="interleaved"), Structure(microbatches=12)],
+    "torch2": [PipelineStructure(schedule="gpipe"), PipelineStructure(schedule="interleaved"), PipelineStructure(microbatches=12)],
 }  # fmt: skip
 
 
-def run(setup: Setup, wanted: Structure, bounds: tuple[int, ...] | None) -> Study:
+def run(setup: Setup, wanted: PipelineStructure, bounds: tuple[int, ...] | None) -> Study:
     """The study of a run of it, of the least disturbed of several."""
     told_ms, found = 3 * sum(setup.layer_ms), list[Study]()
     for _ in range(ATTEMPTS):
@@ -98,7 +98,7 @@ def run(setup: Setup, wanted: Structure, bounds: tuple[int, ...] | None) -> Stud
     return min(found, key=_layers_ms)
 
 
-def _run_once(setup: Setup, wanted: Structure, bounds: tuple[int, ...] | None) -> Study:
+def _run_once(setup: Setup, wanted: PipelineStructure, bounds: tuple[int, ...] | None) -> Study:
     with tempfile.TemporaryDirectory() as folder:
         finished = profile(
             Path(folder), JOB, *setup.arguments(wanted, bounds), ranks=setup.ranks, flags=("--no-report",)
@@ -110,7 +110,7 @@ def _run_once(setup: Setup, wanted: Structure, bounds: tuple[int, ...] | None) -
         return found
 
 
-def judged(base: Study, setup: Setup, wanted: Structure) -> dict[str, Any]:
+def judged(base: Study, setup: Setup, wanted: PipelineStructure) -> dict[str, Any]:
     """Predict a case from the base, then run it."""
     (row,) = ask(base, [[wanted]]).rows
     bounds = restructured(base, wanted).boundaries if row.gain is not None else None
@@ -164,7 +164,7 @@ def main() -> None:
         left = [one for one in left if f"{name} {one.says}".startswith(args.only)]
         if not left:
             continue
-        base = run(setup, Structure(), None)
+        base = run(setup, PipelineStructure(), None)
         for wanted in left:
             case = judged(base, setup, replace(wanted))
             cases[f"{name} {wanted.says}"] = case

@@ -14,7 +14,7 @@ from dsprof.analyzer.graph.step_graph import StepGraph
 from dsprof.analyzer.judge import judge
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.pipeline.structure_fixes import boundaries_fix
-from dsprof.analyzer.structure import AUTO, Structure, pipeline_that_ran
+from dsprof.analyzer.structure import AUTO, PipelineStructure, pipeline_that_ran
 from dsprof.analyzer.study import Study, study
 from dsprof.analyzer.whatif import apply
 from dsprof.analyzer.whatif.lowering import Lower, measured_plan
@@ -83,8 +83,8 @@ def test_the_plan_of_the_engine_and_its_layers(uneven: Study) -> None:
 
 def test_what_another_structure_would_save(uneven: Study) -> None:
     asked = [
-        Structure(boundaries=AUTO), Structure(boundaries=(0, 1, 8)), Structure(schedule="zb-h1"),
-        Structure(schedule="zero-bubble", microbatches=8, boundaries=AUTO),
+        PipelineStructure(boundaries=AUTO), PipelineStructure(boundaries=(0, 1, 8)), PipelineStructure(schedule="zb-h1"),
+        PipelineStructure(schedule="zero-bubble", microbatches=8, boundaries=AUTO),
     ]  # fmt: skip
     rows = ask(uneven, [[one] for one in asked]).rows
     best, worst, split, all_of_it = (row.gain for row in rows)
@@ -108,13 +108,16 @@ def test_what_another_structure_would_save(uneven: Study) -> None:
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        (Structure(schedule="zero-buble"), "no schedule of this name can be lowered; did you mean zero-bubble?"),
-        (Structure(schedule="gpipe", chunks=2), 'virtual_stages is 2, and "gpipe" knows one stage a rank'),
-        (Structure(boundaries=(0, 4, 6, 8)), "do not divide 8 layers into 2 stages; write 3 rising numbers"),
-        (Structure(schedule="interleaved", chunks=5), "10 stages for 8 layers; each needs one"),
+        (
+            PipelineStructure(schedule="zero-buble"),
+            "no schedule of this name can be lowered; did you mean zero-bubble?",
+        ),
+        (PipelineStructure(schedule="gpipe", chunks=2), 'virtual_stages is 2, and "gpipe" knows one stage a rank'),
+        (PipelineStructure(boundaries=(0, 4, 6, 8)), "do not divide 8 layers into 2 stages; write 3 rising numbers"),
+        (PipelineStructure(schedule="interleaved", chunks=5), "10 stages for 8 layers; each needs one"),
     ],
 )
-def test_structures_that_cannot_be(uneven: Study, wanted: Structure, says: str) -> None:
+def test_structures_that_cannot_be(uneven: Study, wanted: PipelineStructure, says: str) -> None:
     (row,) = ask(uneven, [[wanted]]).rows
     assert row.gain is None
     assert says in row.reason
@@ -122,7 +125,7 @@ def test_structures_that_cannot_be(uneven: Study, wanted: Structure, says: str) 
 
 def test_two_schedules_at_once(uneven: Study) -> None:
     with pytest.raises(Misasked, match="schedule=gpipe and schedule=1f1b do not go together: write one of them"):
-        ask(uneven, [[Structure(schedule="gpipe"), Structure(schedule="1f1b")]])
+        ask(uneven, [[PipelineStructure(schedule="gpipe"), PipelineStructure(schedule="1f1b")]])
 
 
 def test_one_stage_of_two(uneven: Study) -> None:

@@ -34,7 +34,7 @@ from .price.pricing import between
 from .rules.base import NotConcerned, NotJudged
 from .rules.registry import all_rules, rule_of
 from .signals import Absent, Missing
-from .structure import Structure
+from .structure import PipelineStructure
 from .study import Study
 from .text import ranks as ranks_in_words
 from .whatif import Refused, WhatIf, apply
@@ -256,10 +256,10 @@ def _answered(study: Study, graph: StepGraph, question: Sequence[Request]) -> An
 
 def _as_one_plan(question: Sequence[Request]) -> list[Request]:
     """Several changes of a pipeline's structure are one plan."""
-    structures = [one for one in question if isinstance(one, Structure)]
-    others = [one for one in question if not isinstance(one, Structure)]
+    structures = [one for one in question if isinstance(one, PipelineStructure)]
+    others = [one for one in question if not isinstance(one, PipelineStructure)]
     try:
-        return [*others, *([reduce(Structure.beside, structures)] if structures else [])]
+        return [*others, *([reduce(PipelineStructure.beside, structures)] if structures else [])]
     except ValueError as wrong:
         raise Misasked(str(wrong)) from None
 

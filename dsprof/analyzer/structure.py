@@ -1,7 +1,7 @@
 """Another structure of a pipeline, as a user asks for it: another schedule, other micro-batches, more parts of the
 model on each rank, other boundaries between the stages.
 
-    ask(study(trace), [[Structure(schedule="zero-bubble", microbatches=16, boundaries=AUTO)]])
+    ask(study(trace), [[PipelineStructure(schedule="zero-bubble", microbatches=16, boundaries=AUTO)]])
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WEIGHT_SHARES: Final = (1 / 3, 0.6)
 
 
 @dataclass(frozen=True)
-class Structure:
+class PipelineStructure:
     """schedule: one of NAMES; microbatches: of the same size as now, unless `same_batch`: then what is one batch now is
     cut into so many; chunks: parts of the model on each rank; boundaries: 0, ..., layers, or AUTO: the best there are;
     written: as the user typed all this. What is None is as it ran.
@@ -62,7 +62,7 @@ class Structure:
         }  # fmt: skip
         return " ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
 
-    def beside(self, other: Structure) -> Structure:
+    def beside(self, other: PipelineStructure) -> PipelineStructure:
         """Both in one. Raises ValueError where they ask for different things."""
         found: dict[str, Any] = {}
         for name in ("schedule", "microbatches", "chunks", "boundaries"):
@@ -71,7 +71,7 @@ class Structure:
                 raise ValueError(f"{self.says} and {other.says} do not go together: write one of them")
             found[name] = values[0] if values else None
         written = " ".join(dict.fromkeys((self.says, other.says)))
-        return Structure(**found, same_batch=self.same_batch or other.same_batch, written=written)
+        return PipelineStructure(**found, same_batch=self.same_batch or other.same_batch, written=written)
 
     def effect(self, study: Study) -> Effect:
         """Raises NotJudged with what the run does not tell, and Refused."""
@@ -80,7 +80,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class Restructured:
-    """What a `Structure` is for one run.
+    """What a `PipelineStructure` is for one run.
 
     plan:       what the ranks would do
     boundaries: layers at which stages begin, and the number of all; None: they stay
@@ -122,7 +122,7 @@ def pipeline_that_ran(study: Study) -> Plan:
     return plan
 
 
-def restructured(study: Study, wanted: Structure) -> Restructured:
+def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
     """Raises NotJudged with what the run does not tell."""
     ran = pipeline_that_ran(study)
     plan = _plan(study, ran, wanted)
@@ -165,7 +165,7 @@ def restructured(study: Study, wanted: Structure) -> Restructured:
     return Restructured(plan, bounds, in_flight, effect)
 
 
-def _plan(study: Study, ran: Plan, wanted: Structure) -> Plan:
+def _plan(study: Study, ran: Plan, wanted: PipelineStructure) -> Plan:
     microbatches = wanted.microbatches or ran.microbatches
     if wanted.schedule is not None and wanted.schedule not in NAMES:
         names = sorted(set(NAMES.values()))
@@ -205,7 +205,7 @@ def _need_layers(study: Study) -> tuple[StageLayer, ...]:
     return layers
 
 
-def _boundaries(study: Study, wanted: Structure, ran: Plan, plan: Plan, taken: Taken) -> tuple[int, ...]:
+def _boundaries(study: Study, wanted: PipelineStructure, ran: Plan, plan: Plan, taken: Taken) -> tuple[int, ...]:
     layers, graph = _need_layers(study), study.need_graph()
     if wanted.boundaries is not None and not isinstance(wanted.boundaries, str):
         try:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dsprof.analyzer.ask import Answers, Misasked, Request, Scaled, Without, ask
 from dsprof.analyzer.signals import Missing
-from dsprof.analyzer.structure import AUTO, Structure
+from dsprof.analyzer.structure import AUTO, PipelineStructure
 from dsprof.analyzer.study import Study
 
 from .knob import KnobError
@@ -26,7 +26,7 @@ def read_questions(
     settings: Sequence[str],
     sweeps: Sequence[str],
     run: str,
-    structure: Structure | None = None,
+    structure: PipelineStructure | None = None,
 ) -> list[Question]:
     """Each change alone, then all together; of sweeps, each value of each beside all that is not swept.
 
@@ -58,7 +58,7 @@ def read_questions(
 
 def read_structure(
     schedule: str | None, microbatches: int | None, chunks: int | None, boundaries: str | None
-) -> Structure | None:
+) -> PipelineStructure | None:
     """The structure that these options ask for; None: they do not. Raises KnobError."""
     bounds: tuple[int, ...] | str | None = boundaries
     if boundaries is not None and boundaries != AUTO:
@@ -69,8 +69,8 @@ def read_structure(
                 f"--boundaries {boundaries}: write auto, or the layers at which stages begin and their number, such as "
                 "0,4,8"
             ) from None
-    wanted = Structure(schedule, microbatches, chunks, bounds)
-    return None if wanted == Structure() else wanted
+    wanted = PipelineStructure(schedule, microbatches, chunks, bounds)
+    return None if wanted == PipelineStructure() else wanted
 
 
 def answer_questions(study: Study, questions: Sequence[Question]) -> Answers:

@@ -15,7 +15,7 @@ from ...price.calibration import ModelError
 from ...price.certainty import with_all_errors
 from ...price.gains import mean_gain
 from ...signals import Absent
-from ...structure import AUTO, Structure, restructured
+from ...structure import AUTO, PipelineStructure, restructured
 from ...study import Study
 from ...whatif import Refused, apply
 from ...work.stage_layers import stage_layers
@@ -23,13 +23,13 @@ from ..base import LEAST_SHARE, NotJudged, code_fix
 
 OWN_ENGINE: Final = "dsprof"
 """Dialect of the configurations of dsprof's engine."""
-SCHEDULES: Final[tuple[tuple[Structure, dict[str, Any], str], ...]] = (
+SCHEDULES: Final[tuple[tuple[PipelineStructure, dict[str, Any], str], ...]] = (
     (
-        Structure(schedule="zero-bubble"), {"schedule": "zero-bubble"},
+        PipelineStructure(schedule="zero-bubble"), {"schedule": "zero-bubble"},
         "weight gradients are computed while the pipeline drains",
     ),
     (
-        Structure(schedule="interleaved", chunks=2), {"schedule": "interleaved", "virtual_stages": 2},
+        PipelineStructure(schedule="interleaved", chunks=2), {"schedule": "interleaved", "virtual_stages": 2},
         "it fills and drains in steps of half a rank's part of the model; more activations are held",
     ),
 )  # fmt: skip
@@ -38,7 +38,7 @@ SCHEDULES: Final[tuple[tuple[Structure, dict[str, Any], str], ...]] = (
 
 def boundaries_fix(study: Study, site: str | None, error: ModelError | None) -> Fix | None:
     """Other boundaries between the stages, by layer; None where layers were not timed or none are better."""
-    found = _tried(study, Structure(boundaries=AUTO), error)
+    found = _tried(study, PipelineStructure(boundaries=AUTO), error)
     layers = stage_layers(study)
     if found is None or layers is None:
         return None
@@ -71,7 +71,9 @@ def schedule_fixes(study: Study, error: ModelError | None) -> list[Fix] | None:
     return sorted(found, key=lambda fix: -fix.gain.low if fix.gain else 0.0)
 
 
-def _tried(study: Study, wanted: Structure, error: ModelError | None) -> tuple[tuple[int, ...] | None, Gain] | None:
+def _tried(
+    study: Study, wanted: PipelineStructure, error: ModelError | None
+) -> tuple[tuple[int, ...] | None, Gain] | None:
     """The boundaries of a structure and what it saves; None where that cannot be told, or may be nothing."""
     graph = signals.replay.look(study)
     if isinstance(graph, Absent):

@@ -16,7 +16,7 @@ from ...graph.step_graph import PARTS, Costs, Edges, Steps, Structure, Task
 from ..edit import GONE, Recut
 from .messages import Habits, Posted, habits, typical_transfer
 from .program import MESSAGE, MeasuredPlan, NotLowered, Pipeline, need_elsewhere
-from .recipe import Piece, Recipe, Stages, source_microbatch, source_stage
+from .recipe import ActionPiece, Recipe, Stages, source_microbatch, source_stage
 
 COMPUTED: Final = tuple(PARTS.index(part) for part in ("compute", "sharding"))
 """What of a segment takes another time in a stage that has other layers."""
@@ -137,7 +137,7 @@ class _Assembly:
                 self._append(range(block.ends, block.stop), thread, key, carried=pieces[0].carried)
             self._placed[key] = _Placed(first, waits, len(self._source) - 1)
 
-    def _before(self, piece: Piece, thread: int, key: Key) -> int:
+    def _before(self, piece: ActionPiece, thread: int, key: Key) -> int:
         """What comes before an action; the segment that waits for what it needs."""
         block = piece.block
         if not piece.whole:
