@@ -76,16 +76,27 @@ SETUPS: Final = {
 }
 CASES: Final = {
     "engine2": [
-        PipelineStructure(schedule="gpipe"), PipelineStructure(schedule="zero-bubble"), PipelineStructure(schedule="interleaved"),
-        PipelineStructure(microbatches=12), PipelineStructure(microbatches=3),
-        PipelineStructure(boundaries=(0, 2, 8)), PipelineStructure(schedule="zero-bubble", microbatches=12, boundaries=AUTO),
+        PipelineStructure(schedule="gpipe"),
+        PipelineStructure(schedule="zero-bubble"),
+        PipelineStructure(schedule="interleaved"),
+        PipelineStructure(microbatches=12),
+        PipelineStructure(microbatches=3),
+        PipelineStructure(boundaries=(0, 2, 8)),
+        PipelineStructure(schedule="zero-bubble", microbatches=12, boundaries=AUTO),
     ],
     "engine4": [
-        PipelineStructure(schedule="gpipe"), PipelineStructure(schedule="zero-bubble"), PipelineStructure(schedule="interleaved"),
-        PipelineStructure(microbatches=12), PipelineStructure(boundaries=(0, 1, 3, 6, 8)),
+        PipelineStructure(schedule="gpipe"),
+        PipelineStructure(schedule="zero-bubble"),
+        PipelineStructure(schedule="interleaved"),
+        PipelineStructure(microbatches=12),
+        PipelineStructure(boundaries=(0, 1, 3, 6, 8)),
     ],
-    "torch2": [PipelineStructure(schedule="gpipe"), PipelineStructure(schedule="interleaved"), PipelineStructure(microbatches=12)],
-}  # fmt: skip
+    "torch2": [
+        PipelineStructure(schedule="gpipe"),
+        PipelineStructure(schedule="interleaved"),
+        PipelineStructure(microbatches=12),
+    ],
+}
 
 
 def run(setup: Setup, wanted: PipelineStructure, bounds: tuple[int, ...] | None) -> Study:

@@ -83,9 +83,11 @@ def test_the_plan_of_the_engine_and_its_layers(uneven: Study) -> None:
 
 def test_what_another_structure_would_save(uneven: Study) -> None:
     asked = [
-        PipelineStructure(boundaries=AUTO), PipelineStructure(boundaries=(0, 1, 8)), PipelineStructure(schedule="zb-h1"),
+        PipelineStructure(boundaries=AUTO),
+        PipelineStructure(boundaries=(0, 1, 8)),
+        PipelineStructure(schedule="zb-h1"),
         PipelineStructure(schedule="zero-bubble", microbatches=8, boundaries=AUTO),
-    ]  # fmt: skip
+    ]
     rows = ask(uneven, [[one] for one in asked]).rows
     best, worst, split, all_of_it = (row.gain for row in rows)
     assert best is not None
