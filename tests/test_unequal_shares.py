@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pandas as pd
 import pytest
 from synthetic import Job
 
@@ -13,10 +12,10 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.ask import ask
 from dsprof.analyzer.finding import Fix, Gain
+from dsprof.analyzer.rules.pipeline.structure_fixes import measured_fix
 from dsprof.analyzer.study import study
 from dsprof.fix import proposals
 from dsprof.knobs.predicted import turned
-from dsprof.trace import Trace
 
 KEY = "heterogeneous.speeds"
 
@@ -135,60 +134,17 @@ def test_a_job_that_has_no_such_key_says_so() -> None:
 # --- pipelines
 
 
-def pipeline(layers: tuple[tuple[float, ...], ...], facts: list[dict[str, Any]]) -> Analysis:
-    """Two stages of these layers, ms in forward; backwards take twice as long. Each waits for what the other sends."""
-    forward = [sum(stage) for stage in layers]
-    trace = Job(
-        forward=lambda rank, step: forward[rank], backward=lambda rank, step: 2 * forward[rank], facts=facts
-    ).trace()
-    rows = trace.rows.astype({"name": object, "kind": object})
-    phases = rows[(rows["kind"] == "phase") & rows["name"].isin(["forward", "backward"])]
-    sends = phases[(phases["name"] == "forward") == (phases["rank"] == 0)]
-    sends = sends.assign(peer=1 - sends["rank"], start_ns=sends["start_ns"] + sends["dur_ns"])
-    sends = sends.assign(
-        kind="comm", name="send", group="0", seq=range(len(sends)), lane="comm.0", dur_ns=1000,
-        issue_ns=sends["start_ns"],
-    )  # fmt: skip
-    own = phases["rank"].map(lambda rank: int(1e6 * forward[rank])) * (1 + (phases["name"] == "backward"))
-    acted = phases.assign(kind="pipe", name=phases["name"].map({"forward": "F", "backward": "B"}), stage=phases["rank"])
-    parts = [sends, acted.assign(dur_ns=own)]
-    first = 0
-    for rank, stage in enumerate(layers):
-        mine = phases[(phases["rank"] == rank) & (phases["name"] == "forward")]
-        for at, taken in enumerate(stage):
-            begin = mine["start_ns"] + int(1e6 * sum(stage[:at]))
-            name = str(first + at)
-            parts.append(mine.assign(kind="module", name=name, stage=rank, start_ns=begin, dur_ns=int(1e6 * taken)))
-        first += len(stage)
-    return analyze(Trace.of(trace.run, pd.concat([rows, *parts], ignore_index=True)))
-
-
-HEAVY = ((10.0, 10.0, 10.0), (10.0, 30.0, 10.0, 10.0, 10.0))
-
-
-def of_imbalance(analysis: Analysis) -> tuple[Fix, ...]:
-    return next(one for one in analysis.findings if one.code == "pipeline.imbalance").fixes
-
-
-def test_layers_of_a_pipeline_of_the_engine_are_measured() -> None:
-    first, second = of_imbalance(pipeline(HEAVY, facts()))
-    assert first.kind == "config"
-    assert first.title == (
-        'heterogeneous.speeds: "measure" and pipeline.partition_method: "measured": the ranks time every layer at the '
-        "start; by the times of this run the stages would have [4, 4] layers, not [3, 5]"
-    )
-    assert dict(first.knobs) == {KEY: "measure", "pipeline.partition_method": "measured"}
-    assert first.patch == (
+def test_layers_and_ranks_of_a_pipeline_may_be_measured_at_the_start() -> None:
+    """Beside other boundaries by this run's times, and saving what they do: more where a rank is slow."""
+    exact = Fix("config", "pipeline.partition_method: [0, 4, 8]", gain=Gain(30.0, 10.0, 25.0, 35.0))
+    ideal = Gain(50.0, 17.0, 45.0, 55.0)
+    (found,) = measured_fix(study(job(facts=facts()).trace()), exact, ideal)
+    assert found.gain == Gain(30.0, 10.0, 25.0, 50.0)
+    assert dict(found.knobs) == {KEY: "measure", "pipeline.partition_method": "measured"}
+    assert found.patch == (
         {"op": "add", "path": "/heterogeneous", "value": {"speeds": "measure"}},
         {"op": "add", "path": "/pipeline", "value": {"partition_method": "measured"}},
     )
-    assert first.gain is not None
-    assert second.gain is not None
-    assert 0 < first.gain.low < first.gain.ms <= second.gain.ms
-
-
-def test_layers_that_cannot_be_divided_better_or_by_the_engine_are_left() -> None:
-    only = ((10.0,), (40.0,))
-    assert [fix.kind for fix in of_imbalance(pipeline(only, facts()))] == ["code"]
-    assert [fix.kind for fix in of_imbalance(pipeline(HEAVY, facts()[:1]))] == ["code"]
-    assert [fix.kind for fix in of_imbalance(pipeline(HEAVY, []))] == ["code"]
+    assert measured_fix(study(job(facts=facts()).trace()), None, ideal) == []
+    assert measured_fix(study(job(facts=facts()[:1]).trace()), exact, ideal) == []
+    assert measured_fix(study(job().trace()), exact, ideal) == []
