@@ -319,6 +319,9 @@ def capture_facts(analysis: Analysis) -> str:
 
 IMPORTED: Final = {
     "kineto": "torch.profiler",
+    "chrome": "a Chrome trace, by a mapping file",
+    "nsight": "Nsight Systems",
+    "dsprof": "an export of dsprof's",
     "straggler": "a straggler table",
     "flight_recorder": "Flight Recorder dumps",
     "memory_snapshot": "a CUDA memory snapshot",

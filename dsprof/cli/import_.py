@@ -62,8 +62,9 @@ def command(
 ) -> None:
     """Make a run folder of another tool's traces, for all other commands, print its path, and end with the verdict.
 
-    So far: traces of torch.profiler (*.pt.trace.json, also gzipped, any number
-    of ranks), straggler tables (Parquet) of the OSDI '25 what-if analysis,
+    So far: traces of torch.profiler (*.pt.trace.json and .pftrace, also
+    gzipped, any number of ranks), Nsight Systems reports (nsys export --type
+    sqlite), what dsprof export wrote, straggler tables (Parquet) of the OSDI '25 what-if analysis,
     CUDA memory snapshots (torch.cuda.memory._dump_snapshot; a folder of one a
     rank), whose files are read without running anything in them, a folder of
     Flight Recorder dumps, JSON or pickles, one a rank, and Chrome traces of any

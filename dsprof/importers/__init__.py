@@ -7,6 +7,8 @@
     kineto.py           traces of torch.profiler, one file a rank
     mapped.py           any Chrome trace, by a mapping file (mapping.py; those that come with dsprof are in mappings/);
                         mapped_rows.py finishes its rows
+    own_export.py       what `dsprof export` wrote
+    nsight.py           Nsight Systems reports, exported to SQLite; a rank a process
     flight_recorder.py  what each rank had issued and not seen end (torch's Flight Recorder), a file a rank
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
@@ -31,9 +33,9 @@ from dsprof.trace.kineto import head_of
 from .mapping import EventMapping, load_mapping
 from .sources import find_files
 
-FORMATS: Final = ("straggler", "memory_snapshot", "flight_recorder", "mapped", "kineto")
+FORMATS: Final = ("own_export", "straggler", "memory_snapshot", "flight_recorder", "nsight", "mapped", "kineto")
 """The first that recognizes a file reads it."""
-SEVERAL: Final = frozenset({"memory_snapshot", "flight_recorder", "mapped", "kineto"})
+SEVERAL: Final = frozenset({"memory_snapshot", "flight_recorder", "mapped", "kineto", "nsight"})
 """Formats of which there may be several files, one a rank."""
 MOST_NAMED: Final = 8
 """Files of a folder that are named, of those one could mean."""
@@ -84,8 +86,10 @@ def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str], mappin
         raise RunError(f"{about}: {_what(given, strange, sources.looked_at)}; what can be imported is {can}")
     kinds = {of[0].__name__.rpartition(".")[2] for _, of in of_file}
     files = [file for file, _ in of_file]
-    if comm_kernels and kinds != {"kineto"}:
-        raise RunError(f"{where}: no trace of torch.profiler, which --comm-kernels is for; leave the flag out")
+    if comm_kernels and not kinds <= {"kineto", "nsight"}:
+        raise RunError(
+            f"{where}: no trace of torch.profiler or Nsight Systems, which --comm-kernels is for; leave the flag out"
+        )
     several = len(kinds) == 1 and kinds <= SEVERAL
     if len(files) > 1 and not several:
         names = ", ".join(file.name for file in files[:MOST_NAMED]) + (", ..." if len(files) > MOST_NAMED else "")
@@ -108,7 +112,7 @@ def _read(
     kind: str, files: list[Path], named: Path, where: str, comm_kernels: Sequence[str], mapping: EventMapping | None
 ) -> Trace:
     """`named`: what the run is called after. `where`: what was typed, for what is wrong with it."""
-    from . import flight_recorder, kineto, mapped, memory_snapshot, straggler
+    from . import flight_recorder, kineto, mapped, memory_snapshot, nsight, own_export, straggler
 
     if kind == "mapped":
         chosen = mapping or mapped.mapping_for(files[0])
@@ -116,6 +120,10 @@ def _read(
             raise RunError(f"{files[0]}: no trace that a mapping of dsprof's own is for; name one with --mapping")
         return mapped.read_all(files, named if len(files) > 1 else files[0], chosen)
 
+    if kind == "own_export":
+        return own_export.read(files[0])
+    if kind == "nsight":
+        return nsight.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
     if kind == "kineto":
         return kineto.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
     if kind == "flight_recorder":
