@@ -20,7 +20,8 @@ def command(
         list[Path],
         typer.Argument(
             metavar="TRACES...",
-            help="Traces of one job, one a rank: files, folders, patterns ('runs/*/rank*.json'), .tar, .tar.gz, .tgz.",
+            help="Traces of one job, one a rank, and a run to join them to: files, folders, patterns "
+            "('runs/*/rank*.json'), .tar, .tar.gz, .tgz.",
         ),
     ],
     *,
@@ -68,7 +69,9 @@ def command(
     CUDA memory snapshots (torch.cuda.memory._dump_snapshot; a folder of one a
     rank), whose files are read without running anything in them, a folder of
     Flight Recorder dumps, JSON or pickles, one a rank, and Chrome traces of any
-    tool by a mapping file (--mapping), that of MegaScan by itself.
+    tool by a mapping file (--mapping), that of MegaScan by itself. What several
+    of these recorded of one job, beside a run of dsprof if you like, becomes
+    one run.
     """
     from dsprof.importers import import_trace
     from dsprof.launch.conclude import Conclusion

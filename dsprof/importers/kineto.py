@@ -50,9 +50,7 @@ from .rank_names import rank_in, rank_of
 
 Int = npt.NDArray[np.int64]
 
-DESCRIPTION: Final = (
-    "a trace of torch.profiler (Chrome trace JSON or .pftrace, plain or gzipped; a folder of one a rank)"
-)
+DESCRIPTION: Final = "a trace of torch.profiler (Chrome trace JSON or .pftrace)"
 
 IN_PROCESSES_FROM: Final = 4 << 20
 """Bytes of all files together, compressed, from which on they are read by several processes."""

@@ -25,7 +25,7 @@ from dsprof.trace.kineto import CommNames, Events, TraceError, events_of, trace_
 from .kineto import ImportedFile, keep_rows, make_trace
 from .rank_names import rank_in
 
-DESCRIPTION: Final = "a report of Nsight Systems, exported by `nsys export --type sqlite` (one or several)"
+DESCRIPTION: Final = "a report of Nsight Systems (SQLite)"
 
 MAGIC: Final = b"SQLite format 3\x00"
 KERNELS, COPIES, FILLS = (f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("KERNEL", "MEMCPY", "MEMSET"))
