@@ -118,6 +118,7 @@ def capture(folder: Path, clock: Clock | None) -> Any:
     if clock is not None:
         stacks: Any = stack_samples
         stacks.time = types.SimpleNamespace(monotonic=clock.seconds, thread_time=clock.of_stacks)
+        stacks.IN_ADVANCE_S = 0.0  # what is taken in the first seconds, once, is in no later step
 
         class Event(threading.Event):
             """Side threads look as often a step as they do natively."""

@@ -16,7 +16,7 @@ from records import Record, capture_of
 
 from dsprof.ondisk import Flag
 from dsprof.run import RankInfo, RunInfo
-from dsprof.schema import COLUMNS, Kind
+from dsprof.schema import CALL_SITE, COLUMNS, Kind
 from dsprof.trace import Trace, concat_rows
 from dsprof.trace.derive import trace_rows
 
@@ -73,6 +73,12 @@ class MeshJob:
     jitter: float = 0.01
     seed: int = 0
     facts: list[dict[str, Any]] = field(default_factory=list)
+    slower: Callable[[str, int], float] = lambda group, number: 1.0
+    """(group, number) -> how many times as long a collective takes."""
+    hosts: tuple[str, ...] = ()
+    """Of each rank; empty: all are on one."""
+    lines: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    """(name, bytes) of a collective -> the line that issues such, as marks tell."""
     parameters: int = 0
     """Bytes of them on each rank, as its memory tells after each step; 0: it was not captured."""
 
@@ -89,7 +95,8 @@ class MeshJob:
                 if key not in ends and len(came) == len(self.groups[group][0]):
                     size = next(one.sizes[key] for one in ranks if key in one.sizes)
                     begin = max(max(came.values()), free.get(group, 0.0))
-                    ends[key] = free[group] = begin + self.latency_ms + size / 2**20 * self.ms_per_mib
+                    taken = self.latency_ms + size / 2**20 * self.ms_per_mib
+                    ends[key] = free[group] = begin + taken * self.slower(*key)
                     went_on.append(True)
             assert any(went_on), "the programs wait for each other"
         return ranks, ends
@@ -99,7 +106,11 @@ class MeshJob:
         tables = []
         for one in ranks:
             facts = [fact for fact in self.facts if fact.get("rank", one.rank) == one.rank]
-            tables.append(trace_rows(capture_of(*one.records(ends), facts=facts), one.rank, 0))
+            marks: list[Record] = [
+                (Kind.MARK, CALL_SITE, 1.0, 1.0, {"purpose": name, "bytes": size, "value": FLOAT32, "site": site})
+                for (name, size), site in self.lines.items()
+            ]
+            tables.append(trace_rows(capture_of(*one.records(ends), *marks, facts=facts), one.rank, 0))
         rows = pd.concat([table.astype({"name": object, "lane": object}) for table in tables], ignore_index=True)
         if self.parameters:
             rows = concat_rows([rows, self._memory(rows)]).sort_values(
@@ -109,8 +120,8 @@ class MeshJob:
         info = RunInfo(
             id="job", name="job", command=["dsprof", "run", "train.py"], world_size=self.ranks,
             ranks=[
-                RankInfo(r, 0, "host", r + 100, f"rank{r:05d}.0.host.{r + 100}", True, self.steps - 1, 0, 0, 0, 0, True)
-                for r in range(self.ranks)
+                RankInfo(r, 0, host, r + 100, f"rank{r:05d}.0.host.{r + 100}", True, self.steps - 1, 0, 0, 0, 0, True)
+                for r, host in enumerate(self.hosts or ("host",) * self.ranks)
             ],
             groups={
                 name: {"ranks": list(members), "size": len(members), "desc": desc, "backend": "gloo"}

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 from dsprof.redact import redact_words
 
@@ -116,7 +116,12 @@ class Json:
         return "a JSON value"
 
 
-Values = Number | Choice | TrueOrFalse | Either | Json
+class Values(Protocol):
+    """What a knob takes; `str` says it in words."""
+
+    def read(self, text: str) -> Any:
+        """The value that a text means. Raises ValueError."""
+        ...
 
 
 @dataclass(frozen=True)
