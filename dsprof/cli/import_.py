@@ -65,7 +65,7 @@ def command(
 
     So far: traces of torch.profiler (*.pt.trace.json and .pftrace, also
     gzipped, any number of ranks), Nsight Systems reports (nsys export --type
-    sqlite), what dsprof export wrote, straggler tables (Parquet) of the OSDI '25 what-if analysis,
+    sqlite), Chakra execution traces, what dsprof export wrote, straggler tables (Parquet) of the OSDI '25 what-if analysis,
     CUDA memory snapshots (torch.cuda.memory._dump_snapshot; a folder of one a
     rank), whose files are read without running anything in them, a folder of
     Flight Recorder dumps, JSON or pickles, one a rank, and Chrome traces of any
@@ -74,6 +74,7 @@ def command(
     one run.
     """
     from dsprof.importers import import_trace
+    from dsprof.importers.lacks import lacking
     from dsprof.launch.conclude import Conclusion
     from dsprof.launch.talk import Talk
 
@@ -90,6 +91,7 @@ def command(
         fail(f"{traces}: cannot be imported ({said}); its content may be damaged: record it again", UNREADABLE)
     from dsprof import trace as traces_of_runs
 
+    lacks = lacking(trace)
     folder = RunFolder(Path(DEFAULT_PARENT) / trace.run.id if output is None else output)
     try:
         if force:
@@ -105,6 +107,8 @@ def command(
     steps = len(set().union(*numbers))
     what = f"{ranks}, {_counted(steps, 'step')}" if steps or not trace.memory else f"the memory of {ranks}"
     talk.say(f"imported {what}")
+    for lack in lacks:
+        talk.say(str(lack))
     print(folder.path, flush=True)
     Conclusion(folder, talk, report=report and settings.report, as_json=as_json).judge()
 

@@ -9,13 +9,15 @@
     mapped.py           any Chrome trace, by a mapping file (mapping.py; those that come with dsprof are in mappings/);
                         mapped_rows.py finishes its rows
     own_export.py       what `dsprof export` wrote
+    chakra.py           Chakra execution traces, one a rank
+    lacks.py            what a trace lacks, for which rules, and how to record it the next time
     nsight.py           Nsight Systems reports, exported to SQLite; a rank a process
     flight_recorder.py  what each rank had issued and not seen end (torch's Flight Recorder), a file a rank
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
 `Trace`; what is wrong with the file is a RunError that says what, where, and what to write instead. All but tables may
 be several, one a rank (rank_names.py: which rank, by a file's name). sources.py finds the files that folders, patterns
-and archives (archive.py) stand for.
+and archives (archive.py) stand for; row_table.py and assemble.py make rows and run.json of what an importer read.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ from .join import join_traces
 from .mapping import EventMapping, load_mapping
 from .sources import find_files
 
-FORMATS: Final = ("own_export", "straggler", "memory_snapshot", "flight_recorder", "nsight", "mapped", "kineto")
+FORMATS: Final = (
+    "own_export", "straggler", "memory_snapshot", "flight_recorder", "nsight", "chakra", "mapped", "kineto",
+)  # fmt: skip
 """The first that recognizes a file reads it."""
-SEVERAL: Final = frozenset({"memory_snapshot", "flight_recorder", "mapped", "kineto", "nsight"})
+SEVERAL: Final = frozenset({"memory_snapshot", "flight_recorder", "mapped", "kineto", "nsight", "chakra"})
 """Formats of which there may be several files, one a rank."""
 MOST_NAMED: Final = 8
 """Files of a folder that are named, of those one could mean."""
@@ -95,7 +99,7 @@ def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str], mappin
     by_kind: dict[str, list[Path]] = {}
     for file, of in of_file:
         by_kind.setdefault(of[0].__name__.rpartition(".")[2], []).append(file)
-    if comm_kernels and not by_kind.keys() & {"kineto", "nsight"}:
+    if comm_kernels and not by_kind.keys() & {"kineto", "nsight", "chakra"}:
         raise RunError(
             f"{where}: no trace of torch.profiler or Nsight Systems, which --comm-kernels is for; leave the flag out"
         )
@@ -126,7 +130,7 @@ def _read(
     kind: str, files: list[Path], named: Path, where: str, comm_kernels: Sequence[str], mapping: EventMapping | None
 ) -> Trace:
     """`named`: what the run is called after. `where`: what was typed, for what is wrong with it."""
-    from . import flight_recorder, kineto, mapped, memory_snapshot, nsight, own_export, straggler
+    from . import chakra, flight_recorder, kineto, mapped, memory_snapshot, nsight, own_export, straggler
 
     if kind == "mapped":
         chosen = mapping or mapped.mapping_for(files[0])
@@ -136,6 +140,8 @@ def _read(
 
     if kind == "own_export":
         return own_export.read(files[0])
+    if kind == "chakra":
+        return chakra.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
     if kind == "nsight":
         return nsight.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
     if kind == "kineto":

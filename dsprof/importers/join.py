@@ -30,7 +30,7 @@ from dsprof.trace.deep import beside, with_lanes_of
 
 Int = npt.NDArray[np.int64]
 
-PROFILERS: Final = ("kineto", "nsight")
+PROFILERS: Final = ("kineto", "nsight", "chakra")
 ORDER: Final = ("", "dsprof", *PROFILERS, "chrome", "straggler", "flight_recorder", "memory_snapshot")
 """Which of several traces is the ground; the first: a capture of dsprof's own."""
 JOINED: Final = "joined"

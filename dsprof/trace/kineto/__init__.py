@@ -5,7 +5,8 @@ around   what stands around the events: where they begin, and the few values bes
 brackets brackets and quotes of a JSON text
 events   what of them is kept, as arrays
 reader   from text to those
-perfetto slices of a Perfetto trace; from_perfetto: as the events that torch.profiler's JSON has
+perfetto slices of a Perfetto trace (protobuf: its wire format)
+from_perfetto  those as the events that torch.profiler's JSON has
 chrome   a file's events as they are, for traces of other tools
 names    which kernels communicate, and what collectives are called
 phases   what the training thread did, from its operators and annotations
@@ -26,10 +27,11 @@ from .pauses import launch_pauses
 from .perfetto import PerfettoTrace, Slice, Track, looks_like_perfetto
 from .reader import events_of, read_events
 from .rows import TraceRows, trace_rows_of
-from .stream import TraceError, looks_like_trace
+from .stream import TraceError, TraceText, looks_like_trace
 
 __all__ = [
-    "ChromeEvents", "CommNames", "Events", "PerfettoTrace", "Slice", "TraceError", "TraceRows", "Track", "events_of",
+    "ChromeEvents", "CommNames", "Events", "PerfettoTrace", "Slice", "TraceError", "TraceRows", "TraceText",
+    "Track", "events_of",
     "head_of", "is_computation", "launch_pauses", "looks_like_perfetto", "looks_like_trace", "read_events",
     "trace_rows_of",
 ]  # fmt: skip

@@ -17,9 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from .protobuf import Fields, fields_of, signed, text_of, varint
 from .stream import TraceError, TraceText
-
-Fields = list[tuple[int, Any]]
 
 PACKET_TAG: Final = 0x0A
 MOST_PACKET: Final = 16 << 20
@@ -27,7 +26,6 @@ MOST_PACKET: Final = 16 << 20
 MOST_INTERNED: Final = 1 << 20
 MOST_TRACKS: Final = 1 << 20
 MOST_SLICES: Final = 8_000_000
-MOST_NAME: Final = 512
 MOST_LIST: Final = 4096
 HEAD: Final = 1 << 16
 SLICE_BEGIN, SLICE_END, INSTANT, COUNTER = 1, 2, 3, 4
@@ -74,12 +72,12 @@ def looks_like_perfetto(path: Path) -> bool:
 def _tells(head: bytes) -> bool:
     at = 0
     while at < len(head) and head[at] == PACKET_TAG:
-        length, begin = _varint(head, at + 1)
+        length, begin = varint(head, at + 1)
         if length > MOST_PACKET:
             return False
         whole = begin + length <= len(head)
         try:
-            found = _fields(head[begin : begin + length]) if whole else []
+            found = fields_of(head[begin : begin + length]) if whole else []
         except TraceError:
             return False
         if any(number in TELLING for number, _ in found):
@@ -125,7 +123,7 @@ class PerfettoTrace:
             while at < len(data):
                 if data[at] != PACKET_TAG:
                     raise TraceError(f"no packet where one should be ({len(data) - at:,} bytes before the next block)")
-                length, begin = _varint(data, at + 1)
+                length, begin = varint(data, at + 1)
                 if length > MOST_PACKET:
                     raise TraceError(f"a packet of {length:,} bytes, as no trace has")
                 if begin < 0 or begin + length > len(data):
@@ -137,7 +135,7 @@ class PerfettoTrace:
             self.cut = "breaks off within a packet: its last events are missing"
 
     def _take(self, packet: bytes) -> None:
-        found = dict(_fields(packet))  # of what is repeated in a packet nothing is used
+        found = dict(fields_of(packet))  # of what is repeated in a packet nothing is used
         sequence = found.get(10, 0)
         state = self._states[sequence] if len(self._states) < MOST_TRACKS else _Sequence()
         if found.get(13, 0) & STATE_CLEARED:
@@ -153,21 +151,21 @@ class PerfettoTrace:
 
     def _track(self, data: bytes) -> None:
         track, uuid = Track(), 0
-        for number, value in _fields(data):
+        for number, value in fields_of(data):
             if number == 1:
                 uuid = value
             elif number == 5:
                 track.parent = value
             elif number in (2, 10) and isinstance(value, bytes):
-                track.name = _text(value)
+                track.name = text_of(value)
             elif number == 3 and isinstance(value, bytes):
-                inner = dict(_fields(value))
+                inner = dict(fields_of(value))
                 track.pid = inner.get(1)
-                track.process = _text(inner.get(6, b"")) or f"process {track.pid}"
+                track.process = text_of(inner.get(6, b"")) or f"process {track.pid}"
             elif number == 4 and isinstance(value, bytes):
-                inner = dict(_fields(value))
+                inner = dict(fields_of(value))
                 track.pid, track.tid = inner.get(1), inner.get(2)
-                track.name = _text(inner.get(5, b"")) or track.name
+                track.name = text_of(inner.get(5, b"")) or track.name
         if len(self.tracks) >= MOST_TRACKS:
             raise TraceError(f"more than {MOST_TRACKS:,} tracks, as no trace has")
         self.tracks[uuid] = track
@@ -175,7 +173,7 @@ class PerfettoTrace:
     def _event(self, data: bytes, when: Any, state: _Sequence) -> None:
         kind, name, category, track, value = 0, "", "", state.track, None
         args: dict[str, Any] = {}
-        for number, content in _fields(data):
+        for number, content in fields_of(data):
             if number == 9:
                 kind = content
             elif number == 11:
@@ -183,13 +181,13 @@ class PerfettoTrace:
             elif number == 10:
                 name = state.names.get(content, "")
             elif number == 23:
-                name = _text(content)
+                name = text_of(content)
             elif number == 3:
                 category = category or state.categories.get(content, "")
             elif number == 22:
-                category = category or _text(content)
+                category = category or text_of(content)
             elif number == 30:
-                value = float(_signed(content))
+                value = float(signed(content))
             elif number == 44 and isinstance(content, bytes):
                 value = struct.unpack("<d", content)[0]
             elif number == 4 and isinstance(content, bytes) and self._wanted:
@@ -224,27 +222,27 @@ class _Sequence:
 
     def intern(self, data: bytes) -> None:
         tables = {1: self.categories, 2: self.names, 3: self._keys, 29: self._strings}
-        for number, content in _fields(data):
+        for number, content in fields_of(data):
             table = tables.get(number)
             if table is None or not isinstance(content, bytes):
                 continue
-            inner = dict(_fields(content))
+            inner = dict(fields_of(content))
             if len(table) >= MOST_INTERNED:
                 raise TraceError(f"more than {MOST_INTERNED:,} names, as no trace has")
-            table[inner.get(1, 0)] = _text(inner.get(2, b""))
+            table[inner.get(1, 0)] = text_of(inner.get(2, b""))
 
     def defaults(self, data: bytes) -> None:
-        of_events = dict(_fields(data)).get(11)
+        of_events = dict(fields_of(data)).get(11)
         if isinstance(of_events, bytes):
-            self.track = dict(_fields(of_events)).get(11, self.track)
+            self.track = dict(fields_of(of_events)).get(11, self.track)
 
     def annotation(self, data: bytes, wanted: Collection[str], whole: str) -> tuple[str, Any]:
         """Its name and value; an empty name: it is not wanted."""
-        found = _fields(data)
+        found = fields_of(data)
         key = ""
         for number, content in found:
             if number == 10:
-                key = _text(content)
+                key = text_of(content)
             elif number == 1:
                 key = self._keys.get(content, "")
         if key and key == whole:
@@ -259,15 +257,15 @@ class _Sequence:
             if number in (3, 7):
                 return content
             if number == 4:
-                return _signed(content)
+                return signed(content)
             if number == 5 and isinstance(content, bytes):
                 return struct.unpack("<d", content)[0]
             if number in (6, 9):
-                return _text(content)
+                return text_of(content)
             if number == 17:
                 return self._strings.get(content, "")
             if number == 12 and isinstance(content, bytes) and len(items) < MOST_LIST:
-                inner = _fields(content)
+                inner = fields_of(content)
                 items.append(None if any(one == 12 for one, _ in inner) else self._value(inner))
         return items
 
@@ -291,56 +289,3 @@ def _end_slices(edges: list[tuple[int, Slice | None]]) -> int:
         else:
             is_open.append(begun)
     return len(is_open)
-
-
-# --- protobuf's wire format -----------------------------------------------------------------------
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where it ends; -1: not within the data. Raises TraceError for one that never ends."""
-    result = shift = 0
-    while at < len(data):
-        byte = data[at]
-        at += 1
-        result |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return result, at
-        shift += 7
-        if shift > 63:
-            raise TraceError("a number of more than ten bytes")
-    return 0, -1
-
-
-def _fields(data: bytes) -> Fields:
-    """Number and value of each: an int, or bytes (also of fixed width). Raises TraceError."""
-    found: Fields = []
-    at, end = 0, len(data)
-    while at < end:
-        tag, at = _varint(data, at)
-        if at < 0:
-            raise TraceError("a packet whose fields do not end with it")
-        wire = tag & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            found.append((tag >> 3, value))
-        elif wire in (1, 2, 5):
-            length, at = _varint(data, at) if wire == 2 else (8 if wire == 1 else 4, at)
-            if at < 0 or at + length > end:
-                raise TraceError("a packet whose fields do not end with it")
-            found.append((tag >> 3, data[at : at + length]))
-            at += length
-        else:
-            raise TraceError(f"a field of kind {wire}, which no trace has")
-        if at < 0:
-            raise TraceError("a packet whose fields do not end with it")
-    return found
-
-
-def _signed(value: Any) -> int:
-    if type(value) is not int:
-        return 0
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-def _text(value: Any) -> str:
-    return value[: 4 * MOST_NAME].decode("utf-8", "replace")[:MOST_NAME] if isinstance(value, bytes) else ""
