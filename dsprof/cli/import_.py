@@ -65,7 +65,8 @@ def command(
 
     So far: traces of torch.profiler (*.pt.trace.json and .pftrace, also
     gzipped, any number of ranks), Nsight Systems reports (nsys export --type
-    sqlite), Chakra execution traces, what dsprof export wrote, straggler tables (Parquet) of the OSDI '25 what-if analysis,
+    sqlite), Chakra execution traces, what dsprof export wrote, straggler
+    tables (Parquet) of the OSDI '25 what-if analysis,
     CUDA memory snapshots (torch.cuda.memory._dump_snapshot; a folder of one a
     rank), whose files are read without running anything in them, a folder of
     Flight Recorder dumps, JSON or pickles, one a rank, and Chrome traces of any
