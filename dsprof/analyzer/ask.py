@@ -25,6 +25,7 @@ from .graph.replay import replay
 from .graph.step_graph import StepGraph
 from .graph.validate import HeldOut
 from .judge import Looked, look_for
+from .memory.rank_memory import RankMemory
 from .price.calibration import ModelError
 from .price.certainty import negated, with_all_errors
 from .price.contention import lost_by_waiting_less
@@ -171,10 +172,12 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Turned:
-    """A knob turned. says: `KEY=VALUE`; change: what that does."""
+    """A knob turned. says: `KEY=VALUE`; change: what that does; key and value: of the knob."""
 
     says: str
     change: Callable[[Study], Effect]
+    key: str = ""
+    value: Any = None
 
     def effect(self, study: Study) -> Effect:
         return self.change(study)
@@ -182,11 +185,15 @@ class Turned:
 
 @dataclass(frozen=True)
 class Answered:
-    """What changes that are made together save; `gain` None: that cannot be told, for `reason`."""
+    """What changes that are made together save; `gain` None: that cannot be told, for `reason`.
+
+    memory: of each rank, where it is known what the changes hold; empty: it is not, or they hold nothing
+    """
 
     asked: tuple[str, ...]
     gain: Gain | None
     reason: str = ""
+    memory: tuple[RankMemory, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,6 +224,7 @@ class Answers:
                     "then_ms": None if row.gain is None else self.step_ms - row.gain.ms,
                     "saved": None if row.gain is None else row.gain.to_dict(),
                     "reason": row.reason,
+                    "memory": [one.to_dict() for one in row.memory],
                 }
                 for row in self.rows
             ],

@@ -112,6 +112,15 @@ def changed_files(folder: RunFolder, knobs: Mapping[str, Any]) -> tuple[Changes,
     return changes(knobs, run.facts_by_kind(), cwd, run.knobs), cwd
 
 
+def memory_of(folder: RunFolder, knobs: Mapping[str, Any]) -> str:
+    """What the rank that would take most of memory takes, and would take, in words; empty where that is not known."""
+    from dsprof.knobs.memory import has_memory, in_words_with
+
+    if not any(map(has_memory, knobs)):
+        return ""
+    return in_words_with(knobs, findings_of(folder), folder.read_info().facts_by_kind())
+
+
 def keep(folder: RunFolder, chosen: Proposal, verified: Mapping[str, Any]) -> None:
     """Have findings.json and the reports of the run tell what was measured."""
     from dsprof import reports

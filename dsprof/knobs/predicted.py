@@ -21,6 +21,7 @@ from dsprof.analyzer.study import Study
 from dsprof.redact import redact_words
 
 from .knob import KnobError
+from .memory import has_memory
 from .registry import typed
 
 
@@ -91,8 +92,17 @@ def turned(key: str, value: Any, run: str) -> Turned:
     setting = f"{key}={typed(key, value)}"
     if change is None:
         shown = redact_words([setting])[0]
-        raise KnobError(
-            f"--set {shown}: what {key} saves is not predicted yet; `dsprof fix {run} --set {shown} --verify` "
-            f"measures it (predicted are {', '.join(CHANGES)})"
-        )
-    return Turned(setting, lambda study: change(study, value))
+        why = f"what {key} saves is not predicted yet; `dsprof fix {run} --set {shown} --verify` measures it"
+        if not has_memory(key):
+            raise KnobError(f"--set {shown}: {why} (predicted are {', '.join(CHANGES)})")
+        change = _unknown(why)
+    return Turned(setting, lambda study: change(study, value), key, value)
+
+
+def _unknown(why: str) -> Callable[[Study, Any], Effect]:
+    """Of a knob of which it is only known what it holds."""
+
+    def change(_: Study, __: Any) -> Effect:
+        raise NotJudged(why)
+
+    return change
