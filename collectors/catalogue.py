@@ -76,6 +76,9 @@ COLLECTORS: Final[dict[str, Collector]] = {
         "loop.checkpoints", LOOP, "saving checkpoints: torch.save, DCP, safetensors and trainers",
         judges=("checkpoint.stall", "pause.stop"),
     ),
+    "activation-checkpoints": Collector(
+        "loop.activation_checkpoints", LOOP, "which lines of the script have activations computed again in backward",
+    ),
     "compilation": Collector(
         "loop.compilation", LOOP, "the time that torch.compile takes for itself; what it compiles again, and why",
         judges=("pause.stop", "compute.recompile"),
@@ -86,7 +89,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "tensor-parallelism": Collector(
         "communication.tensor_parallel", COMMUNICATION, "which groups are for tensor parallelism",
-        judges=("comm.exposed", "comm.small-messages", "comm.volume"),
+        judges=("comm.exposed", "comm.large-bucket", "comm.small-messages", "comm.volume"),
     ),
     "deepspeed": Collector(
         "frameworks.deepspeed", FRAMEWORKS, "DeepSpeed's engine: what it reduces, gathers and updates",

@@ -134,6 +134,9 @@ libraries."""
 RECOMPILED_FACT: Final = "recompiled"
 """Kind of the facts of a function (`function`, `site`) that torch.compile has compiled again so far: how many `times`,
 `spent_ms` altogether, and the guard that failed last (`reason`). Of several of one function the last counts."""
+CHECKPOINTED_FACT: Final = "activation_checkpointing"
+"""Kind of the facts of a line (`site`, or the `framework`) whose activations are computed again in backward;
+`selective`: by a policy that keeps some of them."""
 LOST_FACT: Final = "lost"
 """Kind of the facts of what could not be hooked, in words; one is `decisive` where its collectors are as good as
 switched off."""

@@ -73,6 +73,10 @@ class MeshJob:
     jitter: float = 0.01
     seed: int = 0
     facts: list[dict[str, Any]] = field(default_factory=list)
+    slower: Callable[[str, int], float] = lambda group, number: 1.0
+    """(group, number) -> how many times as long a collective takes."""
+    hosts: tuple[str, ...] = ()
+    """Of each rank; empty: all are on one."""
     parameters: int = 0
     """Bytes of them on each rank, as its memory tells after each step; 0: it was not captured."""
 
@@ -89,7 +93,8 @@ class MeshJob:
                 if key not in ends and len(came) == len(self.groups[group][0]):
                     size = next(one.sizes[key] for one in ranks if key in one.sizes)
                     begin = max(max(came.values()), free.get(group, 0.0))
-                    ends[key] = free[group] = begin + self.latency_ms + size / 2**20 * self.ms_per_mib
+                    taken = self.latency_ms + size / 2**20 * self.ms_per_mib
+                    ends[key] = free[group] = begin + taken * self.slower(*key)
                     went_on.append(True)
             assert any(went_on), "the programs wait for each other"
         return ranks, ends
@@ -109,8 +114,8 @@ class MeshJob:
         info = RunInfo(
             id="job", name="job", command=["dsprof", "run", "train.py"], world_size=self.ranks,
             ranks=[
-                RankInfo(r, 0, "host", r + 100, f"rank{r:05d}.0.host.{r + 100}", True, self.steps - 1, 0, 0, 0, 0, True)
-                for r in range(self.ranks)
+                RankInfo(r, 0, host, r + 100, f"rank{r:05d}.0.host.{r + 100}", True, self.steps - 1, 0, 0, 0, 0, True)
+                for r, host in enumerate(self.hosts or ("host",) * self.ranks)
             ],
             groups={
                 name: {"ranks": list(members), "size": len(members), "desc": desc, "backend": "gloo"}

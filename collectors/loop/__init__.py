@@ -7,6 +7,7 @@ optimizers    optimizer steps, which end the training step
 batch_size    how large a batch is
 pipelining    torch's pipeline schedules: the actions of stages
 checkpoints   saving checkpoints
+activation_checkpoints   lines whose activations are computed again in backward
 compilation   what torch.compile takes for itself
 trial         a trial of `dsprof fix --verify`: it ends after so many steps, and keeps its losses
 flops         floating-point operations of a step

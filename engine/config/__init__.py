@@ -9,7 +9,7 @@ A section is a file, a key a field with its documentation under it (docs/engine-
 
     config          the top-level keys; precision, checkpoints
     model           what sections and values are made of
-    zero  optimizer  scheduler  debugging  parallel
+    zero  optimizer  scheduler  debugging  parallel  heterogeneous
 
 and what is done to a configuration, in this order, by `loading`:
 

@@ -63,7 +63,7 @@ class Engine(BaseEngine):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of `loss` (a scalar), which is divided by the number of micro-batches unless `scale_wrt_gas` is
-        false.
+        false. It is the mean over this rank's samples, and counts as many as these are (`heterogeneous`).
 
         Returns the loss so divided, detached of loss scaling.
         """
@@ -96,7 +96,9 @@ class Engine(BaseEngine):
         self.zero.begin_backward(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync)
         try:
             with self.hooks.span("phase", "backward"):
-                scaled = loss.float() * self.scaler.scale if self.scaler.scale != 1.0 else loss
+                factor = self.scaler.scale * self.state.loss_weight
+                wide = loss.float() if loss.dtype.itemsize < 4 else loss
+                scaled = wide * factor if factor != 1.0 else loss
                 scaled.backward(retain_graph=retain_graph)
                 self.zero.finish_backward()
         except Exception as error:

@@ -230,7 +230,7 @@ class PipelineEngine(BaseEngine):
         cast: Callable[[Any], Any] = (lambda inputs: cast_floating(inputs, torch.float16)) if half else _same
         run = PipelineRun(
             self.module, plan, self._links, self.hooks, self.state.device, self.zero if backward else None,
-            loss_fn=loss_fn, cast=cast, scale=self.scaler.scale,
+            loss_fn=loss_fn, cast=cast, scale=self.scaler.scale * self.state.loss_weight,
         )  # fmt: skip
         failed: BaseException | None = None
         losses: list[Any] = []
@@ -269,10 +269,10 @@ class PipelineEngine(BaseEngine):
         return f"steps: {step} loss: {loss:0.4f} iter time (s): {each:0.3f} samples/sec: {speed:0.3f}"
 
     def _mean(self, losses: list[Any], microbatches: int) -> Tensor:
-        """Over the ranks of the last stage, where the losses are."""
+        """Over the ranks of the last stage, where the losses are, each counted by its replica's samples."""
         total = torch.zeros((), dtype=torch.float64, device=self.state.device)
         for loss in losses:
-            total += loss.double().mean()
+            total += loss.double().mean() * self.state.loss_weight
         self.parallel.everyone.all_reduce(total, "pipeline").wait()
         mesh = self.parallel.mesh
         return (total / (microbatches * mesh.dp * mesh.tp)).to(self._loss_dtype)

@@ -29,6 +29,7 @@ from .dimensions import GRADIENT, Domain, domains, waited_ms
 from .fewer_bytes import compression_fix, micro_batches_fix, short_shards_fix
 from .redundant_reduce import repeated_reductions
 from .shards import gathers_parameters
+from .slow_link import slow_links
 
 PARAMETER: Final = "parameter"
 DOMINATES: Final = 0.1
@@ -89,7 +90,7 @@ def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
     """None where the bytes are not what takes long, or other changes may hide so much of it that the rest is small.
     whole: the dimension that `domain` is of."""
     waited = waited_ms(study, domain)
-    if waited < DOMINATES * study.step_ms:
+    if waited < DOMINATES * study.step_ms or any(one.domain is whole for one in slow_links(study)):
         return None
     table, links = domain.table, domain.links()
     groups = table["group"].astype(str)
@@ -241,7 +242,7 @@ RULES = (
         explains=("comm_exposed",),
         looks=(Look(volume, needs=(signals.replay,)),),
         needs=(signals.communications,),
-        outranked_by=("comm.exposed", "comm.small-messages"),
+        outranked_by=("comm.exposed", "comm.large-bucket", "comm.small-messages", "comm.slow-link"),
         error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
         place=103,
     ),

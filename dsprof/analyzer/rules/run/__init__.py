@@ -1,5 +1,5 @@
 """The run itself, its ranks, and what interrupts its steps: run.*, rank.straggler, pause.*, checkpoint.stall,
-eval.uneven.
+eval.uneven, config.invalid.
 
 rank_died          a rank that ended before its time
 hang_and_desync    ranks that wait for one that does not come, or disagree about a collective
@@ -10,4 +10,5 @@ late               who of several takes longer for the same work
 gc_and_stops       garbage collection, and stops that are none of the known kinds
 checkpoint_stall   saving checkpoints while training stands still
 uneven_evaluation  evaluation that some ranks do while the others wait
+config_invalid     keys of the configuration that do nothing
 """
