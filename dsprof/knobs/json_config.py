@@ -31,11 +31,9 @@ MAY_CHANGE: Final[Mapping[str, Numbers]] = {
             "offload_optimizer.device", "offload_param", "offload_param.device",
         )
     },
-    **{
-        f"{section}.{key}": SAME
-        for section in _OFFLOADED
-        for key in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write")
-    },
+    **{f"{section}.{key}": SAME for section in _OFFLOADED for key in ("pin_memory", "buffer_count")},
+    **{f"{_OFFLOADED[0]}.{key}": SAME for key in ("pipeline_read", "pipeline_write")},
+    **{f"{_OFFLOADED[1]}.{key}": SAME for key in ("buffer_size", "max_in_cpu")},
     "aio.block_size": SAME, "aio.queue_depth": SAME, "aio.intra_op_parallelism": SAME,
     "activation_checkpointing.policy": SAME, "activation_checkpointing.every": SAME,
     "activation_checkpointing.cpu_checkpointing": SAME,

@@ -73,12 +73,19 @@ def _collect_every(study: Study, value: Any) -> Effect:
     return Without("pause.gc").effect(study)
 
 
+def _dynamic(study: Study, value: Any) -> Effect:
+    if not value:
+        raise NotJudged("how often a job compiles that makes a kernel for each shape is not told by one that does not")
+    return Without("compute.recompile").effect(study)
+
+
 CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "ddp.bucket_cap_mb": with_cap,
     "zero_optimization.reduce_bucket_size": _bucket_size,
     "ddp.accumulate": _accumulate,
     "ddp.broadcast_buffers": _broadcast,
     "fsdp2.modules_per_unit": with_modules_per_unit,
+    "compile.dynamic": _dynamic,
     "gc.freeze": _freeze,
     "gc.every": _collect_every,
     "loader.num_workers": _workers,
