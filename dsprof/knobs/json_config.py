@@ -57,26 +57,26 @@ class OfKey:
 
     def read(self, text: str) -> Any:
         """Raises ValueError."""
-        from dsprof.engine.config import can_be
+        from dsprof.engine.config import key_can_be
 
         value = Json().read(text)
         if str(self) == str(TrueOrFalse()) and value not in (None, "auto"):
             value = TrueOrFalse().read(text)
-        if not can_be(self.key, value):
+        if not key_can_be(self.key, value):
             raise ValueError
         return value
 
     def __str__(self) -> str:
-        from dsprof.engine.config import takes
+        from dsprof.engine.config import key_takes
 
-        return takes(self.key)
+        return key_takes(self.key)
 
 
 def knob_of(key: str) -> Knob:
     """The knob of a key that there is."""
-    from dsprof.engine.config import says
+    from dsprof.engine.config import key_says
 
-    what = says(key) or "a key of the JSON configuration"
+    what = key_says(key) or "a key of the JSON configuration"
     return Knob(key, what, OfKey(key), MAY_CHANGE.get(key, DIFFERS), _CONFIG, states=_states(key))
 
 

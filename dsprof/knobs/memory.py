@@ -173,9 +173,7 @@ def _more(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
 
 def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
     """What another configuration holds more."""
-    from dsprof.engine.config import data_parallel_ranks
-    from dsprof.engine.config.held import held
-    from dsprof.engine.config.loading import as_far_as_known
+    from dsprof.engine.config import as_far_as_known, data_parallel_ranks, held
 
     fact, optimizer = rank.only("config"), rank.only("optimizer")
     if fact is None or not isinstance(fact.get("content"), Mapping):

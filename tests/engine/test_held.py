@@ -8,8 +8,7 @@ import pytest
 from ranks import Ranks
 from test_memory_held import COLUMNS, ROWS, trained
 
-from dsprof.engine.config.held import held
-from dsprof.engine.config.loading import as_far_as_known
+from dsprof.engine.config import as_far_as_known, held
 
 LAYER = {"optimizer": {"type": "Adam"}}
 SMALL = 1024
