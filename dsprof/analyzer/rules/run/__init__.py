@@ -1,5 +1,5 @@
 """The run itself, its ranks, and what interrupts its steps: run.*, rank.straggler, pause.*, checkpoint.stall,
-eval.uneven, config.invalid.
+eval.uneven, config.invalid, precision.overflow.
 
 rank_died          a rank that ended before its time
 hang_and_desync    ranks that wait for one that does not come, or disagree about a collective
@@ -11,5 +11,6 @@ late               who of several takes longer for the same work
 gc_and_stops       garbage collection, and stops that are none of the known kinds
 checkpoint_stall   saving checkpoints while training stands still
 uneven_evaluation  evaluation that some ranks do while the others wait
+overflow           steps that are skipped as gradients overflow in fp16
 config_invalid     keys of the configuration that do nothing
 """
