@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,13 @@ def test_of_deepspeed(zero: dict[str, Any], stage: int, knobs: dict[str, Any], e
     assert more(configured(zero, stage), **named) == pytest.approx(expected)
 
 
+def test_what_is_offloaded_from_host_memory_stays_there() -> None:
+    on_host = [replace(use, place="host") for use in USES]
+    for key in ("offload_optimizer", "offload_param"):
+        (first, *_) = memory_with({f"zero_optimization.{key}": {"device": "cpu"}}, on_host, configured({}, 3), 4)
+        assert first.then == first.now
+
+
 def test_a_micro_batch_twice_as_large_takes_twice_the_activations() -> None:
     assert more(configured({}), train_micro_batch_size_per_gpu=8) == 40
     assert more(configured({}), train_micro_batch_size_per_gpu=1) == -30
@@ -132,8 +140,6 @@ def test_the_rank_that_would_take_most_is_told_and_whether_it_fits() -> None:
 
 
 def test_what_ifs_tell_it_even_of_what_is_not_predicted() -> None:
-    from dataclasses import replace
-
     fact = {"fact": "ddp", "rank": 0, "site": "train.py:9", "gradient_as_bucket_view": False, "gradient_bytes": [MIB]}
     whole = study(Job(steps=24, facts=[fact, {**fact, "rank": 1}]).trace())
     whole = replace(whole, memory_uses=tuple(USES[:2]))

@@ -32,11 +32,13 @@ HELD_BY_CONFIGURATION: Final = frozenset(
 
 @dataclass(frozen=True)
 class _Rank:
-    """What is known of a rank. facts: its own; ranks: of the job; parts: schema.MEMORY_PARTS -> bytes."""
+    """What is known of a rank. facts: its own; ranks: of the job; parts: schema.MEMORY_PARTS -> bytes; on_host: its
+    tensors are in host memory."""
 
     facts: Facts
     ranks: int
     parts: Mapping[str, int]
+    on_host: bool
 
     def only(self, kind: str) -> Mapping[str, Any] | None:
         """The last fact of a kind."""
@@ -71,8 +73,9 @@ def _whole_parameters(rank: _Rank, value: Any) -> float | None:
         return None
     if value is True:
         return 0.0
-    kept = float(fact["bytes"]) / (1 if value is False else int(value))
-    return max(kept - float(fact["bytes"]) / rank.ranks, 0.0)
+    whole = float(fact["bytes"])
+    own = min(float(rank.parts.get("parameters", whole / rank.ranks)), whole)  # its shard, of a mesh's shard dimension
+    return max(whole / (1 if value is False else int(value)) - own, 0.0)
 
 
 def _prefetched(rank: _Rank, value: Any) -> float | None:
@@ -137,7 +140,7 @@ def memory_with(
         use = main_place(uses, number)
         assert use is not None
         own = {kind: [one for one in all_of if one.get("rank", number) == number] for kind, all_of in facts.items()}
-        more = _more(_Rank(own, world_size, use.parts), knobs)
+        more = _more(_Rank(own, world_size, use.parts, use.on_host), knobs)
         if more is None or not math.isfinite(more):
             return ()
         found.append(RankMemory(number, use.place, use.peak, max(use.peak + more, 0.0), use.capacity))
@@ -181,6 +184,9 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
     content = fact["content"]
     now, then = as_far_as_known(content), as_far_as_known(_with(content, knobs))
     ranks = data_parallel_ranks(now, rank.ranks)
+    if rank.on_host:  # there, nothing is offloaded to another memory
+        nothing = {f"zero_optimization.{name}": None for name in ("offload_optimizer", "offload_param")}
+        now, then = (as_far_as_known(_with(one, nothing)) for one in (content, _with(content, knobs)))
     deepspeed = fact.get("dialect") == "deepspeed"
     more = 0.0
     if set(knobs) - {MICRO_BATCH}:
