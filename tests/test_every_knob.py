@@ -309,7 +309,7 @@ def test_its_change_is_written_or_told_by_hand(key: str, tmp_path: Path) -> None
 
 def a_value(key: str) -> Any:
     """One that a key of a JSON configuration takes."""
-    for value in (True, 3, 1024, "cpu", "bf16", "gpipe", "every_k", "uniform", 0.5, {"device": "cpu"}):
+    for value in (True, 3, 1024, "cpu", "bf16", "gpipe", "every_k", "uniform", 0.5, [1.0, 2.0], {"device": "cpu"}):
         with suppress(KnobError):
             return find(key).read(json.dumps(value) if not isinstance(value, str) else value)
     raise AssertionError(f"no value for {key}")

@@ -6,9 +6,10 @@ Apart from the records, as this takes the analyzer, and `dsprof run --set` does 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
-from dsprof.analyzer.ask import Turned, Without
+from dsprof.analyzer.ask import Request, Turned, Without
 from dsprof.analyzer.budget.activity import BUFFER
 from dsprof.analyzer.effect import Effect
 from dsprof.analyzer.rules.base import NotJudged
@@ -24,6 +25,7 @@ from dsprof.redact import redact_words
 from .knob import KnobError
 from .memory import has_memory
 from .registry import typed
+from .structures import STRUCTURES
 
 
 def _bucket_size(study: Study, value: Any) -> Effect:
@@ -95,15 +97,17 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
 """Key -> (study, value) -> what that changes. Raises NotJudged where this run does not tell."""
 
 
-def turned(key: str, value: Any, run: str) -> Turned:
+def turned(key: str, value: Any, run: str) -> Request:
     """What turning a knob changes. run: as it is typed. Raises KnobError for a knob without a what-if."""
     change = CHANGES.get(key)
     setting = f"{key}={typed(key, value)}"
+    if key in STRUCTURES:
+        return replace(STRUCTURES[key](key, value), written=setting)
     if change is None:
         shown = redact_words([setting])[0]
         why = f"what {key} saves is not predicted yet; `dsprof fix {run} --set {shown} --verify` measures it"
         if not has_memory(key):
-            raise KnobError(f"--set {shown}: {why} (predicted are {', '.join(CHANGES)})")
+            raise KnobError(f"--set {shown}: {why} (predicted are {', '.join((*CHANGES, *STRUCTURES))})")
         change = _unknown(why)
     return Turned(setting, lambda study: change(study, value), key, value)
 
