@@ -375,6 +375,7 @@ ELSEWHERE = {
     "zero_optimization.reduce_bucket_size": ("test_rules_zero.py", "most_bytes=240, blocking=True"),
     "ddp.accumulate": ("test_rules_redundant.py", "ddp.accumulate"),
     "ddp.broadcast_buffers": ("test_rules_redundant.py", "ddp.broadcast_buffers"),
+    "heterogeneous.speeds": ("test_unequal_shares.py", "heterogeneous.speeds"),
 }
 """Key -> the file where its what-if is tested on a run that is not made up as easily, and by which words."""
 
