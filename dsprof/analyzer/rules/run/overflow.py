@@ -22,7 +22,7 @@ from ...candidate import Candidate, Excess, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study, once
 from ...text import percent
-from ..base import NotConcerned, NotJudged, at, script_of, settings_fix
+from ..base import NotConcerned, NotJudged, at, place_fix, script_of, settings_fix
 from ..rule import Found, Look, Rule
 
 FEWEST: Final = 3
@@ -172,7 +172,7 @@ def _longer(configured: Mapping[str, Any] | None, scaler: Mapping[str, Any], win
         return Fix("config", f"fp16.loss_scale_window: {USUAL_WINDOW}{why}", patch, gain, knobs)
     site = scaler.get("site")
     title = f"GradScaler(growth_interval={USUAL_WINDOW}){why}{at(site)}"
-    return settings_fix(title, {"growth_interval": USUAL_WINDOW}, site, gain)
+    return place_fix(title, site, gain)
 
 
 def _bf16(study: Study, configured: Mapping[str, Any] | None, scaler: Mapping[str, Any], gain: Gain) -> Fix:
@@ -197,7 +197,7 @@ def _bf16(study: Study, configured: Mapping[str, Any] | None, scaler: Mapping[st
         return settings_fix(f'Trainer(precision="bf16-mixed"){needs}', {"precision": "bf16-mixed"}, None, gain)
     site = scaler.get("site") or script_of(study)
     title = f"torch.autocast(..., dtype=torch.bfloat16) without a GradScaler{needs}{at(scaler.get('site'))}"
-    return settings_fix(title, {"dtype": "torch.bfloat16"}, site, gain)
+    return place_fix(title, site, gain)
 
 
 RULES = (
