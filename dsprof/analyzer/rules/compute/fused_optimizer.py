@@ -21,7 +21,7 @@ LOOPED: Final = ("Adam", "AdamW")
 SAVED: Final = (0.73, 0.55, 0.87)
 """The part of such a step that a fused one spares: as expected, at least, at most (torch 2.13 on one core: 0.83 of 300
 tensors of 64 elements, 0.67 of 300 of 16,384 and of 30 of 300,000)."""
-WORTH_IT: Final = 0.05
+WORTH_IT: Final = 0.1
 """Of the step, that must surely be spared."""
 FEWEST: Final = 8
 """Tensors."""
