@@ -68,6 +68,10 @@ COLLECTORS: Final[dict[str, Collector]] = {
         "loop.optimizers", LOOP, "optimizer steps, which end the training step",
         judges=(EVERYTHING,),
     ),
+    "loss-scale": Collector(
+        "loop.loss_scale", LOOP, "steps that torch's GradScaler skips since gradients overflowed",
+        judges=("precision.overflow",),
+    ),
     "pipelining": Collector(
         "loop.pipelining", LOOP, "torch.distributed.pipelining: each stage's micro-batches, and the schedule",
         judges=("pipeline.bubble", "pipeline.imbalance", "rank.straggler", "data.imbalance"), each_call=True,

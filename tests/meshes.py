@@ -16,7 +16,7 @@ from records import Record, capture_of
 
 from dsprof.ondisk import Flag
 from dsprof.run import RankInfo, RunInfo
-from dsprof.schema import COLUMNS, Kind
+from dsprof.schema import CALL_SITE, COLUMNS, Kind
 from dsprof.trace import Trace, concat_rows
 from dsprof.trace.derive import trace_rows
 
@@ -77,6 +77,8 @@ class MeshJob:
     """(group, number) -> how many times as long a collective takes."""
     hosts: tuple[str, ...] = ()
     """Of each rank; empty: all are on one."""
+    lines: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    """(name, bytes) of a collective -> the line that issues such, as marks tell."""
     parameters: int = 0
     """Bytes of them on each rank, as its memory tells after each step; 0: it was not captured."""
 
@@ -104,7 +106,11 @@ class MeshJob:
         tables = []
         for one in ranks:
             facts = [fact for fact in self.facts if fact.get("rank", one.rank) == one.rank]
-            tables.append(trace_rows(capture_of(*one.records(ends), facts=facts), one.rank, 0))
+            marks: list[Record] = [
+                (Kind.MARK, CALL_SITE, 1.0, 1.0, {"purpose": name, "bytes": size, "value": FLOAT32, "site": site})
+                for (name, size), site in self.lines.items()
+            ]
+            tables.append(trace_rows(capture_of(*one.records(ends), *marks, facts=facts), one.rank, 0))
         rows = pd.concat([table.astype({"name": object, "lane": object}) for table in tables], ignore_index=True)
         if self.parameters:
             rows = concat_rows([rows, self._memory(rows)]).sort_values(

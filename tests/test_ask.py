@@ -74,6 +74,7 @@ def test_a_fault_taken_away_saves_what_its_finding_says(name: str, code: str) ->
 
 def test_of_one_rank_alone_it_saves_what_the_finding_says_of_that_rank() -> None:
     finding = findings("two stragglers")["rank.straggler"]
+    assert finding.title.startswith("ranks 2, 5 arrive ")
     assert set(finding.by_rank) == {2, 5}
     for rank, gain in finding.by_rank.items():
         assert close(saved("two stragglers", Without("rank.straggler", (rank,))), gain)

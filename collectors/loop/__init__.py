@@ -6,6 +6,7 @@ backward      which backward a thread computes, and where DDP begins to wait in 
 optimizers    optimizer steps, which end the training step
 batch_size    how large a batch is
 linear_layers   the sizes of a model's linear layers
+loss_scale    steps that a GradScaler skips
 pipelining    torch's pipeline schedules: the actions of stages
 checkpoints   saving checkpoints
 activation_checkpoints   lines whose activations are computed again in backward

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsprof.engine.config import Batch
-from dsprof.engine.config.batch import ACCUMULATION, MICRO, TRAIN
+from dsprof.engine.config import ACCUMULATION, MICRO, TRAIN, Batch
 
 from .edit_json import CannotEdit
 

@@ -41,7 +41,8 @@ MAY_CHANGE: Final[Mapping[str, Numbers]] = {
     "activation_checkpointing.cpu_checkpointing": SAME,
     "communication_data_type": ROUNDING, "pipeline.partition_method": ROUNDING, "pipeline.schedule": ROUNDING,
     "pipeline.virtual_stages": ROUNDING, "tensor_parallel.autotp_size": ROUNDING,
-    "tensor_parallel.sequence_parallel": ROUNDING, "steps_per_print": SAME, "wall_clock_breakdown": SAME,
+    "heterogeneous.speeds": ROUNDING, "tensor_parallel.sequence_parallel": ROUNDING,
+    "steps_per_print": SAME, "wall_clock_breakdown": SAME,
     "memory_breakdown": SAME, "comms_logger.enabled": SAME, "flops_profiler.enabled": SAME,
     "gradient_accumulation_steps": DIFFERS, "train_micro_batch_size_per_gpu": DIFFERS, "train_batch_size": DIFFERS,
     "bf16.enabled": DIFFERS, "fp16.enabled": DIFFERS,
@@ -58,7 +59,7 @@ class OfKey:
 
     def read(self, text: str) -> Any:
         """Raises ValueError."""
-        from dsprof.engine.config.one_key import can_be
+        from dsprof.engine.config import can_be
 
         value = Json().read(text)
         if str(self) == str(TrueOrFalse()) and value not in (None, "auto"):
@@ -68,14 +69,14 @@ class OfKey:
         return value
 
     def __str__(self) -> str:
-        from dsprof.engine.config.one_key import takes
+        from dsprof.engine.config import takes
 
         return takes(self.key)
 
 
 def knob_of(key: str) -> Knob:
     """The knob of a key that there is."""
-    from dsprof.engine.config.one_key import says
+    from dsprof.engine.config import says
 
     what = says(key) or "a key of the JSON configuration"
     return Knob(key, what, OfKey(key), MAY_CHANGE.get(key, DIFFERS), _CONFIG, states=_states(key))

@@ -17,6 +17,7 @@ from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.data.data_stall import supply
+from dsprof.analyzer.rules.run.unequal_shares import with_speeds
 from dsprof.analyzer.study import Study
 from dsprof.redact import redact_words
 
@@ -81,6 +82,7 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "gc.freeze": _freeze,
     "gc.every": _collect_every,
     "loader.num_workers": _workers,
+    "heterogeneous.speeds": with_speeds,
 }
 """Key -> (study, value) -> what that changes. Raises NotJudged where this run does not tell."""
 

@@ -22,11 +22,27 @@ and what is done to a configuration, in this order, by `loading`:
 rest of the engine: the analyzer and `dsprof doctor` use it too.
 """
 
-from .batch import Batch, BatchError
+from .batch import ACCUMULATION, MICRO, TRAIN, Batch, BatchError
 from .config import Config
 from .keys import known_paths
 from .loading import ConfigError, load
+from .one_key import can_be, says, takes
 from .rules import data_parallel_ranks
 from .zero import ZeroConfig
 
-__all__ = ["Batch", "BatchError", "Config", "ConfigError", "ZeroConfig", "data_parallel_ranks", "known_paths", "load"]
+__all__ = [
+    "ACCUMULATION",
+    "MICRO",
+    "TRAIN",
+    "Batch",
+    "BatchError",
+    "Config",
+    "ConfigError",
+    "ZeroConfig",
+    "can_be",
+    "data_parallel_ranks",
+    "known_paths",
+    "load",
+    "says",
+    "takes",
+]

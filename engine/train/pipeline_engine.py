@@ -21,6 +21,7 @@ from ..pipe.runtime import PipelineRun
 from ..pipe.step_data import StepData
 from ..pipe.topology import PipelineGrid
 from ..schedule import Plan, check, make_plan
+from ..tensor.check_data import shapes_of
 from ..training_state import Training
 from .base_engine import BaseEngine
 from .deepspeed_api import PIPELINE_ENGINE, Names
@@ -203,6 +204,10 @@ class PipelineEngine(BaseEngine):
             raise PipelineError("eval_batch: pass an iterator of batches on the ranks of the first and the last stage")
         source = data_iter if data_iter is not None else self._batches(self._own_data)
         return StepData(source, self.state.device, wanted, self._batch_fn, caller, self._check_data)
+
+    def _check_data(self, batch: Any) -> None:
+        super()._check_data(batch)
+        self._check_shares(shapes_of(batch))
 
     def _training_data(self, labels: bool) -> StepData:
         """As `_data`, for training. Raises RuntimeError for a layer that nothing would train."""

@@ -475,6 +475,27 @@ def test_a_script_s_own_batches_have_this_rank_s_share(ranks: Ranks) -> None:
     assert "the replicas have unequal shares of a micro-batch (heterogeneous.speeds)" in size
 
 
+def equal_batches(rank: int, stages: int) -> str:
+    """What is said of batches that are as large on both replicas."""
+    config = configuration([1, 2] * stages, 6, pipeline={"stages": stages})
+    batch = torch.ones(3, WIDTH, dtype=torch.float64), torch.ones(3, WIDTH, dtype=torch.float64)
+    engine = quiet_initialize(model=module() if stages > 1 else Whole(), config=config)
+    try:
+        engine.train_batch(itertools.repeat(batch))
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "trained"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_batches_that_are_as_large_on_unequal_ranks_are_refused(ranks: Ranks, stages: int) -> None:
+    for said in ranks.run(2 * stages, equal_batches, stages):
+        assert "the batches of the data-parallel ranks 0 and 1 have the same shapes" in said
+        assert "by heterogeneous.speeds they are to have 2 and 4 samples: pass training_data to initialize" in said
+
+
 def batch_sizes(rank: int, speeds: Any) -> int:
     engine = quiet_initialize(model=Whole(), config=configuration(speeds, 6), training_data=Points())
     x, _ = next(iter(engine.training_dataloader))

@@ -87,21 +87,29 @@ def link_of_group(graph: StepGraph, group: str) -> Link:
 
 @dataclass(frozen=True)
 class WithoutCommunications(WhatIf):
-    """These communications never happen, and nobody waits for them."""
+    """These communications never happen, and nobody waits for them. sizes: only those of so many bytes; empty: all."""
 
     of: Communications
+    sizes: frozenset[int] = frozenset()
     turn = Turn.FEWER_TASKS
 
     @property
     def name(self) -> str:
-        return f"without {self.of}"
+        sizes = f" of {', '.join(map(str, sorted(self.sizes)))} bytes" if self.sizes else ""
+        return f"without {self.of}{sizes}"
 
     def change(self, graph: StepGraph) -> StepGraph:
         return self._edit(graph)
 
     @cached_property
     def _edit(self) -> Restructure:
-        return Restructure(lambda steps: without(steps, self.of.of(steps.structure)))
+        return Restructure(lambda steps: without(steps, self._gone(steps)))
+
+    def _gone(self, steps: Steps) -> Int:
+        chosen = self.of.of(steps.structure)
+        if not self.sizes:
+            return chosen
+        return chosen[np.isin(np.round(steps.size[chosen].mean(axis=1)), sorted(self.sizes))]
 
 
 def without(steps: Steps, gone: Int) -> Recut | None:

@@ -15,6 +15,7 @@ from dsprof.schema import CHECKPOINTED_FACT
 from ... import signals
 from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...memory.free import surely_free
 from ...memory.use_by_step import MemoryUse, main_place
 from ...price.calibration import ModelError
 from ...study import Study, once
@@ -24,8 +25,6 @@ from ...work.recomputed import pieces_at_once, recomputed_ms
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, settings_fix
 from ..rule import Found, Look, Rule
 
-SURELY_HELD: Final = 0.85
-"""Of the capacity: so much may be in use at the peak."""
 LASTING: Final = ("parameters", "optimizer_states", "buffers")
 """What is there whenever a block is computed again. Gradients need not be: they may be made later."""
 
@@ -63,30 +62,17 @@ def kept_in_memory(study: Study) -> Kept | str | None:
         use = main_place(study.memory_uses, rank)
         if use is None:
             return "memory was not sampled"
-        if use.capacity is None or use.share is None:
+        free = surely_free(study.memory, study.memory_uses, use)
+        if free is None:
             return "it is not known how much memory there is"
         if any(part not in use.parts for part in LASTING[:2]):
             return "what memory is for (parameters, optimizer states) was not looked at"
         piece = use.peak - sum(use.parts.get(part, 0) for part in LASTING)
-        free = _free(study, use)
         if piece <= 0 or not pieces:
             return "the samples of memory do not tell what one block takes"
         fit = pieces if free >= (pieces - 1) * piece else max(int(free // piece), 0)
         found.append(Kept(pieces, fit, piece, use, max(free, 0)))
     return min(found, key=lambda one: (one.fit, one.free - one.piece))
-
-
-def _free(study: Study, use: MemoryUse) -> int:
-    """What a rank surely has left at its peak, bytes; ranks that have memory in common have an equal part of it."""
-    assert use.capacity is not None
-    assert use.share is not None
-    if use.on_host:
-        sharing = sum(one.on_host and one.capacity == use.capacity for one in study.memory_uses)
-        return int(use.capacity * (SURELY_HELD - use.share)) // max(sharing, 1)
-    free = int(use.capacity * SURELY_HELD) - use.reserved
-    table = study.memory
-    seen = table["free"][(table["rank"] == use.rank) & (table["place"] == use.place)].dropna()
-    return min(free, int(seen.min())) if len(seen) else free
 
 
 def recomputation(study: Study) -> Found:

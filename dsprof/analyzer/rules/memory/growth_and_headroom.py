@@ -25,6 +25,7 @@ from ...work.recomputed import recomputed_ms
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, sharded_stage
 from ..compute.recompute import kept_in_memory
 from ..rule import Found, Look, Rule
+from .offload_exposed import offloaded
 
 MiB: Final = 1 << 20
 LEAST_RISE: Final = {False: (8 * MiB, 0.01), True: (48 * MiB, 0.05)}
@@ -251,13 +252,13 @@ PAID: Final = {
 
 def _paid(study: Study) -> list[tuple[str, Change]]:
     """What replay can take away. Where memory tells how much of what is computed again it would hold, that is
-    compute.recompute's."""
+    compute.recompute's, and where copies were seen what is offloaded is offload.exposed's."""
     found = []
     again = recomputed_ms(study)
     if again is not None and isinstance(kept_in_memory(study), str) and again.mean() >= LEAST_SHARE * study.step_ms:
         found.append(("recomputation", Change({"compute": np.minimum(again, study.work("compute"))})))
     offload = study.work("offload")
-    if offload.mean() >= LEAST_SHARE * study.step_ms:
+    if offloaded(study) is None and offload.mean() >= LEAST_SHARE * study.step_ms:
         found.append(("offloading", Change({"offload": offload})))
     return found
 
