@@ -9,4 +9,5 @@ recompute       activations computed again though memory would hold them
 optimizer       parameter groups that an optimizer goes through one by one
 fused_optimizer   tensors that an optimizer goes through one by one
 throttle        devices that run slower than they could
+float8          linear layers that would be faster in float8 (precision.fp8)
 """
