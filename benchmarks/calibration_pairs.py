@@ -55,7 +55,7 @@ _FIRST: Final = (
         "fsdp.py", 2, 40, "--forward-ms 12 --layers 40", "", "--together {together}",
     ),
     Pair(
-        "c11 one bucket, DDP", "calibration", "ddp", "comm.exposed", "32 MB of gradients in one bucket", False,
+        "c11 one bucket, DDP", "calibration", "ddp", "comm.large-bucket", "32 MB of gradients in one bucket", False,
         "ddp.py", 2, 40, "--forward-ms 16 --layers 8 --width 1024", "--bucket-mb 1000", "--bucket-mb {bucket_cap_mb}",
     ),
     Pair(
@@ -149,7 +149,7 @@ _FRESH_FIRST: Final = (
         "fsdp.py", 2, 40, "--forward-ms 10 --layers 24 --width 64", "", "--together {together}",
     ),
     Pair(
-        "c31 one bucket, DDP", "calibration", "ddp", "comm.exposed", "25 MB of gradients in one bucket", True,
+        "c31 one bucket, DDP", "calibration", "ddp", "comm.large-bucket", "25 MB of gradients in one bucket", True,
         "ddp.py", 2, 40, "--forward-ms 24 --layers 6 --width 1024", "--bucket-mb 1000", "--bucket-mb {bucket_cap_mb}",
     ),
     Pair(
@@ -244,7 +244,7 @@ _FRESH_SECOND: Final = (
         "fsdp.py", 2, 40, "--forward-ms 15 --layers 30 --width 96", "", "--together {together}",
     ),
     Pair(
-        "c51 one bucket, DDP", "calibration", "ddp", "comm.exposed", "40 MB of gradients in one bucket", False,
+        "c51 one bucket, DDP", "calibration", "ddp", "comm.large-bucket", "40 MB of gradients in one bucket", False,
         "ddp.py", 2, 40, "--forward-ms 22 --layers 10 --width 1024", "--bucket-mb 1000",
         "--bucket-mb {bucket_cap_mb}",
     ),
@@ -338,7 +338,7 @@ _FRESH_THIRD: Final = (
         "fsdp.py", 2, 40, "--forward-ms 20 --layers 36 --width 72", "", "--together {together}",
     ),
     Pair(
-        "c71 one bucket, DDP", "calibration", "ddp", "comm.exposed", "48 MB of gradients in one bucket", False,
+        "c71 one bucket, DDP", "calibration", "ddp", "comm.large-bucket", "48 MB of gradients in one bucket", False,
         "ddp.py", 2, 40, "--forward-ms 26 --layers 12 --width 1024", "--bucket-mb 1000",
         "--bucket-mb {bucket_cap_mb}",
     ),

@@ -55,7 +55,7 @@ def zero(bucket: int) -> dict[str, Any]:
 CASES: Final = (
     Case("DDP, a bucket a layer", "comm.small-messages", "ddp.py",
          "--steps 60 --forward-ms 15 --layers 60 --width 32 --bucket-mb 0.0001"),
-    Case("DDP, 56 MB in one bucket", "comm.exposed", "ddp.py",
+    Case("DDP, 56 MB in one bucket", "comm.large-bucket", "ddp.py",
          "--steps 60 --forward-ms 30 --layers 14 --width 1024 --bucket-mb 1000"),
     Case("DDP, samples that take 5 ms to read", "data.stall", "ddp.py",
          "--steps 60 --forward-ms 20 --layers 6 --batch-size 6 --read-ms 5"),

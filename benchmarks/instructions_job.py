@@ -56,12 +56,16 @@ class Marks:
             self._library.stop_counting()
 
 
+STACK_SAMPLE_S: Final = 70e-6
+"""What a sample of the stack takes natively, of a training loop with six nested modules."""
+
+
 class Clock:
     """A job's steps as they pass natively: what samples and what waits goes by them, however long they take here."""
 
     def __init__(self, step_ns: int, sample_ns: int) -> None:
         self.step_ns, self.sample_ns = step_ns, sample_ns
-        self.steps = self.asked = 0
+        self.steps = self.asked = self.asked_of_stacks = 0
         self._waiting: dict[threading.Event, tuple[float, Any]] = {}
         self._next = math.inf
 
@@ -72,6 +76,11 @@ class Clock:
 
     def seconds(self) -> float:
         return self.steps * self.step_ns / 1e9
+
+    def of_stacks(self) -> float:
+        """The processor time of the thread that samples stacks, asked before and after each sample."""
+        self.asked_of_stacks += 1
+        return self.asked_of_stacks // 2 * STACK_SAMPLE_S
 
     def step(self) -> None:
         """A step has been taken: whoever waited as long as it goes on."""
@@ -104,8 +113,12 @@ def capture(folder: Path, clock: Clock | None) -> Any:
     """As `dsprof run` opens it; its samplers and side threads by `clock`, if there is one."""
     from dsprof.collectors.capture import session, side_thread
     from dsprof.collectors.failures import watchdog
+    from dsprof.collectors.host import stack_samples
 
     if clock is not None:
+        stacks: Any = stack_samples
+        stacks.time = types.SimpleNamespace(monotonic=clock.seconds, thread_time=clock.of_stacks)
+        stacks.IN_ADVANCE_S = 0.0  # what is taken in the first seconds, once, is in no later step
 
         class Event(threading.Event):
             """Side threads look as often a step as they do natively."""

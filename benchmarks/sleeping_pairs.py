@@ -79,7 +79,7 @@ FIRST_TWELVE: Final = {
     ),
     "gc, the host waits for the device": Pair(("--gc-ms=240", "--item-every=1"), ("--item-every=1",), "pause.gc"),
     "gc, the host runs ahead": Pair(("--gc-ms=160",), (), ""),
-    "collectives exposed": Pair((*EXPOSED, "--bucket-mb=100"), (*EXPOSED, "--bucket-mb=2"), "comm.exposed"),
+    "collectives exposed": Pair((*EXPOSED, "--bucket-mb=100"), (*EXPOSED, "--bucket-mb=2"), "comm.large-bucket"),
     "small buckets": Pair((*SMALL, "--bucket-mb=0.1"), (*SMALL, "--bucket-mb=1"), "comm.small-messages"),
     "a late host and a slow device hide each other": Pair(
         ("--slow-rank=0", "--late-rank=1", "--late-ms=480"), (), "rank.straggler", together=True
@@ -112,7 +112,7 @@ SECOND_TWELVE: Final = {
     ),
     "collectives as hidden as they can be": Pair(("--latency-ms=30",), (), ""),
     "collectives exposed, over another link": Pair(
-        (*SLOW_LINK, "--bucket-mb=100"), (*SLOW_LINK, "--bucket-mb=4"), "comm.exposed"
+        (*SLOW_LINK, "--bucket-mb=100"), (*SLOW_LINK, "--bucket-mb=4"), "comm.large-bucket"
     ),
     "a loader hides a slow device": Pair(("--load-ms=560", "--slow-rank=1"), ("--slow-rank=1",), "data.stall"),
     "late host hidden": Pair(("--late-rank=1", "--late-ms=120"), (), ""),

@@ -68,6 +68,10 @@ COLLECTORS: Final[dict[str, Collector]] = {
         "loop.optimizers", LOOP, "optimizer steps, which end the training step",
         judges=(EVERYTHING,),
     ),
+    "loss-scale": Collector(
+        "loop.loss_scale", LOOP, "steps that torch's GradScaler skips since gradients overflowed",
+        judges=("precision.overflow",),
+    ),
     "pipelining": Collector(
         "loop.pipelining", LOOP, "torch.distributed.pipelining: each stage's micro-batches, and the schedule",
         judges=("pipeline.bubble", "pipeline.imbalance", "rank.straggler", "data.imbalance"), each_call=True,
@@ -75,6 +79,9 @@ COLLECTORS: Final[dict[str, Collector]] = {
     "checkpoints": Collector(
         "loop.checkpoints", LOOP, "saving checkpoints: torch.save, DCP, safetensors and trainers",
         judges=("checkpoint.stall", "pause.stop"),
+    ),
+    "activation-checkpoints": Collector(
+        "loop.activation_checkpoints", LOOP, "which lines of the script have activations computed again in backward",
     ),
     "compilation": Collector(
         "loop.compilation", LOOP, "the time that torch.compile takes for itself; what it compiles again, and why",
@@ -86,7 +93,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "tensor-parallelism": Collector(
         "communication.tensor_parallel", COMMUNICATION, "which groups are for tensor parallelism",
-        judges=("comm.exposed", "comm.small-messages"),
+        judges=("comm.exposed", "comm.large-bucket", "comm.small-messages", "comm.volume"),
     ),
     "deepspeed": Collector(
         "frameworks.deepspeed", FRAMEWORKS, "DeepSpeed's engine: what it reduces, gathers and updates",
@@ -142,7 +149,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "stacks": Collector(
         "host.stack_samples", TROUBLE,
-        "where the training thread is, 20 times a second: by which lines of the script a late rank differs from others",
+        "where the training thread is, up to 25 times a second: in which lines a late rank differs from others",
     ),
     "host-sync": Collector(
         "devices.host_sync", DEVICES,

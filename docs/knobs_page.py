@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dsprof.knobs import KNOBS, Knob
+from dsprof.knobs.json_config import MAY_CHANGE, knob_of
 
 HEAD: Final = """\
 # Trying another setting without an edit
@@ -42,8 +43,8 @@ lines of your files to change: arguments of calls, keys of a JSON configuration.
 
 `--write` writes the changed files beside yours (`slow.fixed.py`, `ds.fixed.json`), and `--in-place` changes yours.
 Either all files are written or none: not where a configuration has been edited since the run, where `slow.fixed.py`
-is there already, or where a call takes `*args` or `**kwargs`, which may hold the argument. Then you are told what to
-write by hand.
+is there already, where the run made no such call, or where a call takes `*args` or `**kwargs`, which may hold the
+argument. Then you are told why, and what to write by hand.
 
 `dsprof fix RUN --verify` proves one: it runs your job as it was and with the change, in turns and each in processes of
 its own, until the difference of the pairs decides (three pairs at least, `--pairs` at most):
@@ -87,9 +88,27 @@ differently*.
 """
 
 
+KEYS: Final = """
+## Keys of a JSON configuration
+
+Values are checked before a job runs: `zero_optimization.stage=7` is refused. Where the three batch sizes are all
+written and you turn one, the batch of a step stays what it is and the third is found anew, so that still
+`train_batch_size` = `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x ranks. For these keys it is
+known what they may change in the numbers; any other key counts as *trains differently*.
+[engine-config.md](engine-config.md) says what each does.
+
+| key | values | numbers |
+|---|---|---|
+"""
+
+
 def render() -> str:
     """The page, in Markdown."""
-    return HEAD + "".join(map(_row, KNOBS))
+    return HEAD + "".join(map(_row, KNOBS)) + KEYS + "".join(_short_row(knob_of(key)) for key in MAY_CHANGE)
+
+
+def _short_row(knob: Knob) -> str:
+    return f"| `{knob.key}` | {knob.values} | {knob.numbers} |\n"
 
 
 def _row(knob: Knob) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .machine import Machine
 from .redact import redact_data, redact_text
+from .slow_settings import slow_settings
 
 if TYPE_CHECKING:
     from dsprof.engine.config import Config
@@ -62,7 +63,8 @@ def diagnose(source: Path | None, world_size: int, machine: Machine) -> Diagnosi
     except ConfigError as error:
         warnings = (*error.warnings, *advice(machine))
         return Diagnosis(machine, source, world_size, errors=tuple(error.problems), warnings=warnings)
-    return Diagnosis(machine, source, world_size, config, warnings=(*config.warnings, *disks(config), *advice(machine)))
+    about = (*config.warnings, *slow_settings(config), *disks(config))
+    return Diagnosis(machine, source, world_size, config, warnings=(*about, *advice(machine)))
 
 
 def disks(config: Config) -> Iterator[str]:

@@ -134,6 +134,14 @@ libraries."""
 RECOMPILED_FACT: Final = "recompiled"
 """Kind of the facts of a function (`function`, `site`) that torch.compile has compiled again so far: how many `times`,
 `spent_ms` altogether, and the guard that failed last (`reason`). Of several of one function the last counts."""
+CHECKPOINTED_FACT: Final = "activation_checkpointing"
+"""Kind of the facts of a line (`site`, or the `framework`) whose activations are computed again in backward;
+`selective`: by a policy that keeps some of them."""
+OVERFLOW: Final = "overflow"
+"""Name of the `mark` rows of steps that were skipped since gradients overflowed; `value`: the scale of the loss."""
+SCALER_FACT: Final = "grad_scaler"
+"""Kind of the fact of a GradScaler of torch's: whether it is `enabled`, its `growth_interval` (steps without an
+overflow after which it raises the scale), whether what it skips is `seen`, and the line that steps with it."""
 LOST_FACT: Final = "lost"
 """Kind of the facts of what could not be hooked, in words; one is `decisive` where its collectors are as good as
 switched off."""

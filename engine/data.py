@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, Final
 
 import torch
@@ -25,7 +25,7 @@ class _DataPosition:
 
     epoch: int
     samples: int | None
-    """Of that pass, what each rank had taken; None before it began."""
+    """Of that pass, what all ranks had taken; None before it began."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class _Progress:
     """How far a pass is. Apart from it: the loader must not keep a pass alive, whose end ends its workers."""
 
     samples: int
-    """Of this rank."""
+    """Of all ranks."""
     over: bool = False
 
 
@@ -45,6 +45,10 @@ class ShardedLoader:
     of every `world_size` samples in a row each rank takes the one at its place, and a last row that is not full is
     dropped, so that no rank goes on alone. Every rank therefore reads the whole stream, in one worker at most; a stream
     that splits itself belongs into a DataLoader of its own, which the engine takes as well.
+
+    With `shares` ranks get unequally many samples of each micro-batch, one rank's after the other's: a data set is
+    padded to whole micro-batches of all ranks. A rank whose share is 0 gets one, since it runs the model with the
+    others; it is for whoever weighs its loss to leave that out.
     """
 
     def __init__(
@@ -61,29 +65,36 @@ class ShardedLoader:
         num_workers: int = WORKERS,
         pin_memory: bool | None = None,
         seed: int = 0,
+        shares: Sequence[int] | None = None,
     ) -> None:
-        """`pin_memory`: by default where there is a GPU. `num_workers`: processes that load.
+        """`pin_memory`: by default where there is a GPU. `num_workers`: processes that load. `shares`: samples of each
+        rank in a micro-batch, in the place of `batch_size` for all.
 
         Raises TypeError if `dataset` is neither kind of data set, ValueError for a sampler of a stream.
         """
         self.dataset = dataset
-        self.batch_size = batch_size
+        self.batch_size = batch_size = batch_size if shares is None else max(1, shares[rank])
+        self._in_all = batch_size * world_size if shares is None else sum(shares)
+        """Samples of a micro-batch, over all ranks."""
         self.announces = True
         """Whether to warn where a pass goes on in the middle, for scripts that would skip its beginning themselves."""
-        self._world_size = world_size
+        self._row = world_size if shares is None else 1
+        """Samples of all ranks that are skipped together."""
         self._rank = rank
         self._resume: _DataPosition | None = None
         self._progress: _Progress | None = None
         if isinstance(dataset, IterableDataset):
             if sampler is not None:
                 raise ValueError("an IterableDataset comes in its own order: leave the sampler out")
-            dataset = _EveryNth(dataset, rank, world_size)
+            dataset = _Rows(dataset, shares or [1] * world_size, rank)
             num_workers = min(num_workers, 1)
         elif not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
             raise TypeError(
                 f"training_data is a {type(dataset).__name__}; give a data set with __getitem__ and __len__, or a "
                 "torch.utils.data.IterableDataset"
             )
+        elif sampler is None and shares is not None:
+            sampler = _UnequalSampler(dataset, shares, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         elif sampler is None:
             sampler = _CountingSampler(dataset, world_size, rank, shuffle=shuffle, seed=seed)
         self.data_sampler = sampler
@@ -125,14 +136,14 @@ class ShardedLoader:
         about: dict[str, Any] = {"of": self._samples_in_all, "epoch": epoch, "samples": None}
         if self._resume is not None:
             samples = self._resume.samples if self._resume.epoch == epoch else None
-            return about if samples is None else {**about, "samples": samples * self._world_size}
+            return {**about, "samples": samples}
         progress = self._progress
         if progress is None or progress.over or (sampler is not None and sampler.is_set):
             return about
-        samples = max(0, progress.samples - behind * self.batch_size)
+        samples = max(0, progress.samples - behind * self._in_all)
         if sampler is not None:
-            about["epoch"], samples = sampler.epoch, min(samples, sampler.num_samples)
-        return {**about, "samples": samples * self._world_size}
+            about["epoch"], samples = sampler.epoch, min(samples, sampler.total_size)
+        return {**about, "samples": samples}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Go on where `state_dict` was asked: with the next pass, or with one that is under way.
@@ -152,12 +163,12 @@ class ShardedLoader:
                 f"training_data has {_count(length)} samples and had {_count(state['of'])}: epoch {epoch} begins anew"
             )
             samples = None
-        elif samples is not None and samples % self._world_size:
+        elif samples is not None and samples % self._row:
             self._warn(
-                f"{samples} samples of epoch {epoch} were taken, which the {self._world_size} ranks do not divide: the "
-                f"last {samples % self._world_size} of them come again"
+                f"{samples} samples of epoch {epoch} were taken, which the {self._row} ranks do not divide: the "
+                f"last {samples % self._row} of them come again"
             )
-        self._resume = _DataPosition(epoch, None if samples is None else samples // self._world_size)
+        self._resume = _DataPosition(epoch, None if samples is None else samples - samples % self._row)
         return None
 
     @property
@@ -177,12 +188,12 @@ class ShardedLoader:
         resumed = place is not None and place.samples is not None and place.epoch == epoch
         skip = (place.samples or 0) if resumed and place is not None else 0
         if isinstance(sampler, _CountingSampler):
-            sampler.skip = skip
-        elif isinstance(self._loader.dataset, _EveryNth):
+            sampler.skip = skip // self._row
+        elif isinstance(self._loader.dataset, _Rows):
             self._loader.dataset.skip = skip
         if skip and self.announces and self._rank == 0:
             warnings.warn(
-                f"the training data go on in epoch {epoch} after {skip * self._world_size} samples, where the "
+                f"the training data go on in epoch {epoch} after {skip} samples, where the "
                 "checkpoint was: leave it out if the script skips them itself, or call "
                 "engine.training_dataloader.rewind() before",
                 stacklevel=4,
@@ -211,7 +222,7 @@ class _EpochIterator:
         if batch is _END:
             self._progress.over = True
             raise StopIteration
-        self._progress.samples += self._loader.batch_size
+        self._progress.samples += self._loader._in_all
         return batch
 
 
@@ -273,26 +284,56 @@ class _CountingSampler(DistributedSampler[Any]):
         return islice(super().__iter__(), skip, None)
 
 
-class _EveryNth(IterableDataset[Any]):
-    """Of every `n` samples in a row, the one at place `index`; samples at the end that are no full row are left."""
+class _UnequalSampler(_CountingSampler):
+    """Of all samples in their order, in rows of a micro-batch of all ranks, those that are `rank`'s; behind the last,
+    the first ones fill up the row, or with `drop_last` a row that is not full is left."""
 
-    def __init__(self, samples: IterableDataset[Any], index: int, n: int) -> None:
+    def __init__(
+        self, dataset: Any, shares: Sequence[int], rank: int, *, shuffle: bool, seed: int, drop_last: bool
+    ) -> None:
+        super().__init__(dataset, 1, 0, shuffle=shuffle, seed=seed)
+        self._row, self._mine, self._drops = sum(shares), _part(shares, rank), drop_last
+
+    def __len__(self) -> int:
+        rows: int = self.total_size // self._row if self._drops else -(-self.total_size // self._row)
+        return rows * len(range(self._row)[self._mine])
+
+    def __iter__(self) -> Iterator[Any]:
+        start, self.skip = self.skip, 0
+        order = list(super().__iter__())
+        missing = 0 if self._drops else (start - len(order)) % self._row
+        order = [*order[start:], *islice(cycle(order), missing)]
+        for at in range(0, len(order) - self._row + 1, self._row):
+            yield from order[at : at + self._row][self._mine]
+
+
+class _Rows(IterableDataset[Any]):
+    """Of every sum of `shares` samples in a row, those that are `rank`'s; samples at the end that are no full row are
+    left."""
+
+    def __init__(self, samples: IterableDataset[Any], shares: Sequence[int], rank: int) -> None:
         self._samples = samples
-        self._index = index
-        self._n = n
+        self._row, self._mine = sum(shares), _part(shares, rank)
         self.skip = 0
-        """Rows that the next iterator leaves out at its beginning."""
+        """Samples that the next iterator leaves out at its beginning."""
 
     def __iter__(self) -> Iterator[Any]:
         return self._read(self.skip)
 
     def _read(self, skip: int) -> Iterator[Any]:
-        samples = islice(self._samples, skip * self._n, None)
-        for row in zip(*[samples] * self._n, strict=False):
-            yield row[self._index]
+        samples = islice(self._samples, skip, None)
+        for row in zip(*[samples] * self._row, strict=False):
+            yield from row[self._mine]
 
     def __len__(self) -> int:
-        return len(self._samples) // self._n  # type: ignore[arg-type]
+        rows: int = len(self._samples) // self._row  # type: ignore[arg-type]
+        return rows * len(range(self._row)[self._mine])
+
+
+def _part(shares: Sequence[int], rank: int) -> slice:
+    """Where the samples of `rank` are in a row of all ranks'; one of the row for a rank without any."""
+    start = min(sum(shares[:rank]), sum(shares) - 1)
+    return slice(start, start + max(1, shares[rank]))
 
 
 def _count(samples: int | None) -> str:

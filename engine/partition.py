@@ -6,6 +6,9 @@ the smallest sum of squares, so that the others are even too; among these, the o
 be, the first one first. So with `uniform` the first stages have one layer more, as in DeepSpeed, and a layer without
 weight stays with the one before it.
 
+Where ranks are of unequal speed, what is as light as it can be is the heaviest weight / speed; the smallest sum of
+squares is of these, too.
+
 With virtual stages the parts are ranks * virtual_stages, and part s goes to rank s % ranks. Parts are balanced one by
 one: no rank then has more than virtual_stages times the heaviest part.
 """
@@ -35,8 +38,11 @@ def partition(
     *,
     parameters: Sequence[int] | None = None,
     costs: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> list[int]:
     """Boundaries of `parts` stages: stage s has layers bounds[s] up to, without, bounds[s + 1]. At least one each.
+
+    `speeds` are those of the ranks, part s being on rank s % len(speeds); by default all are equally fast.
 
     - `uniform`: as many layers for each.
     - `parameters`: as many parameters; `parameters` has each layer's count. If none has any, as `uniform`.
@@ -57,42 +63,47 @@ def partition(
         return _explicit(method, parts, layers)
     kind, _, pattern = method.partition(":")
     if method.lower() == "uniform":
-        return balance([1] * layers, parts)
+        return balance([1] * layers, parts, speeds)
     if method.lower() == "parameters":
         weights = _weights("parameters", "parameter counts", parameters, layers)
-        return balance(weights if any(weights) else [1] * layers, parts)
+        return balance(weights if any(weights) else [1] * layers, parts, speeds)
     if method.lower() == "measured":
         weights = _weights("measured", "measured costs", costs, layers)
         if not any(weights):
             raise ValueError('partition method "measured": all costs are 0; measure again, or write "parameters"')
-        return balance(weights, parts)
+        return balance(weights, parts, speeds)
     if kind.lower() == "type" and pattern:
-        return balance(_matches(pattern, classes, parts), parts)
+        return balance(_matches(pattern, classes, parts), parts, speeds)
     raise ValueError(_unknown(method, parts))
 
 
-def balance(weights: Sequence[float], parts: int) -> list[int]:
-    """Boundaries of `parts` runs of weights, at least one each, of which the heaviest is as light as it can be.
+def balance(weights: Sequence[float], parts: int, speeds: Sequence[float] | None = None) -> list[int]:
+    """Boundaries of `parts` runs of weights, at least one each, of which the heaviest is as light as it can be, each
+    divided by its speed: run s has speeds[s % len(speeds)].
 
     Ties as said above. Weights are finite and at least 0, parts at most as many as weights; sums are exact.
     """
     exact = [Fraction(weight) for weight in weights]
     unit = math.lcm(*(weight.denominator for weight in exact))
     prefix = [0, *accumulate(int(weight * unit) for weight in exact)]
-    limit = _bottleneck(prefix, parts)
+    slowness = [1 / Fraction(speed) for speed in speeds or (1,)]
+    unit = math.lcm(*(each.denominator for each in slowness))
+    factors = [int(slowness[part % len(slowness)] * unit) for part in range(parts)]
+    limit = _bottleneck(prefix, factors)
     count = len(weights)
     # least[i]: the smallest sum of squares of dividing what begins at i into the stages that remain; and the latest
     # end of the first of these for which it is reached.
     least: list[int | None] = [None] * count + [0]
     ends: list[list[int]] = []
-    for remaining in range(1, parts + 1):
+    for remaining, factor in enumerate(reversed(factors), 1):
         after, least, end = least, [None] * (count + 1), [0] * count
+        most = limit // factor
         for start in range(count - remaining, -1, -1):
-            for stop in range(start + 1, bisect_right(prefix, prefix[start] + limit)):
+            for stop in range(start + 1, bisect_right(prefix, prefix[start] + most)):
                 rest = after[stop]
                 if rest is None:
                     continue
-                squares = (prefix[stop] - prefix[start]) ** 2 + rest
+                squares = ((prefix[stop] - prefix[start]) * factor) ** 2 + rest
                 best = least[start]
                 if best is None or squares <= best:
                     least[start], end[start] = squares, stop
@@ -103,17 +114,26 @@ def balance(weights: Sequence[float], parts: int) -> list[int]:
     return bounds
 
 
-def _bottleneck(prefix: Sequence[int], parts: int) -> int:
-    """The smallest weight that the heaviest of `parts` runs can have. More parts than needed can always be made."""
+def _bottleneck(prefix: Sequence[int], factors: Sequence[int]) -> int:
+    """The smallest that the largest of weight x factor can be, of as many runs as `factors`, at least one weight each.
+
+    Where all factors are equal, more parts than needed can always be made."""
+    count, equal = len(prefix) - 1, len(set(factors)) == 1
 
     def suffices(limit: int) -> bool:
-        start = 0
-        for _ in range(parts):
-            start = bisect_right(prefix, prefix[start] + limit) - 1
-        return start == len(prefix) - 1
+        ends = [0]
+        for part, factor in enumerate(factors, 1):
+            starts, ends, reached = ends, [], 0
+            most, last = limit // factor, count - len(factors) + part  # each of the parts behind it needs one weight
+            for start in starts:
+                stop = min(bisect_right(prefix, prefix[start] + most) - 1, last)
+                ends += range(max(start, reached) + 1, stop + 1)
+                reached = max(reached, stop)
+            if equal:  # a part that ends as late as it can leaves no more to the others
+                del ends[:-1]
+        return count in ends
 
-    low = max(stop - start for start, stop in pairwise(prefix))
-    high = prefix[-1]
+    low, high = 0, prefix[-1] * max(factors)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if suffices(middle) else (middle + 1, high)

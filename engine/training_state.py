@@ -90,7 +90,12 @@ class Training:
     @property
     def samples_per_microbatch(self) -> int:
         """Over all replicas."""
-        return self.config.train_micro_batch_size_per_gpu * self.parallel.mesh.dp
+        return self.config.train_batch_size // self.config.gradient_accumulation_steps
+
+    @property
+    def loss_weight(self) -> float:
+        """What this replica's mean loss counts in the mean over all: its samples beside those of an equal share."""
+        return self.config.train_micro_batch_size_per_gpu * self.parallel.mesh.dp / self.samples_per_microbatch
 
     @property
     def device(self) -> torch.device:

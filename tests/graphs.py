@@ -2,7 +2,7 @@
 
 A program is a row of points, each with the ms of own work before it: `5 I0 3 W0 2` works 5 ms, issues task 0, works
 3 ms, waits for task 0, and works 2 ms to the end of the step. `B` begins a backward. `O0` waits for what another step
-supplies.
+supplies. `A` begins the next action of a pipeline's schedule, and `E` ends it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,19 @@ def steps_of(
     sizes: Sequence[float] = (),
     outside: int = 0,
     arrivals: Sequence[tuple[int, int]] = (),
+    actions: Sequence[Sequence[tuple[str, int, int]]] = (),
 ) -> Steps:
-    """Like-shaped steps of these programs, one a thread. `arrivals`: (outside, task) that other steps supply."""
+    """Like-shaped steps of these programs, one a thread. `arrivals`: (outside, task) that other steps supply;
+    `actions`: of each program, (name, stage, micro-batch) in order."""
     tasks = tasks or [Task("0", gradient=True)] * len(transfers)
     thread: list[int] = []
     work: list[float] = []
     backward: list[bool] = []
+    acts: list[tuple[str, int, int]] = []
     edges: list[tuple[int, int]] = []  # tasks and outside are negative until the segments are counted
     for r, program in enumerate(programs):
         begins, waits, spent = False, list[int](), 0.0
+        following, act = iter(actions[r] if actions else ()), ("", -1, -1)
         for item in [*program.split(), "end"]:
             if item[0].isdigit():
                 spent += float(item)
@@ -52,6 +56,8 @@ def steps_of(
             work.append(spent)
             thread.append(r)
             backward.append(begins)
+            acts.append(act)
+            act = next(following) if item == "A" else ("", -1, -1) if item == "E" else act
             begins, waits, spent = item == "B", [], 0.0
             if item[0] == "I":
                 edges.append((len(work) - 1, -1 - int(item[1:])))
@@ -69,7 +75,8 @@ def steps_of(
     structure = Structure(
         thread=np.array(thread, np.int64),
         backward=np.array(backward, bool),
-        action=np.full(segments, "", object),
+        action=np.array([op for op, _, _ in acts], object),
+        place=np.array([of[1:] for of in acts], np.int64),
         tasks=tuple(tasks),
         outside=outside,
         edges=Edges(np.array([a for a, _ in pairs], np.int64), np.array([b for _, b in pairs], np.int64)),

@@ -16,7 +16,7 @@ from records import Record, capture_of
 
 from dsprof.ondisk import Flag
 from dsprof.run import RankInfo, RunInfo
-from dsprof.schema import COLUMNS, Kind
+from dsprof.schema import CALL_SITE, COLUMNS, Kind
 from dsprof.trace import Trace, concat_rows
 from dsprof.trace.derive import trace_rows
 
@@ -34,10 +34,11 @@ class Work:
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase begins, which lasts until all of `parts` are over."""
+    """A phase begins, which lasts until all of `parts` are over. inputs: elements that a forward is given."""
 
     name: str
     parts: tuple[Any, ...]
+    inputs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class MeshJob:
     jitter: float = 0.01
     seed: int = 0
     facts: list[dict[str, Any]] = field(default_factory=list)
+    slower: Callable[[str, int], float] = lambda group, number: 1.0
+    """(group, number) -> how many times as long a collective takes."""
+    hosts: tuple[str, ...] = ()
+    """Of each rank; empty: all are on one."""
+    lines: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    """(name, bytes) of a collective -> the line that issues such, as marks tell."""
     parameters: int = 0
     """Bytes of them on each rank, as its memory tells after each step; 0: it was not captured."""
 
@@ -88,7 +95,8 @@ class MeshJob:
                 if key not in ends and len(came) == len(self.groups[group][0]):
                     size = next(one.sizes[key] for one in ranks if key in one.sizes)
                     begin = max(max(came.values()), free.get(group, 0.0))
-                    ends[key] = free[group] = begin + self.latency_ms + size / 2**20 * self.ms_per_mib
+                    taken = self.latency_ms + size / 2**20 * self.ms_per_mib
+                    ends[key] = free[group] = begin + taken * self.slower(*key)
                     went_on.append(True)
             assert any(went_on), "the programs wait for each other"
         return ranks, ends
@@ -98,7 +106,11 @@ class MeshJob:
         tables = []
         for one in ranks:
             facts = [fact for fact in self.facts if fact.get("rank", one.rank) == one.rank]
-            tables.append(trace_rows(capture_of(*one.records(ends), facts=facts), one.rank, 0))
+            marks: list[Record] = [
+                (Kind.MARK, CALL_SITE, 1.0, 1.0, {"purpose": name, "bytes": size, "value": FLOAT32, "site": site})
+                for (name, size), site in self.lines.items()
+            ]
+            tables.append(trace_rows(capture_of(*one.records(ends), *marks, facts=facts), one.rank, 0))
         rows = pd.concat([table.astype({"name": object, "lane": object}) for table in tables], ignore_index=True)
         if self.parameters:
             rows = concat_rows([rows, self._memory(rows)]).sort_values(
@@ -108,8 +120,8 @@ class MeshJob:
         info = RunInfo(
             id="job", name="job", command=["dsprof", "run", "train.py"], world_size=self.ranks,
             ranks=[
-                RankInfo(r, 0, "host", r + 100, f"rank{r:05d}.0.host.{r + 100}", True, self.steps - 1, 0, 0, 0, 0, True)
-                for r in range(self.ranks)
+                RankInfo(r, 0, host, r + 100, f"rank{r:05d}.0.host.{r + 100}", True, self.steps - 1, 0, 0, 0, 0, True)
+                for r, host in enumerate(self.hosts or ("host",) * self.ranks)
             ],
             groups={
                 name: {"ranks": list(members), "size": len(members), "desc": desc, "backend": "gloo"}
@@ -151,7 +163,7 @@ class _Rank:
                 self._todo += self._flat(part)
         self._at = 0
         self._now = 1000.0
-        self._open: list[tuple[str, float]] = []
+        self._open: list[tuple[str, float, int | None]] = []
         self.seen: list[Record] = []
         self._calls: dict[tuple[str, int], tuple[Call, float]] = {}
         self._later: dict[str, tuple[str, int]] = {}
@@ -163,7 +175,8 @@ class _Rank:
     def _flat(part: Any) -> list[Any]:
         if not isinstance(part, Phase):
             return [part]
-        return [("begin", part.name), *(one for inner in part.parts for one in _Rank._flat(inner)), ("end", part.name)]
+        inside = [one for inner in part.parts for one in _Rank._flat(inner)]
+        return [("begin", part.name, part.inputs), *inside, ("end", part.name)]
 
     @property
     def runs(self) -> bool:
@@ -199,10 +212,12 @@ class _Rank:
             elif isinstance(one, Wait):
                 self._blocked = self._later.pop(one.later)
             elif one[0] == "begin":
-                self._open.append((one[1], self._now))
+                self._open.append((one[1], self._now, one[2]))
             else:
-                name, begin = self._open.pop()
-                more = {"flags": Flag.GRAD} if name == "forward" else {}
+                name, begin, inputs = self._open.pop()
+                more: dict[str, Any] = {"flags": Flag.GRAD} if name == "forward" else {}
+                if inputs is not None:
+                    more["value"] = inputs
                 self.seen.append((Kind.PHASE, name, begin, self._now, more))
         return moved
 

@@ -36,9 +36,10 @@ def test_a_healthy_job_has_nothing_above_info() -> None:
     analysis = analyze(no_overlap_to_gain(Job()).trace())
     assert above_info(analysis) == []
     assert set(analysis.passed) == {
-        "rank.straggler", "data.stall", "data.imbalance", "pause.gc", "comm.small-messages", "comm.exposed",
+        "rank.straggler", "data.stall", "data.imbalance", "pause.gc", "comm.small-messages", "comm.large-bucket",
+            "comm.exposed",
         "eval.uneven", "checkpoint.stall", "pause.stop", "run.hang", "run.desync", "comm.redundant-reduce",
-        "comm.buffers", "compute.optimizer", "compute.recompile",
+        "comm.buffers", "comm.volume", "compute.optimizer", "compute.recompile",
     }  # fmt: skip
     assert analysis.not_judged == {"run.rank-died": "no launcher recorded how the ranks ended"}
 
@@ -258,12 +259,12 @@ def test_many_small_buckets_that_stand_in_the_way() -> None:
     assert first.fixes[0].patch[0]["argument"] == "bucket_cap_mb"
 
 
-@pytest.mark.plants("comm.exposed")
+@pytest.mark.plants("comm.large-bucket")
 def test_one_huge_bucket_that_overlaps_nothing() -> None:
     ddp = {"fact": "ddp", "rank": 0, "site": None, "gradient_bytes": [1 << 20] * 60}
     analysis = analyze(Job(buckets=(60 << 20,), ms_per_mib=0.8, facts=[ddp]).trace())
     first = analysis.findings[0]
-    assert first.code == "comm.exposed"
+    assert first.code == "comm.large-bucket"
     assert first.gain.ms == pytest.approx(47, rel=0.1)
     assert first.fixes[0].patch[0]["value"] < 60
 
@@ -284,7 +285,7 @@ def test_one_huge_bucket_is_told_what_settles_how_much_could_be_gained(
     analysis = analyze(Job(buckets=(64 << 20,), ms_per_mib=0.8, backward=lambda rank, step: 20, facts=facts).trace())
     assert analysis.verdict.status == "inconclusive"
     assert settles in analysis.verdict.headline
-    exposed = next(finding for finding in analysis.findings if finding.code == "comm.exposed")
+    exposed = next(finding for finding in analysis.findings if finding.code == "comm.large-bucket")
     assert exposed.gain.low < 0 < exposed.gain.ms
 
 
@@ -370,7 +371,7 @@ def test_a_rank_that_nobody_watched_was_gone_before_the_one_that_waited_for_it()
 def test_a_run_of_hardly_any_steps_has_no_verdict_and_no_error(steps: int) -> None:
     analysis = analyze(Job(steps=steps).trace())
     assert analysis.step_count == steps
-    assert above_info(analysis) in ([], ["comm.exposed"])
+    assert above_info(analysis) in ([], ["comm.large-bucket"])
     assert not any("failed" in reason for reason in analysis.not_judged.values())
     json.dumps(analysis.to_dict(), allow_nan=False)
 
@@ -441,8 +442,9 @@ def test_two_hosts_are_put_on_one_clock() -> None:
 def test_smaller_buckets_gain_nothing_where_there_is_nothing_to_hide_behind() -> None:
     """60 MiB at 0.8 ms a MiB behind 5 ms of backward: bandwidth is shared, however many collectives there are."""
     analysis = analyze(Job(buckets=(60 << 20,), ms_per_mib=0.8, backward=constant(5)).trace())
-    exposed = next(finding for finding in analysis.findings if finding.code == "comm.exposed")
-    assert exposed.gain.ms < 5
+    large = next(finding for finding in analysis.findings if finding.code == "comm.large-bucket")
+    assert large.gain.ms < 5
+    assert above_info(analysis)[0] == "comm.volume"
 
 
 def test_a_gpu_job_is_not_called_healthy() -> None:

@@ -14,8 +14,9 @@ from synthetic import Job, constant, write_capture
 
 from dsprof.analyzer.analyze import explain
 from dsprof.analyzer.ask import Misasked, Request, Scaled, Without, ask
+from dsprof.analyzer.candidate import Candidate, Excess, OneOf, Price
 from dsprof.analyzer.finding import Finding, Gain
-from dsprof.analyzer.judge import judge
+from dsprof.analyzer.judge import Looked, judge
 from dsprof.analyzer.study import Study, study
 from dsprof.cli import main
 from dsprof.knobs import KnobError
@@ -73,6 +74,7 @@ def test_a_fault_taken_away_saves_what_its_finding_says(name: str, code: str) ->
 
 def test_of_one_rank_alone_it_saves_what_the_finding_says_of_that_rank() -> None:
     finding = findings("two stragglers")["rank.straggler"]
+    assert finding.title.startswith("ranks 2, 5 arrive ")
     assert set(finding.by_rank) == {2, 5}
     for rank, gain in finding.by_rank.items():
         assert close(saved("two stragglers", Without("rank.straggler", (rank,))), gain)
@@ -101,6 +103,24 @@ def test_what_a_run_does_not_have_is_said() -> None:
     (row,) = ask(measured("small"), [[Without("comm.small-messages")]]).rows
     assert row.gain is None
     assert "ask with --set ddp.bucket_cap_mb=" in row.reason
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (OneOf((Excess(np.ones(3), "step"),)), "it may be mended in several ways, which gain differently"),
+    (Excess(np.ones(3), "step"), "was measured, not replayed"),
+    (Excess(np.ones(3), "occasion"), "it costs time outside ordinary steps"),
+])  # fmt: skip
+def test_a_cost_that_is_no_change_of_the_steps_says_what_it_is(
+    change: Excess | OneOf, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(price: Price) -> Finding:
+        raise AssertionError
+
+    looked = Looked((Candidate("pipeline.bubble", change, never),), (), "")
+    monkeypatch.setattr("dsprof.analyzer.ask.look_for", lambda study, code: looked)
+    (row,) = ask(measured("straggler"), [[Without("pipeline.bubble")]]).rows
+    assert row.gain is None
+    assert says in row.reason
 
 
 # --- scaled
@@ -269,6 +289,7 @@ def test_a_sweep_has_a_row_for_each_value() -> None:
     (([], [], ["ddp.bucket_cap_mb=-3"], []), "write a number"),
     (([], [], ["ddp.static_graph=true"], []),
      "not predicted yet; `dsprof fix RUN --set ddp.static_graph=true --verify` measures it"),
+    (([], [], ["env.HF_TOKEN=hunter2hunter2x"], []), "--set env.HF_TOKEN=[redacted]: what"),
     (([], [], [], ["ddp.bucket_cap_mb="]), "write KEY=VALUE,VALUE"),
     (([], [], [], ["ddp.bucket_cap_mb=1,x"]), "write a number"),
 ])  # fmt: skip

@@ -135,7 +135,7 @@ def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     check_grad_overflow          true
   at their defaults              zero_optimization, fp16, data_types, activation_checkpointing, checkpoint,
                                  aio, comms_logger, flops_profiler, tensorboard, csv_monitor, tensor_parallel,
-                                 pipeline
+                                 pipeline, heterogeneous
 
 {THIS_MACHINE}
 warning  log_level: has no effect; it says what DeepSpeed logs
@@ -188,6 +188,19 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert said.err == f"[dsprof] error: {name}: {what}; name the JSON file of a configuration\n"
     assert cli.main(["doctor", "--world-size", "0"]) == 2
     assert capsys.readouterr().err.startswith("[dsprof] error: ")
+
+
+@pytest.mark.usefixtures("healthy")
+def test_shares_of_unequal_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = {"train_batch_size": 14, "gradient_accumulation_steps": 2, "heterogeneous": {"speeds": [1, 2, 4, None]}}
+    assert cli.main(["doctor", str(written(tmp_path, raw)), "--world-size", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  batch                          14 = (1 + 2 + 4 + 0) x 2 accumulated" in lines
+    shares = "replica 0: 14.3%, replica 1: 28.6%, replica 2: 57.1%, replica 3: 0.0%"
+    assert f"  shares                         {shares}" in lines
+    raw["heterogeneous"] = {"speeds": "measure"}
+    assert cli.main(["doctor", str(written(tmp_path, raw)), "--world-size", "4"]) == 0
+    assert "14, divided by speeds that are measured at the start" in capsys.readouterr().out
 
 
 def test_ranks_are_the_visible_gpus_unless_given(

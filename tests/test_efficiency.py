@@ -15,7 +15,7 @@ from dsprof.analyzer.align.groups import find_mesh
 from dsprof.analyzer.align.topology import Topology
 from dsprof.analyzer.work.mfu import Efficiency, RankWork, judge_efficiency, sum_work
 from dsprof.analyzer.work.module_times import module_times, sum_modules
-from dsprof.analyzer.work.peaks import DEVICES, find_device
+from dsprof.data_sheets import DEVICES, find_device
 from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import Kind
 from dsprof.trace.capture import Gap

@@ -198,3 +198,40 @@ def test_mistakes(run: Path, capsys: pytest.CaptureFixture[str], words: list[str
     assert main(["export", str(run), "--to", "chrome", *words]) == status
     assert says in capsys.readouterr().err
     assert list(Path().glob("*.json")) == []
+
+
+# --- SARIF ----------------------------------------------------------------------------------------
+
+
+def blamed(*fixes: Fix, severity: Any = "medium") -> Finding:
+    gain = Gain(20.0, 10.0, 18.0, 22.0, "replay")
+    return Finding("data.stall", "the loop waits", severity, Where(ranks=(1,)), (), gain, fixes)
+
+
+def at(file: str | None, line: int | None) -> Fix:
+    return Fix("code", "turn num_workers", ({"file": file, "line": line, "argument": "num_workers", "value": 4},))
+
+
+def test_findings_stand_at_the_lines_that_they_blame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    findings = (
+        blamed(at(f"{tmp_path}/src/train.py", 31), at("/elsewhere/data.py", 7), at(f"{tmp_path}/src/train.py", 31)),
+        blamed(at(None, None)),
+        blamed(at(f"{tmp_path}/src/train.py", 9), severity="info"),
+    )
+    log = json.loads(written("sarif", of=build(Job(steps=30), findings)))
+    (run,) = log["runs"]
+    (result,) = run["results"]
+    assert (log["version"], result["ruleId"], result["level"]) == ("2.1.0", "data.stall", "warning")
+    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == ["data.stall"]
+    assert result["message"]["text"].splitlines()[:2] == ["the loop waits", "Fix: turn num_workers"]
+    assert [place["physicalLocation"] for place in (*result["locations"], *result["relatedLocations"])] == [
+        {"artifactLocation": {"uri": "src/train.py", "uriBaseId": "%SRCROOT%"}, "region": {"startLine": 31}},
+        {"artifactLocation": {"uri": "file:///elsewhere/data.py"}, "region": {"startLine": 7}},
+    ]
+
+
+def test_a_run_without_a_line_to_blame_is_a_valid_empty_log() -> None:
+    file = io.BytesIO()
+    assert export.write("sarif", build(Job(steps=30), ()), file, BOTH) == 0
+    assert json.loads(file.getvalue())["runs"][0]["results"] == []

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: Final = {
     "schema": (
         "dsprof.atomic",
+        "dsprof.data_sheets",
         "dsprof.gauges",
         "dsprof.live",
         "dsprof.names",
@@ -51,6 +52,7 @@ LAYERS: Final = {
     "interactive": ("dsprof.interactive",),
     "cli": (
         "dsprof.__main__", "dsprof.cli", "dsprof.doctor", "dsprof.launch", "dsprof.machine", "dsprof.settings",
+        "dsprof.slow_settings",
     ),
     "collectors": ("dsprof.collectors",),
     "engine": ("dsprof.engine",),
@@ -87,7 +89,7 @@ MAY_IMPORT: Final = {
         "dsprof.engine.hooks",
         *LIVE,
     },
-    "engine": {"engine", "dsprof.words"},
+    "engine": {"engine", "dsprof.data_sheets", "dsprof.words"},
     "public": {"dsprof.collectors.spans", "interactive"},
 }
 """Layer -> what of ours it may import: whole layers, or single modules by name."""
@@ -95,7 +97,12 @@ MAY_IMPORT: Final = {
 EXCEPTIONS: Final = {
     "dsprof.analyzer.rules.missing_collectors": {"dsprof.collectors.catalogue"},
     "dsprof.knobs": {"dsprof.collectors.overrides.pipelining", "dsprof.engine.config"},
-    "dsprof.analyzer": {"dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config"},
+    "dsprof.analyzer": {
+        "dsprof.engine.schedule",
+        "dsprof.engine.partition",
+        "dsprof.engine.config",
+        "dsprof.engine.precision.gain",
+    },
     "dsprof.launch": {
         "dsprof.collectors.capture.copier",
         "dsprof.collectors.arming.free_threaded",
@@ -110,6 +117,8 @@ EXCEPTIONS: Final = {
     "dsprof.cli.live": {"dsprof.collectors.capture.scratch"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
     "dsprof.doctor": {"dsprof.engine.config"},
+    "dsprof.slow_settings": {"dsprof.engine.config"},
+    "dsprof.fix.batch_sizes": {"dsprof.engine.config"},
     "dsprof.cli.doctor": {"dsprof.engine.config"},
     "dsprof.settings": {"dsprof.collectors.catalogue"},
     "dsprof.machine": {
@@ -150,6 +159,7 @@ THIRD_PARTY_EXCEPTIONS: Final = {
 
 TORCH_FREE: Final = (
     "dsprof.engine.hooks", "dsprof.engine.schedule", "dsprof.engine.partition", "dsprof.engine.config",
+    "dsprof.engine.precision.gain",
 )  # fmt: skip
 """Of the engine, what others share: the standard library, and what THIRD_PARTY_EXCEPTIONS says."""
 
@@ -176,6 +186,7 @@ ENGINE_FLOORS: Final = (
     {"optim"},
     {"activation_checkpoint", "tensor", "zero"},
     {"offload", "pipe"},
+    {"precision"},
     {"training_state"},
     {"checkpoint", "planner"},
     {"train"},

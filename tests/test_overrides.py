@@ -216,6 +216,38 @@ def test_a_json_configuration_is_changed_and_stated(ask: Ask, tmp_path: Path, mo
     assert given == {"zero_optimization": {"stage": 3}}
 
 
+BATCHES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("turned", "left", "says"),
+    [
+        ({"gradient_accumulation_steps": 8}, {"train_batch_size": 64, "gradient_accumulation_steps": 8},
+         "which is 2 in the configuration, is found anew, so that train_batch_size stays 64"),
+        ({"train_micro_batch_size_per_gpu": 8}, {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 8},
+         "gradient_accumulation_steps, which is 4 in the configuration, is found anew"),
+        ({"train_batch_size": 128}, {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 2},
+         "so that train_micro_batch_size_per_gpu stays 2"),
+        ({"train_batch_size": 128, "gradient_accumulation_steps": 2},
+         {"train_batch_size": 128, "gradient_accumulation_steps": 2}, "train_micro_batch_size_per_gpu, which is 2"),
+        ({"gradient_clipping": 2.0}, {**BATCHES, "gradient_clipping": 2.0}, ""),
+    ],
+)  # fmt: skip
+def test_batch_sizes_never_contradict_each_other(
+    turned: dict[str, Any], left: dict[str, Any], says: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+    module = ModuleType("deepspeed")
+    module.initialize = lambda args=None, config=None: taken.append(config)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deepspeed", module)
+    facts = ask(turned)
+    module.initialize(config=dict(BATCHES))
+    assert taken == [left]
+    notes = [fact["text"] for fact in facts if fact["fact"] == "note"]
+    assert len(notes) == bool(says)
+    assert all(says in note for note in notes)
+
+
 def test_the_configuration_is_stated_where_nothing_is_asked_for(ask: Ask, group: None) -> None:
     facts = ask({})
     module = importlib.import_module("dsprof.engine.setup.initialize")  # `dsprof.engine` may have its function already

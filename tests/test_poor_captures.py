@@ -50,7 +50,7 @@ def test_a_rank_that_stops_half_way() -> None:
     trace = Job(steps=60).trace()
     analysis = changed(trace, lambda rows: rows[(rows["rank"] == 0) | (rows["step"] < 30)])
     assert analysis.steps.loc[analysis.steps["ordinary"], "step"].max() == 29
-    assert set(above_info(analysis)) <= {"comm.exposed"}
+    assert set(above_info(analysis)) <= {"comm.large-bucket"}
 
 
 @pytest.mark.parametrize("jump_s", [-3.0, 3.0])

@@ -293,6 +293,7 @@ NOT_MET: Final = {
     "torch.distributed.distributed_c10d:_get_default_store",  # of several ranks without our launcher
     "torch._dynamo.utils:get_compilation_metrics",  # of a job that compiles again and again
     "torch.profiler:_ExperimentalConfig",  # of a job on a device
+    "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",  # of a job that checkpoints activations
     "torch.library:Library._destroy",  # of a capture by the helper after one in Python
 }
 """Names that the small jobs do not come by."""

@@ -342,3 +342,84 @@ def test_where_it_is_not_known_how_much_there_is_headroom_is_not_judged() -> Non
 def test_a_run_without_samples_is_not_concerned() -> None:
     analysis = analyze(Job(steps=40, forward=constant(10)).trace())
     assert not {"memory.headroom", "memory.growth", "memory.oom-risk"} & {*analysis.passed, *analysis.not_judged}
+
+
+# --- recomputation that is not needed ---------------------------------------------------------------
+
+PARTS: dict[str, Level | float] = {"parameters": GiB // 2, "optimizer_states": GiB, "buffers": 0}
+
+
+def recomputing(ms: float, peak: float, capacity: float, blocks: int = 4, **facts: Any) -> Trace:
+    """Backward begins with `blocks` pieces that are computed again, of `ms` in all."""
+    job = Job(steps=80, buckets=(1 << 10,), latency_ms=0.1, facts=facts.pop("facts", []))
+    trace = sampled(job, "host", resident=peak, resident_peak=peak, capacity=capacity, **{**PARTS, **facts})
+    rows = trace.rows
+    backward = rows[(rows["kind"] == "phase") & (rows["name"] == "backward")]
+    took = round(ms * 1e6 / blocks)
+    pieces = [
+        backward.assign(
+            name="recompute", dur_ns=took, depth=backward["depth"] + 1, start_ns=backward["start_ns"] + one * took
+        )
+        for one in range(blocks)
+    ]
+    joined = concat_rows([rows, *(one.astype(COLUMNS) for one in pieces)]).sort_values(
+        ["rank", "start_ns", "dur_ns"], ascending=[True, True, False], kind="stable", ignore_index=True
+    )
+    return Trace.of(trace.run, joined)
+
+
+def codes(analysis: Analysis) -> set[str]:
+    return {finding.code for finding in analysis.findings}
+
+
+@pytest.mark.plants("compute.recompute")
+def test_blocks_that_are_computed_again_though_memory_would_hold_them() -> None:
+    """Two ranks share 16 GiB: 2.5 GiB at the peak, 1 GiB of it at most of one block, so four take 3 GiB more each."""
+    checkpointed = {"fact": "activation_checkpointing", "rank": 0, "site": "/home/me/model.py:31", "framework": None,
+                    "selective": False}  # fmt: skip
+    analysis = analyze(recomputing(20.0, 2.5 * GiB, 16 * GiB, facts=[checkpointed]))
+    first = analysis.findings[0]
+    assert first.code == "compute.recompute"
+    assert first.title.endswith("though memory would hold all of them: 4.30 GiB are surely left on rank 0")
+    assert first.gain.ms == pytest.approx(20.0, abs=1.0)
+    assert first.fixes[0].title == (
+        "call the blocks without torch.utils.checkpoint (model.py:31) (takes at most 4.00 GiB more on each rank)"
+    )
+    assert (first.fixes[0].patch[0]["file"], first.fixes[0].patch[0]["line"]) == ("/home/me/model.py", 31)
+    assert "memory.headroom" not in codes(analysis)
+
+
+def test_as_many_blocks_as_memory_surely_holds() -> None:
+    """0.85 of 8 GiB less 5 GiB are 1.8 GiB, 0.9 GiB of it each rank's, and a block takes up to 0.25 GiB."""
+    states = 0.75 * GiB
+    analysis = analyze(recomputing(20.0, 2.5 * GiB, 8 * GiB, 8, parameters=1.5 * GiB, optimizer_states=states))
+    finding = found("compute.recompute", analysis)
+    assert told(finding)["a block's activations, at most"] == GiB // 4
+    assert finding.gain.ms == pytest.approx(20.0 * 3 / 8, abs=1.0)
+    assert finding.fixes[0].title.startswith("call torch.utils.checkpoint for 5 of the 8 blocks only")
+
+
+def test_recomputation_that_memory_needs_is_no_finding() -> None:
+    analysis = analyze(recomputing(20.0, 3.2 * GiB, 8 * GiB))
+    assert not {"compute.recompute", "memory.headroom"} & codes(analysis)
+    assert "compute.recompute" in analysis.passed
+
+
+def test_where_nobody_looked_what_memory_is_for_it_is_not_judged() -> None:
+    trace = with_recompute(sampled(Job(steps=80), resident=6 * GiB, capacity=16 * GiB), 20.0)
+    assert "was not looked at" in analyze(trace).not_judged["compute.recompute"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "title"),
+    [
+        ([{"fact": "config", "dialect": "engine", "path": "/c.json", "site": None,
+           "content": {"activation_checkpointing": {"policy": "full"}}}], 'activation_checkpointing.policy: "none"'),
+        ([{"fact": "activation_checkpointing", "site": "/me/train.py:3", "framework": "transformers",
+           "selective": False}], "leave out --gradient_checkpointing"),
+    ],
+)  # fmt: skip
+def test_the_fix_is_in_the_words_of_the_job(facts: list[dict[str, Any]], title: str) -> None:
+    told_of = [{"rank": 0, **fact} for fact in facts]
+    finding = found("compute.recompute", analyze(recomputing(20.0, 2.5 * GiB, 16 * GiB, facts=told_of)))
+    assert finding.fixes[0].title.startswith(title)

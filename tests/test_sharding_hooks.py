@@ -10,13 +10,14 @@ from dsprof.schema import SHARDING, Kind
 
 TRAIN = """
 import torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 torch.manual_seed(0)
 {alone}
 model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
+policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 for layer in model[:2]:
-    fully_shard(layer)
-fully_shard(model)
+    fully_shard(layer, mp_policy=policy)
+fully_shard(model, mp_policy=policy)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
     loss = model(torch.ones(6, 4)).square().mean()
@@ -42,6 +43,11 @@ def test_each_unit_is_seen_before_and_after_its_forward_and_its_backward(native:
     assert [inside(row, last_backward) for row in work].count(True) >= 6
     (fact,) = (fact for fact in found.facts if fact["fact"] == "fsdp")
     assert (fact["version"], fact["units"], fact["parameters"]) == (2, 3, 6)
+    assert (fact["reshard_after_forward"], fact["param_dtype"], fact["reduce_dtype"]) == (True, None, "bfloat16")
+    lines = [int(site.rpartition(":")[2]) for site in fact["sites"]]
+    assert [TRAIN.splitlines()[line - 1].strip() for line in lines] == [
+        "fully_shard(layer, mp_policy=policy)", "fully_shard(model, mp_policy=policy)",
+    ]  # fmt: skip
 
 
 @both

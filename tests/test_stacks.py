@@ -121,14 +121,25 @@ def test_each_stack_is_stated_once_and_each_sample_a_row(sampled: Any) -> None:
 
 
 def test_costly_samples_are_taken_less_often(sampled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 1 ms, and as much again to wake up: ten are taken in advance, then one in 2 s."""
     samples, *_ = sampled
-    spent = iter(range(1000))
-    monkeypatch.setattr(stack_samples.time, "thread_time", lambda: next(spent) * 1e-3)  # each takes a ms
+    clock, spent = [100.0], iter(range(1000))
+    monkeypatch.setattr(stack_samples.time, "thread_time", lambda: next(spent) * 1e-3)
+    monkeypatch.setattr(stack_samples.time, "monotonic", lambda: clock[0])
     looks = samples.looks(lambda: False)
-    for _ in range(3):
+    next(looks)
+    next(looks)
+    assert samples._pause_s == stack_samples.BEFORE_TRAINING_S, "no step was taken"
+    assert next(spent) == 0, "so no sample either"
+    samples.stepped()
+    pauses = []
+    for _ in range(20):
         next(looks)
-    assert samples._drawn_s == pytest.approx(2 * 1e-3 / stack_samples.SHARE)
-    assert 0.5 * samples._drawn_s <= samples.pause_s() <= 1.5 * samples._drawn_s
+        pauses.append(samples._pause_s)
+        clock[0] += samples._pause_s
+    assert pauses[:10] == [stack_samples.EVERY_S] * 10
+    assert pauses[11:] == pytest.approx([2.0] * 9)
+    assert 0.5 * samples._pause_s <= samples.pause_s() <= 1.5 * samples._pause_s
 
 
 @pytest.mark.parametrize(

@@ -307,6 +307,29 @@ def test_the_result_as_json_and_nothing_kept_has_a_status_of_its_own(
     assert (found["kept"], found["attempts"][0]["measured"]["outcome"]) == ({}, "withdrawn")
 
 
+def test_a_secret_that_is_tried_is_in_the_journal_alone(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried with its value, which only the owner of the folder can read."""
+    secret = {"env.HF_TOKEN": "hunter2hunter2x", "loader.num_workers": 2}
+    write_run(run.path, 100.0, [finding("data.stall", secret, 30.0, 100.0)])
+    run.write_rerun({"command": ["dsprof", "run", "train.py"], "cwd": str(run.path.parent), "python": "python"})
+    monkeypatch.setattr(RepeatedJob, "run", take)
+    assert main(["tune", str(run.path), "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["kept"] == {"env.HF_TOKEN": "[redacted]", "loader.num_workers": 2}
+    assert found["attempts"][0]["knobs"] == found["kept"]
+    assert "hunter2" not in said.out + said.err
+    assert main(["tune", str(run.path)]) == 0
+    assert main(["fix", str(run.path), "--json"]) == 0
+    said = capsys.readouterr()
+    assert "hunter2" not in said.out + said.err
+    journal = run.path.with_name("first-tune") / "tune.json"
+    assert "hunter2hunter2x" in journal.read_text()
+    assert journal.stat().st_mode & 0o077 == 0
+
+
 def test_a_job_is_run_first_where_no_run_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

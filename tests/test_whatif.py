@@ -23,6 +23,7 @@ from dsprof.analyzer.whatif import Refused, WhatIf, apply
 from dsprof.analyzer.whatif.communications import MoreCommunication, ScaleLink, WithoutCommunications
 from dsprof.analyzer.whatif.even_segments import EvenSegments
 from dsprof.analyzer.whatif.faster_hosts import FasterHosts
+from dsprof.analyzer.whatif.lowering import Lower, Stages
 from dsprof.analyzer.whatif.merge import Merge
 from dsprof.analyzer.whatif.needless import InLastBackward, WithoutBuffers
 from dsprof.analyzer.whatif.prefetched import Prefetched
@@ -125,6 +126,7 @@ def test_ranks_that_do_the_same_take_the_same() -> None:
 
 RANKS, STEPS = 4, 6
 NORM = Task("1", "all_reduce norm", workers=1)
+PARTS_OF_TWO = [(stage, op) for stage in range(2 * RANKS) for op in "FB"]
 BUCKET = Task("0", "all_reduce gradient", gradient=True)
 GRADIENTS = Communications(purposes=("gradient",))
 PEERS = [np.array([True, True, False, False]), np.array([False, False, True, True])]
@@ -212,6 +214,10 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: Rebucket((8,) * 14, LINK, 0.1),
     lambda: Reschedule(schedule.make_plan("1f1b", RANKS, 4)),
     lambda: Reschedule(schedule.make_plan("zero-bubble", RANKS, 4)),
+    lambda: Lower(),
+    lambda: Lower(schedule.make_plan("1f1b", RANKS, 7)),
+    lambda: Lower(schedule.make_plan("zero-bubble", RANKS, 3), Stages({(1, "F"): 0.5, (1, "B"): 0.7})),
+    lambda: Lower(schedule.make_plan("interleaved", RANKS, 8, 2), Stages(dict.fromkeys(PARTS_OF_TWO, 0.5))),
 )  # fmt: skip
 """All what-ifs that there are."""
 
@@ -242,7 +248,7 @@ def test_every_what_if_there_is_is_drawn() -> None:
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [27, 25, 23]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [27, 29, 23]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])

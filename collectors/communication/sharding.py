@@ -8,8 +8,9 @@ its forward and its backward.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +19,7 @@ from dsprof.schema import SHARDING, Kind
 from ..capture import facts
 from ..capture.open_capture import OpenCapture
 from ..hooking import private
-from ..hooking.caller import caller_site
+from ..hooking.caller import caller
 from ..hooking.constructors import after_init, before_init
 from ..hooking.hook_parts import HookPart, install_each
 from ..hooking.late_imports import when_imported
@@ -37,6 +38,9 @@ OF_FIRST: Final = (
 )
 AROUND_UNIT: Final = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 """Methods of FSDP2's FSDPParamGroup."""
+MOST_SITES: Final = 16
+DTYPES: Final = ("param_dtype", "reduce_dtype")
+"""Fields of its MixedPrecisionPolicy."""
 PURPOSES: Final = {"foreach_all_gather": "parameter", "foreach_reduce": "gradient"}
 """Functions that communicate for its units -> what for. A pipeline's schedule gathers and reduces between its actions,
 and a script may gather ahead: the place does not tell."""
@@ -54,12 +58,19 @@ class Sharded:
     """Of them unsharded."""
     site: str | None = None
     """Where the first was made."""
+    sites: dict[str, None] = field(default_factory=dict)
+    """Lines of the script itself that made units, up to MOST_SITES."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of the first unit of FSDP2: what `fully_shard` was told, under its arguments' names."""
     stated: int = 0
     """Units that the last fact told of."""
 
     def add(self, parameters: int, size: int) -> None:
+        site, framework = caller()
         if not self.units:
-            self.site = caller_site()
+            self.site = site
+        if site is not None and framework is None and len(self.sites) < MOST_SITES:
+            self.sites[site] = None
         self.units += 1
         self.parameters += parameters
         self.bytes += size
@@ -76,6 +87,8 @@ class Sharded:
                 "parameters": self.parameters,
                 "bytes": self.bytes,
                 "site": self.site,
+                "sites": list(self.sites),
+                **self.settings,
             }
         )
 
@@ -98,6 +111,8 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 
 def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> Uninstall:
     def count(group: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        if not sharded.units:
+            sharded.settings = _settings(type(group), (group, params, *args), kwargs)
         # Taken from the arguments: the group itself has shards only.
         sharded.add(len(params), sum(param.numel() * param.element_size() for param in params))
 
@@ -116,6 +131,22 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
                 yield replace_attribute(module, function, for_purpose(recorder, purpose, original))
 
     return in_reverse(hooks())
+
+
+def _settings(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What `fully_shard` was told of a unit: from what it gives its group, whose arguments other versions of torch may
+    call otherwise."""
+    given = {**dict(zip(inspect.signature(group.__init__).parameters, args, strict=False)), **kwargs}
+    told: dict[str, Any] = {}
+    if {"mesh_info", "post_forward_mesh_info"} <= given.keys():
+        whole, after = given["mesh_info"], given["post_forward_mesh_info"]
+        ranks = getattr(after, "shard_mesh_size", None)
+        told["reshard_after_forward"] = after is not None and (ranks if after is not whole and ranks else True)
+    policy = given.get("mp_policy")
+    for name in DTYPES:
+        dtype = getattr(policy, name, None)
+        told[name] = None if dtype is None else str(dtype).removeprefix("torch.")
+    return told
 
 
 def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from dsprof.ondisk import LARGEST_PLACE
-from dsprof.schema import Kind
+from dsprof.schema import OVERFLOW, Kind
 
 from ..capture import facts
 from ..capture.open_capture import OpenCapture
@@ -102,6 +102,8 @@ def _step(recorder: Recorder, on_step: Callable[[], None], original: Any) -> Any
     """The update at the boundary of accumulation; `step` itself is called for every micro-batch."""
     name, stated = recorder.intern("optimizer"), [False]
 
+    overflow = recorder.intern(OVERFLOW)
+
     def enter(engine: Any) -> int:
         """The handle of its record."""
         try:
@@ -117,16 +119,25 @@ def _step(recorder: Recorder, on_step: Callable[[], None], original: Any) -> Any
             recorder.count_error("DeepSpeed", error)
             return 0
 
-    def begin(args: tuple[Any, ...], _: dict[str, Any]) -> int:
+    def begin(args: tuple[Any, ...], _: dict[str, Any]) -> tuple[int, Any, int | None]:
         optimizers.enter_engine_step()
-        return enter(args[0])
+        return enter(args[0]), args[0], getattr(args[0], "skipped_steps", None)
 
-    def end(handle: int) -> None:
+    def end(begun: tuple[int, Any, int | None]) -> None:
+        handle, engine, skipped = begun
+        if skipped is not None and getattr(engine, "skipped_steps", skipped) != skipped:
+            recorder.mark(int(Kind.MARK), overflow, _loss_scale(engine))
         recorder.end(handle)
         optimizers.leave_engine_step()
         on_step()
 
     return timed_by_arguments(original, begin, end, "DeepSpeed")
+
+
+def _loss_scale(engine: Any) -> float | None:
+    """What the loss is multiplied by from now on; a plain number of the host's."""
+    scale = getattr(getattr(engine, "optimizer", None), "cur_scale", None)
+    return float(scale) if isinstance(scale, (int, float)) else None
 
 
 def _describe(engine: Any) -> facts.Fact:

@@ -74,6 +74,11 @@ NAMES: Final = (
     PrivateName(
         "torch._C:_get_tracing_state", ("modules",), "at --level full the number of samples in a batch is not known"
     ),
+    PrivateName(
+        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
+        ("activation-checkpoints",),
+        "which lines of the script have activations computed again in backward is not known",
+    ),
     PrivateName("torch._dynamo.callback:callback_handler", ("compilation",), "compilations are not recorded", True),
     PrivateName(
         "torch._dynamo.utils:get_compilation_metrics",

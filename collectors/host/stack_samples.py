@@ -1,6 +1,7 @@
 """Where the training thread is, some times a second: samples of its Python stack.
 
-A thread beside the training looks, at moments drawn at random, so that no rhythm of the job's is met again and again.
+A thread beside the training looks, at moments drawn at random, so that no rhythm of the job's is met again and again:
+often in the first steps, then as often as a small share of a core allows.
 It calls nothing of torch's or CUDA's and sets no signal handler. Each different stack is a fact, each sample a row with
 its number. Of the script's own frames the lines are kept; below the innermost of them, which function of a library it
 called, and which one ran.
@@ -26,10 +27,14 @@ from ..hooking.caller import COMMANDS, HOME, STANDARD_LIBRARY
 from ..hooking.uninstall import Uninstall
 from ..system.clock import now_ns
 
-EVERY_S: Final = 0.05
-"""On average between two samples."""
+EVERY_S: Final = 0.04
+"""On average between two samples, at least."""
 SHARE: Final = 0.001
-"""Of a core that they take at most: where one takes longer, there are fewer."""
+"""Of a core that they take at most, from the first step on: where one takes longer, there are fewer."""
+IN_ADVANCE_S: Final = 0.02
+"""Of a core that may be taken before it is due, so that a short job has as many samples as tell something."""
+BEFORE_TRAINING_S: Final = 0.5
+"""Between two looks whether the first step was taken: what comes before it is no step's."""
 MOST_STACKS: Final = 900
 """Different ones that are told apart; further ones are number 0."""
 DEEPEST: Final = 12
@@ -50,24 +55,30 @@ class Samples:
         """Of a function of a library, by its file and name, `torch/nn/modules/module.py:forward`; empty: it is the
         script's. Code itself is no key: it would be kept alive, and is read whole each time that it is looked up."""
         self._random = random.Random(0x5EED)
-        self._drawn_s = EVERY_S
+        self._began_s: float | None = None
+        self._pause_s = BEFORE_TRAINING_S
 
     def stepped(self, _: int = 0) -> None:
         self.trains = threading.get_ident()
+        if self._began_s is None:
+            self._began_s = time.monotonic()
 
     def pause_s(self) -> float:
         """How long to the next look."""
-        return self._drawn_s * self._random.uniform(0.5, 1.5)
+        return self._pause_s * self._random.uniform(0.5, 1.5)
 
     def looks(self, stopping: Callable[[], bool]) -> Poller:
-        spent, count = 0.0, 0
+        spent = 0.0
         yield
+        while self._began_s is None:
+            yield
         while True:
             begin = time.thread_time()
             if self._capture.is_on() and not stopping():
                 self.sample()
-            spent, count = spent + time.thread_time() - begin, count + 1
-            self._drawn_s = max(EVERY_S, 2 * spent / count / SHARE)  # to wake up costs as much again
+            spent += 2 * (time.thread_time() - begin)  # to wake up costs as much again
+            due = SHARE * (time.monotonic() - self._began_s) + IN_ADVANCE_S
+            self._pause_s = max(EVERY_S, (spent - due) / SHARE)
             yield
 
     def sample(self) -> None:

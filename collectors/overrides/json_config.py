@@ -25,6 +25,8 @@ ENGINES: Final = {"deepspeed": "deepspeed", "dsprof.engine.setup.initialize": "d
 """Module that has `initialize` -> whose configuration it takes."""
 NAMES: Final = ("config", "config_params")
 """Arguments of `initialize` that a configuration comes in; the first that is given counts."""
+BATCH: Final = ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu", "train_batch_size")
+"""train_batch_size = micro-batch x accumulation x data-parallel ranks. The first that was not turned is found anew."""
 LARGEST: Final = 64 << 10
 """Characters of JSON that a fact holds."""
 
@@ -71,6 +73,7 @@ def _change(bound: inspect.BoundArguments, dialect: str, overrides: Sequence[Ove
     changed = copy.deepcopy(content)
     for override in overrides:
         _put(changed, override)
+    _solve_batch(changed, overrides)
     _state(dialect, given, changed)
     if not overrides:
         return
@@ -108,6 +111,19 @@ def _put(content: dict[str, Any], override: Override) -> None:
     was = place.get(last)
     place[last] = override.value
     override.applied(was)
+
+
+def _solve_batch(content: dict[str, Any], overrides: Sequence[Override]) -> None:
+    """Leave out one of the three batch sizes where all are given and one was turned: the engine finds it from the two
+    others. What was turned stays, and of the others the batch of a step does, so that the job trains on as it did."""
+    turned = {override.key for override in overrides if override.key in BATCH}
+    if not turned or len(turned) == len(BATCH) or not all(type(content.get(key)) is int for key in BATCH):
+        return
+    left_out, *kept = (key for key in BATCH if key not in turned)
+    size = content.pop(left_out)
+    that = "".join(f", so that {key} stays {content[key]}" for key in kept)
+    text = f"--set {', '.join(sorted(turned))}: {left_out}, which is {size} in the configuration, is found anew{that}"
+    state({"fact": "note", "text": f"{text}; a script that makes its own batches has to make them as large"})
 
 
 def _state(dialect: str, given: Any, content: Mapping[str, Any]) -> None:

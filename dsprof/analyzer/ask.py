@@ -18,6 +18,7 @@ from dsprof.words import did_you_mean
 from . import signals
 from .arrays import Float, Int
 from .budget.step_budget import WORK
+from .candidate import Excess, OneOf
 from .effect import Effect
 from .finding import Gain
 from .graph.replay import replay
@@ -124,6 +125,10 @@ def _not_replayed(says: str, looked: Looked) -> Exception:
         knobs = [f"--set {key}={value}" for one in looked.findings for fix in one.fixes for key, value in fix.knobs]
         instead = f"ask with {' '.join(dict.fromkeys(knobs))}" if knobs else "`dsprof analyze` says what it costs"
         return NotJudged(f"what this finding saves depends on what is done instead: {instead}")
+    if any(isinstance(one.change, OneOf) for one in looked.candidates):
+        return NotJudged("it may be mended in several ways, which gain differently; `dsprof analyze` says how much")
+    if any(isinstance(one.change, Excess) and one.change.per == "step" for one in looked.candidates):
+        return NotJudged("what it costs was measured, not replayed; `dsprof analyze` says how much")
     if looked.candidates:
         return NotJudged(
             "it costs time outside ordinary steps, which no replay changes; `dsprof analyze` says how much"

@@ -81,7 +81,7 @@ def _write(console: Console, diagnosis: Diagnosis) -> None:
     if diagnosis.config is not None:
         ranks = f"{diagnosis.world_size} {'rank' if diagnosis.world_size == 1 else 'ranks'}"
         console.print(f"{diagnosis.source}, for {ranks}", style="bold")
-        _rows(console, _config(diagnosis.config))
+        _rows(console, _config(diagnosis.config, diagnosis.world_size))
         console.print()
     console.print("this machine", style="bold")
     _rows(console, _machine(diagnosis.machine))
@@ -114,12 +114,19 @@ def _rows(console: Console, rows: Iterable[Row], indent: str = "  ", named: bool
 # --- the configuration --------------------------------------------------------------------------
 
 
-def _config(config: Config) -> Iterator[Row]:
+def _config(config: Config, world_size: int) -> Iterator[Row]:
     """The batch, then every key with its value, bold where it is not the default; sections at their defaults last."""
-    from dsprof.engine.config import Batch
+    from dsprof.engine.config import Batch, data_parallel_ranks
 
     sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
-    yield "batch", str(Batch(*sizes, ranks=sizes[0] // (sizes[1] * sizes[2]))), "bold"
+    shares = config.shares(world_size)
+    if config.heterogeneous.speeds is None:
+        yield "batch", str(Batch(*sizes, ranks=data_parallel_ranks(config, world_size))), "bold"
+    elif config.heterogeneous.speeds == "measure":
+        yield "batch", f"{sizes[0]}, divided by speeds that are measured at the start", "bold"
+    else:
+        yield "batch", f"{sizes[0]} = ({' + '.join(map(str, shares))}) x {sizes[2]} accumulated", "bold"
+        yield "shares", ", ".join(f"replica {at}: {n / sum(shares):.1%}" for at, n in enumerate(shares)), ""
     several = f"added up over {sizes[2]} micro-batches in {config.accumulation_type}, " if sizes[2] > 1 else ""
     yield "gradients", f"{several}summed over ranks in {config.communication_type}", ""
     values, usual = redact_data(config.model_dump(mode="json")), type(config)().model_dump(mode="json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -14,17 +14,18 @@ from dsprof.run import DEFAULT_PARENT, RunError
 
 from .runs import UNREADABLE, USAGE, RunArgument, fail, find_run, reading
 
-ENDINGS = {"perfetto": ".pftrace", "chrome": ".trace.json", "parquet": ".parquet"}
+ENDINGS: Final = {"perfetto": ".pftrace", "chrome": ".trace.json", "parquet": ".parquet", "sarif": ".sarif"}
 
 
 def command(
     run: RunArgument = Path(DEFAULT_PARENT),
     *,
     to: Annotated[
-        Literal["perfetto", "chrome", "parquet"],
+        Literal["perfetto", "chrome", "parquet", "sarif"],
         typer.Option(
             "--to",
-            help="perfetto: for ui.perfetto.dev; chrome: JSON like torch.profiler's; parquet: one table of all ranks.",
+            help="perfetto: for ui.perfetto.dev; chrome: JSON like torch.profiler's; parquet: one table of all ranks; "
+            "sarif: findings at the lines they blame, for code scanning.",
         ),
     ] = "perfetto",
     output: Annotated[
@@ -48,6 +49,8 @@ def command(
         fail(error, UNREADABLE)
     except ValueError as error:
         fail(error, USAGE)
+    if to == "sarif" and (ranks or steps):
+        fail("--to sarif writes findings, which are of all ranks and steps: leave --ranks and --steps out", USAGE)
     target = output or Path(folder.path.resolve().name + ENDINGS[to])
     if target.exists() and not force:
         fail(f"{target} exists: name another file with -o, or add --force to replace it", USAGE)
@@ -66,12 +69,15 @@ def command(
     try:
         with replacing(target) as temporary, temporary.open("wb") as file:
             count = export.write(to, analysis, file, selection)
-            if not count:
+            if not count and to != "sarif":
                 fail(f"{folder.path}: nothing in it is of these ranks and steps", USAGE)
     except export.MissingPackage as error:
         fail(error, USAGE)
     except OSError as error:
         fail(f"{target}: cannot be written ({error.strerror})", USAGE)
+    if to == "sarif":
+        print(f"{target}: {count} finding{'s' * (count != 1)} with a line")
+        return
     print(f"{target}: {count:,} {'rows' if to == 'parquet' else 'events'} of {len(there)} rank{'s' * (len(there) > 1)}")
     if to == "perfetto":
         print("open it at https://ui.perfetto.dev (it is not uploaded)")

@@ -89,11 +89,8 @@ def command(
 
 def _list(folder: RunFolder, offered: Sequence[Proposal], *, as_json: bool) -> int:
     if as_json:
-        print(
-            json.dumps(
-                [{"code": one.code, "title": one.title, "set": dict(one.knobs), "gain": one.gain} for one in offered]
-            )
-        )
+        listed = [{"code": one.code, "title": one.title, "set": dict(one.knobs), "gain": one.gain} for one in offered]
+        print(json.dumps(redact_data(listed)))
         return 0
     for place, one in enumerate(offered, 1):
         print(f"{place}. {one.code}  {one.title}")

@@ -45,6 +45,15 @@ def command(
             "COLLECTIVE:REGEX such as all_reduce:mine::ring_. May be given several times.",
         ),
     ] = None,
+    mapping: Annotated[
+        str,
+        typer.Option(
+            "--mapping",
+            metavar="FILE",
+            show_default=False,
+            help="Read Chrome traces of any tool by this mapping file, or by one that dsprof has: megascan, megatron.",
+        ),
+    ] = "",
     report: Annotated[
         bool, typer.Option("--report/--no-report", help="Write the HTML report and the TensorBoard files.")
     ] = True,
@@ -56,8 +65,9 @@ def command(
     So far: traces of torch.profiler (*.pt.trace.json, also gzipped, any number
     of ranks), straggler tables (Parquet) of the OSDI '25 what-if analysis,
     CUDA memory snapshots (torch.cuda.memory._dump_snapshot; a folder of one a
-    rank), whose files are read without running anything in them, and a folder
-    of Flight Recorder dumps, JSON or pickles, one a rank.
+    rank), whose files are read without running anything in them, a folder of
+    Flight Recorder dumps, JSON or pickles, one a rank, and Chrome traces of any
+    tool by a mapping file (--mapping), that of MegaScan by itself.
     """
     from dsprof.importers import import_trace
     from dsprof.launch.conclude import Conclusion
@@ -68,7 +78,7 @@ def command(
     settings = load_settings({}, os.environ)
     patterns = [*(comm_kernels or ()), *settings.comm_kernels.splitlines()]
     try:
-        trace = import_trace(traces, patterns)
+        trace = import_trace(traces, patterns, mapping)
     except RunError as error:
         fail(error, UNREADABLE)
     except Exception as error:  # whatever a damaged file, or one that somebody made up, has us meet

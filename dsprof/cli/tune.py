@@ -14,6 +14,7 @@ import typer
 from dsprof.launch import LaunchError
 from dsprof.launch.again import RepeatedJob, beside
 from dsprof.names import new_run_id
+from dsprof.redact import redact_data
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
 from .runs import UNREADABLE, fail, find_run, reading
@@ -81,7 +82,7 @@ def command(
     say(f"tuning in {place}")
     Tuning(folder.path, place, propose, run, say, budget, most, pairs).tune(journal)
     if as_json:
-        print(json.dumps(journal.to_dict()))
+        print(json.dumps(redact_data(journal.to_dict())))
     else:
         _tell(folder, place, journal)
     return 0 if journal.kept else NOTHING_KEPT

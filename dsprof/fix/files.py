@@ -13,19 +13,26 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsprof.atomic import write_atomically
-from dsprof.knobs import KNOBS
+from dsprof.knobs import KNOBS, fsdp2
 from dsprof.redact import REDACTED, redact_setting
 
+from .batch_sizes import with_the_third
 from .edit_call import CALLS, set_argument
 from .edit_json import CannotEdit, set_value
 
 Facts = Mapping[str, Sequence[Mapping[str, Any]]]
 
-SITES: Final = {"ddp": "ddp", "loader": "dataloader"}
+SITES: Final = {"ddp": "ddp", "loader": "dataloader", "fsdp2": "fsdp"}
 """Framework of a knob -> the fact that tells where what takes it is made."""
 _Call = tuple[Path, int, str, str, Any]
 """File and line of a call; framework, name and value of its argument."""
-NOT_ARGUMENTS: Final = {"ddp.comm_hook", "ddp.accumulate", "fsdp2.modules_per_unit"}
+ARGUMENTS_OF_FSDP2: Final = ("reshard_after_forward",)
+NOT_ARGUMENTS: Final = {
+    "ddp.comm_hook",
+    "ddp.accumulate",
+    *(knob.key for knob in fsdp2.KNOBS if knob.key.partition(".")[2] not in ARGUMENTS_OF_FSDP2),
+}
+"""Knobs of calls that are no arguments of theirs, or ones that need more than a value."""
 OF_SCRIPT: Final = {knob.key.partition(".")[0] for knob in KNOBS}
 """What a key begins with that is none of a JSON configuration."""
 
@@ -88,6 +95,7 @@ def changes(knobs: Mapping[str, Any], facts: Facts, cwd: Path, turned: Collectio
     """
     found = Changes()
     calls: list[_Call] = []
+    of_configuration: dict[str, Any] = {}
     for key, value in knobs.items():
         framework, _, name = key.partition(".")
         if framework == "env":
@@ -97,7 +105,9 @@ def changes(knobs: Mapping[str, Any], facts: Facts, cwd: Path, turned: Collectio
         elif framework in OF_SCRIPT:
             found.left.append(f"{key}={value}: change it where the script sets it")
         else:
-            _edit_configurations(found, facts, cwd, key, value, check=not turned)
+            of_configuration[key] = value
+    if of_configuration:
+        _edit_configurations(found, facts, cwd, of_configuration, check=not turned)
     # The last line of a file first: an edit that takes lines away leaves the numbers of those above as they are.
     for path, line, *argument in sorted(calls, key=lambda one: (str(one[0]), -one[1])):
         found.edit(path, partial(_set_argument, line, *argument))
@@ -109,26 +119,48 @@ def _set_argument(line: int, framework: str, name: str, value: Any, text: str) -
 
 
 def _calls(found: Changes, facts: Facts, cwd: Path, framework: str, name: str, value: Any) -> Iterator[_Call]:
-    """The calls in the user's own code that take an argument."""
-    told = facts.get(SITES.get(framework, ""), ())
-    sites = dict.fromkeys(str(fact["site"]) for fact in told if fact.get("site") and not fact.get("framework"))
+    """The calls in the user's own code that take an argument. Raises CannotEdit where the run made none."""
+    call, told = CALLS[framework][0], facts.get(SITES[framework], ())
+    if not told:
+        raise CannotEdit(f"{framework}.{name}: the run has no {call}")
+    sites = dict.fromkeys(site for fact in told for site in _sites(fact))
     if not sites:
-        found.left.append(f"{CALLS[framework][0]}({name}={value!r}): where it is called was not seen")
+        found.left.append(f"{call}({name}={value!r}): where it is called was not seen")
     for site in sites:
         file, _, line = site.rpartition(":")
         yield cwd / file, int(line), framework, name, value
 
 
-def _edit_configurations(found: Changes, facts: Facts, cwd: Path, key: str, value: Any, *, check: bool) -> None:
+def _sites(fact: Mapping[str, Any]) -> list[str]:
+    """Lines of the user's own code that made what a fact tells of: all of them, or where it does not tell that the
+    one."""
+    if isinstance(fact.get("sites"), list):
+        return [str(site) for site in fact["sites"]]
+    return [str(fact["site"])] if fact.get("site") and not fact.get("framework") else []
+
+
+def _edit_configurations(found: Changes, facts: Facts, cwd: Path, knobs: Mapping[str, Any], *, check: bool) -> None:
+    """check: whether the configuration that ran is to be that of the file."""
     configurations = {str(fact["path"]): fact for fact in facts.get("config", ()) if fact.get("path")}
     if not configurations:
-        sites = [str(fact["site"]) for fact in facts.get("config", ()) if fact.get("site")]
+        told = facts.get("config", ())
+        sites = [str(fact["site"]) for fact in told if fact.get("site")]
         where = f" ({sites[0]})" if sites else ""
-        found.left.append(f"{key}={json.dumps(value)}: the configuration is no file of its own{where}")
+        for key, value in with_the_third(knobs, told[0].get("content") if told and check else None).items():
+            found.left.append(f"{key}={json.dumps(value)}: the configuration is no file of its own{where}")
     for path, fact in configurations.items():
-        if check and cwd / path not in found.texts:
+        if check:
             _check_same(cwd / path, fact.get("content"))
-        found.edit(cwd / path, lambda text: set_value(text, key.split("."), value))
+        try:
+            together = with_the_third(knobs, fact.get("content") if check else None)
+        except CannotEdit as error:
+            raise CannotEdit(f"{path}: {error}") from None
+        for key, value in together.items():
+            found.edit(cwd / path, partial(_set_value, key.split("."), value))
+
+
+def _set_value(keys: Sequence[str], value: Any, text: str) -> str:
+    return set_value(text, keys, value)
 
 
 def _check_same(path: Path, ran: Any) -> None:

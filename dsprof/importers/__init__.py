@@ -5,6 +5,8 @@
     memory_snapshot.py  CUDA memory snapshots of torch.cuda.memory._dump_snapshot (read by dsprof.trace.snapshot), one
                         file a rank
     kineto.py           traces of torch.profiler, one file a rank
+    mapped.py           any Chrome trace, by a mapping file (mapping.py; those that come with dsprof are in mappings/);
+                        mapped_rows.py finishes its rows
     flight_recorder.py  what each rank had issued and not seen end (torch's Flight Recorder), a file a rank
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
@@ -24,10 +26,15 @@ from typing import Final, Protocol, cast
 
 from dsprof.run import RunError
 from dsprof.trace import Trace
+from dsprof.trace.kineto import head_of
 
+from .mapping import EventMapping, load_mapping
 from .sources import find_files
 
-FORMATS: Final = ("straggler", "memory_snapshot", "flight_recorder", "kineto")
+FORMATS: Final = ("straggler", "memory_snapshot", "flight_recorder", "mapped", "kineto")
+"""The first that recognizes a file reads it."""
+SEVERAL: Final = frozenset({"memory_snapshot", "flight_recorder", "mapped", "kineto"})
+"""Formats of which there may be several files, one a rank."""
 MOST_NAMED: Final = 8
 """Files of a folder that are named, of those one could mean."""
 
@@ -43,27 +50,33 @@ class Format(Protocol):
     def read(self, path: Path) -> Trace: ...
 
 
-def import_trace(paths: Path | Sequence[Path], comm_kernels: Sequence[str] = ()) -> Trace:
+def import_trace(paths: Path | Sequence[Path], comm_kernels: Sequence[str] = (), mapping: str = "") -> Trace:
     """The trace in a file, or, of a format whose files are one a rank, in all that `paths` stand for: files, folders,
-    patterns, tar archives. `comm_kernels`: see `kineto.read`. Raises RunError."""
+    patterns, tar archives. `comm_kernels`: see `kineto.read`. `mapping`: a mapping file, or the name of one that comes
+    with dsprof, by which all of them are read. Raises RunError."""
     given = [paths] if isinstance(paths, Path) else list(paths)
     try:
         room = tempfile.TemporaryDirectory(prefix="dsprof-import-")
     except OSError as error:
         raise RunError(f"no folder for temporary files can be made ({error.strerror}); set TMPDIR") from error
     with room as name:
-        return _imported(given, Path(name), comm_kernels)
+        return _imported(given, Path(name), comm_kernels, mapping)
 
 
-def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str]) -> Trace:
+def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str], mapping: str) -> Trace:
+    by_mapping = load_mapping(mapping) if mapping else None
     formats = [cast(Format, importlib.import_module(f".{name}", __name__)) for name in FORMATS]
 
     def known(path: Path) -> bool:
-        return any(one.recognizes(path) for one in formats)
+        return bool(head_of(path)) if by_mapping else any(one.recognizes(path) for one in formats)
 
     where = ", ".join(map(str, given[:MOST_NAMED])) + (", ..." if len(given) > MOST_NAMED else "")
     sources = find_files(given, room, known)
-    of_file = [(file, [one for one in formats if one.recognizes(file)]) for file in sources.files]
+    mapped = [one for one in formats if one.__name__.endswith(".mapped")]
+    of_file = [
+        (file, (mapped if head_of(file) else []) if by_mapping else [one for one in formats if one.recognizes(file)])
+        for file in sources.files
+    ]
     strange = next((file for file, of in of_file if not of), None)
     if strange is not None or not of_file:
         about = strange if strange is not None else where
@@ -73,7 +86,7 @@ def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str]) -> Tra
     files = [file for file, _ in of_file]
     if comm_kernels and kinds != {"kineto"}:
         raise RunError(f"{where}: no trace of torch.profiler, which --comm-kernels is for; leave the flag out")
-    several = kinds <= {"kineto"} or kinds <= {"flight_recorder"} or kinds <= {"memory_snapshot"}
+    several = len(kinds) == 1 and kinds <= SEVERAL
     if len(files) > 1 and not several:
         names = ", ".join(file.name for file in files[:MOST_NAMED]) + (", ..." if len(files) > MOST_NAMED else "")
         raise RunError(f"{where}: holds {len(files)} traces ({names}); name one of them")
@@ -83,6 +96,7 @@ def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str]) -> Tra
         given[0] if len(given) == 1 and given[0].exists() else _named_after(files),
         where,
         comm_kernels,
+        by_mapping,
     )
     told = next((fact for fact in trace.run.facts if fact.get("fact") == "import"), None)
     if told is not None:
@@ -90,9 +104,17 @@ def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str]) -> Tra
     return replace(trace, run=replace(trace.run, command=["dsprof", "import", *map(str, given)]))
 
 
-def _read(kind: str, files: list[Path], named: Path, where: str, comm_kernels: Sequence[str]) -> Trace:
+def _read(
+    kind: str, files: list[Path], named: Path, where: str, comm_kernels: Sequence[str], mapping: EventMapping | None
+) -> Trace:
     """`named`: what the run is called after. `where`: what was typed, for what is wrong with it."""
-    from . import flight_recorder, kineto, memory_snapshot, straggler
+    from . import flight_recorder, kineto, mapped, memory_snapshot, straggler
+
+    if kind == "mapped":
+        chosen = mapping or mapped.mapping_for(files[0])
+        if chosen is None:  # somebody changed the file meanwhile
+            raise RunError(f"{files[0]}: no trace that a mapping of dsprof's own is for; name one with --mapping")
+        return mapped.read_all(files, named if len(files) > 1 else files[0], chosen)
 
     if kind == "kineto":
         return kineto.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)

@@ -31,11 +31,11 @@ import pyarrow as pa
 
 from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunError, RunInfo
-from dsprof.schema import SYNCHRONIZING
 from dsprof.trace import Trace
-from dsprof.trace.kineto import CommNames, Events, TraceError, TraceRows, looks_like_trace, read_events, trace_rows_of
+from dsprof.trace.kineto import CommNames, Events, TraceError, looks_like_trace, read_events, trace_rows_of
 from dsprof.trace.load import EVERY_COLUMN
 
+from .assemble import clock_names, collective_ends
 from .rank_names import rank_in, rank_of
 
 Int = npt.NDArray[np.int64]
@@ -44,13 +44,11 @@ DESCRIPTION: Final = "a trace of torch.profiler (Chrome trace JSON, plain or gzi
 
 IN_PROCESSES_FROM: Final = 4 << 20
 """Bytes of all files together, compressed, from which on they are read by several processes."""
-APART_NS: Final = 1_000_000
-"""The ends of one collective lie microseconds apart where clocks are the same."""
 MOST_NAMED: Final = 4
 RECORD_AGAIN: Final = "record it again, or copy it again"
 RECORD_WITH_TORCH: Final = (
     "record one with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]), and write it by "
-    "export_chrome_trace"
+    "export_chrome_trace; or, of another tool, say what its events are in a mapping file (--mapping, docs/importing.md)"
 )
 SAFE_PATH: Final = "PYTHONSAFEPATH"
 
@@ -178,7 +176,7 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
         path, rows=target, rank=rank_of(told.get("rank")), world_size=rank_of(told.get("world_size")),
         count=events.count, last_step=int(found.steps.number.max()), marked=found.steps.marked,
         has_device=found.has_device, numbered=found.numbered, groups=found.groups, versions=_versions(events.about),
-        device=_device_name(events.about), host=_host(events.about), notes=notes, ends=_ends(found),
+        device=_device_name(events.about), host=_host(events.about), notes=notes, ends=collective_ends(found.rows),
     )  # fmt: skip
 
 
@@ -209,14 +207,6 @@ def _device_name(about: dict[str, Any]) -> str:
 def _host(about: dict[str, Any]) -> str:
     told = about.get("host_name")
     return told[:80] if isinstance(told, str) else ""
-
-
-def _ends(found: TraceRows) -> dict[str, Int]:
-    rows = found.rows
-    comm = rows[(rows["kind"] == "comm") & rows["group"].notna() & rows["name"].isin(SYNCHRONIZING)]
-    end = comm["start_ns"] + comm["dur_ns"].astype("int64")
-    keys = comm["group"].astype(str) + "/" + comm["name"].astype(str)
-    return {str(key): of.to_numpy(np.int64) for key, of in end.groupby(keys)}
 
 
 # --- ranks --------------------------------------------------------------------------------------
@@ -260,7 +250,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _info(path: Path, files: list[_File], refused: list[_File]) -> RunInfo:
-    clocks = _clocks(files)
+    clocks = clock_names([one.host for one in files], [one.ends for one in files])
     facts: list[dict[str, Any]] = []
     for one in files:
         notes = list(one.notes)
@@ -318,22 +308,6 @@ def _of_all(files: list[_File], clocks: list[str]) -> Iterable[str]:
         )
     if len(set(clocks)) > 1:
         yield f"the ranks read {len(set(clocks))} clocks, which were aligned by the ends of their collectives"
-
-
-def _clocks(files: list[_File]) -> list[str]:
-    """A name for the clock of each rank: its host's, or where that is not told, the same, unless their collectives end
-    at different times throughout."""
-    if all(one.host for one in files):
-        return [f"epoch of {one.host}" for one in files]
-    apart = np.zeros(len(files))
-    for at, one in enumerate(files[1:], 1):
-        common = [key for key in one.ends if len(one.ends[key]) == len(files[0].ends.get(key, ()))]
-        ends = [one.ends[key] - files[0].ends[key] for key in common]
-        apart[at] = float(np.median(np.concatenate(ends))) if ends else 0.0
-    order = np.argsort(apart, kind="stable")
-    number = np.empty(len(files), np.int64)
-    number[order] = np.cumsum(np.append(0, np.diff(apart[order]) > APART_NS))
-    return [f"epoch {one}" if number.max() else "epoch" for one in number.tolist()]
 
 
 class _Converted:

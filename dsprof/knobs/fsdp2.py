@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .knob import DIFFERS, ROUNDING, SAME, Choice, Either, Knob, Number, TrueOrFalse
+from .knob import DIFFERS, ROUNDING, SAME, Choice, Either, Knob, Number, TrueOrFalse, of_fact
 
 _SHARD: Final = "fully_shard"
 _FORMATS: Final = Choice(("bfloat16", "float16", "float32"))
@@ -16,6 +16,7 @@ KNOBS: Final = (
         Either((TrueOrFalse(), Number(2, whole=True))),
         SAME,
         _SHARD,
+        states=of_fact("fsdp", "reshard_after_forward"),
     ),
     Knob(
         "fsdp2.modules_per_unit",
@@ -40,6 +41,14 @@ KNOBS: Final = (
         _FORMATS,
         DIFFERS,
         _SHARD,
+        states=of_fact("fsdp", "param_dtype"),
     ),
-    Knob("fsdp2.reduce_dtype", "the number format in which gradients travel", _FORMATS, ROUNDING, _SHARD),
+    Knob(
+        "fsdp2.reduce_dtype",
+        "the number format in which gradients travel",
+        _FORMATS,
+        ROUNDING,
+        _SHARD,
+        states=of_fact("fsdp", "reduce_dtype"),
+    ),
 )

@@ -6,7 +6,9 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
+
+from dsprof.redact import redact_words
 
 Facts = Mapping[str, Sequence[Mapping[str, Any]]]
 """What the ranks of a run said of themselves, by kind (`RunInfo.facts`)."""
@@ -114,7 +116,12 @@ class Json:
         return "a JSON value"
 
 
-Values = Number | Choice | TrueOrFalse | Either | Json
+class Values(Protocol):
+    """What a knob takes; `str` says it in words."""
+
+    def read(self, text: str) -> Any:
+        """The value that a text means. Raises ValueError."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,8 @@ class Knob:
             return self.values.read(text.strip())
         except (ValueError, OverflowError):
             unit = f" ({self.unit})" if self.unit else ""
-            raise KnobError(f"{key or self.key}={text}: write {self.values}{unit}") from None
+            typed = redact_words([f"{key or self.key}={text}"])[0]
+            raise KnobError(f"{typed}: write {self.values}{unit}") from None
 
     def stated(self, facts: Facts) -> list[Stated]:
         """What it is now; several where the job has several of what takes it, and they differ."""

@@ -17,7 +17,9 @@ from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.data.data_stall import supply
+from dsprof.analyzer.rules.run.unequal_shares import with_speeds
 from dsprof.analyzer.study import Study
+from dsprof.redact import redact_words
 
 from .knob import KnobError
 from .registry import typed
@@ -80,6 +82,7 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "gc.freeze": _freeze,
     "gc.every": _collect_every,
     "loader.num_workers": _workers,
+    "heterogeneous.speeds": with_speeds,
 }
 """Key -> (study, value) -> what that changes. Raises NotJudged where this run does not tell."""
 
@@ -89,8 +92,9 @@ def turned(key: str, value: Any, run: str) -> Turned:
     change = CHANGES.get(key)
     setting = f"{key}={typed(key, value)}"
     if change is None:
+        shown = redact_words([setting])[0]
         raise KnobError(
-            f"--set {setting}: what {key} saves is not predicted yet; `dsprof fix {run} --set {setting} --verify` "
+            f"--set {shown}: what {key} saves is not predicted yet; `dsprof fix {run} --set {shown} --verify` "
             f"measures it (predicted are {', '.join(CHANGES)})"
         )
     return Turned(setting, lambda study: change(study, value))

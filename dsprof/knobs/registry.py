@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
+from dsprof.redact import redact_setting
 from dsprof.words import did_you_mean
 
 from . import ddp, fsdp2, host, json_config, loader, optimizer, pipelining, trainers
@@ -37,10 +39,45 @@ def find(key: str) -> Knob:
     found = json_config.find(key)
     if found is not None:
         return found
+    elsewhere = [one for one in KNOBS if name and one.key.partition(".")[2] == name and "*" not in one.key]
+    if elsewhere:
+        raise KnobError(f"{key}: {first} has no such knob; {elsewhere[0].key} is one of {elsewhere[0].of}")
     names = [*(one.key for one in KNOBS if "*" not in one.key), *json_config.known_keys()]
     of_framework = ", ".join(one.partition(".")[2] for one in names if one.startswith(f"{first}."))
     there = f"; {first} has {of_framework}" if of_framework else "; `dsprof knobs` lists them"
     raise KnobError(f"{key}: no knob of this name{did_you_mean(key, names, otherwise=there, show=str)}")
+
+
+@dataclass(frozen=True)
+class _Exclusive:
+    """Two knobs that a job cannot have turned so at once. `many`: the second has any value above 1."""
+
+    one: str
+    other: str
+    why: str
+    many: bool = False
+
+    def clash(self, values: Mapping[str, Any]) -> bool:
+        other = values.get(self.other)
+        return values.get(self.one) is True and (other is True or (self.many and other not in (None, 1)))
+
+
+EXCLUSIVE: Final = (
+    _Exclusive("optimizer.fused", "optimizer.foreach", "torch refuses an optimizer that is both"),
+    _Exclusive("bf16.enabled", "fp16.enabled", "a model trains in one of them"),
+    _Exclusive("ddp.static_graph", "ddp.accumulate", "a static graph reduces in every backward", many=True),
+)
+
+
+def need_compatible(values: Mapping[str, Any]) -> None:
+    """Raises KnobError where two settings contradict each other, or one is a section that has the other in it."""
+    for key in values:
+        inside = next((other for other in values if other.startswith(f"{key}.")), None)
+        if inside is not None:
+            raise KnobError(f"--set {key} and --set {inside}: the second is in the first; set one of them")
+    for pair in EXCLUSIVE:
+        if pair.clash(values):
+            raise KnobError(f"--set {pair.one} and --set {pair.other}: {pair.why}; set one of them")
 
 
 def parse_settings(words: Iterable[str]) -> dict[str, Any]:
@@ -52,8 +89,10 @@ def parse_settings(words: Iterable[str]) -> dict[str, Any]:
             raise KnobError(f"--set {word}: write KEY=VALUE, such as ddp.bucket_cap_mb=50")
         value = find(key).read(text, key)
         if key in values and values[key] != value:
-            raise KnobError(f"--set {key}: given twice, as {values[key]} and as {value}")
+            both = (redact_setting(key, str(one)) for one in (values[key], value))
+            raise KnobError(f"--set {key}: given twice, as {' and as '.join(both)}")
         values[key] = str(text) if key.startswith("env.") else value
+    need_compatible(values)
     return values
 
 

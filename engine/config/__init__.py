@@ -9,7 +9,7 @@ A section is a file, a key a field with its documentation under it (docs/engine-
 
     config          the top-level keys; precision, checkpoints
     model           what sections and values are made of
-    zero  optimizer  scheduler  debugging  parallel
+    zero  optimizer  scheduler  debugging  parallel  heterogeneous
 
 and what is done to a configuration, in this order, by `loading`:
 
@@ -18,15 +18,31 @@ and what is done to a configuration, in this order, by `loading`:
     rules           contradictions, and what has no effect
     batch           train_batch_size = micro-batch x accumulation x ranks
 
-docs/engine_config.py makes a page of these. Free of torch and of the rest of the engine: the analyzer and
-`dsprof doctor` use it too.
+`one_key` says what a key by itself does and takes. docs/engine_config.py makes a page of all. Free of torch and of the
+rest of the engine: the analyzer and `dsprof doctor` use it too.
 """
 
-from .batch import Batch, BatchError
+from .batch import ACCUMULATION, MICRO, TRAIN, Batch, BatchError
 from .config import Config
 from .keys import known_paths
 from .loading import ConfigError, load
+from .one_key import can_be, says, takes
 from .rules import data_parallel_ranks
 from .zero import ZeroConfig
 
-__all__ = ["Batch", "BatchError", "Config", "ConfigError", "ZeroConfig", "data_parallel_ranks", "known_paths", "load"]
+__all__ = [
+    "ACCUMULATION",
+    "MICRO",
+    "TRAIN",
+    "Batch",
+    "BatchError",
+    "Config",
+    "ConfigError",
+    "ZeroConfig",
+    "can_be",
+    "data_parallel_ranks",
+    "known_paths",
+    "load",
+    "says",
+    "takes",
+]

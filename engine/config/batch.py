@@ -31,12 +31,18 @@ class Batch:
         return f"{self.train} = {self.micro} a GPU x {self.accumulation} accumulated x {self.ranks} data-parallel ranks"
 
 
-def solve(train: int | None, micro: int | None, accumulation: int | None, ranks: int) -> Batch:
-    """The batch sizes, of which None are still to be found, as DeepSpeed finds them. Raises BatchError."""
+def solve(
+    train: int | None, micro: int | None, accumulation: int | None, ranks: int, *, unequal: bool = False
+) -> Batch:
+    """The batch sizes, of which None are still to be found, as DeepSpeed finds them. Raises BatchError.
+
+    `unequal`: ranks take unequally many samples, whose mean need not be whole; it is rounded down."""
     if train is None and micro is None:
         raise BatchError(f'{TRAIN}: missing; write "{MICRO}", the samples of a GPU in one forward pass')
     found = _fill(train, micro, accumulation, ranks)
     if found.train == found.micro * found.accumulation * ranks:
+        return found
+    if unequal and micro is None and found.train % found.accumulation == 0 and found.micro:
         return found
     remedy = remedies(found, {TRAIN: train, MICRO: micro, ACCUMULATION: accumulation})
     raise BatchError(

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
 from .debugging import CommsLoggerConfig, CsvMonitorConfig, FlopsProfilerConfig, TensorBoardConfig
+from .heterogeneous import HeterogeneousConfig, divide, replica_speeds
 from .model import TO_BE_SOLVED, DataType, Number, Section, Whole
 from .optimizer import OptimizerConfig
 from .parallel import PipelineConfig, TensorParallelConfig
@@ -51,6 +52,26 @@ class Bf16Config(Section):
 
     check_grad_overflow: bool = True
     """Skip a step whose gradient norm is not finite; false takes it."""
+
+
+class Fp8Config(Section):
+    """dsprof's own. Products of linear layers in float8; weights, gradients, the optimizer and checkpoints stay as they
+    are."""
+
+    enabled: bool = False
+    """Compute linear layers in float8, on CPUs and on CUDA devices of capability 8.9 and above. CPUs are slower in it:
+    there it shows what float8 does to a loss."""
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """`tensorwise`: one scale for a tensor, e4m3, and e5m2 for gradients, the faster; `rowwise`: one scale for each row
+    of what is multiplied, e4m3 throughout, the more exact."""
+
+    filter: Literal["auto", "all"] | tuple[str, ...] = "auto"
+    """Which layers: `auto`, those that are faster by it, as their shapes and the device's rates tell; `all`; or names,
+    with `*` for any text between dots, as `layers.*.mlp.up`. Sizes that do not divide by 16 stay as they are."""
+
+    skip: tuple[str, ...] = ()
+    """Names of layers that stay as they are, whatever `filter` says, as `lm_head`."""
 
 
 class DataTypesConfig(Section):
@@ -155,6 +176,9 @@ class Config(Section):
     bf16: Bf16Config = Bf16Config()
     """Training in bf16. `bfloat16` is taken too."""
 
+    fp8: Fp8Config = Fp8Config()
+    """dsprof's own. Linear layers in float8."""
+
     data_types: DataTypesConfig = DataTypesConfig()
     """Types that do not follow from `fp16` and `bf16`."""
 
@@ -185,12 +209,25 @@ class Config(Section):
     pipeline: PipelineConfig = PipelineConfig()
     """Layers divided into stages."""
 
+    heterogeneous: HeterogeneousConfig = HeterogeneousConfig()
+    """Ranks of unequal speed."""
+
     _warnings: list[str] = PrivateAttr(default_factory=list)
 
     @field_validator("steps_per_print", mode="before")
     @classmethod
     def _never(cls, value: object) -> object:
         return None if value == math.inf else value
+
+    def shares(self, world_size: int) -> list[int]:
+        """Samples of a micro-batch that each data-parallel replica gets, in a job of `world_size` ranks. They are equal
+        where no speeds are known."""
+        speeds, stages, tensor = self.heterogeneous.speeds, self.pipeline.stages, self.tensor_parallel.size
+        whole = self.train_batch_size // self.gradient_accumulation_steps
+        if isinstance(speeds, tuple):
+            return divide(whole, replica_speeds(speeds, stages, tensor))
+        replicas = max(1, world_size // (stages * tensor))
+        return [whole // replicas] * replicas
 
     @property
     def trained_type(self) -> DataType:

@@ -16,7 +16,7 @@ from . import batch
 from .config import Config
 from .keys import Notes, known_keys
 from .model import shown
-from .rules import RULES, data_parallel_ranks, without_effect
+from .rules import RULES, data_parallel_ranks, share_of_a_sample, without_effect
 from .values import complaints
 
 
@@ -109,17 +109,21 @@ def _with_stages(config: Config, stages: int, notes: Notes) -> Config:
 
 def _with_batch_sizes(config: Config, ranks: int, notes: Notes) -> Config:
     """The configuration with its batch sizes solved."""
-    keys = (batch.TRAIN, batch.MICRO, batch.ACCUMULATION)
+    keys, speeds = (batch.TRAIN, batch.MICRO, batch.ACCUMULATION), config.heterogeneous.speeds
     if any(problem.startswith(f"{key}: ") for key in keys for problem in notes.problems):
         return config  # what is missing is said already
     try:
         found = batch.solve(
-            config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, ranks
-        )
+            config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, ranks,
+            unequal=speeds is not None,
+        )  # fmt: skip
     except batch.BatchError as error:
         notes.problems.append(str(error))
         return config
-    return config.model_copy(update=dict(zip(keys, (found.train, found.micro, found.accumulation), strict=True)))
+    config = config.model_copy(update=dict(zip(keys, (found.train, found.micro, found.accumulation), strict=True)))
+    if not any(problem.startswith("heterogeneous") for problem in notes.problems):
+        notes.problems.extend(map(str, share_of_a_sample(config)))
+    return config
 
 
 def read(path: Path) -> Any:

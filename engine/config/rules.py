@@ -6,6 +6,7 @@ that yields remarks; add it to RULES.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,6 +14,7 @@ from typing import Final
 from dsprof.words import either, joined
 
 from .config import Config
+from .heterogeneous import Speed, replica_speeds
 from .model import Section
 from .zero import AioConfig
 
@@ -125,6 +127,12 @@ CASES: Final = (
         "OneBitAdam compresses whole gradients on every rank, which ZeRO shards; write "
         '"zero_optimization": {{"stage": 0}}, or "AdamW"',
         lambda c: optimizer_is(c, "OneBitAdam") and c.zero_optimization.stage >= 1,
+    ),
+    Case(
+        "optimizer.type",
+        '"OneBitAdam" compresses what each rank has as if all had equally many samples, and "heterogeneous" has '
+        '"speeds"; write "AdamW", or remove "heterogeneous"',
+        lambda c: optimizer_is(c, "OneBitAdam") and c.heterogeneous.speeds is not None,
     ),
     Case(
         "optimizer.params.nesterov",
@@ -294,7 +302,46 @@ def model_parallel_sizes(config: Config, world_size: int) -> Iterator[Remark]:
         )
 
 
+# --- ranks of unequal speed -----------------------------------------------------------------------
+
+
+def speeds_of_ranks(config: Config, world_size: int) -> Iterator[Remark]:
+    speeds, where = config.heterogeneous.speeds, "heterogeneous.speeds"
+    stages, tensor = config.pipeline.stages, config.tensor_parallel.size
+    if isinstance(speeds, tuple) and len(speeds) != world_size:
+        has = f"{len(speeds)} {'speed' if len(speeds) == 1 else 'speeds'}"
+        ranks = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
+        yield Remark(where, f'{has}, and the job has {ranks}; write one for each rank, or "measure"')
+    elif isinstance(speeds, tuple) and world_size % (stages * tensor) == 0 and not any(_paces(config, speeds)):
+        yield Remark(where, "null in every data-parallel replica: none gets a sample; write numbers for one at least")
+    if speeds is not None and stages * data_parallel_ranks(config, world_size) == 1:
+        yield Remark(where, "has no effect; there is one data-parallel rank, and one stage", error=False)
+
+
+def _paces(config: Config, speeds: Sequence[Speed]) -> list[float]:
+    return replica_speeds(speeds, config.pipeline.stages, config.tensor_parallel.size)
+
+
+def share_of_a_sample(config: Config) -> Iterator[Remark]:
+    """Of a configuration whose batch sizes are solved."""
+    speeds = config.heterogeneous.speeds
+    if not isinstance(speeds, tuple):
+        return
+    paces = _paces(config, speeds)
+    found = config.shares(len(speeds))
+    for replica in (at for at, pace in enumerate(paces) if pace and not found[at]):
+        least = math.ceil(sum(paces) / min(filter(None, paces)))
+        part = sum(found) * paces[replica] / sum(paces)
+        yield Remark(
+            "heterogeneous.speeds",
+            f"data-parallel replica {replica} would get {part:.2g} of the {sum(found)} samples of a micro-batch, less "
+            f"than one; write batch sizes with {least} samples or more in a micro-batch of all replicas, or null for "
+            "its ranks, which then get none",
+        )
+        return
+
+
 RULES: Final[tuple[Rule, ...]] = (
     cases, switched_off, accumulation_type, secondary_partition, nobody_to_send_to, length_of_warm_up, offloading,
-    model_parallel_sizes,
+    model_parallel_sizes, speeds_of_ranks,
 )  # fmt: skip

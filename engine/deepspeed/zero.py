@@ -33,6 +33,7 @@ class Init(_Init):
         found = _without_auto(read(Path(source)) if isinstance(source, str | Path) else source)
         if not found.keys() & BATCH_SIZES:
             found["train_micro_batch_size_per_gpu"] = 1
+            found.pop("heterogeneous", None)  # how it would be divided changes nothing here, either
         return found
 
 

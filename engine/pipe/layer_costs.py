@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,10 +34,22 @@ def measure(module: PipelineModule, inputs: Any, path: str | Path | None = None,
         raise ValueError(f"measure: repeats={repeats}; write 1 or more")
     if any(find_sharded(param) is not None for param in module.parameters()):
         raise ValueError("measure: an engine has sharded these parameters; measure before initialize, or after destroy")
+    found = {"layers": time_layers(module.each_layer(), inputs, repeats)}
+    module.zero_grad(set_to_none=True)
+    if path is not None:
+        Path(path).write_text(json.dumps(found, indent=2) + "\n")
+    return found
+
+
+def time_layers(
+    functions: Iterable[tuple[str, Callable[[Any], Any]]], inputs: Any, repeats: int
+) -> list[dict[str, Any]]:
+    """The same of any layers by name, each called on the output of the one before, where `inputs` are. It leaves
+    gradients."""
     device = next((leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), torch.device("cpu"))
     layers: list[dict[str, Any]] = []
     message: Message | None = None
-    for name, layer in module.each_layer():
+    for name, layer in functions:
         if layers:
             message = message_of(inputs, f"measure: layer {layers[-1]['name']}")
         _check_device(layer, device, name)
@@ -45,11 +58,7 @@ def measure(module: PipelineModule, inputs: Any, path: str | Path | None = None,
         except Exception as error:
             raise PipelineError(f"measure: layer {name} failed: {type(error).__name__}: {error}") from error
         layers.append({"name": name, "forward_s": forward, "backward_s": backward})
-    module.zero_grad(set_to_none=True)
-    found = {"layers": layers}
-    if path is not None:
-        Path(path).write_text(json.dumps(found, indent=2) + "\n")
-    return found
+    return layers
 
 
 def _check_device(layer: Any, device: torch.device, name: str) -> None:

@@ -97,6 +97,8 @@ class PipelineModule(nn.Module):
         self._seed = (seed_fn or torch.manual_seed) if seed_layers else None
         self._base_seed = base_seed
         self.costs = costs
+        self.speeds: Sequence[float] | None = None
+        """Of the pipeline ranks, where they are unequal."""
         self._checkpointable = checkpointable_layers
         self._checkpoint = activation_checkpoint_func
         asked = stages_asked(num_stages, topology)
@@ -107,16 +109,16 @@ class PipelineModule(nn.Module):
     # --- which layers are here
 
     def arrange(self, num_stages: int, rank: int) -> None:
-        """Have the layers that pipeline rank `rank` of `num_stages` has, and no others, by `partition_method`, `costs`
-        and the placement's `virtual_stages`. Layers that are here already stay as they are. Raises ValueError if the
-        layers cannot be divided so."""
+        """Have the layers that pipeline rank `rank` of `num_stages` has, and no others, by `partition_method`, `costs`,
+        `speeds` and the placement's `virtual_stages`. Layers that are here already stay as they are. Raises ValueError
+        if the layers cannot be divided so."""
         placement = self.placement
         stages = num_stages * placement.virtual_stages
         kind = self.partition_method.lower() if isinstance(self.partition_method, str) else ""
         bounds = partition(
             self.partition_method, stages, [layer.kind for layer in self.pipeline_layers],
             parameters=self._parameter_counts() if kind == "parameters" else None,
-            costs=self._measured_costs() if kind == "measured" else None,
+            costs=self._measured_costs() if kind == "measured" else None, speeds=self.speeds,
         )  # fmt: skip
         placement.num_stages, placement.bounds, placement.stage_id = num_stages, bounds, rank
         here = {at for stage in placement.stages for at in range(bounds[stage], bounds[stage + 1])}
@@ -173,11 +175,20 @@ class PipelineModule(nn.Module):
             elif layer.built is not None:
                 layer.built = torch.compile(layer.built, *args, **kwargs)
 
-    def each_layer(self) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-        """Name and function of every layer, one after the other; those that are not here are built for as long."""
+    def each_layer(
+        self, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+        """Name and function of every layer, one after the other; those that are not here are built for as long. With a
+        `device` each is there for as long, in `dtype` from then on."""
         for at, layer in enumerate(self.pipeline_layers):
             built = layer.built if layer.built is not None else self._build(at, layer)
+            before = next(built.parameters(), None) if isinstance(built, nn.Module) else None
+            where = None if before is None else before.device
+            if device is not None and isinstance(built, nn.Module):
+                built.to(device=device, dtype=dtype)
             yield layer.name, layer.function(built)
+            if device is not None and where is not None and isinstance(built, nn.Module):
+                built.to(where)
 
     def end_of(self, stage: int) -> str:
         """What returns the output of `stage`, in words."""

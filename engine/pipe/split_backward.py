@@ -8,9 +8,9 @@ LSTM, and everything under autocast.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,19 +50,37 @@ def later(work: Work) -> None:
         work()
 
 
+def puts_off() -> bool:
+    """Whether the backward under way puts weight gradients off."""
+    return bool(_put_off)
+
+
+def give_gradients(pairs: Iterable[tuple[Tensor | None, Callable[[], Tensor]]]) -> None:
+    """Give parameters the gradients that are computed for them; what is None, or wants none, is left out."""
+    wanted = [(param, compute()) for param, compute in pairs if param is not None and param.requires_grad]
+    with no_torch_function():  # stage 3 may have let go of the parameters, whose elements this does not look at
+        torch.autograd.backward([param for param, _ in wanted], [gradient for _, gradient in wanted])
+
+
 def install(root: nn.Module) -> Undo:
     """Have the linear layers of `root` put off their weight gradients when that is asked for; call the result to stop.
 
     Inside their calls, so recomputation does the same. torch.compile leaves linear layers out of what it compiles: a
     compiled backward is one graph, and puts nothing off.
     """
-    linear = [
+    within_mode = torch.compiler.disable(_within_mode)
+    return last_first(
+        [wrap_forward(module, within_mode, name, "its engine was made") for name, module in with_matrices(root)]
+    )
+
+
+def with_matrices(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that have a matrix to multiply by, with their names."""
+    return [
         (name, module) for name, module in root.named_modules()
         if any(param is not None and param.dim() == 2 for param in module._parameters.values())
         and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
     ]  # fmt: skip
-    within_mode = torch.compiler.disable(_within_mode)
-    return last_first([wrap_forward(module, within_mode, name, "its engine was made") for name, module in linear])
 
 
 def _within_mode(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -77,28 +95,46 @@ class _Mode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear and torch.is_grad_enabled():
-            inputs, weight, bias = _linear_arguments(*args, **kwargs)
-            if _can_wait(inputs, weight) and (bias is None or bias.is_leaf):
-                return _product(inputs, weight, bias, False)
-        elif func is torch.addmm and torch.is_grad_enabled() and len(args) == 3 and not kwargs:
-            bias, inputs, weight = args  # as transformers' Conv1D has it, its weight transposed
-            if _can_wait(inputs, weight) and isinstance(bias, Tensor) and bias.is_leaf and bias.dim() == 1:
-                return _product(inputs, weight, bias, True)
+        product = product_of(func, args, kwargs) if torch.is_grad_enabled() else None
+        if product is not None and _can_wait(product):
+            return _product(*product)
         return func(*args, **kwargs)
 
 
 _mode: Final = _Mode()
 
 
-def _linear_arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    return input, weight, bias
+class Product(NamedTuple):
+    """A product with a weight that code asks for, plus a bias [out]."""
+
+    inputs: Tensor
+    """[..., in]"""
+    weight: Tensor
+    """[out, in], or [in, out] if it is `transposed`."""
+    bias: Tensor | None
+    transposed: bool
 
 
-def _can_wait(inputs: Any, weight: Any) -> bool:
-    """Whether `weight` is a parameter that waits for its gradient, in the precision that the product is computed in."""
+def product_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
+    """The product that this call of torch's is: `F.linear`, or `torch.addmm` as transformers' Conv1D has it, its weight
+    transposed. None for any other."""
+    if func is F.linear:
+        return _of_linear(*args, **kwargs)
+    if func is torch.addmm and len(args) == 3 and not kwargs:
+        bias, inputs, weight = args
+        if isinstance(bias, Tensor) and bias.dim() == 1:
+            return Product(inputs, weight, bias, True)
+    return None
+
+
+def _of_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Product:
+    return Product(input, weight, bias, False)
+
+
+def _can_wait(product: Product) -> bool:
+    """Whether the weight is a parameter that waits for its gradient, in the precision that the product is computed in,
+    and the bias one that may."""
+    inputs, weight, bias, _ = product
     return (
         isinstance(weight, nn.Parameter)
         and weight.requires_grad
@@ -106,6 +142,7 @@ def _can_wait(inputs: Any, weight: Any) -> bool:
         and isinstance(inputs, Tensor)
         and inputs.dtype == weight.dtype
         and not torch.is_autocast_enabled(inputs.device.type)
+        and (bias is None or bias.is_leaf)
     )
 
 
@@ -129,12 +166,9 @@ class _Linear(torch.autograd.Function):
 
         def weights() -> None:
             rows, out = inputs.reshape(-1, inputs.shape[-1]), grad.reshape(-1, grad.shape[-1])
-            roots, gradients = [weight], [rows.t() @ out if transposed else out.t() @ rows]
-            if bias is not None and bias.requires_grad:
-                roots.append(bias)
-                gradients.append(out.sum(0))
-            with no_torch_function():  # stage 3 may have let go of the parameters, whose elements this does not look at
-                torch.autograd.backward(roots, gradients)
+            give_gradients([
+                (weight, lambda: rows.t() @ out if transposed else out.t() @ rows), (bias, lambda: out.sum(0)),
+            ])  # fmt: skip
 
         later(weights)
         return back, None, None, None

@@ -31,6 +31,8 @@ from ..optim import lr
 from ..optim.loss_scaler import loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, open_links
+from ..precision import choose
+from ..precision.device import arithmetic
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training_state import Training
@@ -38,6 +40,7 @@ from ..zero import Comms, Zero
 from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
 from . import arguments
+from .measure_speed import with_measured_speeds
 from .parallelize import arrange, shard_layers, share_parameters, stages_of
 from .sync import broadcast_model, check_same_config, check_same_model
 
@@ -94,6 +97,11 @@ def initialize(
         if settings.dump_state:
             print(settings.model_dump_json(indent=2))
         warn_untried(device, world_size)
+    if settings.heterogeneous.speeds == "measure":
+        data = training_data if training_data is not None else train_dataloader
+        settings = with_measured_speeds(model, settings, mesh, device, example, data, collate_fn)
+    shares = settings.shares(world_size)
+    settings = settings.model_copy(update={"train_micro_batch_size_per_gpu": shares[mesh.dp_rank]})
     own = {"optimizer": optimizer, "scheduler": lr_scheduler}
     settings = settings.model_copy(update={name: None for name, passed in own.items() if passed is not None})
     arrange(model, settings, mesh)
@@ -105,7 +113,7 @@ def initialize(
         trained = any(param.requires_grad for param in model.parameters())
         sharded = settings.zero_optimization.stage > 0 and mesh.dp > 1 and trained
         optim.check_client(optimizer, set(model.parameters()), sharded, settings.zero_allow_untested_optimizer)
-    loader = train_dataloader if training_data is None else _loader(training_data, settings, mesh, collate_fn)
+    loader = train_dataloader if training_data is None else _loader(training_data, settings, mesh, collate_fn, shares)
     _bring(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     with _closed_on_failure(model) as opened:
         parallel = _place(model, mesh, hooks, opened)
@@ -147,6 +155,10 @@ def _divide(
     between = [group for each in links.values() for group in each.groups]
     peers = Peers(parallel.everyone, [*(comm.group for comm in (*parallel.all(), *comms.all())), *between])
     opened.callback(peers.close)
+    if config.fp8.enabled:
+        with failing_together("initialize", parallel.everyone):
+            by = arithmetic(device, config.fp8.recipe)
+        opened.callback(choose.attach(model, config, by, device, parallel))
     with failing_together("initialize", parallel.everyone):
         activation_checkpoint.attach(hooks, config.activation_checkpointing)
         opened.callback(policies.from_config(config.activation_checkpointing).apply(model, hooks))
@@ -291,12 +303,18 @@ def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | No
     return lr.build(config.scheduler.type, config.scheduler.params.arguments(), optimizer)
 
 
-def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any) -> Any:
-    if isinstance(data, DataLoader):
-        return data  # made by the script, which is then responsible for the split over the ranks
+def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any, shares: list[int]) -> Any:
+    mine = config.train_micro_batch_size_per_gpu
+    if isinstance(data, DataLoader):  # made by the script, which is then responsible for the split over the ranks
+        if len(set(shares)) > 1 and mine and data.batch_size not in (None, mine):
+            raise ValueError(
+                f"initialize: training_data gives batches of {data.batch_size} samples, and by heterogeneous.speeds "
+                f"this rank gets {mine}: pass the data set, or a DataLoader of that batch_size with this rank's samples"
+            )
+        return data
     return ShardedLoader(
-        data, batch_size=config.train_micro_batch_size_per_gpu, rank=mesh.dp_rank, world_size=mesh.dp,
-        collate_fn=collate_fn, drop_last=config.dataloader_drop_last,
+        data, batch_size=mine, rank=mesh.dp_rank, world_size=mesh.dp, collate_fn=collate_fn,
+        drop_last=config.dataloader_drop_last, shares=shares if len(set(shares)) > 1 else None,
     )  # fmt: skip
 
 

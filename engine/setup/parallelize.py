@@ -16,6 +16,7 @@ from ..comm.consensus import gather_objects
 from ..comm.lane import Inline
 from ..comm.mesh import Mesh, Parallel
 from ..config import Config, ConfigError
+from ..config.heterogeneous import stage_speeds
 from ..hooks import Hooks
 from ..pipe.layers import check_agreement
 from ..pipe.module import PipelineModule, TiedParameters
@@ -43,7 +44,7 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
             "pipeline.layer_costs": "a file" if pipeline.layer_costs is not None else None,
         }
     )
-    before = model.placement.virtual_stages, model.partition_method
+    speeds, before = config.heterogeneous.speeds, (model.placement.virtual_stages, model.partition_method)
     model.placement.virtual_stages = given.get("virtual_stages", model.placement.virtual_stages)
     model.partition_method = given.get("partition_method", model.partition_method)
     model.activation_checkpoint_interval = given.get(
@@ -51,7 +52,9 @@ def arrange(model: nn.Module, config: Config, mesh: Mesh) -> None:
     )
     if pipeline.layer_costs is not None:
         model.costs = pipeline.layer_costs
-    differs = before != (model.placement.virtual_stages, model.partition_method)
+    if isinstance(speeds, tuple):
+        model.speeds = stage_speeds(speeds, mesh.pp, mesh.tp)
+    differs = before != (model.placement.virtual_stages, model.partition_method) or model.speeds is not None
     if differs or not model.placement.bounds or pipeline.layer_costs is not None:
         model.arrange_everywhere(mesh.pp, mesh.pp_rank)
     if model.placement.virtual_stages > 1 and pipeline.schedule != "interleaved":

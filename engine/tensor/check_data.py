@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
+from itertools import combinations
 from typing import Any, Final
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from dsprof.words import joined
 
 from ..comm.comm import Comm
+from ..comm.consensus import gather_objects
 from ..tree import leaves
 
 _MULTIPLIER: Final = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed integer
@@ -50,6 +53,26 @@ def check_same(batch: Any, comm: Comm) -> None:
             f"group of {comm.size}: these ranks share layers and must get the same batch; give the loader the "
             f"data-parallel rank and size, not the global ones (this rank has {described[:200]})"
         )
+
+
+def shapes_of(batch: Any) -> list[tuple[int, ...]]:
+    """Of the tensors in a batch, however nested."""
+    return [tuple(leaf.shape) for _, leaf in leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def check_shares(shapes: list[tuple[int, ...]], shares: Sequence[int], comm: Comm) -> None:
+    """Raise ValueError on all ranks of `comm` where two that are to have unequally many samples, `shares` of each, have
+    the same `shapes`: those of their batches. On all of them."""
+    of_ranks = gather_objects(shapes, comm)
+    for rank, other in combinations(range(comm.size), 2):
+        alike = any(of_ranks[rank]) and of_ranks[rank] == of_ranks[other]
+        if alike and shares[rank] and shares[other] and shares[rank] != shares[other]:
+            raise ValueError(
+                f"the batches of the data-parallel ranks {rank} and {other} have the same shapes, {of_ranks[rank]}, "
+                f"and by heterogeneous.speeds they are to have {shares[rank]} and {shares[other]} samples: pass "
+                "training_data to initialize and train on the loader it returns, or make batches of "
+                "engine.train_micro_batch_size_per_gpu() samples on each rank"
+            )
 
 
 def check_range(numbers: Tensor, limit: int, said: str) -> None:

@@ -21,7 +21,7 @@ from ..hooks import Hooks
 from ..offload import States
 from ..optim.loss_scaler import LossScaler
 from ..pipe.module import PipelineModule
-from ..tensor.check_data import check_same
+from ..tensor.check_data import check_same, check_shares
 from ..training_state import Training
 from ..zero import Zero
 from ..zero.validate import UNCOMPILED
@@ -115,6 +115,9 @@ class BaseEngine(nn.Module):
         self._frozen = [param for param in training.zero.params if not param.trainable]
         self._norm: float | Tensor | None = None
         self._stepped = False
+        shares = training.config.shares(training.parallel.mesh.size)
+        self._unequal_shares = shares if len(set(shares)) > 1 else []
+        """Samples of each replica in a micro-batch, until batches have been held against them."""
         self._destroyed = False
 
     def get_global_grad_norm(self) -> float | None:
@@ -279,6 +282,12 @@ class BaseEngine(nn.Module):
         """Raise ValueError on all tensor-parallel ranks if they are about to train on different data."""
         if self.parallel.tensor.size > 1 and self.global_steps % CHECK_DATA_EVERY == 0:
             check_same(batch, self.parallel.tensor)
+
+    def _check_shares(self, shapes: list[tuple[int, ...]]) -> None:
+        """Hold the first batch against this replica's share, by what the others have. On all replicas."""
+        shares, self._unequal_shares = self._unequal_shares, []
+        if shares:
+            check_shares(shapes, shares, self.parallel.data)
 
     def _refuse_destroyed(self) -> None:
         if self._destroyed:

@@ -121,6 +121,11 @@ def _set_train_micro_batch_size(training: Training, micro_batch_size: int) -> No
             "set_train_micro_batch_size: the loader that initialize made goes on with batches of "
             f"{training.training_dataloader.batch_size} samples; pass a loader of your own as train_dataloader="
         )
+    if len(set(training.config.shares(training.parallel.mesh.size))) > 1:
+        raise RuntimeError(
+            "set_train_micro_batch_size: the replicas have unequal shares of a micro-batch (heterogeneous.speeds): "
+            "write another batch size in the configuration"
+        )
     samples = micro_batch_size * training.config.gradient_accumulation_steps * training.parallel.mesh.dp
     sizes = {"train_batch_size": samples, "train_micro_batch_size_per_gpu": micro_batch_size}
     training.config = training.config.model_copy(update=sizes)
@@ -149,6 +154,7 @@ def _deepspeed_io(
     if route not in ("train", "eval", "predict"):
         raise ValueError(f"engine.deepspeed_io: route={route!r}; write train, eval or predict")
     mesh, config = training.parallel.mesh, training.config
+    shares = config.shares(mesh.size)
     return ShardedLoader(
         dataset,
         batch_size=batch_size or config.train_micro_batch_size_per_gpu,
@@ -160,6 +166,7 @@ def _deepspeed_io(
         drop_last=config.dataloader_drop_last,
         num_workers=WORKERS if num_local_io_workers is None else num_local_io_workers,
         pin_memory=pin_memory and torch.cuda.is_available(),
+        shares=shares if batch_size is None and len(set(shares)) > 1 else None,
     )
 
 

@@ -18,6 +18,7 @@ from .. import activation_checkpoint
 from ..comm.deadlock import NORM
 from ..forward import watch_zero_grad
 from ..optim.loss_scaler import cast_floating
+from ..tensor.check_data import shapes_of
 from ..training_state import Training
 from ..tree import loss_of, to_device
 from ..zero.placeholder import no_torch_function
@@ -35,6 +36,7 @@ class Engine(BaseEngine):
         self._counted = False
         """Whether the micro-batch under way has been counted."""
         self._backward_done = False
+        self._shapes: list[tuple[int, ...]] = []
         self._synchronized = False
         """Whether a backward outside `no_sync` has come since the last step."""
         clipping.refuse_for(self)
@@ -50,6 +52,8 @@ class Engine(BaseEngine):
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self._check_data((args, kwargs))
+        if self._unequal_shares:
+            self._shapes = shapes_of((args, kwargs))
         self.metrics.start_clock()
         if torch.is_grad_enabled():
             self.optimizer_step.begin()
@@ -63,7 +67,7 @@ class Engine(BaseEngine):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of `loss` (a scalar), which is divided by the number of micro-batches unless `scale_wrt_gas` is
-        false.
+        false. It is the mean over this rank's samples, and counts as many as these are (`heterogeneous`).
 
         Returns the loss so divided, detached of loss scaling.
         """
@@ -91,12 +95,15 @@ class Engine(BaseEngine):
                 "engine.backward: the last backward failed half-way, and what it left of its gradients is still there: "
                 "call engine.zero_grad() on all ranks to begin the step anew"
             )
+        self._check_shares(self._shapes)
         if scale_wrt_gas:
             loss = loss / self.config.gradient_accumulation_steps
         self.zero.begin_backward(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync)
         try:
             with self.hooks.span("phase", "backward"):
-                scaled = loss.float() * self.scaler.scale if self.scaler.scale != 1.0 else loss
+                factor = self.scaler.scale * self.state.loss_weight
+                wide = loss.float() if loss.dtype.itemsize < 4 else loss
+                scaled = wide * factor if factor != 1.0 else loss
                 scaled.backward(retain_graph=retain_graph)
                 self.zero.finish_backward()
         except Exception as error:

@@ -21,6 +21,7 @@ from ..pipe.runtime import PipelineRun
 from ..pipe.step_data import StepData
 from ..pipe.topology import PipelineGrid
 from ..schedule import Plan, check, make_plan
+from ..tensor.check_data import shapes_of
 from ..training_state import Training
 from .base_engine import BaseEngine
 from .deepspeed_api import PIPELINE_ENGINE, Names
@@ -204,6 +205,10 @@ class PipelineEngine(BaseEngine):
         source = data_iter if data_iter is not None else self._batches(self._own_data)
         return StepData(source, self.state.device, wanted, self._batch_fn, caller, self._check_data)
 
+    def _check_data(self, batch: Any) -> None:
+        super()._check_data(batch)
+        self._check_shares(shapes_of(batch))
+
     def _training_data(self, labels: bool) -> StepData:
         """As `_data`, for training. Raises RuntimeError for a layer that nothing would train."""
         thawed = next((param.name for param in self._frozen if param.param.requires_grad), None)
@@ -230,7 +235,7 @@ class PipelineEngine(BaseEngine):
         cast: Callable[[Any], Any] = (lambda inputs: cast_floating(inputs, torch.float16)) if half else _same
         run = PipelineRun(
             self.module, plan, self._links, self.hooks, self.state.device, self.zero if backward else None,
-            loss_fn=loss_fn, cast=cast, scale=self.scaler.scale,
+            loss_fn=loss_fn, cast=cast, scale=self.scaler.scale * self.state.loss_weight,
         )  # fmt: skip
         failed: BaseException | None = None
         losses: list[Any] = []
@@ -269,10 +274,10 @@ class PipelineEngine(BaseEngine):
         return f"steps: {step} loss: {loss:0.4f} iter time (s): {each:0.3f} samples/sec: {speed:0.3f}"
 
     def _mean(self, losses: list[Any], microbatches: int) -> Tensor:
-        """Over the ranks of the last stage, where the losses are."""
+        """Over the ranks of the last stage, where the losses are, each counted by its replica's samples."""
         total = torch.zeros((), dtype=torch.float64, device=self.state.device)
         for loss in losses:
-            total += loss.double().mean()
+            total += loss.double().mean() * self.state.loss_weight
         self.parallel.everyone.all_reduce(total, "pipeline").wait()
         mesh = self.parallel.mesh
         return (total / (microbatches * mesh.dp * mesh.tp)).to(self._loss_dtype)

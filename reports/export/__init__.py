@@ -3,6 +3,7 @@
 perfetto   a `.pftrace` for ui.perfetto.dev: ranks as processes, lanes as tracks, flows between ranks, findings
 chrome     JSON for chrome://tracing and whatever reads torch.profiler's traces
 parquet    one table of all ranks on one clock, for pandas, DuckDB and Spark
+sarif      the findings at the lines that they blame, for code scanning and editors
 slices     rows as slices that nest
 """
 
@@ -17,12 +18,13 @@ from .slices import Selection
 if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis
 
-__all__ = ["MissingPackage", "Selection", "write"]
+__all__ = ["Format", "MissingPackage", "Selection", "write"]
 
 
-def write(
-    to: Literal["perfetto", "chrome", "parquet"], analysis: Analysis, file: IO[bytes], selection: Selection
-) -> int:
-    """Write a run in one of the formats; how many events or rows. Raises MissingPackage."""
+Format = Literal["perfetto", "chrome", "parquet", "sarif"]
+
+
+def write(to: Format, analysis: Analysis, file: IO[bytes], selection: Selection) -> int:
+    """Write a run in one of the formats; how many events, rows or findings. Raises MissingPackage."""
     count: int = importlib.import_module(f".{to}", __name__).write(analysis, file, selection)
     return count

@@ -126,13 +126,13 @@ struct Hooks final : at::CUDAHooksInterface {
   void deviceSynchronize(c10::DeviceIndex) const override { timeline().wait_all(); }
 };
 
-struct Registered {
-  Registered() {
+struct RegisteredGuard {
+  RegisteredGuard() {
     at::CUDAHooksRegistry()->Register("CUDAHooks", [](at::CUDAHooksArgs) -> std::unique_ptr<at::CUDAHooksInterface> {
       return std::make_unique<Hooks>();
     });
   }
-} registered;
+} registered_guard;
 
 }  // namespace
 

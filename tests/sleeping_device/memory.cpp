@@ -75,9 +75,9 @@ struct PinnedAllocator final : c10::Allocator {
 DeviceAllocator device_memory;
 PinnedAllocator pinned_memory;
 
-struct Registered {
-  Registered() { c10::SetAllocator(c10::DeviceType::CUDA, &device_memory); }
-} registered;
+struct RegisteredAllocator {
+  RegisteredAllocator() { c10::SetAllocator(c10::DeviceType::CUDA, &device_memory); }
+} registered_allocator;
 
 }  // namespace
 

@@ -113,6 +113,8 @@ class Lanes:
         label[of_phase] = labels(self._work["name"], PHASE_PART, DOES)[of_phase]
         for part in LAUNCHED_FOR:
             inside = launched.get(part, Intervals.empty()).holds(self._launch)
+            if part == "optimizer":  # a thread that reads its states from a disk copies, whoever asked for it
+                inside = inside & self._stream
             label[(label >= 0) & ~of_phase & (self._launch != NOTHING) & inside] = DOES.index(part)
         label[self._comm] = DOES.index("comm_exposed")
         return label

@@ -23,7 +23,7 @@ from dsprof.run import RunInfo
 from ..arrays import Float, Int
 from .chains import RankChains, of_host, without_own_lanes
 from .durations import no_later_than_seen, transfers, wake_up_delays
-from .events import ISSUE, WAIT, ProgramEvents, Segments, find_events, find_segments
+from .events import ISSUE, WAIT, ProgramEvents, Segments, find_events, find_segments, without_microbatch
 from .step_graph import WAKE_UP_DELAY, Costs, CrossStepEdges, Measured, StepGraph, Steps
 from .tasks import Tasks, find_tasks
 from .template import END, ISSUED, StepTemplate, find_template
@@ -200,7 +200,8 @@ class _Builder:
         key = (
             mine.rank.tobytes(), mine.what.tobytes(), local.tobytes(), tuple(tasks.lane[targets]),
             tuple(tasks.kind[targets]), tuple(tasks.needs[targets]), tasks.root[targets].tobytes(),
-            (tasks.home[targets] == step).tobytes(), awaited, issued_elsewhere, mine.action.tobytes(),
+            (tasks.home[targets] == step).tobytes(), awaited, issued_elsewhere,
+            without_microbatch(mine.action).tobytes(),
         )  # fmt: skip
         return targets, key
 

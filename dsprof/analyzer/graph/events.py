@@ -31,6 +31,9 @@ WAIT_FOR_OWN: Final = 3
 
 ACTIONS: Final = ("", *COMPUTE)
 """What a segment can be of."""
+NOWHERE: Final = (-1, -1)
+"""Stage and micro-batch of a segment that is of no action, or of one that does not say."""
+_STAGES: Final = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class ProgramEvents:
     step:   index of the step, -1: in none of the graph's; rank: index of the chain; what: ISSUE, ...
     target: row of `tasks.Tasks`, -1: none
     when, ended: ns, the latter when the rank saw its task end (-1: unknown)
-    action: of a event at either end of one, index into ACTIONS
+    action: of a event at either end of one, which: `action_code`
     """
 
     step: Int
@@ -114,7 +117,7 @@ def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunI
 
 
 COMM: Final = ["rank", "name", "group", "seq", "peer", "tag", "start_ns", "dur_ns", "issue_ns", "arrival_ns"]
-ACTED: Final = ["name", "start_ns", "dur_ns"]
+ACTED: Final = ["name", "start_ns", "dur_ns", "stage", "microbatch"]
 
 
 def _instants(what: int, when: Int, action: Int | None = None) -> Program:
@@ -136,9 +139,29 @@ def _own_issues(tasks: LaneTasks) -> Program:
     return np.full(count, ISSUE), np.arange(count), tasks.issue, tasks.end, zero, zero + 1
 
 
+def action_code(op: Int, stage: Int, microbatch: Int) -> Int:
+    """One number for each action. op: index into ACTIONS; stage, microbatch: -1 where it does not say."""
+    code: Int = op + len(ACTIONS) * (stage + 1 + _STAGES * (microbatch + 1))
+    return code
+
+
+def without_microbatch(code: Int) -> Int:
+    """What an action is, whichever micro-batch it is of."""
+    found: Int = code % (len(ACTIONS) * _STAGES)
+    return found
+
+
+def _decoded(code: int) -> tuple[str, tuple[int, int]]:
+    """Name of an action, and its stage and micro-batch."""
+    place, op = divmod(code, len(ACTIONS))
+    microbatch, stage = divmod(place, _STAGES)
+    return ACTIONS[op], (stage - 1, microbatch - 1)
+
+
 def _actions(acted: pd.DataFrame) -> tuple[Program, Program]:
     """Where the actions of a pipeline's schedule begin and end."""
-    action = acted["name"].astype(str).map(ACTIONS.index).to_numpy(np.int64)
+    stage, microbatch = (acted[name].fillna(-1).to_numpy(np.int64) for name in ("stage", "microbatch"))
+    action = action_code(acted["name"].astype(str).map(ACTIONS.index).to_numpy(np.int64), stage, microbatch)
     start = acted["start_ns"].to_numpy(np.int64)
     end = start + acted["dur_ns"].to_numpy(np.int64)
     return _instants(ACTION_BEGINS, start, action), _instants(ACTION_ENDS, end, action)
@@ -237,17 +260,20 @@ def work_between(time: RankTime, when: Int) -> Float:
     return np.stack([spent[part] for part in PARTS], axis=-1)
 
 
-def actions_of(events: ProgramEvents, segments: int) -> npt.NDArray[np.object_]:
-    """The action that each segment of one step is of: one that has begun and not ended."""
+def actions_of(events: ProgramEvents, segments: int) -> tuple[npt.NDArray[np.object_], Int]:
+    """The action that each segment of one step is of, one that has begun and not ended: its name, and its stage and
+    micro-batch, [W, 2]."""
     found = np.full(segments, "", object)
-    under_way: dict[int, str] = {}
+    places = np.full((segments, 2), NOWHERE)
+    none = "", NOWHERE
+    under_way: dict[int, tuple[str, tuple[int, int]]] = {}
     after = np.arange(len(events.rank)) + events.rank + 1
     for segment, rank, what, action in zip(
         after.tolist(), events.rank.tolist(), events.what.tolist(), events.action.tolist(), strict=True
     ):
         if what == ACTION_BEGINS:
-            under_way[rank] = ACTIONS[action]
+            under_way[rank] = _decoded(action)
         elif what == ACTION_ENDS:
-            under_way[rank] = ""
-        found[segment] = under_way.get(rank, "")
-    return found
+            under_way[rank] = none
+        found[segment], places[segment] = under_way.get(rank, none)
+    return found, places

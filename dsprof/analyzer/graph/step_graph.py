@@ -83,6 +83,8 @@ class Structure:
               around it; of those that were measured: 0, 1, 2 ...
     ids_used: numbers below it were given, here or in what this was made of: the next operation that a what-if makes
               has this one
+    place:    [W, 2] stage and micro-batch of that action; -1: of none, or it does not say. Steps that differ in the
+              numbers of micro-batches only have one template, whose first step's they are
     """
 
     thread: Int
@@ -94,12 +96,15 @@ class Structure:
     threads: int
     ids: Int = field(default_factory=lambda: np.empty(0, np.int64))
     ids_used: int = 0
+    place: Int = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
     def __post_init__(self) -> None:
         operations = len(self.thread) + len(self.tasks)
         if not self.ids_used:
             object.__setattr__(self, "ids", np.arange(operations))
             object.__setattr__(self, "ids_used", operations)
+        if not len(self.place):
+            object.__setattr__(self, "place", np.full((len(self.thread), 2), -1))
         if len(self.ids) != operations:
             raise ValueError(f"{operations} operations, {len(self.ids)} ids")
 

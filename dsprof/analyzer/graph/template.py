@@ -65,10 +65,12 @@ def find_template(
         found.wait(index, rank, int(ends[event]) + 1)
     backward = np.zeros(found.segments, bool)
     backward[ends[events.what == BACKWARD] + 1] = True
+    action, place = actions_of(events, found.segments)
     structure = Structure(
         thread=np.sort(np.concatenate([events.rank, np.arange(threads)])),
         backward=backward,
-        action=actions_of(events, found.segments),
+        action=action,
+        place=place,
         tasks=tuple(_task(table, index, view) for index, view in found.tasks),
         outside=len(found.outside),
         edges=Edges(np.array(found.source, np.int64), np.array(found.target, np.int64)),

@@ -2,5 +2,6 @@
 
 allocator_state  what the allocators of the devices held in the end
 use_by_step      memory over the steps of a live run
+free             what a rank surely has left at its peak
 slope            whether a series climbs, and how fast
 """

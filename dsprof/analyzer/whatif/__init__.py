@@ -17,6 +17,7 @@ rebucket        gradients in other buckets
 merge           neighbouring collectives in one
 typical         nothing slower than is typical of its kind
 schedule        the graph of a pipeline's schedule, and another schedule of the same actions
+lowering        a pipeline's plan, with what its actions were measured to take -> the graph of all ranks
 edit            the structure of equal steps edited: edges, tasks and segments that come and go
 """
 

@@ -28,12 +28,13 @@ class ScaleLink(WhatIf):
     begins to in half the time.
 
     A measured transfer is divided into the two by the line fitted to all of its process group's. Where their sizes are
-    too alike for that, only both together can be changed.
+    too alike for that, only both together can be changed. link: the line that divides them, where the caller knows one.
     """
 
     latency: float = 1.0
     bandwidth: float = 1.0
     of: Communications = field(default_factory=Communications)
+    link: Link | None = None
     turn = Turn.LINK
 
     @property
@@ -61,8 +62,8 @@ class ScaleLink(WhatIf):
             elif math.isclose(self.latency, a_byte):
                 transfer[c] *= a_byte
             else:
-                link = link_of(task.lane)
-                if not link.fitted:
+                link = self.link or link_of(task.lane)
+                if not link.fitted and self.link is None:
                     raise Refused(
                         self.name,
                         f"what process group {task.lane} moves is all of one size, so its latency and its bandwidth "
@@ -86,21 +87,29 @@ def link_of_group(graph: StepGraph, group: str) -> Link:
 
 @dataclass(frozen=True)
 class WithoutCommunications(WhatIf):
-    """These communications never happen, and nobody waits for them."""
+    """These communications never happen, and nobody waits for them. sizes: only those of so many bytes; empty: all."""
 
     of: Communications
+    sizes: frozenset[int] = frozenset()
     turn = Turn.FEWER_TASKS
 
     @property
     def name(self) -> str:
-        return f"without {self.of}"
+        sizes = f" of {', '.join(map(str, sorted(self.sizes)))} bytes" if self.sizes else ""
+        return f"without {self.of}{sizes}"
 
     def change(self, graph: StepGraph) -> StepGraph:
         return self._edit(graph)
 
     @cached_property
     def _edit(self) -> Restructure:
-        return Restructure(lambda steps: without(steps, self.of.of(steps.structure)))
+        return Restructure(lambda steps: without(steps, self._gone(steps)))
+
+    def _gone(self, steps: Steps) -> Int:
+        chosen = self.of.of(steps.structure)
+        if not self.sizes:
+            return chosen
+        return chosen[np.isin(np.round(steps.size[chosen].mean(axis=1)), sorted(self.sizes))]
 
 
 def without(steps: Steps, gone: Int) -> Recut | None:

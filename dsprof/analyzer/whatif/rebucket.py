@@ -194,6 +194,7 @@ def recut(
         thread=structure.thread[like],
         backward=structure.backward[like] & (~is_made | begins),
         action=structure.action[like],
+        place=structure.place[like],
         tasks=tuple(tasks),
         edges=Edges(pairs[0], pairs[1]),
         ids=np.concatenate([segment_ids, task_ids]),

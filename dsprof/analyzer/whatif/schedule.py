@@ -67,6 +67,7 @@ def _lay_out(plan: Plan) -> tuple[Structure, dict[Action, int], dict[Action, int
         thread=np.array(thread, np.int64),
         backward=np.zeros(len(thread), bool),
         action=np.array([action.op for action in segment], object),
+        place=np.array([action[1:] for action in segment], np.int64),
         tasks=(Task("pipeline", "send_recv pipeline", workers=None),) * len(tasks),
         outside=0,
         edges=Edges(edges[:, 0], edges[:, 1]),

@@ -6,6 +6,7 @@ module_times  what each module takes
 passes        each forward and backward of a micro-batch on a rank
 micro_batches whether micro-batches are of unequal length, by what they take
 stream_phases what devices took for each phase that their hosts launched
+recomputed    what backward computes again of forward
 stacks        in which lines training threads were: where ranks differ, and what lies between phases
 pipeline_step one step of a pipeline, measured and ideal
 layer_costs   what each layer of the engine's pipelines takes

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from dsprof.data_sheets import find_device
 from dsprof.run import RunInfo, last_processes
 from dsprof.schema import CAPTURE_GAP, COUNTED, FLOPS, FLOPS_FOR, SAMPLES, TOKENS, UNCOUNTED
 
@@ -23,7 +24,6 @@ from ..align.topology import Topology
 from ..columns import may_hold
 from ..text import clean, count, ranks
 from .module_times import NOT_COUNTED, counted_step
-from .peaks import find_device
 
 ALIKE: Final = 0.02
 """By which the input of the counted step may differ in size from that of the others, as a share."""

@@ -5,6 +5,7 @@ around   what stands around the events: where they begin, and the few values bes
 brackets brackets and quotes of a JSON text
 events   what of them is kept, as arrays
 reader   from text to those
+chrome   a file's events as they are, for traces of other tools
 names    which kernels communicate, and what collectives are called
 phases   what the training thread did, from its operators and annotations
 pauses   when the host put nothing on the device
@@ -17,6 +18,7 @@ rows     the trace's rows; `blocks`: how a table is made of them
 
 from __future__ import annotations
 
+from .chrome import ChromeEvents, head_of
 from .events import Events
 from .names import CommNames, is_computation
 from .pauses import launch_pauses
@@ -25,6 +27,6 @@ from .rows import TraceRows, trace_rows_of
 from .stream import TraceError, looks_like_trace
 
 __all__ = [
-    "CommNames", "Events", "TraceError", "TraceRows", "is_computation", "launch_pauses", "looks_like_trace",
-    "read_events", "trace_rows_of",
+    "ChromeEvents", "CommNames", "Events", "TraceError", "TraceRows", "head_of", "is_computation", "launch_pauses",
+    "looks_like_trace", "read_events", "trace_rows_of",
 ]  # fmt: skip

@@ -22,8 +22,10 @@ Int = npt.NDArray[np.int64]
 EVENTS: Final = b"traceEvents"
 KEPT: Final = (
     b"schemaVersion", b"deviceProperties", b"distributedInfo", b"baseTimeNanoseconds", b"host_name", b"pytorch_version",
+    b"dsprof",
 )  # fmt: skip
-"""Keys beside the events whose values are used, and `schemaVersion`, which says that it is Kineto's."""
+"""Keys beside the events whose values are used; `schemaVersion`, which says that it is Kineto's; and `dsprof`, by which
+our own export is known again."""
 KEY: Final = re.compile(rb'"(' + b"|".join((EVENTS, *KEPT)) + rb')"\s*:\s*(?=\S)')
 MOST_VALUE: Final = 32 << 20
 """Bytes of the value of one of KEPT."""

@@ -136,7 +136,7 @@ class _EventReader:
         if first is not None and bytes(piece[-len(LAST) :]) == LAST:
             self._sort_texts(SPLIT.split(piece[first.end() : -len(LAST)]))
         else:
-            self._sort_events(_parsed(bytes(piece)))
+            self._sort_events(parse_events(bytes(piece)))
 
     def _sort_texts(self, texts: list[bytes]) -> None:
         self.events.count += len(texts)
@@ -175,7 +175,7 @@ class _EventReader:
             found = []
             for text in texts:
                 try:
-                    found += _parsed(b"{" + text + b"}")
+                    found += parse_events(b"{" + text + b"}")
                 except TraceError as error:
                     self._broken += 1
                     self._leave_out(text)
@@ -377,7 +377,7 @@ def _loaded(events: bytes) -> list[Any]:
     return found
 
 
-def _parsed(events: bytes) -> list[Any]:
+def parse_events(events: bytes) -> list[Any]:
     """With what Kineto has written against JSON mended: numbers that are none, names that are no UTF-8. Raises
     TraceError."""
     try:

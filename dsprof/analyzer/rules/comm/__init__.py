@@ -1,5 +1,5 @@
-"""Communication: comm.small-messages, comm.exposed, comm.tensor-parallel, comm.redundant-reduce,
-comm.buffers. Each dimension of the job by itself.
+"""Communication: comm.small-messages, comm.large-bucket, comm.exposed, comm.tensor-parallel, comm.redundant-reduce,
+comm.buffers, comm.volume, comm.slow-link, comm.blocking. Each dimension of the job by itself.
 
 collectives       which of the following each dimension is asked
 dimensions        what is communicated in each dimension, and how long ranks wait for it
@@ -10,6 +10,10 @@ prefetch          the same, gathered before they are needed
 zero_buckets      DeepSpeed's ZeRO stages 1 and 2
 deepspeed_config  DeepSpeed's buckets, and how a fix names the keys of its configuration
 redundant_reduce  gradients reduced in each micro-batch of a step
+volume            bytes that no division and no overlap hides
+fewer_bytes       how a fix has fewer bytes communicated, in the words of the job
+slow_link         groups over which the same takes longer than over their peers
+blocking          barriers and numbers for a log that the loop itself communicates in each step
 buffers           buffers broadcast before each forward
 tensor_parallel   what the ranks that share layers communicate
 """

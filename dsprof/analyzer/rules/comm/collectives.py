@@ -1,4 +1,5 @@
-"""comm.small-messages and comm.exposed: each dimension of the job is judged by itself, by how it communicates."""
+"""comm.small-messages, comm.large-bucket and comm.exposed: each dimension of the job is judged by itself, by how it
+communicates."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .prefetch import exposed_gathers
 from .shards import gathers_parameters, small_shards
 from .zero_buckets import blocking_buckets
 
-CODES: Final = ("comm.small-messages", "comm.exposed")
+CODES: Final = ("comm.small-messages", "comm.large-bucket", "comm.exposed")
 
 
 def collectives(study: Study) -> Found:
@@ -111,9 +112,22 @@ RULES = (
         exhausts=("comm_exposed",),
         looks=(_LOOK,),
         needs=(signals.communications,),
+        outranked_by=("comm.slow-link",),
         error=ModelError(of_gain=0.25, of_step=0.02, busy=0.02, busy_above=0.05),
         came_true=(48, 50),
         place=90,
+    ),
+    Rule(
+        "comm.large-bucket",
+        "gradients are reduced in buckets so large that the last of them are hidden by nothing",
+        explains=("comm_exposed",),
+        exhausts=("comm_exposed",),
+        looks=(_LOOK,),
+        needs=(signals.communications,),
+        outranked_by=("comm.slow-link",),
+        error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
+        came_true=(25, 25),
+        place=95,
     ),
     Rule(
         "comm.exposed",
@@ -122,8 +136,8 @@ RULES = (
         exhausts=("comm_exposed",),
         looks=(_LOOK,),
         needs=(signals.communications,),
+        outranked_by=("comm.slow-link",),
         error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
-        came_true=(25, 25),
         place=100,
     ),
 )

@@ -17,7 +17,7 @@ from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...price.contention import freed_ms, kept_of_overlap
 from ...price.gains import beside_other_work, mean_gain
-from ...study import Study
+from ...study import Study, once
 from ...text import count, ms, size
 from ...whatif import WhatIf
 from ...whatif.rebucket import Rebucket, reduced_in_backwards
@@ -47,18 +47,31 @@ def bucket_size(study: Study, domain: Domain) -> list[Finding]:
     computation).
 
     Every size is replayed, in all groups of the dimension alike, and the best one says which of the two it is:
-    comm.small-messages or comm.exposed. Raises NotJudged where buckets are no knob of this job.
+    comm.small-messages or comm.large-bucket. Where none gains anything, what waits is comm.exposed. Raises NotJudged
+    where buckets are no knob of this job.
     """
     waited = waited_ms(study, domain)
-    cut = _gradients(study, domain)
-    best = _best(cut, _rebucketings(study, cut))
-    if best is not None and best.gain.ms < LEAST_SHARE * study.step_ms:
-        best = None
-    if best is not None and best.in_all < cut.in_all:
-        return [_small(study, cut, best)]
-    if best is None and waited < LEAST_SHARE * study.step_ms:
-        return []
-    return [_exposed(study, cut, best, waited)]
+    cut, best = best_division(study, domain)
+    if best is not None:
+        return [_small(study, cut, best) if best.in_all < cut.in_all else _large(study, cut, best, waited)]
+    return [_exposed(study, cut, waited)] if waited >= LEAST_SHARE * study.step_ms else []
+
+
+def best_division(study: Study, domain: Domain) -> tuple[_Cut, Rebucketed | None]:
+    """How a dimension's gradients are reduced, and the bucket size that gains most; None: none gains anything. Raises
+    NotJudged where buckets are no knob of this job."""
+    known = _divisions(study)
+    if domain not in known:
+        cut = _gradients(study, domain)
+        best = _best(cut, _rebucketings(study, cut))
+        known[domain] = cut, best if best is not None and best.gain.ms >= LEAST_SHARE * study.step_ms else None
+    return known[domain]
+
+
+@once
+def _divisions(study: Study) -> dict[Domain, tuple[_Cut, Rebucketed | None]]:
+    """What was found of each dimension that was asked about."""
+    return {}
 
 
 def _best(cut: _Cut, tried: list[Rebucketed]) -> Rebucketed | None:
@@ -86,24 +99,42 @@ def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
     )  # fmt: skip
 
 
-def _exposed(study: Study, cut: _Cut, best: Rebucketed | None, waited: float) -> Finding:
+def _large(study: Study, cut: _Cut, best: Rebucketed, waited: float) -> Finding:
+    largest = max(size for group in cut.groups.values() for size in group.sizes)
     evidence = (
+        Evidence("largest bucket", round(largest / 2**20, 3), "MiB", best.cap_mb),
+        Evidence("gradient collectives a step", cut.count, "count", best.buckets),
+        *_waiting(study, waited),
+    )
+    one = "one bucket" if cut.count == 1 else f"buckets of up to {size(largest)}"
+    title = f"gradients are reduced in {one}, too late to hide behind backward: {ms(waited)} of each step wait for them"
+    return Finding(
+        "comm.large-bucket", title + cut.domain.inside, "info", cut.domain.where(study, cut.op), evidence, best.gain,
+        (_bucket_fix(cut, best),), unknown="" if cut.link.fitted else ONE_SIZE,
+    )  # fmt: skip
+
+
+def _exposed(study: Study, cut: _Cut, waited: float) -> Finding:
+    """What no bucket size hides."""
+    evidence = (*_waiting(study, waited), Evidence("gradient collectives a step", cut.count, "count"))
+    fact = cut.ddp or {}
+    note = ", if every parameter is used"
+    unused = (
+        (ddp_argument_fix(fact, "find_unused_parameters", False, note=note),)
+        if fact.get("find_unused_parameters")
+        else ()
+    )
+    title = f"{ms(waited)} of each step wait for collectives{cut.domain.inside}"
+    title += "; no other bucket size would hide more of them" if cut.ddp else ""
+    where = cut.domain.where(study, cut.op)
+    return Finding("comm.exposed", title, "info", where, evidence, Gain(0.0, 0.0, 0.0, 0.0), unused)
+
+
+def _waiting(study: Study, waited: float) -> tuple[Evidence, Evidence]:
+    return (
         Evidence("exposed communication a step", round(waited, 3), "ms", 0.0),
         Evidence("share of the step", round(100 * waited / study.step_ms, 1), "%"),
-        Evidence("gradient collectives a step", cut.count, "count", best.buckets if best else None),
     )
-    gain = best.gain if best is not None else Gain(0.0, 0.0, 0.0, 0.0)
-    fixes = [_bucket_fix(cut, best)] if best is not None else []
-    fact = cut.ddp or {}
-    if fact.get("find_unused_parameters"):
-        note = ", if every parameter is used"
-        fixes.append(ddp_argument_fix(fact, "find_unused_parameters", False, note=note))
-    title = f"{ms(waited)} of each step wait for collectives{cut.domain.inside}"
-    title += "; no other bucket size would hide more of them" if best is None and cut.ddp else ""
-    return Finding(
-        "comm.exposed", title, "info", cut.domain.where(study, cut.op), evidence, gain, tuple(fixes),
-        unknown="" if cut.link.fitted else ONE_SIZE,
-    )  # fmt: skip
 
 
 Reduced = tuple[str, int | None]
@@ -303,7 +334,7 @@ def with_cap(study: Study, cap_mb: float) -> Effect:
         return found
 
     then, *others = (divided(slower) for slower in (0, 1, -1))
-    like = "comm.small-messages" if after < before else "comm.exposed"
+    like = "comm.small-messages" if after < before else "comm.large-bucket"
     as_it_is = tuple(now)
     either = tuple((as_it_is, other) for other in others)
     return Effect(like, then, as_it_is, either, correct=correct, counts_cores=True)

@@ -102,12 +102,14 @@ def _waited(study: Study) -> pd.DataFrame:
 
 
 def waited_ms(study: Study, domain: Domain) -> float:
-    """How long a step waits for the collectives of a domain's table, mean over all ranks: of a job that has no others,
-    all of its exposed communication."""
+    """How long a step waits for the collectives of a domain's table, mean over all ranks: of a job that has no other
+    domain, all of its exposed communication but for what it waits for of another purpose, such as a barrier."""
     table = _waited(study)
+    purposes = domain.table["purpose"].unique()
     if domain.alone and not (table["purpose"] == TENSOR_PARALLEL).any():
-        return float(study.ordinary["comm_exposed"].mean())
-    chosen = table["group"].isin(domain.groups) & table["purpose"].isin(domain.table["purpose"].unique())
+        others = float(table["ms"][table["purpose"].notna() & ~table["purpose"].isin(purposes)].sum())
+        return max(float(study.ordinary["comm_exposed"].mean()) - others, 0.0)
+    chosen = table["group"].isin(domain.groups) & table["purpose"].isin(purposes)
     return float(table["ms"][chosen].sum())
 
 

@@ -146,6 +146,7 @@ RULES = (
         exhausts=("comm_exposed",),
         looks=(Look(tensor_parallel, needs=(signals.replay,)),),
         needs=(signals.communications,),
+        outranked_by=("comm.slow-link",),
         error=ModelError(of_gain=0.25, of_step=0.02, busy=0.02),
         place=105,
     ),

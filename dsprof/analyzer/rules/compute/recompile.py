@@ -17,8 +17,9 @@ from ...finding import Evidence, Finding, Fix, Where
 from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import count, ms
+from ...text import ranks as ranks_in_words
 from ...whatif.work import Change, LessWork
-from ..base import LEAST_SHARE, at, listed
+from ..base import LEAST_SHARE, at
 from ..rule import Found, Look, Rule
 
 COMPILING: Final = "compilation_ms"
@@ -64,7 +65,9 @@ def now_and_then(study: Study) -> Found:
     ranks = _worst(study, own.sum(axis=1))
     each = float(own.max(axis=0)[struck].mean())
     where = Where(ranks=ranks, steps=(int(irregular.steps[struck][0]), int(irregular.steps[struck][-1])))
-    title = f"rank {listed(ranks)} compiles again in {count(int(struck.sum()), 'step')} after warm-up, {ms(each)} each"
+    verb = "compiles" if len(ranks) == 1 else "compile"
+    steps = count(int(struck.sum()), "step")
+    title = f"{ranks_in_words(ranks)} {verb} again in {steps} after warm-up, {ms(each)} each"
     evidence = (Evidence("steps that compile", int(struck.sum()), "count", 0), *_evidence(study, ranks))
 
     def say(price: Price) -> Finding:
@@ -84,7 +87,7 @@ def _in_most_steps(study: Study, spent: Float) -> Candidate:
         Evidence("ordinary steps that compile", round(100 * float(steps.mean()), 1), "%", 0.0),
         *_evidence(study, ranks),
     )
-    who = f"rank {listed(ranks)}" if len(ranks) < len(study.ranks) else "every rank"
+    who = ranks_in_words(ranks) if len(ranks) < len(study.ranks) else "every rank"
     verb = "compile" if 1 < len(ranks) < len(study.ranks) else "compiles"
     title = f"{who} {verb} the same code again in {int(steps.sum())} of {count(len(steps), 'step')}: {ms(each)} a step"
     title += _which(study, ranks)

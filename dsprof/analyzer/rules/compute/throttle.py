@@ -15,7 +15,8 @@ from ...device.device_gauges import WatchedDevice, devices_of
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study, once
 from ...text import number, percent
-from ..base import NotJudged, listed
+from ...text import ranks as ranks_in_words
+from ..base import NotJudged
 from ..rule import Look, Rule
 
 CODE: Final = "compute.throttle"
@@ -144,7 +145,7 @@ def _slow_clocks(study: Study) -> list[Finding]:
     else:
         title = f"{worst.device} runs at {number(worst.mean)} of {number(worst.could)} MHz: held down by {why}"
         if len(ranks) > 1:
-            title += f"; so are the devices of all ranks {listed(ranks)}"
+            title += f"; so are the devices of all {ranks_in_words(ranks)}"
     remedies = [REMEDIES[bit].format(index=worst.device.index) for bit in _main_reasons(worst)]
     fixes = tuple(Fix("code", f"{worst.device}: {remedy}") for remedy in dict.fromkeys(remedies))
     return [Finding(CODE, title, "info", Where(ranks=ranks, steps=study.step_range), tuple(evidence), NO_GAIN, fixes)]

@@ -1,8 +1,9 @@
-"""Input: data.stall, data.imbalance.
+"""Input: data.stall, data.imbalance, moe.imbalance.
 
 data_stall     the loop waits for it
 unequal_input  ranks get unequal amounts of it
 sequence       ranks that share a sequence, of which the later have more to do
 routed_tokens  ranks get unequal numbers of tokens for their experts, which is neither's doing
+experts        moe.imbalance: what that costs
 loader         which DataLoader training waits for, and where its arguments are set
 """

@@ -19,17 +19,23 @@ from ...text import percent
 LEAST_UNEQUAL: Final = 0.05
 """Of the mean of a team: shares that differ by less are equal."""
 
+BY_INPUT: Final = 0.7
+"""Correlation of what ranks exchange, and what they were given as input, beyond the mean of their team: from this on it
+is the input that differs."""
+
 
 @dataclass(frozen=True)
 class Routed:
     """dimension: in which tokens are exchanged
     beyond:    bytes that each rank exchanges in a step, beyond the mean of its team, [R, S] over the ordinary steps
     spread:    the largest share less the smallest, of the mean: mean over steps, of the most unequal team
+    shares:    bytes that each rank exchanges in a step, [R, S]
     """
 
     dimension: Dimension
     beyond: Float
     spread: float
+    shares: Float
 
     @property
     def reason(self) -> str:
@@ -44,7 +50,8 @@ class Routed:
 
 @once
 def routed_tokens(study: Study) -> Routed | None:
-    """None where no tokens are exchanged, or all ranks of a group get as many."""
+    """None where no tokens are exchanged, all ranks of a group get as many, or who gets more is who was given more
+    input: then it is the input's doing."""
     exchanged = study.communicated.exchanged
     exchanged = exchanged[exchanged["step"].isin(study.step_numbers)]
     found: Routed | None = None
@@ -62,22 +69,21 @@ def routed_tokens(study: Study) -> Routed | None:
             mean = wide[places].mean(axis=0)
             beyond[places] = wide[places] - mean
             spread = max(spread, float((np.ptp(wide[places], axis=0) / np.maximum(mean, 1.0)).mean()))
-        if spread > LEAST_UNEQUAL and (found is None or spread > found.spread):
-            found = Routed(dimension, beyond, spread)
+        most = LEAST_UNEQUAL if found is None else found.spread
+        if spread > most and not _follows_input(study, dimension, beyond):
+            found = Routed(dimension, beyond, spread, wide)
     return found
 
 
-@once
-def explained_by_tokens(study: Study) -> Float | None:
-    """The part of each rank's compute that its share of the tokens explains: ms above (+) or below (-) what an equal
-    share would cost, [R, S]; None where shares are equal. Compute is taken as linear in them."""
-    routed = routed_tokens(study)
-    if routed is None:
-        return None
-    compute, beyond = study.work("compute"), routed.beyond
-    mine = np.zeros_like(compute)
-    for team in routed.dimension.teams:
+def _follows_input(study: Study, dimension: Dimension, beyond: Float) -> bool:
+    """Whether ranks exchange more since their inputs are larger."""
+    sizes = study.input_sizes
+    if sizes is None:
+        return False
+    given = np.zeros_like(beyond)
+    for team in dimension.teams:
         places = [place for place, rank in enumerate(study.ranks) if rank in team]
-        mine[places] = compute[places] - compute[places].mean(axis=0)
-    slope = float((beyond * mine).sum() / max(float((beyond**2).sum()), 1e-9))
-    return np.minimum(max(slope, 0.0) * beyond, 0.95 * compute)
+        if places:
+            given[places] = sizes[places] - sizes[places].mean(axis=0)
+    both = float((given**2).sum() * (beyond**2).sum())
+    return both > 0 and float((given * beyond).sum()) >= BY_INPUT * both**0.5

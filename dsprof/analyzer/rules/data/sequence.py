@@ -21,8 +21,8 @@ from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Where
 from ...study import Study, once
 from ...text import ms
+from ...text import ranks as ranks_in_words
 from ...whatif.even_segments import EvenSegments
-from ..base import listed
 from ..rule import Found
 
 FEWEST: Final = 3
@@ -158,7 +158,7 @@ def causal_shards(study: Study) -> Found:
 
     def say(price: Price) -> Finding:
         fixes = (Fix("code", zigzag, gain=price.gain),)
-        saved = f"{title}; ranks {listed(late)} have {ms(float(found.excess.mean(axis=1).max()))} more than the mean"
+        saved = f"{title}; {ranks_in_words(late)} have {ms(float(found.excess.mean(axis=1).max()))} more than the mean"
         return Finding("data.imbalance", saved, "info", where, evidence, price.gain, fixes, share=price.share)
 
     return [Candidate("data.imbalance", EvenSegments(found.teams), say)]

@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from ... import signals
+from ...align.groups import EP
 from ...arrays import Float
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
@@ -118,17 +119,30 @@ def unequal(study: Study) -> Change | None:
         return None
     by_time = cost_of_equal_inputs(study)
     if by_time is not None:
+        _need_no_experts(study)
         return Change({"compute": by_time.excess}, spans=by_time.spans)
     if study.input_sizes is None and (more := explained_by_count(study)) is not None:
         return Change({"compute": more})
     if study.input_sizes is None and can_tell(study):
         found = unequal_micro_batches(study)
+        if found is not None:
+            _need_no_experts(study)
         return None if found is None else Change({"compute": found.excess}, spans=found.spans)
     signals.input_sizes(study)
     if all(peer_group.sum() < 2 for peer_group in study.peer_groups):
         raise NotJudged("each rank is another stage of a pipeline, so their inputs differ")
     explained = explained_by_size(study)
     return Change({"compute": explained}) if explained is not None else None
+
+
+def _need_no_experts(study: Study) -> None:
+    """Raises NotJudged where tokens are sent to experts: layer by layer another rank may get more of them, while each
+    gets as many in a step, which no other input would mend."""
+    if any(dimension.role == EP for dimension in study.mesh.dimensions):
+        raise NotJudged(
+            "micro-batches take unequally long, and tokens are exchanged with experts: whether that is the input's "
+            "doing or the router's, what they take does not tell"
+        )
 
 
 def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:

@@ -21,9 +21,11 @@ from ...memory.use_by_step import HELD, MemoryUse, main_place
 from ...study import Study
 from ...text import count, percent, size
 from ...whatif.work import Change, LessWork
-from ...work.stream_phases import stream_phases
+from ...work.recomputed import recomputed_ms
 from ..base import LEAST_SHARE, NotConcerned, NotJudged, sharded_stage
+from ..compute.recompute import kept_in_memory
 from ..rule import Found, Look, Rule
+from .offload_exposed import offloaded
 
 MiB: Final = 1 << 20
 LEAST_RISE: Final = {False: (8 * MiB, 0.01), True: (48 * MiB, 0.05)}
@@ -249,30 +251,16 @@ PAID: Final = {
 
 
 def _paid(study: Study) -> list[tuple[str, Change]]:
-    """What replay can take away."""
+    """What replay can take away. Where memory tells how much of what is computed again it would hold, that is
+    compute.recompute's, and where copies were seen what is offloaded is offload.exposed's."""
     found = []
-    again = _recomputed(study)
-    if again is not None and again.mean() >= LEAST_SHARE * study.step_ms:
+    again = recomputed_ms(study)
+    if again is not None and isinstance(kept_in_memory(study), str) and again.mean() >= LEAST_SHARE * study.step_ms:
         found.append(("recomputation", Change({"compute": np.minimum(again, study.work("compute"))})))
     offload = study.work("offload")
-    if offload.mean() >= LEAST_SHARE * study.step_ms:
+    if offloaded(study) is None and offload.mean() >= LEAST_SHARE * study.step_ms:
         found.append(("offloading", Change({"offload": offload})))
     return found
-
-
-def _recomputed(study: Study) -> Float | None:
-    """ms of forward that backward computes again, [R, S]; None where there is none."""
-    again = study.training_phases
-    again = again[again["name"] == "recompute"]
-    again = again.assign(ms=again["dur_ns"] / 1e6)
-    if study.on_gpu and len(again):
-        again = stream_phases(study)
-        again = again[again["name"] == "recompute"]
-    if again.empty:
-        return None
-    table = again.groupby(["rank", "step"])["ms"].sum().unstack()
-    wide: Float = table.reindex(index=study.ranks, columns=study.step_numbers).fillna(0.0).to_numpy(np.float64)
-    return wide
 
 
 def _unpriced(study: Study) -> str:

@@ -17,8 +17,9 @@ from ...price.calibration import ModelError
 from ...signals import Absent
 from ...study import Study
 from ...text import count, ms
+from ...text import ranks as ranks_in_words
 from ...whatif.work import Change
-from ..base import at, code_fix, listed, often, script_of
+from ..base import at, code_fix, often, script_of
 from ..rule import Found, Look, Rule, fault
 
 MOSTLY: Final = 0.5
@@ -57,7 +58,7 @@ def garbage_collection(study: Study, change: Change, gain: Gain, share: Gain) ->
         code_fix(once, "gc.freeze()", True, script, gain, {"gc.freeze": True}),
         code_fix(seldom, "gc.disable()", True, script, knobs={"gc.every": 200}),
     )
-    title = f"garbage collection stops rank {listed(ranks)} for {ms(mean.max())} a step"
+    title = f"garbage collection stops {ranks_in_words(ranks)} for {ms(mean.max())} a step"
     where = Where(ranks=ranks, steps=study.step_range)
     return Finding("pause.gc", title, "info", where, evidence, gain, fixes, share=share)
 
@@ -85,7 +86,7 @@ def _passed(study: Study, hangs: tuple[TransientHang, ...]) -> Candidate | Findi
     evidence += [Evidence(f"rank {rank} stood in", frames, "") for rank, (_, frames) in longest.stood.items()]
     evidence += [Evidence("also", hang.words, "") for hang in hangs[:MOST_NAMED] if hang is not longest]
     site = next((site for site, _ in longest.stood.values()), None)
-    whose = f"rank {listed(longest.ranks)}" if longest.ranks else "the ranks"
+    whose = ranks_in_words(longest.ranks) if longest.ranks else "the ranks"
     fix = f"look for what held {whose} up{at(site)}; where that may take so long, give a longer --hang-timeout"
     file, _, line = (site or "").rpartition(":")
     patch = ({"file": file, "line": int(line), "argument": None, "value": None},) if file and line.isdigit() else ()

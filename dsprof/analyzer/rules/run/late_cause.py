@@ -18,7 +18,7 @@ from ...arrays import Bool
 from ...finding import Evidence, Fix
 from ...study import Study
 from ...text import count, ms, size
-from ..base import listed
+from ...text import ranks as ranks_in_words
 from .late import mine_and_others
 
 MOSTLY: Final = 0.5
@@ -51,7 +51,7 @@ class Late:
 
     @property
     def who(self) -> str:
-        return f"rank {listed(self.study.ranks_where(self.slow))}"
+        return ranks_in_words(self.study.ranks_where(self.slow))
 
     def gauge(self, name: str) -> tuple[float, float]:
         """By how much a gauge of seconds rises in a step, ms: on the slow ranks, and the median of the others; 0 where

@@ -13,12 +13,14 @@ from ...budget.parts import OWN_WORK, TRAINING_PHASES
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.chain_work import chain_groups, chain_work, hosts
 from ...study import Study, once
+from ...text import ranks as ranks_in_words
 from ...whatif.work import Change
-from ..base import LEAST_SHARE, MOST_LISTED, listed
+from ..base import LEAST_SHARE
 from ..compute.recompile import compiling
-from ..data.routed_tokens import explained_by_tokens
+from ..data.experts import explained_by_tokens
 from ..data.unequal_input import explained_by_input
 from .late import late_ones, lateness, typical
+from .unequal_shares import shares_fix
 
 HOST: Final = "host"
 DEVICE: Final = "device"
@@ -96,10 +98,12 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
         evidence.append(Evidence(f"{where} on the {whose} a step", round(value, 3), "ms", round(expected, 3)))
         if value - expected < 0.5 * (mine - typically):
             where = None  # most of it lies between the phases
-    names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
+    who = ranks_in_words(ranks)
     late_by = lateness(late[named].mean(axis=0))
-    title = f"the {whose} of rank {names}{study.mesh.words(ranks)} is {late_by} and the other ranks wait"
-    fixes = _fixes(listed(ranks), where, on_device)
+    title = f"the {whose} of {who}{study.mesh.words(ranks)} is {late_by} and the other ranks wait"
+    fixes = _fixes(who, where, on_device)
+    by_speed = shares_fix(study, late[named].mean(axis=0), phases) if on_device else None
+    fixes = fixes if by_speed is None else (*fixes, by_speed)
     at = Where(ranks=ranks, op=where, steps=study.step_range)
     return Finding("rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share)
 
@@ -111,10 +115,10 @@ def _others_wait(study: Study, ranks: tuple[int, ...]) -> float:
 
 def _fixes(who: str, where: str | None, on_device: bool) -> tuple[Fix, ...]:
     if on_device:
-        look = f"look at the device of rank {who}: its clock and its links (nvidia-smi -q -d CLOCK,PERFORMANCE), what "
+        look = f"look at the device of {who}: its clock and its links (nvidia-smi -q -d CLOCK,PERFORMANCE), what "
         return (Fix("code", look + "else runs on it, and whether the rank is given more work than the others"),)
     place = f"in {where}" if where else "between the phases of the loop"
-    look = f"look for what only rank {who} does {place} before it launches: a branch on the rank, logging, files, "
+    look = f"look for what only {who} does {place} before it launches: a branch on the rank, logging, files, "
     return (Fix("code", look + "another process on its cores"),)
 
 

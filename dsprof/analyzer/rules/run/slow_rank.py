@@ -15,15 +15,17 @@ from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import ms
+from ...text import ranks as ranks_in_words
 from ...whatif.work import Change
 from ...work.stacks import Line, differing_line, told
-from ..base import LEAST_SHARE, MOST_LISTED, NotJudged, listed
+from ..base import LEAST_SHARE, MOST_LISTED, NotJudged
 from ..compute.device_kernels import COLLECTIVES
 from ..compute.recompile import compiling
 from ..rule import Rule, fault
 from .late import late_ones, lateness, mine_and_others, typical
 from .late_cause import Cause, cause_of, unknown
 from .slow_chain import explained_by_data, slow_chain, slow_chains
+from .unequal_shares import shares_fix
 
 OUTSIDE = "time outside the phases"
 LONGEST_LINE_NS = 1 << 62
@@ -91,9 +93,8 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     if np.isfinite(cpu).any():
         value, expected = mine_and_others(cpu, slow)
         evidence.append(Evidence("CPU time a step", round(value, 3), "ms", round(expected, 3)))
-    names = listed(ranks) + (" ..." if len(ranks) > MOST_LISTED else "")
     verb = "arrives" if len(ranks) == 1 else "arrive"
-    title = f"rank {names}{study.mesh.words(ranks)} {verb} {lateness(late)} and the others wait"
+    title = f"{ranks_in_words(ranks)}{study.mesh.words(ranks)} {verb} {lateness(late)} and the others wait"
     where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=study.step_range)
     cause = cause_of(study, slow, float(late.mean()))
     if cause is None:
@@ -108,7 +109,9 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         evidence.append(Evidence(f"in {line.words} a step", round(line.ms, 3), "ms", round(line.others_ms, 3)))
         if cause is None or not cause.sure:
             title += f": {told(line, peers)}" if cause is None else ""
-            fixes = (_look_at(line, names), *fixes)
+            fixes = (_look_at(line, ranks), *fixes)
+    by_speed = shares_fix(study, late, phases) if cause is None or not cause.sure else None
+    fixes = fixes if by_speed is None else (*fixes, by_speed)
     return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes, share=share)
 
 
@@ -155,19 +158,20 @@ def _phase_excess(study: Study, slow: Bool) -> dict[str, tuple[float, float]]:
     return {**found, OUTSIDE: mine_and_others(study.work("other").mean(axis=1), slow)}
 
 
-def _look_at(line: Line, who: str) -> Fix:
+def _look_at(line: Line, ranks: tuple[int, ...]) -> Fix:
     """To look at the line in which a rank differs from the others."""
     file, _, number = (line.site or "").rpartition(":")
     place = ({"file": file, "line": int(number), "argument": None, "value": None},) if number.isdigit() else ()
     more = ms(line.ms - line.others_ms)
-    return Fix("code", f"look at {line.words}, in which rank {who} is {more} a step longer than the others", place)
+    who = f"{ranks_in_words(ranks)} {'is' if len(ranks) == 1 else 'are'}"
+    return Fix("code", f"look at {line.words}, in which {who} {more} a step longer than the others", place)
 
 
 def _fixes(study: Study, ranks: tuple[int, ...], phase: str, cause: Cause | None) -> tuple[Fix, ...]:
     host_of = {item.rank: item.host for item in study.run.ranks}
     hosts = {host_of.get(rank) for rank in ranks}
     everyone = {host_of.get(rank) for rank in study.ranks}
-    who = f"rank {listed(ranks)}"
+    who = ranks_in_words(ranks)
     if cause is not None and cause.sure:
         return cause.fixes
     fixes = [*cause.fixes] if cause is not None else []

@@ -1,7 +1,8 @@
 """What devices can compute at most, by their makers' data sheets: dense matrix products (without sparsity), in the
-number format of the inputs, accumulated in float32.
+number format of the inputs, accumulated in float32; and what their memory can move.
 
-TFLOP/s. A device that is not listed, a slice of one (MIG), or a format that it lacks has no peak here.
+TFLOP/s and TB/s. A device that is not listed, a slice of one (MIG), or a format that it lacks has no peak here.
+Standard library only: the engine chooses by it what it computes in, and the analyzer says how well devices are used.
 """
 
 from __future__ import annotations
@@ -15,61 +16,73 @@ from typing import Final
 @dataclass(frozen=True)
 class Device:
     """name: as people say it. pattern: what its driver calls it, whole. tflops: format -> peak; `tf32` is float32 on
-    tensor cores, which torch uses where `torch.set_float32_matmul_precision` allows it. source: where it is written."""
+    tensor cores, which torch uses where `torch.set_float32_matmul_precision` allows it; `float8` both its formats.
+    source: where it is written. tb_a_second: of its memory; None where the sheet's variants differ."""
 
     name: str
     pattern: str
     tflops: Mapping[str, float]
     source: str
+    tb_a_second: float | None = None
 
     def flops(self, dtype: str, tf32: bool) -> float | None:
         """Operations a second in torch's `dtype`; None where the sheet does not say."""
         key = "tf32" if dtype == "float32" and tf32 and "tf32" in self.tflops else dtype
+        key = "float8" if key.startswith("float8") else key
         peak = self.tflops.get(key)
         return None if peak is None else peak * 1e12
 
 
-def _formats(half: float, tf32: float | None, single: float, double: float | None = None) -> dict[str, float]:
+def _formats(
+    half: float, tf32: float | None, single: float, double: float | None = None, float8: float | None = None
+) -> dict[str, float]:
     found = {"bfloat16": half, "float16": half, "float32": single}
-    return found | ({"tf32": tf32} if tf32 else {}) | ({"float64": double} if double else {})
+    more = {"tf32": tf32, "float64": double, "float8": float8}
+    return found | {name: peak for name, peak in more.items() if peak}
 
 
 DEVICES: Final = (
     Device(
         "B200",
         r"NVIDIA B200",
-        _formats(2250, 1125, 75),
+        _formats(2250, 1125, 75, float8=4500),
         "https://www.nvidia.com/en-us/data-center/hgx/ (HGX B200, an eighth; half of what is given with sparsity)",
+        8.0,
     ),
     Device(
         "H200 SXM",
         r"NVIDIA H200",
-        _formats(989.5, 494.5, 67, 67),
+        _formats(989.5, 494.5, 67, 67, float8=1979),
         "https://www.nvidia.com/en-us/data-center/h200/ (half of what is given with sparsity)",
+        4.8,
     ),
     Device(
         "H200 NVL",
         r"NVIDIA H200 NVL",
-        _formats(835.5, 417.5, 60, 60),
+        _formats(835.5, 417.5, 60, 60, float8=1671),
         "https://www.nvidia.com/en-us/data-center/h200/ (half of what is given with sparsity)",
+        4.8,
     ),
     Device(
         "H100 SXM",
         r"NVIDIA H100 80GB HBM3",
-        _formats(989.5, 494.5, 67, 67),
+        _formats(989.5, 494.5, 67, 67, float8=1979),
         "https://www.nvidia.com/en-us/data-center/h100/ (half of what is given with sparsity)",
+        3.35,
     ),
     Device(
         "H100 NVL",
         r"NVIDIA H100 NVL",
-        _formats(835.5, 417.5, 60, 60),
+        _formats(835.5, 417.5, 60, 60, float8=1671),
         "https://www.nvidia.com/en-us/data-center/h100/ (half of what is given with sparsity)",
+        3.9,
     ),
     Device(
         "H100 PCIe",
         r"NVIDIA H100 PCIe",
-        _formats(756, 378, 51, 51),
+        _formats(756, 378, 51, 51, float8=1513),
         "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper (table of H100 PCIe, dense)",
+        2.0,
     ),
     Device(
         "A100",
@@ -81,8 +94,9 @@ DEVICES: Final = (
     Device(
         "L40S",
         r"NVIDIA L40S",
-        _formats(362.05, 183, 91.6),
+        _formats(362.05, 183, 91.6, float8=733),
         "https://www.nvidia.com/en-us/data-center/l40s/",
+        0.864,
     ),
     Device(
         "V100 SXM2",
@@ -99,9 +113,10 @@ DEVICES: Final = (
     Device(
         "RTX 4090",
         r"NVIDIA GeForce RTX 4090",
-        _formats(165.2, 82.6, 82.6),
+        _formats(165.2, 82.6, 82.6, float8=330.3),
         "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (appendix A, with "
         "FP32 accumulate)",
+        1.008,
     ),
     Device(
         "RTX 3090",

@@ -1,0 +1,114 @@
+"""Fixes that have fewer bytes communicated, in the words of the job: numbers of half the size, more micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from ...finding import Fix, Gain
+from ...study import Study
+from ..base import at, code_fix, settings_fix
+
+HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
+HOOK_CALLS: Final = {
+    "accelerate": (
+        "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])"
+    ),
+    "lightning": f"Trainer(strategy=DDPStrategy(ddp_comm_hook={HOOK}))",
+}
+"""Framework that makes the DistributedDataParallel -> what its user writes."""
+ACCUMULATIONS: Final = {
+    "accelerate": ("accelerate.gradient_accumulation_steps", "Accelerator(gradient_accumulation_steps={}), and around "
+                   "each micro-batch `with accelerator.accumulate(model):`"),
+    "lightning": ("lightning.accumulate_grad_batches", "Trainer(accumulate_grad_batches={})"),
+    "transformers": ("trainer.gradient_accumulation_steps", "--gradient_accumulation_steps {}"),
+}  # fmt: skip
+"""Framework -> the knob of its micro-batches, and how its user writes it."""
+IN_BF16: Final = "gradients travel in bfloat16, half of the bytes, and are rounded to its 8 bits"
+
+
+def compression_fix(study: Study, ddp: Mapping[str, Any] | None, gain: Gain) -> Fix:
+    """Gradients that travel in bfloat16."""
+    if ddp is None and _has_json(study):
+        return Fix(
+            "config",
+            f"communication_data_type: bf16: {IN_BF16}",
+            ({"op": "add", "path": "/communication_data_type", "value": "bf16"},),
+            gain,
+            (("communication_data_type", "bf16"),),
+        )
+    if ddp is None:
+        return Fix("code", f"convert gradients to bfloat16 before they are reduced, and back: {IN_BF16}", gain=gain)
+    framework, site = ddp.get("framework"), ddp.get("site")
+    knobs = {"ddp.comm_hook": "bf16"}
+    if framework in HOOK_CALLS:
+        return settings_fix(f"{HOOK_CALLS[framework]}: {IN_BF16}", {HOOK_CALLS[framework]: ""}, None, gain, knobs)
+    where = f", which {framework} makes" if framework else at(site)
+    title = f"register_comm_hook(None, {HOOK}) of the DistributedDataParallel{where}: {IN_BF16}"
+    return Fix("code", title, (), gain, tuple(knobs.items()))
+
+
+def short_shards_fix(study: Study, gain: Gain) -> Fix:
+    """Shards that are gathered, and gradients that are scattered, in bfloat16."""
+    costs = "half of the bytes; layers compute in bfloat16, and the optimizer's copy stays what it is"
+    fact = next(iter(study.facts.get("fsdp", [])[-1:]), None)
+    if fact is None and _has_json(study):
+        patch = ({"op": "add", "path": "/bf16", "value": {"enabled": True}},)
+        return Fix("config", f"bf16.enabled: true: {costs}", patch, gain, (("bf16.enabled", True),))
+    if fact is None:
+        return Fix("code", f"gather parameters and reduce gradients in bfloat16: {costs}", gain=gain)
+    site = fact.get("site")
+    if fact.get("version") == 2:
+        policy = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)"
+        knobs = {"fsdp2.param_dtype": "bfloat16", "fsdp2.reduce_dtype": "bfloat16"}
+        return code_fix(f"fully_shard(mp_policy={policy}){at(site)}: {costs}", "mp_policy", policy, site, gain, knobs)
+    policy = "MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)"
+    title = f"FullyShardedDataParallel(mixed_precision={policy}){at(site)}: {costs}"
+    return code_fix(title, "mixed_precision", policy, site, gain)
+
+
+def micro_batches_fix(study: Study, ddp: Mapping[str, Any] | None, gain: Gain) -> Fix:
+    """Twice as many micro-batches for each step of the optimizer, of which only the last reduces."""
+    now = _micro_batches(study)
+    wanted = 2 * now if now else None
+    costs = "half as much is reduced for a sample; a batch has twice as many samples, so look at the learning rate"
+    if ddp is None and _has_json(study) and wanted:
+        patch = [{"op": "add", "path": "/gradient_accumulation_steps", "value": wanted}]
+        whole = _whole_batch(study)
+        if whole:
+            patch.append({"op": "replace", "path": "/train_batch_size", "value": 2 * whole})
+        return Fix("config", f"gradient_accumulation_steps: {wanted}: {costs}", tuple(patch), gain)
+    framework = str(ddp.get("framework")) if ddp is not None else ""
+    if framework in ACCUMULATIONS and wanted:
+        key, call = ACCUMULATIONS[framework]
+        return Fix("code", f"{call.format(wanted)}: {costs}", (), gain, ((key, wanted),))
+    times = f"{wanted} micro-batches" if wanted else "twice as many micro-batches"
+    how = "`with model.no_sync():` around forward and backward of all but the last" if ddp is not None else (
+        "reduce gradients in the last only"
+    )  # fmt: skip
+    where = at(ddp.get("site")) if ddp is not None else ""
+    return Fix("code", f"{times} for each step of the optimizer, {how}{where}: {costs}", gain=gain)
+
+
+def _has_json(study: Study) -> bool:
+    return bool(study.facts.get("deepspeed")) or bool(study.facts.get("config"))
+
+
+def _whole_batch(study: Study) -> int | None:
+    """`train_batch_size`, where the configuration says it."""
+    contents = [fact.get("content") for fact in study.facts.get("config", [])]
+    said = [content.get("train_batch_size") for content in contents if isinstance(content, Mapping)]
+    return next((one for one in said if isinstance(one, int) and not isinstance(one, bool)), None)
+
+
+def _micro_batches(study: Study) -> int | None:
+    """Backwards for a step of the optimizer; None: those of several models, or not known."""
+    told = [fact["accumulation"] for fact in study.facts.get("deepspeed", []) if fact.get("accumulation")]
+    if told:
+        return int(told[0])
+    if len([fact for fact in study.facts.get("ddp", []) if fact.get("rank") == study.ranks[0]]) > 1:
+        return None
+    phases = study.training_phases
+    mine = phases[(phases["rank"] == study.ranks[0]) & phases["step"].isin(study.step_numbers)]
+    a_step = (mine["name"] == "backward").sum() / max(len(study.step_numbers), 1)
+    return round(a_step) if a_step >= 1 and abs(a_step - round(a_step)) < 0.01 else None

@@ -1,0 +1,206 @@
+"""comm.slow-link: a group of ranks over which the same collectives take longer than over its peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from ... import signals
+from ...arrays import Bool
+from ...candidate import Candidate, Price
+from ...finding import Evidence, Finding, Fix, Where
+from ...price.calibration import ModelError
+from ...study import Study, once
+from ...text import ms, size
+from ...text import ranks as ranks_in_words
+from ...whatif.communications import ScaleLink
+from ...whatif.select import Communications
+from ..base import NotConcerned, NotJudged
+from ..rule import Found, Look, Rule
+from .dimensions import Domain, domains
+
+SLOWER: Final = 1.5
+"""So many times what the same takes its peers, in the median."""
+FEWEST: Final = 8
+"""Collectives of one kind and size that each group must have had."""
+ALIKE: Final = 0.02
+"""Sizes that differ by no more than this share are the same."""
+SURE: Final = 0.1
+"""All but this share of what a slow group moves takes longer than all but this share of what its peers do. Cores or
+switches that are busy now and then make some slow, a slow link all."""
+WANTED: Final = 0.05
+"""Of the step: what ranks wait longer for a core than others do, from which on that may be why their link is slow."""
+UNEVEN: Final = ("all_to_all",)
+"""What takes as long as the shares that ranks get of it, which sizes do not tell."""
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """times: what it takes longer than its peers; bytes, own_ms, peers_ms: of what most of its time goes to."""
+
+    domain: Domain
+    group: str
+    ranks: tuple[int, ...]
+    times: float
+    op: str
+    bytes: float
+    own_ms: float
+    peers_ms: float
+
+
+@once
+def slow_links(study: Study) -> list[SlowLink]:
+    """Groups of a dimension that are slow where the same collectives are compared with those of its other groups."""
+    found = []
+    for domain in domains(study):
+        if domain.dimension is None or len(domain.dimension.teams) < 2:
+            continue
+        table = domain.table[(domain.table["needs"] == "all") & ~domain.table["name"].isin(UNEVEN)]
+        table = table[table["ranks"] == domain.dimension.size].assign(
+            group=table["group"].astype(str), ms=table["transfer_ns"].to_numpy(np.float64) / 1e6
+        )
+        for group in domain.groups:
+            one = _compared(study, domain, table, group)
+            if one is not None:
+                found.append(one)
+    return found
+
+
+def _compared(study: Study, domain: Domain, table: pd.DataFrame, group: str) -> SlowLink | None:
+    """A group beside its peers; None where it is not sure to be slower, or where that is not the link's."""
+    own, other = table[table["group"] == group], table[table["group"] != group]
+    whole, peers_whole, most = 0.0, 0.0, None
+    for (name, purpose), mine in own.groupby(["name", "purpose"], dropna=False, observed=True):
+        # The purpose of what no module asked for is not known.
+        same = other[
+            (other["name"] == name) & ((other["purpose"] == purpose) | (pd.isna(purpose) & other["purpose"].isna()))
+        ]
+        for bytes_, alike in _by_size(mine):
+            peers = same[(same["bytes"] - bytes_).abs() <= ALIKE * bytes_]
+            each = peers.groupby("group")["ms"]
+            if len(alike) < FEWEST or each.ngroups == 0 or each.size().min() < FEWEST:
+                continue
+            usual = float(each.median().median())
+            if alike["ms"].median() < SLOWER * usual or not _surely(alike["ms"], peers["ms"]):
+                return None  # one that is as fast as elsewhere: it is no matter of the link
+            whole, peers_whole = whole + float(alike["ms"].sum()), peers_whole + usual * len(alike)
+            if most is None or alike["ms"].sum() > most[0]:
+                most = float(alike["ms"].sum()), str(name), bytes_, float(alike["ms"].median()), usual
+    if most is None or peers_whole <= 0 or _wants_cores(study, domain, group):
+        return None
+    members = study.mesh.of_group(group)
+    ranks = _ranks_of(study, group) if members is not None else ()
+    return SlowLink(domain, group, ranks, whole / peers_whole, *most[1:])
+
+
+def _by_size(mine: pd.DataFrame) -> list[tuple[float, pd.DataFrame]]:
+    """Collectives of each size, those of nearly the same together."""
+    ordered = mine.sort_values("bytes")
+    sizes = ordered["bytes"].to_numpy(np.float64)
+    begins = np.flatnonzero(np.append(True, sizes[1:] > (1 + ALIKE) * sizes[:-1]))
+    ends = np.append(begins[1:], len(sizes))
+    return [(float(sizes[begin]), ordered.iloc[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _surely(own: pd.Series[float], peers: pd.Series[float]) -> bool:
+    return bool(own.quantile(SURE) > peers.quantile(1 - SURE))
+
+
+def _ranks_of(study: Study, group: str) -> tuple[int, ...]:
+    known = study.run.group(group).get("ranks")
+    return tuple(sorted(int(rank) for rank in known)) if known else ()
+
+
+def _wants_cores(study: Study, domain: Domain, group: str) -> bool:
+    """Whether ranks of the group wait longer for a core than others, by as much as matters: on CPUs their backend's
+    threads do, too."""
+    if study.contended is None:
+        return False
+    wanted = study.gauges.spent("core_wait_seconds")
+    if wanted.shape[0] != len(study.ranks) or not np.isfinite(wanted).any():
+        return False
+    each = np.nanmean(np.where(np.isfinite(wanted), wanted, np.nan), axis=1)
+    mine: Bool = np.isin(study.ranks, _ranks_of(study, group))
+    if not mine.any() or mine.all():
+        return False
+    more = float(np.nanmax(each[mine]) - np.nanmedian(each[~mine]))
+    return more > WANTED * study.step_ms
+
+
+def slow_link(study: Study) -> Found:
+    """Each slow group with the transfers of its peers."""
+    if study.ranks_missing:
+        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    if not any(one.dimension is not None and len(one.dimension.teams) > 1 for one in domains(study)):
+        raise NotConcerned
+    return [_candidate(study, one) for one in slow_links(study)]
+
+
+def _candidate(study: Study, link: SlowLink) -> Candidate:
+    of = Communications(groups=(link.group,))
+    change = ScaleLink(latency=1 / link.times, bandwidth=link.times, of=of)
+    evidence = (
+        Evidence(f"{link.op} of {size(link.bytes)}", round(link.own_ms, 3), "ms", round(link.peers_ms, 3)),
+        Evidence("times as slow as its peers", round(link.times, 2), "", 1.0),
+    )
+
+    def say(price: Price) -> Finding:
+        who = ranks_in_words(link.ranks) if link.ranks else f"process group {link.group}"
+        title = (
+            f"{who}{study.mesh.words(link.ranks)}: {link.op} of {size(link.bytes)} takes {ms(link.own_ms)}, and "
+            f"{ms(link.peers_ms)} over the links of their peers{link.domain.inside}"
+        )
+        where = Where(
+            ranks=link.ranks or None, group=link.group, op=link.op, steps=study.step_range,
+            dimension=link.domain.name or None,
+        )  # fmt: skip
+        return Finding(
+            "comm.slow-link", title, "info", where, evidence, price.gain, _fixes(study, link, price), share=price.share
+        )
+
+    return Candidate("comm.slow-link", change, say)
+
+
+def _fixes(study: Study, link: SlowLink, price: Price) -> tuple[Fix, ...]:
+    host_of = {item.rank: item.host for item in study.run.ranks}
+
+    def hosts(ranks: tuple[int, ...]) -> list[str]:
+        return sorted({host_of.get(rank) or "" for rank in ranks} - {""})
+
+    mine = hosts(link.ranks)
+    teams = link.domain.dimension.teams if link.domain.dimension is not None else ()
+    others = [hosts(team) for team in teams if set(team) != set(link.ranks)]
+    gain = price.gain
+    if len(mine) > 1 and all(len(one) < 2 for one in others):
+        title = (
+            f"order the ranks so that {ranks_in_words(link.ranks)} are on one host, as their peers are: they are on "
+        )
+        return (Fix("code", title + " and ".join(mine), gain=gain),)
+    backend = str(study.run.group(link.group).get("backend") or "")
+    if len(mine) > 1:
+        name = "NCCL_SOCKET_IFNAME, NCCL_IB_HCA" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
+        title = (
+            f"the network between {' and '.join(mine)}: which interface it goes over ({name}), its speed, lost packets"
+        )
+        return (Fix("code", title, gain=gain),)
+    if "nccl" in backend:
+        title = "the links between these GPUs (`nvidia-smi topo -m`, `nvidia-smi nvlink -s`, NCCL_DEBUG=INFO): whether "
+        return (Fix("code", title + "they have the NVLink or the PCIe lanes that their peers have", gain=gain),)
+    return (Fix("code", "the memory and cores that these ranks share: NUMA, affinity, other processes", gain=gain),)
+
+
+RULES = (
+    Rule(
+        "comm.slow-link",
+        "the same collectives take one group of ranks longer than its peers",
+        explains=("comm_exposed",),
+        looks=(Look(slow_link, needs=(signals.replay,)),),
+        needs=(signals.communications,),
+        outranked_by=("rank.straggler",),
+        error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
+        place=104,
+    ),
+)

@@ -1,0 +1,249 @@
+"""comm.volume: gradients or shards whose bytes take longer than can be hidden, however they are divided: fewer are what
+is left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from ... import signals
+from ...align.groups import PP, TP
+from ...arrays import Float
+from ...finding import Evidence, Finding, Fix, Gain
+from ...graph.link import Link
+from ...graph.replay import replay
+from ...price.calibration import ModelError
+from ...price.gains import mean_gain
+from ...study import Study, once
+from ...text import ms, percent, size
+from ...whatif import WhatIf, apply
+from ...whatif.communications import ScaleLink, WithoutCommunications
+from ...whatif.select import Communications
+from ..base import NotConcerned, NotJudged, sharded_stage
+from ..rule import Look, Rule
+from .ddp_buckets import best_division
+from .dimensions import GRADIENT, Domain, domains, waited_ms
+from .fewer_bytes import compression_fix, micro_batches_fix, short_shards_fix
+from .redundant_reduce import repeated_reductions
+from .shards import gathers_parameters
+from .slow_link import slow_links
+
+PARAMETER: Final = "parameter"
+DOMINATES: Final = 0.1
+"""Share of the step that no other change hides, from which on the bytes are the bottleneck. Less is what data
+parallelism costs, and a healthy run may have as much."""
+BOUND: Final = 0.5
+"""The share of the transfers that the bytes take, from which on they are bound by bandwidth."""
+OF_BACKWARD: Final = 2 / 3
+"""The share of the computation that is backward, in which gradients can be hidden."""
+UNTOLD_LATENCY_MS: Final = 2.0
+"""Of a large transfer so much may be latency, where all that were seen are of one size; but at most half of it."""
+WHOLE: Final = ("float32", "float64")
+"""Number formats of which half of the bytes may be left out."""
+AS_STATED: Final = 0.75
+"""What is moved is less than this part of the gradients: they are compressed already."""
+AS_GOOD: Final = 1 / 3
+"""Numbers of half the size are proposed first where they surely save this part of what fewer reductions do: they leave
+the batch as it is."""
+CAST_MS_PER_BYTE: Final = 1.2e-6
+"""Of a byte of gradients that a CPU turns into another number format and back; half and twice as much are possible
+(0.5 to 1.6 ms a MiB were measured)."""
+
+
+@dataclass(frozen=True)
+class _Volume:
+    """What a dimension moves. left_ms: what no other change would hide of the waiting; moved_bytes, wire_ms: of a rank
+    in a step, and how long the link needs for them."""
+
+    domain: Domain
+    waited_ms: float
+    left_ms: float
+    moved_bytes: float
+    wire_ms: float
+    links: Mapping[str, Link]
+    ddp: Mapping[str, Any] | None
+
+    @property
+    def of_shards(self) -> bool:
+        return gathers_parameters(self.domain)
+
+
+def volume(study: Study) -> list[Finding]:
+    """Dimensions of data parallelism that move so many bytes that a large part of the step is left, however they are
+    divided and overlapped."""
+    if study.ranks_missing:
+        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    parts = [(one, one.of(GRADIENT, PARAMETER)) for one in domains(study) if one.role not in (TP, PP)]
+    parts = [(whole, part) for whole, part in parts if len(part.table)]
+    if not parts:
+        raise NotConcerned
+    if repeated_reductions(study) is not None:
+        return []  # most of it is for nothing: comm.redundant-reduce
+    moved = [_moved(study, whole, part) for whole, part in parts]
+    return [_finding(study, one) for one in moved if one is not None]
+
+
+def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
+    """None where the bytes are not what takes long, or other changes may hide so much of it that the rest is small.
+    whole: the dimension that `domain` is of."""
+    waited = waited_ms(study, domain)
+    if waited < DOMINATES * study.step_ms or any(one.domain is whole for one in slow_links(study)):
+        return None
+    table, links = domain.table, domain.links()
+    groups = table["group"].astype(str)
+    ranks = table["ranks"].to_numpy(np.float64)
+    a_rank = len(study.step_numbers) * max(len(study.ranks), 1)
+    per_byte = groups.map({group: link.ms_per_byte for group, link in links.items()}).to_numpy(np.float64)
+    sizes = table["bytes"].to_numpy(np.float64)
+    taken = float((table["transfer_ns"].to_numpy(np.float64) * ranks).sum()) / 1e6 / a_rank
+    wire = float((sizes * per_byte * ranks).sum()) / a_rank
+    if wire < BOUND * taken:
+        return None  # latency: comm.small-messages
+    left, ddp = _left_ms(study, whole, waited, taken)
+    if left < DOMINATES * study.step_ms:
+        return None
+    return _Volume(domain, waited, left, float((sizes * ranks).sum()) / a_rank, wire, links, ddp)
+
+
+def _left_ms(study: Study, domain: Domain, waited: float, taken: float) -> tuple[float, Mapping[str, Any] | None]:
+    """How much of the waiting no other change would hide, ms a step; and the largest DistributedDataParallel that the
+    gradients are of.
+
+    That is what the best bucket size leaves at best; where buckets are no knob of the job, what would be left if as
+    much were hidden as there is computation to hide it behind.
+    """
+    if not gathers_parameters(domain):
+        try:
+            cut, best = best_division(study, domain)
+            if cut.ddp is not None:
+                return waited - (max(best.gain.high, 0.0) if best is not None else 0.0), cut.ddp
+        except NotJudged:
+            pass
+    compute = float(study.ordinary["compute"].mean())
+    beside = compute if gathers_parameters(domain) else OF_BACKWARD * compute
+    unused = max(beside - max(taken - waited, 0.0), 0.0)
+    return waited - unused, None
+
+
+def _finding(study: Study, moved: _Volume) -> Finding:
+    domain, table = moved.domain, moved.domain.table
+    halved, accumulated = _halved(study, moved), _accumulated(study, moved)
+    fixes: list[Fix] = []
+    if accumulated is not None:
+        fixes.append(micro_batches_fix(study, moved.ddp, accumulated))
+    if halved is not None and halved.ms > 0:
+        short = short_shards_fix(study, halved) if moved.of_shards else compression_fix(study, moved.ddp, halved)
+        first = accumulated is None or halved.low > AS_GOOD * accumulated.low
+        fixes.insert(0 if first else len(fixes), short)
+    gain = fixes[0].gain if fixes and fixes[0].gain is not None else Gain(0.0, 0.0, 0.0, 0.0)
+    what = "parameters and their gradients" if moved.of_shards else "gradients"
+    speed = moved.moved_bytes / max(moved.wire_ms, 1e-9) / 1e6
+    evidence = (
+        Evidence("exposed communication a step", round(moved.waited_ms, 3), "ms", 0.0),
+        Evidence("share of the step", round(100 * moved.waited_ms / study.step_ms, 1), "%"),
+        Evidence("what no other change hides", round(moved.left_ms, 3), "ms", 0.0),
+        Evidence("moved a step", round(moved.moved_bytes / 2**20, 3), "MiB"),
+        Evidence("bytes over time", round(speed, 3), "GB/s"),
+    )
+    share = percent(100 * moved.left_ms / study.step_ms)
+    title = f"{size(moved.moved_bytes)} of {what} are moved in each step{domain.inside}, and {ms(moved.left_ms)} of "
+    title += f"that, {share} of the step, can be hidden behind nothing: fewer bytes are what is left"
+    op = str(table["name"].mode().iloc[0])
+    return Finding("comm.volume", title, "info", domain.where(study, op), evidence, gain, tuple(fixes))
+
+
+def _replayed(study: Study, changes: list[WhatIf]) -> Float:
+    durations: Float = replay(apply(study.need_graph(), changes)).durations
+    return durations
+
+
+def _halved(study: Study, moved: _Volume) -> Gain | None:
+    """What is saved if numbers of half as many bytes travel; None where they are short already."""
+    if not _are_whole(study, moved):
+        return None
+    before = study.need_graph().measured
+    cheap = study.on_gpu or moved.of_shards  # of shards each rank turns only its own
+    cast = 0.0 if cheap else moved.moved_bytes * CAST_MS_PER_BYTE
+    saved = before - _replayed(study, _bytes_halved(moved, 1.0))
+    gain, fewer = mean_gain(study, saved - cast), mean_gain(study, before - _replayed(study, _bytes_halved(moved, 0.0)))
+    low = min(gain.low, fewer.ms - 2 * cast)
+    if not study.on_gpu and not _over_a_network(study, moved.domain):
+        low = min(low, 0.0)  # inside of a host it is cores that move and add the bytes, and short numbers take longer
+    return replace(gain, low=low, high=max(gain.high, gain.ms + cast / 2))
+
+
+def _bytes_halved(moved: _Volume, certain: float) -> list[WhatIf]:
+    """certain: 1: transfers are divided as they were fitted; 0: as much of them as may be is latency."""
+    found: list[WhatIf] = []
+    median = float(moved.domain.table["bytes"].median())
+    for group, link in moved.links.items():
+        latency, whole = link.latency_ms, float(link.transfer_ms(np.array(median)))
+        if not certain:
+            more = link.spread * latency if link.fitted else min(UNTOLD_LATENCY_MS, whole / 2)
+            latency = min(latency + more, whole)
+        divided = replace(link, latency_ms=latency, ms_per_byte=(whole - latency) / max(median, 1.0))
+        of = Communications(purposes=(GRADIENT, PARAMETER), groups=(group,))
+        found.append(ScaleLink(bandwidth=2.0, of=of, link=divided))
+    return found
+
+
+def _accumulated(study: Study, moved: _Volume) -> Gain | None:
+    """What is saved for each micro-batch if the gradients of two are reduced at once, and nothing else changes; None
+    where the job reduces in each all the same."""
+    if sharded_stage(study) >= 2 or moved.of_shards:
+        return None
+    gone = Communications(purposes=(GRADIENT,), groups=moved.domain.groups)
+    saved = study.need_graph().measured - _replayed(study, [WithoutCommunications(gone)])
+    # Without them ranks do not wait for one another either, but only until they next do.
+    saved = saved * min(1.0, moved.waited_ms / max(float(saved.mean()), 1e-9))
+    return mean_gain(study, saved / 2)
+
+
+def _are_whole(study: Study, moved: _Volume) -> bool:
+    """Whether what travels is float32 or wider, and all of it."""
+    formats = _formats(study)
+    if not all(formats.get(group) in WHOLE for group in moved.domain.groups):
+        return False
+    stated = sum(moved.ddp["gradient_bytes"]) if moved.ddp is not None else 0
+    return moved.moved_bytes >= AS_STATED * stated
+
+
+@once
+def _formats(study: Study) -> dict[str, str]:
+    """Process group -> the number format that most of the bytes of its gradients and parameters have, as the first
+    captured rank of it says."""
+    wanted = {group for one in domains(study) for group in one.of(GRADIENT, PARAMETER).groups}
+    found: dict[str, str] = {}
+    for rank in study.ranks:
+        if wanted <= set(found):
+            break
+        rows = study.trace.read(rank, ("kind", "purpose", "group", "dtype", "bytes"))
+        chosen = (rows["kind"] == "comm") & rows["purpose"].isin([GRADIENT, PARAMETER]) & rows["dtype"].notna()
+        mine = rows.loc[chosen, ["group", "dtype", "bytes"]].astype({"group": str, "dtype": str})
+        most = mine.groupby(["group", "dtype"])["bytes"].sum().sort_values()
+        found = {**{str(group): str(dtype) for group, dtype in most.index}, **found}
+    return found
+
+
+def _over_a_network(study: Study, domain: Domain) -> bool:
+    """Whether some process group of the dimension has ranks on several hosts."""
+    host_of = {item.rank: item.host for item in study.run.ranks}
+    members = [study.run.group(group).get("ranks") or study.ranks for group in domain.groups]
+    return any(len({host_of.get(int(rank)) for rank in ranks} - {None, ""}) > 1 for ranks in members)
+
+
+RULES = (
+    Rule(
+        "comm.volume",
+        "more bytes are communicated in each step than can be hidden, however they are divided",
+        explains=("comm_exposed",),
+        looks=(Look(volume, needs=(signals.replay,)),),
+        needs=(signals.communications,),
+        outranked_by=("comm.exposed", "comm.large-bucket", "comm.small-messages", "comm.slow-link"),
+        error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
+        place=103,
+    ),
+)

@@ -1,0 +1,278 @@
+"""Another structure put together of copies of measured operations, and what each of them takes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from dsprof.engine.schedule import Action, Plan
+
+from ...arrays import Float, Int
+from ...graph.step_graph import PARTS, Costs, Edges, Steps, Structure, Task
+from ..edit import GONE, Recut
+from .messages import Habits, Posted, habits
+from .program import MESSAGE, MeasuredPlan, Pipeline, need_elsewhere
+from .recipe import Piece, Recipe, Stages, source_microbatch, source_stage
+
+COMPUTED: Final = tuple(PARTS.index(part) for part in ("compute", "sharding"))
+"""What of a segment takes another time in a stage that has other layers."""
+NO_SOURCE: Final = -1
+
+NO_ACTION: Final = Action("", -1, -1)
+
+Key = tuple[int, Action] | None
+"""Of which action of which pipeline a copy is; None: of a prologue or an epilogue."""
+
+
+def assemble(structure: Structure, measured: MeasuredPlan, plan: Plan, stages: Stages) -> Recut:
+    """The structure in which every pipeline runs `plan`. Raises NotLowered."""
+    return _Assembly(structure, measured, plan, stages).recut()
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An action in the new structure: its first segment, the one that waits for what it needs, the one at whose end it
+    sends; numbers of the new structure."""
+
+    first: int
+    waits: int
+    sends: int
+
+
+class _Assembly:
+    def __init__(self, structure: Structure, measured: MeasuredPlan, plan: Plan, stages: Stages) -> None:
+        self._old, self._measured, self._plan, self._stages = structure, measured, plan, stages
+        self._habits: Habits = habits(structure, measured)
+        self._posted: Posted = {} if self._habits.posted is None else self._habits.posted(plan)
+        # Of each new segment.
+        self._source: list[int] = []
+        self._factor: list[float] = []
+        self._key: list[Key] = []
+        self._carried: list[str] = []
+        self._thread: list[int] = []
+        self._action: list[Action] = []
+        self._copies: dict[int, list[int]] = defaultdict(list)
+        # Of each new task.
+        self._tasks: list[Task] = []
+        self._task_source: list[int] = []
+        self._task_place: list[tuple[int, int]] = []
+        self._edges: list[tuple[int, int, int, int]] = []  # whether the source is a task, it, the same of the target
+        self._placed: dict[tuple[int, Action], _Placed] = {}
+
+    def recut(self) -> Recut:
+        of_thread = {
+            program.thread: (which, rank, program)
+            for which, pipeline in enumerate(self._measured.pipelines)
+            for rank, program in enumerate(pipeline.programs)
+        }
+        for thread in range(self._old.threads):
+            which, rank, program = of_thread[thread]
+            self._append(range(program.start, program.blocks[0].first), thread)
+            self._actions(which, rank, self._measured.pipelines[which], thread)
+            self._append(range(program.blocks[-1].stop, program.end), thread)
+        self._other_tasks()
+        for which in range(len(self._measured.pipelines)):
+            self._messages(which)
+        return self._finish()
+
+    # --- segments
+
+    def _append(
+        self,
+        segments: range,
+        thread: int,
+        key: Key = None,
+        factor: float = 1.0,
+        carried: str = "all",
+        acts: bool = False,
+    ) -> None:
+        for segment in segments:
+            self._copies[segment].append(len(self._source))
+            self._source.append(segment)
+            self._factor.append(factor)
+            self._key.append(key)
+            self._carried.append(carried)
+            self._thread.append(thread)
+            self._action.append(key[1] if acts and key is not None else NO_ACTION)
+
+    def _actions(self, which: int, rank: int, pipeline: Pipeline, thread: int) -> None:
+        recipe = Recipe(self._old, pipeline, rank, self._plan, self._stages)
+        for action in self._plan.actions[rank]:
+            key = which, action
+            pieces = recipe.pieces(action)
+            first = len(self._source)
+            waits = self._before(pieces[0], thread, key)
+            for piece in pieces:
+                block = piece.block
+                self._append(range(block.begins, block.ends), thread, key, piece.factor, piece.carried, acts=True)
+            block = pieces[0].block
+            if pieces[0].whole:
+                self._append(range(block.ends, block.stop), thread, key, carried=pieces[0].carried)
+            self._placed[key] = _Placed(first, waits, len(self._source) - 1)
+
+    def _before(self, piece: Piece, thread: int, key: Key) -> int:
+        """What comes before an action; the segment that waits for what it needs."""
+        block = piece.block
+        if not piece.whole:
+            return len(self._source)
+        self._append(range(block.first, block.waits), thread, key, carried=piece.carried)
+        waits = len(self._source)
+        self._append(range(block.waits, block.begins), thread, key, carried=piece.carried)
+        return waits
+
+    # --- tasks
+
+    def _other_tasks(self) -> None:
+        """Tasks that are no messages of the pipeline come with the segments that issue them: one for each action that
+        does, which its ranks issue together."""
+        old = self._old
+        gone = self._measured.carried
+        made: dict[tuple[int, Key], int] = {}
+        instances: dict[int, list[Key]] = defaultdict(list)
+        for segment, task in old.issues.tolist():
+            if task in gone:
+                continue
+            for copy in self._copies[segment]:
+                if not self._carries(copy, old.tasks[task]):
+                    continue
+                key = self._of_all(self._key[copy])
+                if (task, key) not in made:
+                    made[task, key] = self._new_task(old.tasks[task], task, (self._thread[copy], copy))
+                    instances[task].append(key)
+                self._edges.append((0, copy, 1, made[task, key]))
+        issued = set(old.issues[:, 1].tolist())
+        for task in range(len(old.tasks)):
+            if task not in gone and task not in issued:
+                made[task, None] = self._new_task(old.tasks[task], task, (old.threads, task))
+                instances[task].append(None)
+        for task, segment in old.waits.tolist():
+            for copy in self._copies[segment] if task not in gone else ():
+                key = self._of_all(self._key[copy])
+                if (task, key) in made:
+                    self._edges.append((1, made[task, key], 0, copy))
+                elif key is None:  # an epilogue waits for what any action has issued
+                    self._edges += [(1, made[task, one], 0, copy) for one in instances[task]]
+        first_outside = old.segments + len(old.tasks)
+        for source, target in zip(old.edges.source.tolist(), old.edges.target.tolist(), strict=True):
+            if source < first_outside:
+                continue
+            if target < old.segments:
+                self._edges += [(2, source - first_outside, 0, copy) for copy in self._copies[target][:1]]
+            elif target - old.segments not in gone:
+                task = target - old.segments
+                self._edges += [(2, source - first_outside, 1, made[task, one]) for one in instances[task][:1]]
+
+    def _carries(self, copy: int, task: Task) -> bool:
+        carried = self._carried[copy]
+        return carried == "all" or task.gradient == (carried == "gradients")
+
+    @staticmethod
+    def _of_all(key: Key) -> Key:
+        """The same for all pipelines: their ranks reduce together."""
+        return None if key is None else (0, key[1])
+
+    def _new_task(self, task: Task, source: int, place: tuple[int, int]) -> int:
+        self._tasks.append(task)
+        self._task_source.append(source)
+        self._task_place.append(place)
+        return len(self._tasks) - 1
+
+    def _messages(self, which: int) -> None:
+        """What actions of one rank need of another's, posted and waited for as the measured ones were."""
+        plan, pipeline = self._plan, self._measured.pipelines[which]
+        for rank, actions in enumerate(plan.actions):
+            program = pipeline.programs[rank]
+            ends = [self._placed[which, action].sends for action in actions]
+            begins = self._placed[which, actions[0]].first if program.start < program.blocks[0].first else 0
+            for action in actions:
+                need = need_elsewhere(plan, action)
+                if need is None:
+                    continue
+                sent, here = self._placed[which, need], self._placed[which, action]
+                turn = self._posted.get(action, 0)
+                post = ends[turn - 1] if turn else begins - 1
+                following = self._following(need)
+                for source, task in self._message_sources(which, need, action):
+                    number = self._new_task(task, source, (self._thread[sent.sends], sent.sends))
+                    self._edges.append((0, sent.sends, 1, number))
+                    if post >= 0 and self._posted:
+                        self._edges.append((0, post, 1, number))
+                    self._edges.append((1, number, 0, here.waits))
+                    if following is not None and (need.op, following.op) in self._habits.waits_for_send:
+                        self._edges.append((1, number, 0, self._placed[which, following].waits))
+
+    def _following(self, action: Action) -> Action | None:
+        actions = self._plan.actions[self._plan.owner(action.stage)]
+        at = actions.index(action) + 1
+        return actions[at] if at < len(actions) else None
+
+    def _message_sources(self, which: int, need: Action, action: Action) -> list[tuple[int, Task]]:
+        """The measured messages that one is like, and what it then is."""
+        was, messages = self._measured.plan, self._measured.messages[which]
+        plan = self._plan
+        micro = source_microbatch(was.microbatches, plan.microbatches, need.microbatch)
+        like = Action(need.op, source_stage(was, plan, need.stage), micro)
+        found = next((tasks for (made, _), tasks in messages.items() if made == like), None)
+        if found is None:
+            alike = {made.stage: tasks for (made, _), tasks in messages.items() if made[::2] == like[::2]}
+            nearest = min(alike, key=lambda stage: (abs(stage - like.stage), stage), default=None)
+            found = None if nearest is None else alike[nearest]
+        if found is None:
+            return [(NO_SOURCE, Task("pipeline", MESSAGE, workers=None))]
+        return [(task, self._old.tasks[task]) for task in found]
+
+    # --- all together
+
+    def _finish(self) -> Recut:
+        old = self._old
+        segments, tasks = len(self._source), len(self._tasks)
+        order = sorted(range(tasks), key=lambda number: self._task_place[number])
+        place = {number: i for i, number in enumerate(order)}
+        source = np.array(self._source, np.int64)
+        task_source = np.array([self._task_source[number] for number in order], np.int64)
+
+        def number(kind: int, which: int) -> int:
+            return (which, segments + place.get(which, 0), segments + tasks + which)[kind]
+
+        pairs = sorted({(number(a, b), number(c, d)) for a, b, c, d in self._edges})
+        edges = np.array(pairs, np.int64).reshape(-1, 2)
+        operations = np.full(old.segments + len(old.tasks), GONE)
+        known = np.where(task_source == NO_SOURCE, NO_SOURCE, task_source + old.segments)
+        every = np.concatenate([source, known])
+        was, first = np.unique(every, return_index=True)
+        operations[was[was != NO_SOURCE]] = first[was != NO_SOURCE]
+        kept = np.zeros(len(every), bool)
+        kept[first[was != NO_SOURCE]] = True
+        ids = np.where(kept, old.ids[every], 0)
+        ids[~kept] = old.ids_used + np.arange(int((~kept).sum()))
+        backward = old.backward[source]
+        structure = replace(
+            old,
+            thread=np.array(self._thread, np.int64),
+            backward=backward,
+            action=np.array([op for op, _, _ in self._action], object),
+            place=np.array([of[1:] for of in self._action], np.int64).reshape(-1, 2),
+            tasks=tuple(self._tasks[number] for number in order),
+            edges=Edges(edges[:, 0], edges[:, 1]),
+            ids=ids,
+            ids_used=old.ids_used + int((~kept).sum()),
+        )
+        factor = np.array(self._factor)
+
+        def costs(steps: Steps) -> Costs:
+            work = steps.work[source]
+            work[..., COMPUTED] *= factor[:, None, None]
+            return Costs(work, *(_taken(of, task_source) for of in (steps.transfer, steps.wire, steps.size)))
+
+        return Recut(structure, operations, costs)
+
+
+def _taken(of_tasks: Float, source: Int) -> Float:
+    """What each new task takes, [C, S]: nothing where it is like none that was measured."""
+    found = np.zeros((len(source), of_tasks.shape[1]))
+    known = source != NO_SOURCE
+    found[known] = of_tasks[source[known]]
+    return found

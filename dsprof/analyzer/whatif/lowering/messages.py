@@ -1,0 +1,130 @@
+"""When receives are posted and sends waited for: told by how the measured steps did it, so that another plan is run
+with the same habits.
+
+A framework posts a receive right before it waits for it (torch's pipelines of one stage a rank), a few receives early
+(the engine), or when the sender is about to send by a table made beforehand (torch's pipelines of several stages a
+rank). And it may go on computing once what it sent is under way, or wait until the other side has taken it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from dsprof.engine.schedule import Action, Plan
+
+from ...arrays import Int
+from ...graph.step_graph import Structure
+from .program import MeasuredPlan, need_elsewhere
+
+Posted = Mapping[Action, int]
+"""Of each action that needs something of another rank: before which of its rank's actions the receive is posted, 0:
+before the first."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """posted:         of a plan, when receives are posted; None: they need not be, what is sent is on its way at once
+    waits_for_send: (name of an action, that of the next) between which a rank waits until what the first has made is
+                    with the other rank"""
+
+    posted: Callable[[Plan], Posted] | None
+    waits_for_send: frozenset[tuple[str, str]]
+
+
+def habits(structure: Structure, measured: MeasuredPlan) -> Habits:
+    """How the ranks of these steps send and receive."""
+    issues, waits = _by_task(structure, structure.issues[:, ::-1]), _by_task(structure, structure.waits)
+    waited: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
+    posted: list[tuple[Action, int]] = []
+    plan = measured.plan
+    for pipeline, messages in zip(measured.pipelines, measured.messages, strict=True):
+        for (action, stage), tasks in messages.items():
+            receiver = pipeline.programs[plan.owner(stage)]
+            at = [s for task in tasks for s in issues.get((receiver.thread, task), ())]
+            if at:
+                done = sum(block.ends <= min(at) for block in receiver.blocks)
+                posted.append((Action(action.op, stage, action.microbatch), done))
+        sent = {action: tasks for (action, _), tasks in messages.items()}
+        for program in pipeline.programs:
+            for block, following in pairwise(program.blocks):
+                tasks = sent.get(block.action, ())
+                if tasks:
+                    until = following.begins
+                    soon = any(block.ends <= s <= until for t in tasks for s in waits.get((program.thread, t), ()))
+                    waited[block.action.op, following.action.op][soon] += 1
+    return Habits(
+        _like(plan, posted) if posted else None,
+        frozenset(pair for pair, seen in waited.items() if seen[True] > seen[False]),
+    )
+
+
+def _by_task(structure: Structure, pairs: Int) -> Mapping[tuple[int, int], list[int]]:
+    """(thread, task) -> the segments of that thread. pairs: task, segment."""
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for task, segment in pairs.tolist():
+        found[int(structure.thread[segment]), task].append(segment)
+    return found
+
+
+# --- when receives are posted
+
+
+def in_turn(plan: Plan) -> Posted:
+    """Each right before it is waited for."""
+    return {
+        action: at
+        for actions in plan.actions for at, action in enumerate(actions) if need_elsewhere(plan, action) is not None
+    }  # fmt: skip
+
+
+def early(plan: Plan, more: int) -> Posted:
+    """So many beside the next one are always posted, forwards and backwards apart."""
+    found: dict[Action, int] = {}
+    turns = in_turn(plan)
+    for actions in plan.actions:
+        for op in "FB":
+            mine = [action for action in actions if action.op == op and action in turns]
+            for number, action in enumerate(mine):
+                found[action] = turns[mine[number - more - 1]] + 1 if number > more else 0
+    return found
+
+
+def by_table(plan: Plan) -> Posted:
+    """As torch puts sends and receives into a table of computations: in rounds in which each rank does its next action
+    if it can, a receive comes to stand where the receiver is when the sender has computed."""
+    found: dict[Action, int] = {}
+    consumers = {need: action for action in in_turn(plan) if (need := need_elsewhere(plan, action)) is not None}
+    done: set[Action] = set()
+    at = [0] * plan.ranks
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(plan.actions):
+            if at[rank] == len(actions) or not done.issuperset(plan.needs(actions[at[rank]])):
+                continue
+            action = actions[at[rank]]
+            done.add(action)
+            at[rank] += 1
+            progress = True
+            if action in consumers:
+                found[consumers[action]] = at[plan.owner(consumers[action].stage)]
+    return found
+
+
+RULES: Final[tuple[Callable[[Plan], Posted], ...]] = (
+    in_turn, lambda plan: early(plan, 1), lambda plan: early(plan, 2), lambda plan: early(plan, 3), by_table,
+)  # fmt: skip
+
+
+def _like(plan: Plan, seen: list[tuple[Action, int]]) -> Callable[[Plan], Posted]:
+    """The rule by which the most receives were posted when they were seen to be."""
+
+    def agreeing(rule: Callable[[Plan], Posted]) -> int:
+        told = rule(plan)
+        return sum(told.get(action) == at for action, at in seen)
+
+    return max(RULES, key=agreeing)

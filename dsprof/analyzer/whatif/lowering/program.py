@@ -1,0 +1,294 @@
+"""What was measured of a pipeline's steps: of each rank its prologue, its actions in order and its epilogue; and which
+message carries what from which action to which."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from dsprof.engine.schedule import COMPUTE, Action, Plan
+
+from ...graph.step_graph import Structure, Task
+
+MESSAGE: Final = "send_recv pipeline"
+"""Kind of the tasks that carry activations and their gradients from stage to stage."""
+
+
+class NotLowered(Exception):
+    """These steps are not the plan of a pipeline, or not one that is known whole; the message says why."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """An action of a rank as it was measured: segments `first` up to, without, `stop`.
+
+    first:  where the rank turned to it, after it had sent what the action before made
+    waits:  the segment that begins when what it needs is there; `begins` where it waits for nothing
+    begins, ends: its own segments, up to, without, `ends`
+    stop:   after it has sent what it made
+    """
+
+    action: Action
+    first: int
+    waits: int
+    begins: int
+    ends: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """One rank's segments: `start` up to, without, the first block's `first` are its prologue; from the last one's
+    `stop` up to, without, `end` its epilogue."""
+
+    thread: int
+    start: int
+    end: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """One pipeline: of replicas there are several. programs: of its ranks, in the order of their stages."""
+
+    plan: Plan
+    programs: tuple[RankProgram, ...]
+
+    @cached_property
+    def blocks(self) -> Mapping[Action, Block]:
+        """Of each action that ran."""
+        return {block.action: block for program in self.programs for block in program.blocks}
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """The pipelines of like-shaped steps, which all run the same plan.
+
+    messages: of each pipeline, (action that made it, stage that needs it) -> its tasks
+    carried:  every task that is a message of one of them
+    """
+
+    pipelines: tuple[Pipeline, ...]
+    messages: tuple[Mapping[tuple[Action, int], tuple[int, ...]], ...]
+    carried: frozenset[int]
+
+    @property
+    def plan(self) -> Plan:
+        return self.pipelines[0].plan
+
+
+def measured_plan(structure: Structure) -> MeasuredPlan:
+    """What these steps ran. Raises NotLowered."""
+    raw = {thread: _actions(structure, thread) for thread in range(structure.threads)}
+    acting = [thread for thread, blocks in raw.items() if blocks]
+    if not acting:
+        raise NotLowered("no actions of a pipeline's schedule (forward and backward of a stage and micro-batch) were "
+                         "recorded in its steps")  # fmt: skip
+    idle = [thread for thread in range(structure.threads) if thread not in acting]
+    if idle:
+        raise NotLowered("not every chain of the ranks runs actions of the schedule: where a device computes beside "
+                         "its host, only the host's were recorded")  # fmt: skip
+    sent = _senders(structure)
+    pipelines, messages = [], []
+    for threads in _connected(structure, acting, sent):
+        pipeline, carried = _pipeline(structure, threads, raw, sent)
+        pipelines.append(pipeline)
+        messages.append(carried)
+    shapes = {(one.plan.ranks, one.plan.microbatches, one.plan.actions) for one in pipelines}
+    if len(shapes) > 1:
+        raise NotLowered("the replicas of the pipeline do not run the same actions in the same order")
+    every = frozenset(task for of in messages for tasks in of.values() for task in tasks)
+    return MeasuredPlan(tuple(pipelines), tuple(messages), every)
+
+
+def is_message(task: Task) -> bool:
+    """Whether it carries something from stage to stage."""
+    return task.kind == MESSAGE
+
+
+@dataclass(frozen=True)
+class _Acted:
+    """An action and its own segments, up to, without, `ends`."""
+
+    op: str
+    stage: int
+    microbatch: int
+    begins: int
+    ends: int
+
+
+def _actions(structure: Structure, thread: int) -> list[_Acted]:
+    """The actions of a thread, in order."""
+    mine = structure.of_thread(thread)
+    found: list[_Acted] = []
+    for segment in range(mine.start, mine.stop):
+        op = str(structure.action[segment])
+        if op not in COMPUTE:
+            continue
+        stage, microbatch = structure.place[segment].tolist()
+        if found and found[-1] == replace(found[-1], op=op, stage=stage, microbatch=microbatch, ends=segment):
+            found[-1] = replace(found[-1], ends=segment + 1)
+        else:
+            found.append(_Acted(op, stage, microbatch, segment, segment + 1))
+    return found
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A message: the segment at whose end it is sent, and the thread that receives it."""
+
+    task: int
+    segment: int
+    receiver: int
+
+
+def _senders(structure: Structure) -> list[_Sent]:
+    """Messages of which it is known who sent and who received them. The receiver waits for a message. Its sender may
+    wait for it too, and then the lane says who is who (`0 2>3`: from rank 2 to rank 3)."""
+    issued: dict[int, dict[int, int]] = defaultdict(dict)
+    for segment, task in structure.issues.tolist():
+        if is_message(structure.tasks[task]):
+            issued[task][int(structure.thread[segment])] = segment
+    waiting: dict[int, set[int]] = defaultdict(set)
+    for task, segment in structure.waits.tolist():
+        waiting[task].add(int(structure.thread[segment]))
+    found = []
+    for task, segments in sorted(issued.items()):
+        ends = sorted({*segments, *waiting[task]})
+        if len(ends) != 2:
+            continue
+        low, high = ends
+        waits = waiting[task]
+        up = high in waits if len(waits) == 1 else _goes_up(structure.tasks[task].lane)
+        sender, receiver = (low, high) if up else (high, low)
+        if sender in segments:
+            found.append(_Sent(task, segments[sender], receiver))
+    return found
+
+
+def _goes_up(lane: str) -> bool:
+    """Whether a pair's lane says that a lower rank sends to a higher one."""
+    pair = next((word for word in reversed(lane.split()) if ">" in word), "0>1")
+    source, _, target = pair.partition(">")
+    return not (source.isdecimal() and target.isdecimal()) or int(source) < int(target)
+
+
+def _connected(structure: Structure, acting: Sequence[int], sent: Sequence[_Sent]) -> list[list[int]]:
+    """Threads that send each other messages, each pipeline's in one list."""
+    leader = {thread: thread for thread in acting}
+
+    def find(thread: int) -> int:
+        while leader[thread] != thread:
+            thread = leader[thread]
+        return thread
+
+    for one in sent:
+        a, b = find(int(structure.thread[one.segment])), find(one.receiver)
+        leader[max(a, b)] = min(a, b)
+    together: dict[int, list[int]] = defaultdict(list)
+    for thread in acting:
+        together[find(thread)].append(thread)
+    return list(together.values())
+
+
+def _pipeline(
+    structure: Structure, threads: Sequence[int], raw: Mapping[int, Sequence[_Acted]], sent: Sequence[_Sent]
+) -> tuple[Pipeline, Mapping[tuple[Action, int], tuple[int, ...]]]:
+    order = sorted(threads, key=lambda thread: min(one.stage for one in raw[thread]))
+    numbers = sorted({one.microbatch for thread in threads for one in raw[thread]})
+    number = {microbatch: i for i, microbatch in enumerate(numbers)}
+    actions = tuple(
+        tuple(Action(one.op, one.stage, number[one.microbatch]) for one in raw[thread]) for thread in order
+    )  # fmt: skip
+    plan = _whole_plan(actions, len(numbers))
+    mine = [one for one in sent if int(structure.thread[one.segment]) in threads]
+    programs = []
+    carried: dict[tuple[Action, int], tuple[int, ...]] = {}
+    for position, thread in enumerate(order):
+        program, made = _program(structure, plan, position, thread, order, raw[thread], mine)
+        programs.append(program)
+        carried.update(made)
+    return Pipeline(plan, tuple(programs)), carried
+
+
+def _whole_plan(actions: tuple[tuple[Action, ...], ...], microbatches: int) -> Plan:
+    """The plan that these actions are. Raises NotLowered where it is none that is whole."""
+    stages = sorted({action.stage for mine in actions for action in mine})
+    if stages != list(range(len(stages))):
+        seen = ", ".join(map(str, stages)) if stages[0] >= 0 else "none that is named"
+        raise NotLowered(f"of the pipeline's stages these were captured: {seen}; the steps of all are needed")
+    ranks = len(actions)
+    if len(stages) % ranks:
+        raise NotLowered(f"{len(stages)} stages on {ranks} ranks: each has to hold as many")
+    plan = Plan("as measured", ranks, microbatches, len(stages) // ranks, actions)
+    if any(plan.owner(action.stage) != rank for rank, mine in enumerate(actions) for action in mine):
+        raise NotLowered("the stages are not dealt out to the ranks in turns, stage 0 to the first")
+    kinds = COMPUTE if plan.splits else COMPUTE[:2]
+    every = {Action(op, stage, micro) for op in kinds for stage in stages for micro in range(microbatches)}
+    done = [action for mine in actions for action in mine]
+    if len(done) != len(every) or set(done) != every:
+        raise NotLowered("not every stage runs one forward and one backward of every micro-batch in each step")
+    return plan
+
+
+def _program(
+    structure: Structure,
+    plan: Plan,
+    position: int,
+    thread: int,
+    order: Sequence[int],
+    acted: Sequence[_Acted],
+    sent: Sequence[_Sent],
+) -> tuple[RankProgram, Mapping[tuple[Action, int], tuple[int, ...]]]:
+    """A rank's program, and what it sends."""
+    mine = structure.of_thread(thread)
+    actions = plan.actions[position]
+    ends = [one.ends for one in acted]
+    carried: dict[tuple[Action, int], list[int]] = defaultdict(list)
+    stop = list(ends)
+    for one in sent:
+        if structure.thread[one.segment] != thread:
+            continue
+        to = order.index(one.receiver)
+        made = int(np.searchsorted(ends, one.segment + 1, "right")) - 1
+        while made >= 0 and _needed_by(plan, actions[made], to) is None:
+            made -= 1
+        if made < 0:
+            raise NotLowered("the pipeline's ranks send each other what no action has made")
+        needed = _needed_by(plan, actions[made], to)
+        assert needed is not None
+        carried[actions[made], needed].append(one.task)
+        following = acted[made + 1].begins if made + 1 < len(acted) else mine.stop
+        if one.segment < following:
+            stop[made] = max(stop[made], one.segment + 1)
+    received = {one.task for one in sent if one.receiver == thread}
+    awaited = {segment for task, segment in structure.waits.tolist() if task in received}
+    blocks = []
+    for i, (done, action) in enumerate(zip(acted, actions, strict=True)):
+        first = stop[i - 1] if i else mine.start
+        waits = next((segment for segment in range(first, done.begins) if segment in awaited), done.begins)
+        blocks.append(Block(action, first if i else waits, waits, done.begins, done.ends, stop[i]))
+    return (
+        RankProgram(thread, mine.start, mine.stop, tuple(blocks)),
+        {key: tuple(tasks) for key, tasks in carried.items()},
+    )
+
+
+def _needed_by(plan: Plan, action: Action, rank: int) -> int | None:
+    """The stage on another rank that needs what an action makes; None: `rank` does not."""
+    step = {"F": 1, "B": -1}.get(action.op, 0)
+    stage = action.stage + step
+    if not step or not 0 <= stage < plan.stages or plan.owner(stage) != rank:
+        return None
+    return stage
+
+
+def need_elsewhere(plan: Plan, action: Action) -> Action | None:
+    """What an action needs that another rank makes; None: nothing."""
+    rank = plan.owner(action.stage)
+    return next((need for need in plan.needs(action) if plan.owner(need.stage) != rank), None)

@@ -1,0 +1,47 @@
+"""What backward computes again of forward (activation checkpointing), and in how many pieces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from ..arrays import Float
+from ..study import Study, once
+from .stream_phases import stream_phases
+
+RECOMPUTE, BACKWARD = "recompute", "backward"
+
+
+@once
+def recomputed_ms(study: Study) -> Float | None:
+    """ms of forward that backward computes again, [R, S]; None where there is none, or a device's time for it was not
+    seen. On a device its own time counts: which thread of the autograd engine launches it is no matter."""
+    if study.on_gpu:
+        again = stream_phases(study)
+        again = again[again["name"] == RECOMPUTE]
+    else:
+        again = _phases(study, RECOMPUTE)
+        again = again.assign(ms=again["dur_ns"].astype("float64") / 1e6)
+    if again.empty:
+        return None
+    table = again.groupby(["rank", "step"])["ms"].sum().unstack()
+    wide: Float = table.reindex(index=study.ranks, columns=study.step_numbers).fillna(0.0).to_numpy(np.float64)
+    return wide
+
+
+def _phases(study: Study, name: str) -> pd.DataFrame:
+    phases = study.phases
+    return phases[(phases["name"] == name) & phases["dur_ns"].notna() & phases["step"].isin(study.step_numbers)]
+
+
+def pieces_at_once(study: Study) -> int:
+    """How many pieces of a model (blocks) are computed again, at most, for what is kept at once without that: those of
+    a backward; in a pipeline, where several micro-batches are under way, those of a whole step. 0: none."""
+    again = _phases(study, RECOMPUTE)
+    if again.empty:
+        return 0
+    of_step = again.groupby(["rank", "step"]).size()
+    if study.in_stages:
+        return int(of_step.max())
+    backwards = _phases(study, BACKWARD).groupby(["rank", "step"]).size().reindex(of_step.index).fillna(1).clip(lower=1)
+    return int(np.ceil((of_step / backwards).max()))

@@ -1,0 +1,103 @@
+"""What a device does of float8, and how fast: looked up, tried and measured, once for an engine."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from ..comm.comm import Comm
+from ..comm.consensus import gather_objects
+from .gain import CAPABILITY, Rates, Recipe, listed_rates
+from .linear import Arithmetic, Cast
+from .scaling import E4M3, cast, product
+
+_SIZES: Final = {"cpu": 256, "cuda": 4096}
+"""Rows and columns of the matrices that are multiplied to measure a device that no data sheet is known of."""
+_REPEAT: Final = 3
+
+
+def arithmetic(device: torch.device, recipe: Recipe) -> Arithmetic:
+    """How `device` computes in float8. Raises ValueError for one that has none."""
+    if device.type == "cpu":
+        return Arithmetic(recipe, emulated=not _multiplies(device, recipe))
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise ValueError(f"fp8: CPUs and NVIDIA's devices compute float8 here, and this is {_name(device)}; {_OFF}")
+    if torch.cuda.get_device_capability(device) < CAPABILITY:
+        raise ValueError(
+            f"fp8: {_name(device)} has no float8, which begins at capability {'.'.join(map(str, CAPABILITY))} (Ada, "
+            f"Hopper); {_OFF}"
+        )
+    if not _multiplies(device, recipe):
+        other = "tensorwise" if recipe == "rowwise" else "rowwise"
+        raise ValueError(
+            f'fp8.recipe: torch {torch.__version__} does not multiply "{recipe}" on {_name(device)}; write "{other}"'
+        )
+    fused: Cast = torch.compile(cast, dynamic=True)
+    try:
+        fused(torch.ones(16, 16, dtype=torch.bfloat16, device=device), E4M3, recipe)
+    except Exception as error:  # no compiler, as Triton's: whatever it says, casts work without
+        warnings.warn(f"fp8: casts are not compiled, and slower: {type(error).__name__}: {error}", stacklevel=2)
+        return Arithmetic(recipe)
+    return Arithmetic(recipe, fused, fused=True)
+
+
+_OFF: Final = 'write "fp8": {"enabled": false}'
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a device of type {device.type}"
+
+
+def _multiplies(device: torch.device, recipe: Recipe) -> bool:
+    """Whether this torch multiplies float8 on the device."""
+    ones = cast(torch.ones(16, 16, dtype=torch.bfloat16, device=device), E4M3, recipe)
+    try:
+        product(ones, ones, torch.bfloat16)
+    except (RuntimeError, AttributeError, ValueError):
+        return False
+    return True
+
+
+def rates(device: torch.device, dtype: torch.dtype, by: Arithmetic, everyone: Comm) -> Rates:
+    """What `device` reaches in `dtype` and in float8: from its data sheet, or measured on rank 0. On all ranks."""
+    name, tf32 = str(dtype).removeprefix("torch."), torch.get_float32_matmul_precision() != "highest"
+    listed = listed_rates(_name(device), name, tf32=tf32, fused=by.fused) if device.type == "cuda" else None
+    if listed is not None:
+        return listed[1]
+    mine = _measured(device, dtype, by) if everyone.rank == 0 else None
+    found = gather_objects(mine, everyone)[0]
+    assert found is not None  # rank 0 has measured it
+    return found
+
+
+def _measured(device: torch.device, dtype: torch.dtype, by: Arithmetic) -> Rates:
+    size = _SIZES[device.type]
+    x = torch.ones(size, size, dtype=dtype, device=device)
+    eight, small = cast(x, E4M3, by.recipe), x[:1, :1]
+    operations = 2.0 * size**3
+    return Rates(
+        flops=operations / _seconds(device, lambda: x @ x),
+        float8=operations / _seconds(device, lambda: by.product(eight, eight, dtype, forward=True)),
+        bytes=2.0 * x.nbytes / _seconds(device, lambda: x + 1),
+        launch=_seconds(device, lambda: small + 1),
+        item_bytes=dtype.itemsize,
+        fused=by.fused,
+    )
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """The shortest of a few times that `work` takes."""
+    found = []
+    for _ in range(_REPEAT + 1):  # the first one warms up
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begun)
+    return min(found[1:])

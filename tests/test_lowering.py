@@ -1,0 +1,173 @@
+"""Lowering a pipeline's plan: against closed forms, against the simulation, and against what real steps took."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+from random import Random
+
+import closed_form
+import pytest
+from graphs import graph_of, steps_of
+
+from dsprof.analyzer.graph.replay import replay
+from dsprof.analyzer.graph.step_graph import StepGraph, Task
+from dsprof.analyzer.whatif import Refused, apply
+from dsprof.analyzer.whatif.lowering import Lower, Stages
+from dsprof.analyzer.whatif.schedule import makespan, schedule_graph
+from dsprof.analyzer.whatif.work import ScaleWork
+from dsprof.engine import schedule
+from dsprof.engine.partition import balance
+from dsprof.engine.schedule import Action
+
+F, B = 3.0, 5.0
+
+
+def ran(name: str = "1f1b", ranks: int = 3, microbatches: int = 4, virtual: int = 1, lag: float = 0.0) -> StepGraph:
+    """Steps of a pipeline whose stages take the same."""
+    plan = schedule.make_plan(name, ranks, microbatches, virtual)
+    return schedule_graph(plan, lambda action: {"F": F, "B": B, "W": B}[action.op], lag, steps=2)
+
+
+@pytest.mark.parametrize("was", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("name", "microbatches", "virtual"),
+    [("gpipe", 4, 1), ("1f1b", 4, 1), ("1f1b", 12, 1), ("gpipe", 2, 1), ("1f1b", 1, 1), ("interleaved", 6, 2),
+     ("interleaved", 9, 4)],
+)  # fmt: skip
+def test_other_plans_take_what_is_published_of_them(was: str, name: str, microbatches: int, virtual: int) -> None:
+    plan = schedule.make_plan(name, 3, microbatches, virtual)
+    parts = Stages({(stage, op): 1 / virtual for stage in range(plan.stages) for op in "FB"})
+    lowered = apply(ran(was), [Lower(plan, parts)])
+    bubble = closed_form.bubble_time(name, 3, microbatches, F / virtual, B / virtual, 0.0, virtual)
+    assert makespan(lowered) == pytest.approx([microbatches * (F + B) + bubble] * 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.6])
+@pytest.mark.parametrize("microbatches", [3, 4, 7])
+def test_a_backward_that_is_divided(share: float, microbatches: int) -> None:
+    plan = schedule.make_plan("zero-bubble", 3, microbatches)
+    lowered = apply(ran(), [Lower(plan, Stages(weight_share=share))])
+    bubble = closed_form.bubble_time("zero-bubble", 3, microbatches, F, (1 - share) * B, share * B)
+    assert makespan(lowered) == pytest.approx([microbatches * (F + B) + bubble] * 2, rel=1e-9)
+
+
+def test_a_backward_that_was_divided_is_whole_again() -> None:
+    lowered = apply(ran("zero-bubble"), [Lower(schedule.make_plan("1f1b", 3, 4))])
+    assert makespan(lowered) == pytest.approx([4 * (F + 2 * B) + 2 * (F + 2 * B)] * 2, rel=1e-9)
+    merged = apply(ran("interleaved", 3, 6, 2), [Lower(schedule.make_plan("1f1b", 3, 6), Stages({
+        (stage, op): 2.0 for stage in range(3) for op in "FB"}))])  # fmt: skip
+    assert makespan(merged) == pytest.approx([8 * 2 * (F + B)] * 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("lag", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
+def test_stages_that_differ_and_transfers(name: str, lag: float) -> None:
+    """What each stage and micro-batch takes by itself, in whichever order."""
+    draw = Random(3)
+    taken = {Action(op, s, m): draw.uniform(1, 4) for op in "FBW" for s in range(4) for m in range(5)}
+    wanted = schedule.make_plan(name, 4, 5)
+    was = schedule.make_plan("zero-bubble" if wanted.splits else "gpipe", 4, 5)
+    lowered = apply(schedule_graph(was, taken.__getitem__, lag), [Lower(wanted)])
+    assert makespan(lowered)[0] == pytest.approx(schedule.simulate(wanted, taken.__getitem__, lag).makespan, rel=1e-9)
+
+
+def test_the_plan_that_ran_is_what_there_was() -> None:
+    for graph in (ran(lag=0.3), ran("interleaved", 3, 6, 2), ran("zero-bubble")):
+        lowered = apply(graph, [Lower()])
+        (was,), (now,) = graph.templates, lowered.templates
+        assert sorted(now.structure.ids.tolist()) == was.structure.ids.tolist()
+        assert now.work.tolist() == was.work.tolist()
+        assert replay(lowered).durations.tolist() == replay(graph).durations.tolist()
+
+
+def test_with_what_else_is_changed() -> None:
+    """Computation that takes half as long, in another schedule."""
+    plan = schedule.make_plan("1f1b", 3, 9)
+    for order in ([ScaleWork({"compute": 0.5}), Lower(plan)], [Lower(plan), ScaleWork({"compute": 0.5})]):
+        assert makespan(apply(ran(), order)) == pytest.approx([11 * (F + B) / 2] * 2, rel=1e-9)
+
+
+# --- prologues, epilogues, other tasks -------------------------------------------------------------
+
+SEND = "send_recv pipeline"
+
+
+def two_replicas() -> StepGraph:
+    """Two pipelines of two stages and two micro-batches, which load 2 ms before and step 3 ms after; the replicas of
+    each stage reduce gradients, 4 ms, in the last backward."""
+    down = [Task(f"1 {a}>{b}", SEND, workers=None) for a, b in ((0, 1), (2, 3)) for _ in range(2)]
+    up = [Task(f"1 {b}>{a}", SEND, workers=None) for a, b in ((0, 1), (2, 3)) for _ in range(2)]
+    reduce = [Task(group, "all_reduce gradient", gradient=True) for group in ("dp0", "dp1")]
+
+    def first(p: int) -> str:
+        d, u = 2 * p, 4 + 2 * p
+        return f"2 A 5 E 0 I{d} 0 A 5 E 0 I{d + 1} I{u} 0 W{u} 0 A 10 E 0 I{u + 1} 0 W{u + 1} 0 A 10 I8 0 E W8 3"
+
+    def second(p: int) -> str:
+        d, u = 2 * p, 4 + 2 * p
+        return f"2 I{d} 0 W{d} 0 A 5 E 0 A 10 E 0 I{u} I{d + 1} 0 W{d + 1} 0 A 5 E 0 A 10 I9 0 E 0 I{u + 1} W9 3"
+
+    acts = [[("F", 0, 0), ("F", 0, 1), ("B", 0, 0), ("B", 0, 1)], [("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("B", 1, 1)]]
+    return graph_of(
+        steps_of([first(0), second(0), first(1), second(1)], [0.0] * 8 + [4.0, 4.0], [*down, *up, *reduce], steps=2,
+                 actions=[*acts, *acts]),
+        follow=False,
+    )  # fmt: skip
+
+
+def test_what_lies_before_and_after_and_beside() -> None:
+    """Load 2; F 5, 5; stage 1's first backward ends at 7 + 5 + 10 = 22, stage 0's at 32; stage 1's second forward ends
+    at 27, its backward at 37, stage 0's last at 47; the gradients are there at 51, and 3 to step: 54."""
+    graph = two_replicas()
+    assert replay(graph).end[0].tolist() == [54.0, 54.0]
+    same = apply(graph, [Lower()])
+    assert replay(same).end.tolist() == replay(graph).end.tolist()
+    # Two more micro-batches are 15 ms more each; gradients are still reduced once.
+    more = apply(graph, [Lower(schedule.make_plan("1f1b", 2, 4))])
+    assert replay(more).end[0].tolist() == [84.0, 84.0]
+    (steps,) = more.templates
+    assert sum(task.gradient for task in steps.structure.tasks) == 2
+    gpipe = apply(graph, [Lower(schedule.make_plan("gpipe", 2, 4))])
+    assert replay(gpipe).end[0].tolist() == [84.0, 84.0]
+    # F, B and W of 5 each. Stage 1 begins at 7 and is through with two micro-batches at 37, and so is stage 0, which
+    # waits from 12 to 17 for the first gradients; 4 to reduce them, 3 to step.
+    split = apply(graph, [Lower(schedule.make_plan("zero-bubble", 2, 2))])
+    assert replay(split).end[:, 0].tolist() == [44.0] * 4
+
+
+def test_what_is_no_plan_is_refused() -> None:
+    whole = ran()
+    with pytest.raises(Refused, match=r"^schedule 1f1b: the plan is of 4 ranks, and the pipeline that ran of 3$"):
+        apply(whole, [Lower(schedule.make_plan("1f1b", 4, 4))])
+    broken = schedule.Plan("mine", 3, 4, 1, schedule.make_plan("1f1b", 3, 4).actions[::-1])
+    with pytest.raises(Refused, match=r"^schedule mine: .*is not whole"):
+        apply(whole, [Lower(broken)])
+    with pytest.raises(Refused, match=r"no actions of a pipeline's schedule .* were recorded in its steps"):
+        apply(graph_of(steps_of(["5 I0 W0 1"] * 2, [1.0])), [Lower()])
+    missing = graph_of(steps_of(["A 5 E A 5 E"] * 2, actions=[[("F", 1, 0), ("B", 1, 0)]] * 2))
+    with pytest.raises(Refused, match="of the pipeline's stages these were captured: 1; the steps of all are needed"):
+        apply(missing, [Lower()])
+    once = graph_of(steps_of(["A 5 E A 5 E A 5 E"], actions=[[("F", 0, 0), ("F", 0, 1), ("B", 0, 0)]]))
+    with pytest.raises(Refused, match="not every stage runs one forward and one backward of every micro-batch"):
+        apply(once, [Lower()])
+    with pytest.raises(Refused, match="both say in which order the pipeline's actions run"):
+        apply(whole, [Lower(), Lower(schedule.make_plan("gpipe", 3, 4))])
+
+
+# --- boundaries ------------------------------------------------------------------------------------
+
+
+def test_divisions_are_as_good_as_the_best_of_all() -> None:
+    """1,000 drawn chains: no division has a lighter heaviest part."""
+    draw = Random(11)
+    for _ in range(1000):
+        layers = draw.randint(2, 9)
+        parts = draw.randint(1, layers)
+        costs = [draw.choice([0.0, draw.random(), float(draw.randint(1, 9))]) for _ in range(layers)]
+        every = (
+            max(sum(costs[a:b]) for a, b in zip((0, *inner), (*inner, layers), strict=True))
+            for inner in combinations(range(1, layers), parts - 1)
+        )
+        bounds = balance(costs, parts)
+        found = max(sum(costs[a:b]) for a, b in pairwise(bounds))
+        assert found == pytest.approx(min(every), rel=1e-12, abs=1e-12)

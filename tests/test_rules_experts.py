@@ -1,0 +1,172 @@
+"""moe.imbalance, on made-up jobs of 2 x 2 ranks whose tokens are exchanged among the experts of a row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from meshes import Call, MeshJob, Phase, Program, Work
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding
+
+Share = Callable[[int, int], float]
+"""(rank, step) -> its part of the tokens of its row, of the mean."""
+MEAN = 1 << 16
+"""Bytes of an exchange of equal shares."""
+
+
+def groups() -> dict[str, tuple[tuple[int, ...], str]]:
+    rows = {f"r{row}": ((2 * row, 2 * row + 1), "ep") for row in (0, 1)}
+    columns = {f"c{column}": ((column, column + 2), "") for column in (0, 1)}
+    return {**rows, **columns, "w": ((0, 1, 2, 3), "")}
+
+
+def job(share: Share, slower: Share = lambda rank, step: 1.0, works: Share | None = None, **more: Any) -> MeshJob:
+    """Two layers: dense work, tokens there, the experts' work, tokens back; backward takes twice as long.
+
+    slower: by how much a rank is, in everything; works: the part of the experts' work, where it is not the tokens'.
+    """
+    works = works or share
+
+    def program(rank: int, step: int) -> Program:
+        size = int(MEAN * max(share(rank, step), 1.0))
+
+        def layer(ms: float) -> tuple[Any, ...]:
+            exchange, slow = Call(f"r{rank // 2}", "all_to_all", size), slower(rank, step)
+            return Work(ms * slow), exchange, Work(ms * slow * works(rank, step)), exchange
+
+        gradients = Call("w", "all_reduce", 65536, "gradient"), Call(f"c{rank % 2}", "all_reduce", 16384, "gradient")
+        forward, backward = (*layer(10), *layer(10)), (*layer(20), *layer(20))
+        return (Phase("forward", forward), Phase("backward", backward), *gradients, Phase("optimizer", (Work(1),)))
+
+    return MeshJob(4, groups(), program, steps=40, **more)
+
+
+def drawn(seed: int, spread: float) -> Share:
+    draw = random.Random(seed)
+    table = [[draw.uniform(-spread, spread) for _ in range(2)] for _ in range(40)]
+    return lambda rank, step: 1 + table[step][rank // 2] * (1 if rank % 2 == 0 else -1)
+
+
+def always(rank_most: int, by: float, seed: int = 1) -> Share:
+    """One rank's experts are asked more than its neighbour's, by about the same in each step."""
+    draw = random.Random(seed)
+    table = [draw.uniform(-0.02, 0.02) for _ in range(40)]
+
+    def share(rank: int, step: int) -> float:
+        if rank // 2 != rank_most // 2:
+            return 1.0
+        return 1 + (by + table[step]) * (1 if rank == rank_most else -1)
+
+    return share
+
+
+def of(analysis: Analysis, code: str) -> Finding | None:
+    return next((finding for finding in analysis.findings if finding.code == code), None)
+
+
+def above_info(analysis: Analysis) -> list[str]:
+    return [finding.code for finding in analysis.findings if finding.is_problem]
+
+
+def equal(rank: int, step: int) -> float:
+    return 1.0
+
+
+def check_gain(finding: Finding, share: Share, **more: Any) -> None:
+    true = job(share, **more).step_ms() - job(equal, **more).step_ms()
+    assert finding.gain.ms == pytest.approx(true, rel=0.15)
+    assert finding.gain.low <= true <= finding.gain.high
+
+
+@pytest.mark.plants("moe.imbalance")
+def test_another_rank_gets_more_tokens_each_step() -> None:
+    share = drawn(3, 0.5)
+    analysis = analyze(job(share).trace())
+    first = analysis.findings[0]
+    assert (first.code, first.where.op, first.where.dimension) == ("moe.imbalance", "all_to_all", "ep")
+    assert "on another rank each step" in first.title
+    check_gain(first, share)
+    assert "a balancing loss" in first.fixes[0].title
+    assert not any("length" in fix.title for finding in analysis.findings for fix in finding.fixes)
+    assert above_info(analysis) == ["moe.imbalance"]
+
+
+def test_one_rank_has_the_experts_that_are_asked_most() -> None:
+    share = always(2, 0.4)
+    analysis = analyze(job(share).trace())
+    first = analysis.findings[0]
+    assert (first.code, first.where.ranks) == ("moe.imbalance", (2,))
+    check_gain(first, share)
+    assert any("place experts anew" in fix.title for fix in first.fixes)
+    assert of(analysis, "rank.straggler") is None
+
+
+def test_megatron_is_told_its_own_flags() -> None:
+    trace = job(drawn(3, 0.5)).trace()
+    trace.run.command[:] = ["dsprof", "run", "pretrain_gpt.py", "--num-experts", "8"]
+    first = analyze(trace).findings[0]
+    assert first.code == "moe.imbalance"
+    assert first.fixes[0].patch[0]["argument"] == "--moe-router-load-balancing-type"
+    assert first.fixes[1].title.startswith("or cap what an expert takes: --moe-expert-capacity-factor 1.25")
+
+
+def test_equal_shares_are_no_finding() -> None:
+    analysis = analyze(job(equal).trace())
+    assert of(analysis, "moe.imbalance") is None
+    assert above_info(analysis) == []
+
+
+def test_a_slow_rank_among_experts_is_a_slow_rank() -> None:
+    """It even gets more of the tokens, always, but is slower with everything."""
+    share = always(2, 0.06)
+    analysis = analyze(job(share, lambda rank, step: 1.5 if rank == 2 else 1.0, works=equal).trace())
+    first = analysis.findings[0]
+    assert (first.code, first.where.ranks) == ("rank.straggler", (2,))
+    assert "moe.imbalance" not in above_info(analysis)
+
+
+def test_shares_whose_work_costs_nothing_are_no_finding() -> None:
+    analysis = analyze(job(drawn(3, 0.5), works=equal).trace())
+    assert "moe.imbalance" not in above_info(analysis)
+
+
+def test_what_is_divided_unevenly_for_good_is_not_called_experts() -> None:
+    """As tables of embeddings are, whose rows are exchanged all-to-all."""
+    analysis = analyze(job(lambda rank, step: 1.4 if rank % 2 else 0.6).trace())
+    assert of(analysis, "moe.imbalance") is None
+    assert "the same ones in every step" in analysis.not_judged["moe.imbalance"]
+
+
+def test_samples_that_are_dealt_out_anew_before_forward_are_not_called_experts() -> None:
+    share = drawn(3, 0.4)
+
+    def program(rank: int, step: int) -> Program:
+        deal = Call(f"r{rank // 2}", "all_to_all", int(MEAN * share(rank, step)))
+        gradients = Call("w", "all_reduce", 65536, "gradient")
+        work = 20 * share(rank, step)
+        return (deal, Phase("forward", (Work(work),)), Phase("backward", (Work(2 * work),)), gradients,
+                Phase("optimizer", (Work(1),)))  # fmt: skip
+
+    analysis = analyze(MeshJob(4, groups(), program, steps=40).trace())
+    assert of(analysis, "moe.imbalance") is None
+    assert "not in forward and in backward" in analysis.not_judged["moe.imbalance"]
+
+
+def test_more_tokens_of_longer_sequences_are_the_inputs_doing() -> None:
+    """Each rank sends its own tokens, of which some have more: what it exchanges follows from its input."""
+    share = drawn(3, 0.4)
+
+    def program(rank: int, step: int) -> Program:
+        exchange, mine = Call(f"r{rank // 2}", "all_to_all", int(MEAN * share(rank, step))), share(rank, step)
+        forward, backward = (Work(20 * mine), exchange, Work(2), exchange), (Work(40 * mine), exchange, Work(4))
+        gradients = Call("w", "all_reduce", 65536, "gradient")
+        return (Phase("forward", forward, int(4096 * mine)), Phase("backward", backward), gradients,
+                Phase("optimizer", (Work(1),)))  # fmt: skip
+
+    analysis = analyze(MeshJob(4, groups(), program, steps=40).trace())
+    assert above_info(analysis) == ["data.imbalance"]

@@ -1,0 +1,87 @@
+"""comm.slow-link: a group whose collectives take longer than those of its peers, on made-up jobs of a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from meshes import Call, MeshJob, Phase, Program, Work
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding
+
+PAIRS = {"r0": ((0, 1), ""), "r1": ((2, 3), "")}
+REPLICAS = {"c0": ((0, 2), ""), "c1": ((1, 3), "")}
+
+
+def of(analysis: Analysis, code: str) -> Finding | None:
+    return next((finding for finding in analysis.findings if finding.code == code), None)
+
+
+def job(
+    slower: Mapping[str, float],
+    *,
+    hosts: tuple[str, ...] = (),
+    mib: Mapping[str, float] | None = None,
+    slow_rank: int | None = None,
+    seldom: bool = False,
+) -> MeshJob:
+    """2 x 2: layers are shared in rows, gradients of 4 MiB reduced in columns, all waited for at once. mib: of the
+    gradients of some groups; seldom: a third of what is slow is not."""
+
+    def times_as_long(group: str, number: int) -> float:
+        return 1.0 if seldom and number % 3 == 0 else slower.get(group, 1.0)
+
+    def program(rank: int, step: int) -> Program:
+        row, column = f"r{rank // 2}", f"c{rank % 2}"
+        size = int((mib or {}).get(column, 4.0) * 2**20)
+        times = 1.5 if rank == slow_rank else 1.0
+        layers = [
+            part for _ in range(4) for part in (Work(5 * times), Call(row, "all_reduce", 8192, "tensor-parallel"))
+        ]
+        reduced = [part for _ in range(2) for part in (Work(20 * times), Call(column, "all_reduce", size, "gradient"))]
+        return Phase("forward", tuple(layers)), Phase("backward", tuple(reduced)), Phase("optimizer", (Work(2),))
+
+    return MeshJob(4, {**PAIRS, **REPLICAS}, program, steps=24, latency_ms=0.2, slower=times_as_long, hosts=hosts)
+
+
+@pytest.mark.plants("comm.slow-link")
+def test_the_group_whose_link_is_slow_is_named_with_what_its_peers_take() -> None:
+    slow = job({"c1": 5.0}, hosts=("a", "b", "c", "d"))
+    first = analyze(slow.trace()).findings[0]
+    assert (first.code, first.where.ranks, first.where.dimension) == ("comm.slow-link", (1, 3), "dp")
+    assert first.title.startswith("ranks 1, 3 (tp 1): all_reduce of 4.00 MiB takes 21.0 ms, and 4.20 ms over the links")
+    assert first.fixes[0].title.startswith(
+        "the network between b and d: which interface it goes over (GLOO_SOCKET_IFNAME)"
+    )
+    true = slow.step_ms() - job({}, hosts=("a", "b", "c", "d")).step_ms()
+    assert first.gain.ms == pytest.approx(true, rel=0.1)
+    assert first.gain.low <= true <= first.gain.high
+
+
+def test_ranks_that_are_on_two_hosts_while_their_peers_are_on_one() -> None:
+    first = analyze(job({"r1": 40.0}, hosts=("a", "a", "a", "b")).trace()).findings[0]
+    assert (first.code, first.where.ranks) == ("comm.slow-link", (2, 3))
+    assert first.fixes[0].title == (
+        "order the ranks so that ranks 2-3 are on one host, as their peers are: they are on a and b"
+    )
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        job({}),
+        job({"c0": 5.0, "c1": 5.0}),  # all alike: how slow the link is, and not which
+        job({}, mib={"c1": 20.0}),  # five times as many bytes
+        job({}, slow_rank=3),
+        job({"c1": 1.3}),
+        job({"c1": 5.0}, seldom=True),  # mostly, as on busy cores
+        job({"c1": 5.0}, mib={"c1": 8.0}),  # of other sizes: nothing is the same
+    ],
+    ids=["healthy", "all slow", "more bytes", "slow rank", "a little", "mostly", "other sizes"],
+)
+def test_what_is_no_slow_link(planted: MeshJob) -> None:
+    analysis = analyze(planted.trace())
+    assert of(analysis, "comm.slow-link") is None
+    assert "comm.slow-link" in analysis.passed

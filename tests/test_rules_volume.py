@@ -1,0 +1,150 @@
+"""comm.volume: bytes that no division and no overlap hides, on made-up records of jobs whose times are written down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from meshes import Call, MeshJob, Phase, Program, Wait, Work
+from synthetic import Accumulating, Job, constant
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding
+from dsprof.trace import Trace
+
+MIB = 1 << 20
+
+
+def of(analysis: Analysis, code: str) -> Finding | None:
+    return next((finding for finding in analysis.findings if finding.code == code), None)
+
+
+def ddp(*mib: int, **more: Any) -> list[dict[str, Any]]:
+    """What both ranks state of their DistributedDataParallel, whose tensors have so many MiB."""
+    fact = {"fact": "ddp", "number": 1, "gradient_bytes": [size * MIB for size in mib], "bucket_cap_mb": 25.0,
+            "site": "train.py:12", **more}  # fmt: skip
+    return [{**fact, "rank": rank} for rank in (0, 1)]
+
+
+def one_tensor(**changes: Any) -> Job:
+    """A tensor of 64 MiB, whose reduction takes 64 ms, after 120 ms of computing; 6 ms for all else."""
+    usual = {"buckets": (64 * MIB,), "latency_ms": 0.0, "facts": ddp(64), "jitter": 0.003}
+    return Job(**{**usual, **changes})
+
+
+def on_hosts(trace: Trace, *hosts: str) -> Trace:
+    for item, host in zip(trace.run.ranks, hosts, strict=True):
+        item.host = host
+    return trace
+
+
+@pytest.mark.plants("comm.volume")
+def test_one_large_tensor_over_a_network_travels_in_half_the_bytes_or_half_as_often() -> None:
+    """At 10 ms a MiB, 100 MB/s, the 640 ms of the 766 ms step are the bytes."""
+    job = one_tensor(ms_per_mib=10.0)
+    first = analyze(on_hosts(job.trace(), "a", "b")).findings[0]
+    assert (first.code, first.severity) == ("comm.volume", "high")
+    hook, micro_batches = first.fixes
+    assert dict(hook.knobs) == {"ddp.comm_hook": "bf16"}
+    assert "default_hooks.bf16_compress_hook) of the DistributedDataParallel (train.py:12)" in hook.title
+    assert micro_batches.title.startswith(
+        "2 micro-batches for each step of the optimizer, `with model.no_sync():` around forward and backward of all "
+        "but the last (train.py:12)"
+    )
+    # Half of 640 ms, less what a CPU takes to round 64 MiB and to widen them again: 40 to 160 ms.
+    assert first.gain.low < 320 - 160 < 320 - 40 < first.gain.high
+    assert micro_batches.gain is not None
+    assert micro_batches.gain.ms == pytest.approx(320, rel=0.02)
+
+
+def test_on_one_host_only_fewer_reductions_are_sure_to_help() -> None:
+    """Cores move and add the bytes there, and short numbers take them longer."""
+    first = analyze(one_tensor().trace()).findings[0]
+    assert (first.code, first.severity) == ("comm.volume", "high")
+    assert "64.0 MiB of gradients are moved in each step, and 64.0 ms of that, 34 % of the step" in first.title
+    assert first.fixes[0].title.startswith("2 micro-batches for each step of the optimizer")
+    assert first.gain.ms == pytest.approx(32, rel=0.05)
+    assert all(fix.gain is not None and fix.gain.low <= 0 for fix in first.fixes[1:])
+
+
+@pytest.mark.parametrize(
+    ("framework", "knobs"),
+    [
+        ("transformers", {"trainer.gradient_accumulation_steps": 2}),
+        ("accelerate", {"accelerate.gradient_accumulation_steps": 2}),
+        ("lightning", {"lightning.accumulate_grad_batches": 2}),
+    ],
+)
+def test_the_fix_is_in_the_words_of_the_job(framework: str, knobs: dict[str, int]) -> None:
+    first = analyze(one_tensor(facts=ddp(64, framework=framework)).trace()).findings[0]
+    assert first.code == "comm.volume"
+    assert dict(first.fixes[0].knobs) == knobs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ms_per_mib": 0.15},  # 10 ms, 7 % of the step
+        {"buckets": (64 << 10,) * 8, "latency_ms": 12.0, "facts": ddp(1)},  # latency, not bytes
+        {"facts": ddp(*[1] * 64), "ms_per_mib": 0.8},  # smaller buckets may hide it
+        {"buckets": (8 * MIB,) * 8, "facts": ddp(*[8] * 8)},  # all but the last are hidden
+    ],
+)
+def test_what_can_be_hidden_or_is_no_matter_of_bytes(changes: dict[str, Any]) -> None:
+    analysis = analyze(one_tensor(**changes).trace())
+    assert of(analysis, "comm.volume") is None
+    assert "comm.volume" in analysis.passed
+
+
+def test_gradients_reduced_for_nothing_are_another_fault() -> None:
+    job = Accumulating(forward=constant(10), backward=constant(20), jitter=0.002, steps=24, facts=ddp(8))
+    analysis = analyze(job.trace())
+    assert analysis.findings[0].code == "comm.redundant-reduce"
+    assert of(analysis, "comm.volume") is None
+
+
+def test_gradients_that_a_script_reduces_after_backward_could_be_hidden() -> None:
+    """30 ms of reductions after 60 ms of backward: it is when they are issued, and not how many bytes there are."""
+
+    def program(rank: int, step: int) -> Program:
+        reduced = tuple(Call("w", "all_reduce", 10 * MIB, "gradient") for _ in range(3))
+        return Phase("forward", (Work(30),)), Phase("backward", (Work(60),)), *reduced, Phase("optimizer", (Work(3),))
+
+    analysis = analyze(MeshJob(2, {"w": ((0, 1), "")}, program, latency_ms=0.1).trace())
+    assert of(analysis, "comm.volume") is None
+
+
+def shards(ms: float) -> MeshJob:
+    """Four units of 8 MiB, gathered in forward and in backward and reduced: 12 transfers of 8 ms, around so many ms of
+    computation in each unit."""
+
+    def program(rank: int, step: int) -> Program:
+        def units(ms: float, reduces: bool) -> tuple[Any, ...]:
+            gathers = [Call("w", "all_gather", 8 * MIB, "parameter", f"unit {i}") for i in range(4)]
+            parts: list[Any] = [gathers[0]]
+            for i in range(4):
+                parts += [gathers[i + 1]] if i < 3 else []
+                parts += [Wait(f"unit {i}"), Work(ms)]
+                parts += [Call("w", "reduce_scatter", 8 * MIB, "gradient", f"gradient {i}")] if reduces else []
+            return (*parts, *(Wait(f"gradient {i}") for i in range(4) if reduces))
+
+        return (
+            Phase("forward", units(ms, False)),
+            Phase("backward", units(2 * ms, True)),
+            Phase("optimizer", (Work(1),)),
+        )
+
+    facts = [{"fact": "fsdp", "version": 2, "units": 4, "site": "train.py:30", "rank": rank} for rank in (0, 1)]
+    return MeshJob(2, {"w": ((0, 1), "")}, program, latency_ms=0.1, facts=facts)
+
+
+def test_shards_that_take_longer_than_the_computation() -> None:
+    """96 ms of transfers beside 24 ms of computation."""
+    analysis = analyze(on_hosts(shards(2).trace(), "a", "b"))
+    found = of(analysis, "comm.volume")
+    assert found is not None
+    assert found.is_problem
+    assert dict(found.fixes[0].knobs) == {"fsdp2.param_dtype": "bfloat16", "fsdp2.reduce_dtype": "bfloat16"}
+    assert "(train.py:30)" in found.fixes[0].title
+    assert of(analyze(on_hosts(shards(12).trace(), "a", "b")), "comm.volume") is None
