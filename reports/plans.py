@@ -10,6 +10,7 @@ from dsprof.analyzer.text import count, ms, percent
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from dsprof.plan.formulas import FormulaPlan
     from dsprof.plan.told import TableAnswer
 
 MOST_ROWS: Final = 40
@@ -79,3 +80,69 @@ def _scored(told: TableAnswer) -> str:
 
 def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+LAYOUT_HEAD: Final = ("tp", "dp", "pp", "micro-batch", "ZeRO", "recompute", "memory", "step", "90 % interval")
+
+
+def render_plan(plan: FormulaPlan) -> str:
+    """The best layouts, the curve over rank counts, what it costs, what was assumed, and what to measure next."""
+    told = plan.to_dict()
+    model, best = told["model"], told["layouts"]
+    lines = [
+        f"{model['parameters'] / 1e9:.3g} billion parameters ({model['layers']} layers of width {model['hidden']}), "
+        f"{model['global_batch']:,} sequences of {model['sequence']:,} tokens a step, on "
+        f"{count(plan.ranks, 'rank')} of {plan.cluster.gpu.name}",
+        f"{count(plan.best.tried, 'layout')} looked at, {len(plan.best.shapes):,} fit into memory; the fastest:",
+        "",
+    ]
+    rows: list[tuple[str, ...]] = [LAYOUT_HEAD]
+    for one in best:
+        names = ("tp", "dp", "pp", "micro_batch", "zero")
+        rows.append(
+            (
+                *(str(one[name]) for name in names), "yes" if one["recompute"] else "no",
+                f"{one['memory_gib']['total']:.3g} GiB", ms(one["step"]["ms"]), _span(one["step"]),
+            )
+        )  # fmt: skip
+    first = best[0]
+    lines += [*table(rows, 0), "", f"the first: {_rate(first['tokens_a_second'])} tokens a second, "]
+    lines[-1] += f"{first['tflops_a_gpu']:.3g} TFLOP/s a rank"
+    lines += ["", *_curve(plan)]
+    if plan.spending is not None:
+        lines += ["", _spent(plan)]
+    lines += ["", "assumed:", *(f"  {one}" for one in plan.assumptions), "", f"to know more: {plan.tells_most}"]
+    return "\n".join(lines) + "\n"
+
+
+def _curve(plan: FormulaPlan) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("ranks", "efficiency", "tokens a second", "tp x dp x pp", "step", "90 % interval", "")
+    ]
+    for one in plan.to_dict()["curve"]:
+        layout = f"{one['tp']} x {one['dp']} x {one['pp']}"
+        bar = "#" * round(20 * min(one["efficiency"], 1.5))
+        shown = (f"{one['gpus']:,}", percent(100 * one["efficiency"]), _rate(one["tokens_a_second"]), layout)
+        rows.append((*shown, ms(one["step"]["ms"]), _span(one["step"]), bar))
+    return table(rows, 0)
+
+
+def _spent(plan: FormulaPlan) -> str:
+    assert plan.spending is not None
+    hours, low, high = plan.spending.gpu_hours
+    text = f"{_rate(plan.spending.steps)} steps: {_short(hours)} GPU hours [{_short(low)}, {_short(high)}]"
+    if plan.spending.money is not None:
+        most = [_short(value) for value in plan.spending.money]
+        text += f", which cost {most[0]} [{most[1]}, {most[2]}]"
+    return text
+
+
+def _span(step: dict[str, float]) -> str:
+    return f"[{ms(step['low'])}, {ms(step['high'])}]"
+
+
+def _rate(value: float) -> str:
+    for unit, size in (("million", 1e6), ("thousand", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:,.0f}"
