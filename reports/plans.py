@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Final
 
-from dsprof.analyzer.text import count, ms, percent
+from dsprof.analyzer.text import count, ms, percent, size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dsprof.plan.formulas import FormulaPlan
+    from dsprof.plan.from_run import RunPlan, Scaled
     from dsprof.plan.told import TableAnswer
 
 MOST_ROWS: Final = 40
@@ -58,7 +59,7 @@ def _steps(told: TableAnswer) -> list[str]:
     for i in range(min(len(steps), MOST_ROWS)):
         sizes = (steps.gpus[i], steps.tp[i], steps.dp[i], steps.pp[i], steps.micro_batch[i])
         span = f"[{ms(found.low[i])}, {ms(found.high[i])}]"
-        rows.append((*(f"{size:.0f}" for size in sizes), ms(found.ms[i]), span))
+        rows.append((*(f"{one:.0f}" for one in sizes), ms(found.ms[i]), span))
     more = len(steps) - MOST_ROWS
     return [*table(rows, 0), *([f"and {count(more, 'more step')}: see --json"] if more > 0 else [])]
 
@@ -142,7 +143,40 @@ def _span(step: dict[str, float]) -> str:
 
 
 def _rate(value: float) -> str:
-    for unit, size in (("million", 1e6), ("thousand", 1e3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
+    for unit, many in (("million", 1e6), ("thousand", 1e3)):
+        if value >= many:
+            return f"{value / many:.3g} {unit}"
     return f"{value:,.0f}"
+
+
+def render_run_plan(plan: RunPlan) -> str:
+    """A row and a bar for each rank count, what a step is made of, what was assumed, and what to measure next."""
+    now, then = plan.measured, plan.asked
+    lines = [
+        f"on {count(then.ranks, 'rank')} a step takes {ms(then.ms)} [{ms(then.low)}, {ms(then.high)}] (95 % interval), "
+        f"and each rank does {percent(100 * then.efficiency)} of what it does on {now.ranks} ({ms(now.ms)} a step)",
+        "",
+    ]
+    rates = [name for name in ("samples", "tokens") if getattr(now, name) is not None]
+    head = ("ranks", "step", "95 % interval", "efficiency", *(f"{name} a second" for name in rates), "")
+    rows: list[tuple[str, ...]] = [head]
+    for one in plan.curve:
+        cells = (f"{one.ranks:,}", ms(one.ms), f"[{ms(one.low)}, {ms(one.high)}]", percent(100 * one.efficiency))
+        rows.append((*cells, *(_rate(getattr(one, name)) for name in rates), "#" * round(20 * one.efficiency)))
+    lines += [*table(rows, 0), "", *_parts(now, then)]
+    if plan.memory_bytes is not None:
+        lines += [
+            "",
+            f"memory: a rank had {size(plan.memory_bytes)} at most; it stays so, or shrinks where states are sharded",
+        ]
+    lines += ["", "assumed:", *(f"  {one}" for one in plan.assumptions), "", f"to know more: {plan.tells_most}"]
+    return "\n".join(lines) + "\n"
+
+
+def _parts(now: Scaled, then: Scaled) -> list[str]:
+    """The parts of a step that are not nothing, of the run and of the plan."""
+    rows: list[tuple[str, ...]] = [("part of the step", f"on {now.ranks}", f"on {then.ranks}", "")]
+    for part, value in now.parts.items():
+        if max(value, then.parts[part]) >= 0.005 * now.ms:
+            rows.append((part, ms(value), ms(then.parts[part]), ""))
+    return table(rows)

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from dsprof.launch import LaunchError
+from dsprof.run import RunError
+
+from .runs import UNREADABLE, fail, find_run, reading
 
 if TYPE_CHECKING:
     from dsprof.plan.table import Measurements
 
+NOT_TOLD: Final = 4
+"""Exit status where a run does not tell."""
 DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -22,6 +27,10 @@ def _size(says: str, **more: Any) -> Any:
 
 
 def command(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN]", show_default=False, help="A measured run to plan from: its folder."),
+    ] = None,
     *,
     calibrate: Annotated[
         Path | None,
@@ -96,8 +105,19 @@ def command(
 
     From a table of measured steps (--calibrate) one model of few figures is learnt, each readable as a figure of the
     hardware; --predict tells the steps of another table. With --ranks and the sizes of a model, the best layouts that
-    fit into memory, a curve over rank counts, and what the training costs.
+    fit into memory, a curve over rank counts, and what the training costs. With RUN and --ranks, what that run would do
+    with more replicas (weak scaling).
+
+    The exit status is 4 if the run does not tell.
     """
+    if run is not None:
+        given = (calibrate, predict, params, hidden, layers, global_batch, micro_batch, tp, dp, pp)
+        if any(value is not None for value in given):
+            raise LaunchError(
+                "of a RUN the batch of a rank and the layout stay as they are; leave out sizes, layouts and tables, or "
+                "leave out RUN"
+            )
+        return _answer_run(run, ranks, gpus_per_node, bandwidth, latency, as_json)
     from dsprof.plan.hardware import Cluster, UnknownGpu, find_gpu, read_latency, read_rate
     from dsprof.plan.layouts import NoLayout, Wanted
 
@@ -138,6 +158,38 @@ def command(
         from dsprof.reports.plans import render_plan
 
         sys.stdout.write(render_plan(plan))
+    return 0
+
+
+def _answer_run(
+    run: Path, ranks: int | None, per_node: int, bandwidth: str | None, latency: str | None, as_json: bool
+) -> int:
+    from dsprof import reports
+    from dsprof.plan.from_run import CannotPlan, Network, plan_from_run
+    from dsprof.plan.hardware import read_latency, read_rate
+    from dsprof.reports.plans import render_run_plan
+
+    if ranks is None:
+        raise LaunchError("--ranks is not given: for how many ranks to plan")
+    try:
+        network = Network(
+            per_node,
+            None if bandwidth is None else read_rate(bandwidth),
+            None if latency is None else read_latency(latency),
+        )
+    except ValueError as error:
+        raise LaunchError(str(error)) from error
+    try:
+        folder = find_run(run)
+        with reading(folder):
+            study = reports.measure(folder)
+    except RunError as error:
+        fail(error, UNREADABLE)
+    try:
+        plan = plan_from_run(study, ranks, network)
+    except CannotPlan as error:
+        raise LaunchError(f"{folder.path}: {error}", status=NOT_TOLD) from error
+    sys.stdout.write(json.dumps(plan.to_dict(), indent=1) + "\n" if as_json else render_run_plan(plan))
     return 0
 
 
