@@ -19,6 +19,8 @@ def render(answers: Answers) -> str:
     lines = [
         f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
     ]  # fmt: skip
+    for at, answered in reversed(list(enumerate(answers.rows, 1))):
+        lines[at + 1 : at + 1] = [f"    {note}" for note in answered.notes]
     held = answers.held_out
     rests = f"replayed: {count(answers.steps, 'step')}"
     if held is not None:

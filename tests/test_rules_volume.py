@@ -62,7 +62,7 @@ def test_on_one_host_only_fewer_reductions_are_sure_to_help() -> None:
     """Cores move and add the bytes there, and short numbers take them longer."""
     first = analyze(one_tensor().trace()).findings[0]
     assert (first.code, first.severity) == ("comm.volume", "high")
-    assert "64.0 MiB of gradients are moved in each step, and 64.0 ms of that, 34 % of the step" in first.title
+    assert first.title.startswith("64.0 ms of each step (34 %) wait for 64.0 MiB of gradients, which neither other")
     assert first.fixes[0].title.startswith("2 micro-batches for each step of the optimizer")
     assert first.gain.ms == pytest.approx(32, rel=0.05)
     assert all(fix.gain is not None and fix.gain.low <= 0 for fix in first.fixes[1:])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ from .price.pricing import between
 from .rules.base import NotConcerned, NotJudged
 from .rules.registry import all_rules, rule_of
 from .signals import Absent, Missing
+from .structure import PipelineStructure
 from .study import Study
 from .text import ranks as ranks_in_words
 from .whatif import Refused, WhatIf, apply
@@ -182,11 +184,13 @@ class Turned:
 
 @dataclass(frozen=True)
 class Answered:
-    """What changes that are made together save; `gain` None: that cannot be told, for `reason`."""
+    """What changes that are made together save; `gain` None: that cannot be told, for `reason`. notes: what it rests
+    on, or is of."""
 
     asked: tuple[str, ...]
     gain: Gain | None
     reason: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,7 @@ class Answers:
                     "then_ms": None if row.gain is None else self.step_ms - row.gain.ms,
                     "saved": None if row.gain is None else row.gain.to_dict(),
                     "reason": row.reason,
+                    "notes": list(row.notes),
                 }
                 for row in self.rows
             ],
@@ -240,11 +245,23 @@ def ask(study: Study, questions: Sequence[Sequence[Request]]) -> Answers:
 def _answered(study: Study, graph: StepGraph, question: Sequence[Request]) -> Answered:
     asked = tuple(one.says for one in question)
     try:
-        return Answered(asked, _priced(study, graph, [one.effect(study) for one in question]))
+        effects = [one.effect(study) for one in _as_one_plan(question)]
+        notes = tuple(dict.fromkeys(note for one in effects for note in one.notes))
+        return Answered(asked, _priced(study, graph, effects), notes=notes)
     except NotConcerned:
         return Answered(asked, None, "the job has nothing that this is about")
     except (NotJudged, Refused, Missing) as refused:
         return Answered(asked, None, str(refused))
+
+
+def _as_one_plan(question: Sequence[Request]) -> list[Request]:
+    """Several changes of a pipeline's structure are one plan."""
+    structures = [one for one in question if isinstance(one, PipelineStructure)]
+    others = [one for one in question if not isinstance(one, PipelineStructure)]
+    try:
+        return [*others, *([reduce(PipelineStructure.beside, structures)] if structures else [])]
+    except ValueError as wrong:
+        raise Misasked(str(wrong)) from None
 
 
 def _priced(study: Study, graph: StepGraph, effects: Sequence[Effect]) -> Gain:

@@ -29,6 +29,7 @@ class Effect:
              cores that computation and communication share
     like:    the code of the rule whose predictions are of the same kind: their error is this one's
     counts_cores, between: as of `Candidate`
+    notes:   what the prediction rests on, or is of, each in a sentence
     """
 
     like: str
@@ -40,6 +41,7 @@ class Effect:
     correct: Callable[[Float, Float], Float] = _as_replayed
     counts_cores: bool = False
     between: Between | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def variants(self) -> tuple[tuple[WhatIfs, WhatIfs], ...]:

@@ -50,6 +50,44 @@ def command(
             "--sweep", metavar="KEY=A,B,C", show_default=False, help="A row for each value, beside all of the above."
         ),
     ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            "--schedule",
+            metavar="NAME",
+            show_default=False,
+            help="Of a pipeline: gpipe, 1f1b, interleaved or zero-bubble.",
+        ),
+    ] = None,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(
+            "--micro-batches",
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Of a pipeline: so many a step, of the size that they have.",
+        ),
+    ] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            "--chunks",
+            metavar="N",
+            min=1,
+            show_default=False,
+            help="Of a pipeline: so many parts of the model on each rank, with an interleaved schedule.",
+        ),
+    ] = None,
+    boundaries: Annotated[
+        str | None,
+        typer.Option(
+            "--boundaries",
+            metavar="auto|0,N,...",
+            show_default=False,
+            help="Of a pipeline: layers at which stages begin, and their number; auto: where the step is shortest.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="The answers as JSON, on stdout.")] = False,
 ) -> int:
     """Say what changes would save, by a replay of the run's steps: each alone, and all together.
@@ -64,10 +102,11 @@ def command(
         fail(error, UNREADABLE)
     from dsprof import reports
     from dsprof.knobs import KnobError
-    from dsprof.knobs.questions import NotAnswered, answer_questions, read_questions
+    from dsprof.knobs.questions import NotAnswered, answer_questions, read_questions, read_structure
 
     try:
-        questions = read_questions(without or (), scale or (), settings or (), sweep or (), str(run))
+        structure = read_structure(schedule, micro_batches, chunks, boundaries)
+        questions = read_questions(without or (), scale or (), settings or (), sweep or (), str(run), structure)
     except KnobError as error:
         raise LaunchError(str(error)) from error
     try:

@@ -5,6 +5,7 @@ registry     all of them, and how `KEY=VALUE` is read and written
 ddp fsdp2 loader pipelining optimizer host trainers
              the knobs of a framework
 predicted    those whose effect on a run's steps is predicted
+structures   those that change the plan of a pipeline
 questions    how `dsprof whatif`'s words are read
 json_config  any key of a JSON configuration of DeepSpeed or of dsprof's engine
 

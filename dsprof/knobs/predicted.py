@@ -6,9 +6,10 @@ Apart from the records, as this takes the analyzer, and `dsprof run --set` does 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
-from dsprof.analyzer.ask import Turned, Without
+from dsprof.analyzer.ask import Request, Turned, Without
 from dsprof.analyzer.budget.activity import BUFFER
 from dsprof.analyzer.effect import Effect
 from dsprof.analyzer.rules.base import NotJudged
@@ -23,6 +24,7 @@ from dsprof.redact import redact_words
 
 from .knob import KnobError
 from .registry import typed
+from .structures import STRUCTURES
 
 
 def _bucket_size(study: Study, value: Any) -> Effect:
@@ -87,14 +89,16 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
 """Key -> (study, value) -> what that changes. Raises NotJudged where this run does not tell."""
 
 
-def turned(key: str, value: Any, run: str) -> Turned:
+def turned(key: str, value: Any, run: str) -> Request:
     """What turning a knob changes. run: as it is typed. Raises KnobError for a knob without a what-if."""
     change = CHANGES.get(key)
     setting = f"{key}={typed(key, value)}"
+    if key in STRUCTURES:
+        return replace(STRUCTURES[key](key, value), written=setting)
     if change is None:
         shown = redact_words([setting])[0]
         raise KnobError(
             f"--set {shown}: what {key} saves is not predicted yet; `dsprof fix {run} --set {shown} --verify` "
-            f"measures it (predicted are {', '.join(CHANGES)})"
+            f"measures it (predicted are {', '.join((*CHANGES, *STRUCTURES))})"
         )
     return Turned(setting, lambda study: change(study, value))

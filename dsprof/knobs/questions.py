@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dsprof.analyzer.ask import Answers, Misasked, Request, Scaled, Without, ask
 from dsprof.analyzer.signals import Missing
+from dsprof.analyzer.structure import AUTO, PipelineStructure
 from dsprof.analyzer.study import Study
 
 from .knob import KnobError
@@ -20,12 +21,17 @@ class NotAnswered(Exception):
 
 
 def read_questions(
-    without: Sequence[str], scaled: Sequence[str], settings: Sequence[str], sweeps: Sequence[str], run: str
+    without: Sequence[str],
+    scaled: Sequence[str],
+    settings: Sequence[str],
+    sweeps: Sequence[str],
+    run: str,
+    structure: PipelineStructure | None = None,
 ) -> list[Question]:
     """Each change alone, then all together; of sweeps, each value of each beside all that is not swept.
 
     without: words CODE[:RANK,...]; scaled: PART=FACTOR; settings: KEY=VALUE; sweeps: KEY=VALUE,VALUE,...; run: as it is
-    typed. Raises KnobError for what is no such word.
+    typed; structure: another one of the pipeline. Raises KnobError for what is no such word.
     """
     try:
         base: list[Request] = [_without(word) for word in without]
@@ -33,6 +39,7 @@ def read_questions(
     except Misasked as wrong:
         raise KnobError(str(wrong)) from None
     base += [turned(key, value, run) for key, value in parse_settings(settings).items()]
+    base += [structure] if structure is not None else []
     says = [one.says for one in base]
     twice = next((one for one in says if says.count(one) > 1), None)
     if twice is not None:
@@ -40,12 +47,30 @@ def read_questions(
     swept = [request for word in sweeps for request in _swept(word, run)]
     if not base and not swept:
         raise KnobError(
-            "nothing to ask: give --without CODE, --scale PART=FACTOR, --set KEY=VALUE or --sweep KEY=VALUE,VALUE"
+            "nothing to ask: give --without CODE, --scale PART=FACTOR, --set KEY=VALUE or --sweep KEY=VALUE,VALUE; "
+            "of a pipeline --schedule, --micro-batches, --chunks or --boundaries"
         )
     if swept:
         whole = [tuple(base)] if base else []
         return [*whole, *((*base, one) for one in swept)]
     return [*((one,) for one in base), *([tuple(base)] if len(base) > 1 else [])]
+
+
+def read_structure(
+    schedule: str | None, microbatches: int | None, chunks: int | None, boundaries: str | None
+) -> PipelineStructure | None:
+    """The structure that these options ask for; None: they do not. Raises KnobError."""
+    bounds: tuple[int, ...] | str | None = boundaries
+    if boundaries is not None and boundaries != AUTO:
+        try:
+            bounds = tuple(int(word) for word in boundaries.split(","))
+        except ValueError:
+            raise KnobError(
+                f"--boundaries {boundaries}: write auto, or the layers at which stages begin and their number, such as "
+                "0,4,8"
+            ) from None
+    wanted = PipelineStructure(schedule, microbatches, chunks, bounds)
+    return None if wanted == PipelineStructure() else wanted
 
 
 def answer_questions(study: Study, questions: Sequence[Question]) -> Answers:

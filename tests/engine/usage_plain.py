@@ -325,7 +325,10 @@ def _wrong(plain: Plain, number: int, action: Action, here: list[Outcome]) -> st
     if kind == "nothing":
         return None
     if kind == "refused" and plain.may_refuse(action, said):
-        plain.uncounted = plain.uncounted or action.name == "train_batch"
+        if action.name == "train_batch":
+            plain.uncounted = True
+            for net in plain.copies if not re.search("in the middle of a step|failed", said) else ():
+                net.train()  # which train_batch does before what is refused then
         return None
     if plain.broken:
         return _while_broken(plain, number, action, here)

@@ -10,4 +10,5 @@ recomputed    what backward computes again of forward
 stacks        in which lines training threads were: where ranks differ, and what lies between phases
 pipeline_step one step of a pipeline, measured and ideal
 layer_costs   what each layer of the engine's pipelines takes
+stage_layers  the layers of any pipeline's stages, at which they can be divided
 """

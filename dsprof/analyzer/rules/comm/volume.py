@@ -149,8 +149,8 @@ def _finding(study: Study, moved: _Volume) -> Finding:
         Evidence("bytes over time", round(speed, 3), "GB/s"),
     )
     share = percent(100 * moved.left_ms / study.step_ms)
-    title = f"{size(moved.moved_bytes)} of {what} are moved in each step{domain.inside}, and {ms(moved.left_ms)} of "
-    title += f"that, {share} of the step, can be hidden behind nothing: fewer bytes are what is left"
+    title = f"{ms(moved.left_ms)} of each step ({share}) wait for {size(moved.moved_bytes)} of {what}{domain.inside}, "
+    title += "which neither other buckets nor overlap would hide: fewer bytes are what is left"
     op = str(table["name"].mode().iloc[0])
     return Finding("comm.volume", title, "info", domain.where(study, op), evidence, gain, tuple(fixes))
 
@@ -242,7 +242,13 @@ RULES = (
         explains=("comm_exposed",),
         looks=(Look(volume, needs=(signals.replay,)),),
         needs=(signals.communications,),
-        outranked_by=("comm.exposed", "comm.large-bucket", "comm.small-messages", "comm.slow-link"),
+        outranked_by=(
+            "comm.exposed",
+            "comm.large-bucket",
+            "comm.small-messages",
+            "comm.slow-link",
+            "comm.redundant-gather",
+        ),
         error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
         place=103,
     ),

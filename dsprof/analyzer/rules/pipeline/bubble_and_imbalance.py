@@ -22,6 +22,7 @@ from ...whatif.work import Change
 from ...work.stream_phases import stream_phases
 from ..base import LEAST_SHARE, NotJudged, at, code_fix
 from ..rule import Found, Look, Rule, fault
+from .structure_fixes import boundaries_fix, schedule_fixes
 
 MULTIPLES: Final = (2, 4)
 """Of the micro-batches there are, that are tried."""
@@ -30,6 +31,8 @@ ACCEPTED: Final = 0.1
 DEEPSPEED: Final = "deepspeed"
 """Its pipelines are set up by its configuration, and no line of the script would change their schedule."""
 KERNELS: Final = "run again with `dsprof run --deep 10:13`, which traces the kernels of three steps"
+IMBALANCE_ERROR: Final = ModelError(of_gain=0.08, of_step=0.015, busy=0.06)
+BUBBLE_ERROR: Final = ModelError(of_gain=0.072, of_step=0.0225, busy=0.036)
 VIRTUAL: Final = 2
 """Parts of the model on each rank, that are tried."""
 
@@ -74,7 +77,11 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     site = fact.get("site")
     times = float(of_team[slowest]) / max(others, 1e-9)
     move = f"move {percent(100 * (1 - float(of_team.mean()) / float(of_team[slowest])))} of the layers' time of stage "
-    fixes = (Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=gain),)
+    exact = boundaries_fix(study, site, IMBALANCE_ERROR)
+    fixes = (
+        *([] if exact is None else [exact]),
+        Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=gain),
+    )
     title = f"stage {_names(stages)} computes {number(times)} times as long as the others, which wait for it"
     where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=study.step_range)
     return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes, share=share)
@@ -170,9 +177,11 @@ def bubble(study: Study) -> Found:
     def say(price: Price) -> Finding:
         best_first = sorted(zip(MULTIPLES, price.tried, strict=False), key=lambda one: -one[1].low)
         fixes = [batch_fix(times, gain) for times, gain in best_first]
-        if interleaved is not None and price.tried[-1].ms >= LEAST_SHARE * study.step_ms:
+        own = schedule_fixes(study, BUBBLE_ERROR)
+        if own is None and interleaved is not None and price.tried[-1].ms >= LEAST_SHARE * study.step_ms:
             other = f"or an interleaved schedule, with {VIRTUAL} parts of the model on each rank{at(site)}"
             fixes.append(code_fix(other, "ScheduleInterleaved1F1B", "", site, price.tried[-1]))
+        fixes += own or []
         evidence = _evidence(study, shape, waited, ideal, MULTIPLES[price.chosen])
         return Finding("pipeline.bubble", title, "info", where, evidence, price.gain, tuple(fixes))
 
@@ -320,7 +329,7 @@ RULES = (
         explains=("bubble",),
         exhausts=("bubble",),
         looks=(fault("pipeline.imbalance", unbalanced, imbalance),),
-        error=ModelError(of_gain=0.08, of_step=0.015, busy=0.06),
+        error=IMBALANCE_ERROR,
         came_true=(73, 75),
         place=50,
     ),
@@ -331,7 +340,7 @@ RULES = (
         exhausts=("bubble",),
         looks=(Look(bubble, needs=(signals.replay,)),),
         outranked_by=("pipeline.imbalance", "rank.straggler"),
-        error=ModelError(of_gain=0.072, of_step=0.0225, busy=0.036),
+        error=BUBBLE_ERROR,
         came_true=(22, 25),
         place=110,
     ),

@@ -10,12 +10,13 @@ import numpy as np
 
 from dsprof.engine.schedule import Action, Plan
 
-from ...arrays import Float, Int
+from ...arrays import Bool, Float, Int
+from ...graph.evaluation_order import Cyclic
 from ...graph.step_graph import PARTS, Costs, Edges, Steps, Structure, Task
 from ..edit import GONE, Recut
-from .messages import Habits, Posted, habits
-from .program import MESSAGE, MeasuredPlan, Pipeline, need_elsewhere
-from .recipe import Piece, Recipe, Stages, source_microbatch, source_stage
+from .messages import Habits, Posted, habits, typical_transfer
+from .program import MESSAGE, MeasuredPlan, NotLowered, Pipeline, need_elsewhere
+from .recipe import ActionPiece, Recipe, Stages, source_microbatch, source_stage
 
 COMPUTED: Final = tuple(PARTS.index(part) for part in ("compute", "sharding"))
 """What of a segment takes another time in a stage that has other layers."""
@@ -27,9 +28,23 @@ Key = tuple[int, Action] | None
 """Of which action of which pipeline a copy is; None: of a prologue or an epilogue."""
 
 
-def assemble(structure: Structure, measured: MeasuredPlan, plan: Plan, stages: Stages) -> Recut:
-    """The structure in which every pipeline runs `plan`. Raises NotLowered."""
-    return _Assembly(structure, measured, plan, stages).recut()
+def assemble(
+    structure: Structure, measured: MeasuredPlan, plan: Plan, stages: Stages, waited: Bool | None = None
+) -> Recut:
+    """The structure in which every pipeline runs `plan`. Raises NotLowered.
+
+    waited: [C, S] whether a rank stood still for each task (`messages.awaited`): those messages tell what one takes
+            in another plan. None: each takes what the measured one does that it is like
+    """
+    as_seen = habits(structure, measured).of(measured.plan, plan)
+    for each in (as_seen, as_seen.eager()):
+        recut = _Assembly(structure, measured, plan, stages, each, waited).recut()
+        try:
+            recut.structure.plan  # noqa: B018  # kept there: it is worked out for the replay anyway
+        except Cyclic:
+            continue
+        return recut
+    raise NotLowered("its actions would wait for each other for ever, as messages are sent and received in this run")
 
 
 @dataclass(frozen=True)
@@ -43,9 +58,18 @@ class _Placed:
 
 
 class _Assembly:
-    def __init__(self, structure: Structure, measured: MeasuredPlan, plan: Plan, stages: Stages) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        measured: MeasuredPlan,
+        plan: Plan,
+        stages: Stages,
+        how: Habits,
+        waited: Bool | None,
+    ) -> None:
         self._old, self._measured, self._plan, self._stages = structure, measured, plan, stages
-        self._habits: Habits = habits(structure, measured)
+        self._habits = how
+        self._waited = waited
         self._posted: Posted = {} if self._habits.posted is None else self._habits.posted(plan)
         # Of each new segment.
         self._source: list[int] = []
@@ -113,7 +137,7 @@ class _Assembly:
                 self._append(range(block.ends, block.stop), thread, key, carried=pieces[0].carried)
             self._placed[key] = _Placed(first, waits, len(self._source) - 1)
 
-    def _before(self, piece: Piece, thread: int, key: Key) -> int:
+    def _before(self, piece: ActionPiece, thread: int, key: Key) -> int:
         """What comes before an action; the segment that waits for what it needs."""
         block = piece.block
         if not piece.whole:
@@ -224,6 +248,14 @@ class _Assembly:
             return [(NO_SOURCE, Task("pipeline", MESSAGE, workers=None))]
         return [(task, self._old.tasks[task]) for task in found]
 
+    def _messages_by_op(self) -> list[list[int]]:
+        """The measured messages of activations, and those of gradients."""
+        found: dict[str, list[int]] = defaultdict(list)
+        for messages in self._measured.messages:
+            for (action, _), tasks in messages.items():
+                found[action.op] += tasks
+        return list(found.values())
+
     # --- all together
 
     def _finish(self) -> Recut:
@@ -260,12 +292,19 @@ class _Assembly:
             ids=ids,
             ids_used=old.ids_used + int((~kept).sum()),
         )
-        factor = np.array(self._factor)
+        factor, waited = np.array(self._factor), self._waited
+        other = self._plan.actions != self._measured.plan.actions
+        alike = [(was, np.flatnonzero(np.isin(task_source, was))) for was in self._messages_by_op() if other]
 
         def costs(steps: Steps) -> Costs:
             work = steps.work[source]
             work[..., COMPUTED] *= factor[:, None, None]
-            return Costs(work, *(_taken(of, task_source) for of in (steps.transfer, steps.wire, steps.size)))
+            transfer, wire, size = (_taken(of, task_source) for of in (steps.transfer, steps.wire, steps.size))
+            for was, now in alike:
+                typical = None if waited is None else typical_transfer(steps.transfer, waited, was)
+                if typical is not None:
+                    transfer[now] = typical
+            return Costs(work, transfer, wire, size)
 
         return Recut(structure, operations, costs)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from dsprof.engine.schedule import Plan, ScheduleError, check
 
-from ...graph.step_graph import StepGraph, Steps
+from ...arrays import Bool
+from ...graph.step_graph import StepGraph, Steps, Structure
 from ..apply import Refused, Turn, WhatIf, measured
 from ..edit import Recut, Restructure
 from .assemble import assemble
+from .messages import awaited
 from .program import NotLowered, measured_plan
 from .recipe import Stages
 
@@ -37,11 +37,13 @@ class Lower(WhatIf):
         return "both say in which order the pipeline's actions run" if other.turn is Turn.SCHEDULE else None
 
     def change(self, graph: StepGraph) -> StepGraph:
-        judged = set(measured(graph).judged_steps.tolist())
+        origin = measured(graph)
+        judged = set(origin.judged_steps.tolist())
+        waited = {steps.structure: awaited(steps) for steps in origin.templates}
 
         def lowered(steps: Steps) -> Recut | None:
             try:
-                return self._recut(steps)
+                return self._recut(steps.structure, waited.get(steps.structure))
             except NotLowered as why:
                 if judged.isdisjoint(steps.numbers.tolist()):
                     return None  # it is only there because a delay reaches through it
@@ -49,8 +51,7 @@ class Lower(WhatIf):
 
         return Restructure(lowered)(graph)
 
-    def _recut(self, steps: Steps) -> Recut:
-        structure = steps.structure
+    def _recut(self, structure: Structure, waited: Bool | None) -> Recut:
         was = measured_plan(structure)
         plan = was.plan if self.plan is None else self.plan
         if plan.ranks != was.plan.ranks:
@@ -59,12 +60,4 @@ class Lower(WhatIf):
             check(plan)
         except ScheduleError as error:
             raise NotLowered(str(error)) from None
-        return assemble(structure, was, plan, self.stages)
-
-
-def lowered_ms(graph: StepGraph, lower: Lower) -> np.typing.NDArray[np.float64]:
-    """Each judged step with it, ms, [S]. Raises Refused."""
-    from ...graph.replay import replay
-    from ..apply import apply
-
-    return replay(apply(graph, [lower])).durations
+        return assemble(structure, was, plan, self.stages, waited)

@@ -9,15 +9,17 @@ rank). And it may go on computing once what it sent is under way, or wait until 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
+
 from dsprof.engine.schedule import Action, Plan
 
-from ...arrays import Int
-from ...graph.step_graph import Structure
+from ...arrays import Bool, Float, Int
+from ...graph.step_graph import Steps, Structure
 from .program import MeasuredPlan, need_elsewhere
 
 Posted = Mapping[Action, int]
@@ -33,6 +35,19 @@ class Habits:
 
     posted: Callable[[Plan], Posted] | None
     waits_for_send: frozenset[tuple[str, str]]
+
+    def of(self, ran: Plan, plan: Plan) -> Habits:
+        """The habits with another plan: of ranks with several stages, where they had one, those of torch, which runs
+        such schedules otherwise, unless receives were posted early before."""
+        if (ran.virtual_stages > 1) == (plan.virtual_stages > 1):
+            return self
+        if plan.virtual_stages > 1:
+            return Habits(by_table if self.posted is in_turn else self.posted, frozenset())
+        return Habits(in_turn if self.posted is by_table else self.posted, frozenset())
+
+    def eager(self) -> Habits:
+        """Nobody waits for what it has sent, and receives are posted early: habits with which every plan can finish."""
+        return Habits(None if self.posted is None else by_table, frozenset())
 
 
 def habits(structure: Structure, measured: MeasuredPlan) -> Habits:
@@ -128,3 +143,34 @@ def _like(plan: Plan, seen: list[tuple[Action, int]]) -> Callable[[Plan], Posted
         return sum(told.get(action) == at for action, at in seen)
 
     return max(RULES, key=agreeing)
+
+
+# --- how long messages are under way
+
+LEAST_IDLE_MS: Final = 0.02
+"""A rank that stood still for less did not wait for what it received."""
+
+
+def awaited(steps: Steps) -> Bool:
+    """[C, S] whether some rank stood still until a task had ended, as it was measured. Of others it is not seen when
+    they had: a receiver that computes looks for what has come when it is through."""
+    structure = steps.structure
+    over = steps.began + steps.work.sum(axis=-1)
+    before = np.roll(over, 1, axis=0)
+    idle = steps.began - before > LEAST_IDLE_MS
+    idle[np.searchsorted(structure.thread, np.arange(structure.threads))] = False
+    found = np.zeros((len(structure.tasks), len(steps.numbers)), bool)
+    np.logical_or.at(found, structure.waits[:, 0], idle[structure.waits[:, 1]])
+    return found
+
+
+def typical_transfer(transfer: Float, waited: Bool, tasks: Sequence[int]) -> Float | None:
+    """What such a message takes, mean of those that were waited for, [S] ms; None where none was.
+
+    transfer: [C, S]
+    """
+    seen = np.where(waited[tasks], transfer[tasks], np.nan)
+    if np.isnan(seen).all():
+        return None
+    whole = float(np.nanmean(seen))
+    return np.array([np.nanmean(of) if not np.isnan(of).all() else whole for of in seen.T])

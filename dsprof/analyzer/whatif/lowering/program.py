@@ -24,7 +24,7 @@ class NotLowered(Exception):
 
 
 @dataclass(frozen=True)
-class Block:
+class ActionBlock:
     """An action of a rank as it was measured: segments `first` up to, without, `stop`.
 
     first:  where the rank turned to it, after it had sent what the action before made
@@ -49,7 +49,7 @@ class RankProgram:
     thread: int
     start: int
     end: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[ActionBlock, ...]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Pipeline:
     programs: tuple[RankProgram, ...]
 
     @cached_property
-    def blocks(self) -> Mapping[Action, Block]:
+    def blocks(self) -> Mapping[Action, ActionBlock]:
         """Of each action that ran."""
         return {block.action: block for program in self.programs for block in program.blocks}
 
@@ -272,7 +272,7 @@ def _program(
     for i, (done, action) in enumerate(zip(acted, actions, strict=True)):
         first = stop[i - 1] if i else mine.start
         waits = next((segment for segment in range(first, done.begins) if segment in awaited), done.begins)
-        blocks.append(Block(action, first if i else waits, waits, done.begins, done.ends, stop[i]))
+        blocks.append(ActionBlock(action, first if i else waits, waits, done.begins, done.ends, stop[i]))
     return (
         RankProgram(thread, mine.start, mine.stop, tuple(blocks)),
         {key: tuple(tasks) for key, tasks in carried.items()},

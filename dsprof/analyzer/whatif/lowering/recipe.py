@@ -9,7 +9,7 @@ from typing import Final, Literal
 from dsprof.engine.schedule import Action, Plan
 
 from ...graph.step_graph import Structure
-from .program import Block, Pipeline
+from .program import ActionBlock, Pipeline
 
 WEIGHT_SHARE: Final = 0.5
 """Of a backward, what only makes the weights' gradients, where that was not measured: of a product with a weight, one
@@ -20,11 +20,11 @@ Carried = Literal["all", "gradients", "others"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ActionPiece:
     """A copy of a measured block, or of its own segments alone, without what comes before and after them. Its
     computation takes `factor` times as long."""
 
-    block: Block
+    block: ActionBlock
     factor: float = 1.0
     whole: bool = True
     carried: Carried = "all"
@@ -75,7 +75,7 @@ class Recipe:
         self._last = plan.actions[rank][-1]
         self._final = _reduces_once(structure, pipeline, rank)
 
-    def pieces(self, action: Action) -> tuple[Piece, ...]:
+    def pieces(self, action: Action) -> tuple[ActionPiece, ...]:
         """The pieces of an action, in order."""
         was, plan, blocks = self._pipeline.plan, self._plan, self._pipeline.blocks
         stage = source_stage(was, plan, action.stage)
@@ -84,11 +84,11 @@ class Recipe:
         # Gradients that a rank reduces once a step, it reduces with its last action.
         reduces: Carried = "all" if self._final is None or action == self._last else "others"
 
-        def copied(op: str, times: float = 1.0, *, whole: bool = True, carried: Carried = reduces) -> Piece:
+        def copied(op: str, times: float = 1.0, *, whole: bool = True, carried: Carried = reduces) -> ActionPiece:
             block = blocks[Action(op, stage, micro)]
             if action == self._last and self._final is not None and op == self._final.action.op:
                 block = self._final
-            return Piece(block, factor * times, whole, carried)
+            return ActionPiece(block, factor * times, whole, carried)
 
         if action.op == "F":
             return (copied("F", carried="all"),)
@@ -102,7 +102,7 @@ class Recipe:
         return (copied("B", share, whole=False, carried="gradients" if reduces == "all" else "others"),)
 
 
-def _reduces_once(structure: Structure, pipeline: Pipeline, rank: int) -> Block | None:
+def _reduces_once(structure: Structure, pipeline: Pipeline, rank: int) -> ActionBlock | None:
     """The rank's last block, where gradients are reduced in no other one before it; None: they are reduced in several,
     or in none."""
     program = pipeline.programs[rank]

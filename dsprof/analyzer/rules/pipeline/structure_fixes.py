@@ -1,0 +1,106 @@
+"""What a pipeline's findings advise to change of its structure: the layers at which its stages begin, its schedule;
+each with what it saves, by a replay of the plan that would run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import numpy as np
+
+from ... import signals
+from ...finding import Fix, Gain
+from ...graph.replay import replay
+from ...price.calibration import ModelError
+from ...price.certainty import with_all_errors
+from ...price.gains import mean_gain
+from ...signals import Absent
+from ...structure import AUTO, PipelineStructure, restructured
+from ...study import Study
+from ...whatif import Refused, apply
+from ...work.stage_layers import stage_layers
+from ..base import LEAST_SHARE, NotJudged, code_fix
+
+OWN_ENGINE: Final = "dsprof"
+"""Dialect of the configurations of dsprof's engine."""
+SCHEDULES: Final[tuple[tuple[PipelineStructure, dict[str, Any], str], ...]] = (
+    (
+        PipelineStructure(schedule="zero-bubble"), {"schedule": "zero-bubble"},
+        "weight gradients are computed while the pipeline drains",
+    ),
+    (
+        PipelineStructure(schedule="interleaved", chunks=2), {"schedule": "interleaved", "virtual_stages": 2},
+        "it fills and drains in steps of half a rank's part of the model; more activations are held",
+    ),
+)  # fmt: skip
+"""Those that are tried, how they are written, and why they may be shorter."""
+
+
+def boundaries_fix(study: Study, site: str | None, error: ModelError | None) -> Fix | None:
+    """Other boundaries between the stages, by layer; None where layers were not timed or none are better."""
+    found = _tried(study, PipelineStructure(boundaries=AUTO), error)
+    layers = stage_layers(study)
+    if found is None or layers is None:
+        return None
+    bounds, gain = found
+    if bounds is None:
+        return None
+    begin = ", ".join(f"{at} ({layers[at].name})" for at in bounds[1:-1])
+    says = f"stages that begin at layers 0, {begin}, of {len(layers)}"
+    config = _own_config(study)
+    if config is None:
+        return code_fix(f"{says}: as lists of layers, or split points", "boundaries", list(bounds), site, gain)
+    settings = {"partition_method": list(bounds)}
+    title = f"pipeline.partition_method: {list(bounds)}: {says}"
+    return Fix("config", title, _in_section(config, settings), gain, (("pipeline.partition_method", list(bounds)),))
+
+
+def schedule_fixes(study: Study, error: ModelError | None) -> list[Fix] | None:
+    """Other schedules where dsprof's engine runs the pipeline, the best first: those whose saving is sure. None where
+    another framework does."""
+    config = _own_config(study)
+    if config is None:
+        return None
+    found = []
+    for wanted, settings, why in SCHEDULES:
+        tried = _tried(study, wanted, error)
+        if tried is not None:
+            named = ", ".join(f"pipeline.{key}: {json.dumps(value)}" for key, value in settings.items())
+            knobs = tuple((f"pipeline.{key}", value) for key, value in settings.items())
+            found.append(Fix("config", f"{named}: {why}", _in_section(config, settings), tried[1], knobs))
+    return sorted(found, key=lambda fix: -fix.gain.low if fix.gain else 0.0)
+
+
+def _tried(
+    study: Study, wanted: PipelineStructure, error: ModelError | None
+) -> tuple[tuple[int, ...] | None, Gain] | None:
+    """The boundaries of a structure and what it saves; None where that cannot be told, or may be nothing."""
+    graph = signals.replay.look(study)
+    if isinstance(graph, Absent):
+        return None
+    try:
+        new = restructured(study, wanted)
+        before, *after = (
+            replay(apply(graph, whatifs)).durations
+            for whatifs in (new.effect.now, new.effect.then, *(then for _, then in new.effect.others))
+        )
+    except (NotJudged, Refused):
+        return None
+    gain = mean_gain(study, before - after[0])
+    ends = [float(np.mean(before - other)) for other in after[1:]]
+    gain = Gain(gain.ms, gain.percent, min([gain.low, *ends]), max([gain.high, *ends]))
+    gain = with_all_errors(study, gain, error)
+    return (new.boundaries, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else None
+
+
+def _own_config(study: Study) -> dict[str, Any] | None:
+    """The configuration of dsprof's engine that ran; None: it did not run."""
+    facts = (fact for fact in study.facts.get("config", []) if fact.get("dialect") == OWN_ENGINE)
+    return next((fact.get("content") or {} for fact in facts), None)
+
+
+def _in_section(config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """A JSON patch that sets keys of the section `pipeline`."""
+    if isinstance(config.get("pipeline"), dict):
+        return tuple({"op": "add", "path": f"/pipeline/{key}", "value": value} for key, value in settings.items())
+    return ({"op": "add", "path": "/pipeline", "value": settings},)

@@ -1,0 +1,144 @@
+"""What the stages of another plan take, from what those that ran took and, where they were timed, from their layers;
+and the boundaries between stages that make the shortest steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from dsprof.engine.partition import balance
+from dsprof.engine.schedule import Plan
+
+from .graph.step_graph import StepGraph
+from .rules.base import NotJudged
+from .whatif.lowering import Stages, measured_plan
+from .whatif.lowering.assemble import COMPUTED
+from .whatif.lowering.recipe import source_stage
+from .work.stage_layers import StageLayer
+
+Taken = Mapping[tuple[int, str], float]
+"""(stage, `F` or `B`) -> what it computes for one micro-batch, ms; a B is all of the backward."""
+
+UNEVEN: Final = 0.15
+"""Parts of a stage whose layers were not timed may take so much more or less than the mean of them."""
+MOST_ROUNDS: Final = 4
+"""So often every boundary is tried one layer further to either side."""
+
+
+def stage_ms(graph: StepGraph) -> Taken:
+    """What stages took, mean over the judged steps, micro-batches and replicas. Raises NotLowered."""
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for steps in graph.templates:
+        judged = np.isin(steps.numbers, graph.judged_steps)
+        if not judged.any():
+            continue
+        computed = steps.work[:, judged][..., COMPUTED].sum(axis=-1).mean(axis=1)
+        total = np.append(0.0, np.cumsum(computed))
+        for pipeline in measured_plan(steps.structure).pipelines:
+            for action, block in pipeline.blocks.items():
+                found[action.stage, action.op].append(float(total[block.ends] - total[block.begins]))
+    mean = {key: float(np.mean(of)) for key, of in found.items()}
+    return {
+        (stage, op): ms + (mean.get((stage, "W"), 0.0) if op == "B" else 0.0)
+        for (stage, op), ms in mean.items() if op != "W"
+    }  # fmt: skip
+
+
+def divided_alike(ran: Plan, plan: Plan, taken: Taken) -> tuple[Stages, ...]:
+    """The stages of a plan whose stages are those that ran, whole parts of them or several together; of parts, whose
+    layers were not timed, also as uneven ones. Raises NotJudged where they are neither."""
+    if plan.stages == ran.stages:
+        return (Stages(),)
+    if ran.stages % plan.stages == 0:
+        each = ran.stages // plan.stages
+        times = {
+            (stage, op): sum(taken[stage * each + i, op] for i in range(each))
+            for stage in range(plan.stages) for op in "FB"
+        }  # fmt: skip
+        return (_stages(ran, plan, taken, times),)
+    if plan.stages % ran.stages:
+        raise NotJudged(
+            f"{plan.stages} stages can be told from the {ran.stages} that ran only with what each layer takes, which "
+            "was not timed: run again with --level full"
+        )
+    parts = plan.stages // ran.stages
+
+    def parted(more: float) -> Stages:
+        # The first part of each stage takes more, and the others as much less between them.
+        share = [1 + more] + [1 - more / (parts - 1)] * (parts - 1)
+        return _stages(ran, plan, taken, {
+            (stage, op): taken[stage // parts, op] * share[stage % parts] / parts
+            for stage in range(plan.stages) for op in "FB"
+        })  # fmt: skip
+
+    return parted(0.0), parted(UNEVEN), parted(-UNEVEN)
+
+
+def of_layers(ran: Plan, plan: Plan, taken: Taken, layers: Sequence[StageLayer], bounds: Sequence[int]) -> Stages:
+    """Stages that begin at these layers. What a stage took beside its layers, as the last one's loss, stays with it."""
+    times = {}
+    for stage, (low, high) in enumerate(pairwise(bounds)):
+        source = source_stage(ran, plan, stage)
+        stays = (source == ran.stages - 1) == (stage == plan.stages - 1)
+        for op in "FB":
+            rest = (
+                taken[source, op] - sum(_ms(layer, op) for layer in layers if layer.stage == source) if stays else 0.0
+            )
+            times[stage, op] = max(sum(_ms(layer, op) for layer in layers[low:high]) + rest, 0.0)
+    return _stages(ran, plan, taken, times)
+
+
+def _ms(layer: StageLayer, op: str) -> float:
+    return layer.forward_ms if op == "F" else layer.backward_ms
+
+
+def _stages(ran: Plan, plan: Plan, taken: Taken, times: Taken) -> Stages:
+    return Stages({
+        (stage, op): ms / max(taken[source_stage(ran, plan, stage), op], 1e-9) for (stage, op), ms in times.items()
+    })  # fmt: skip
+
+
+def present_boundaries(layers: Sequence[StageLayer]) -> tuple[int, ...]:
+    """Where the stages that ran begin, and the number of all layers."""
+    stages = [layer.stage for layer in layers]
+    return (*(stages.index(stage) for stage in sorted(set(stages))), len(stages))
+
+
+def best_boundaries(
+    layers: Sequence[StageLayer], parts: int, step_ms: Callable[[tuple[int, ...]], float]
+) -> tuple[int, ...]:
+    """Those with the shortest step among the division whose heaviest part is lightest, the present one, and what comes
+    of moving a boundary of the best by a layer as long as that helps. Raises NotJudged for fewer layers than parts.
+
+    step_ms: what a step takes with boundaries, ms.
+    """
+    if len(layers) < parts:
+        raise NotJudged(f"{parts} stages for {len(layers)} layers; each needs one")
+    begin = [tuple(balance([layer.ms for layer in layers], parts))]
+    if len(present_boundaries(layers)) == parts + 1:
+        begin.append(present_boundaries(layers))
+    known = {bounds: step_ms(bounds) for bounds in begin}
+    best = min(known, key=lambda bounds: known[bounds])
+    for _ in range(MOST_ROUNDS):
+        moved = [bounds for bounds in _moved(best) if bounds not in known]
+        known |= {bounds: step_ms(bounds) for bounds in moved}
+        better = min(known, key=lambda bounds: known[bounds])
+        if better == best:
+            break
+        best = better
+    return best
+
+
+def _moved(bounds: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """With one boundary a layer earlier or later."""
+    found = []
+    for i in range(1, len(bounds) - 1):
+        for step in (-1, 1):
+            moved = (*bounds[:i], bounds[i] + step, *bounds[i + 1 :])
+            if all(low < high for low, high in pairwise(moved)):
+                found.append(moved)
+    return found

@@ -1,0 +1,251 @@
+"""Another structure of a pipeline, as a user asks for it: another schedule, other micro-batches, more parts of the
+model on each rank, other boundaries between the stages.
+
+    ask(study(trace), [[PipelineStructure(schedule="zero-bubble", microbatches=16, boundaries=AUTO)]])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from dsprof.engine.partition import partition
+from dsprof.engine.schedule import Plan, make_plan, peak_activations
+from dsprof.words import did_you_mean
+
+from .arrays import Float
+from .effect import Effect
+from .graph.replay import replay
+from .rules.base import NotJudged
+from .stage_costs import Taken, best_boundaries, divided_alike, of_layers, stage_ms
+from .study import Study, once
+from .text import number
+from .whatif import apply
+from .whatif.lowering import Lower, NotLowered, Stages, measured_plan
+from .work.stage_layers import StageLayer, stage_layers
+
+AUTO: Final = "auto"
+NAMES: Final = {
+    "gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved", "interleaved-1f1b": "interleaved",
+    "vpp": "interleaved", "zero-bubble": "zero-bubble", "zb-h1": "zero-bubble", "zbh1": "zero-bubble",
+}  # fmt: skip
+"""What a schedule is called -> its name in `dsprof.engine.schedule`."""
+WEIGHT_SHARES: Final = (1 / 3, 0.6)
+"""What W may be of a backward that was not measured in two parts: the ends of the interval."""
+
+
+@dataclass(frozen=True)
+class PipelineStructure:
+    """schedule: one of NAMES; microbatches: of the same size as now, unless `same_batch`: then what is one batch now is
+    cut into so many; chunks: parts of the model on each rank; boundaries: 0, ..., layers, or AUTO: the best there are;
+    written: as the user typed all this. What is None is as it ran.
+    """
+
+    schedule: str | None = None
+    microbatches: int | None = None
+    chunks: int | None = None
+    boundaries: tuple[int, ...] | str | None = None
+    same_batch: bool = False
+    written: str = ""
+
+    @property
+    def says(self) -> str:
+        if self.written:
+            return self.written
+        parts = {
+            "schedule": self.schedule, "micro-batches": self.microbatches, "chunks": self.chunks,
+            "boundaries": self.boundaries if isinstance(self.boundaries, str) or self.boundaries is None
+            else ",".join(map(str, self.boundaries)),
+        }  # fmt: skip
+        return " ".join(f"{name}={value}" for name, value in parts.items() if value is not None)
+
+    def beside(self, other: PipelineStructure) -> PipelineStructure:
+        """Both in one. Raises ValueError where they ask for different things."""
+        found: dict[str, Any] = {}
+        for name in ("schedule", "microbatches", "chunks", "boundaries"):
+            values = [value for value in (getattr(self, name), getattr(other, name)) if value is not None]
+            if len(set(values)) > 1:
+                raise ValueError(f"{self.says} and {other.says} do not go together: write one of them")
+            found[name] = values[0] if values else None
+        written = " ".join(dict.fromkeys((self.says, other.says)))
+        return PipelineStructure(**found, same_batch=self.same_batch or other.same_batch, written=written)
+
+    def effect(self, study: Study) -> Effect:
+        """Raises NotJudged with what the run does not tell, and Refused."""
+        return restructured(study, self).effect
+
+
+@dataclass(frozen=True)
+class Restructured:
+    """What a `PipelineStructure` is for one run.
+
+    plan:       what the ranks would do
+    boundaries: layers at which stages begin, and the number of all; None: they stay
+    in_flight:  of each rank of a pipeline, the activations (of as much of the model as it holds, and one micro-batch)
+                that it holds at once: now, and then
+    """
+
+    plan: Plan
+    boundaries: tuple[int, ...] | None
+    in_flight: tuple[tuple[float, ...], tuple[float, ...]]
+    effect: Effect
+
+
+@once
+def pipeline_that_ran(study: Study) -> Plan:
+    """The plan that most judged steps ran, by its name where it is a known one. Raises NotJudged."""
+    if study.graph is None:
+        raise NotJudged("no step was completed on all captured ranks")
+    if not study.topology.stage_of:
+        raise NotJudged("the job has no pipeline, as far as was captured")
+    if study.ranks_missing:
+        held = sorted({stage for stages in study.topology.stage_of.values() for stage in stages})
+        raise NotJudged(
+            f"only stage{'s' * (len(held) > 1)} {', '.join(map(str, held))} of the pipeline "
+            f"{'were' if len(held) > 1 else 'was'} captured: what the others take is needed; capture all ranks"
+        )
+    graph = study.graph
+    steps = max(graph.templates, key=lambda one: int(np.isin(one.numbers, graph.judged_steps).sum()))
+    try:
+        plan = measured_plan(steps.structure).plan
+    except NotLowered as why:
+        raise NotJudged(str(why)) from None
+    for name in dict.fromkeys(NAMES.values()):
+        if plan.virtual_stages > 1 and name != "interleaved":
+            continue
+        known = make_plan(name, plan.ranks, plan.microbatches, plan.virtual_stages)
+        if known.actions == plan.actions:
+            return replace(plan, schedule=name)
+    return plan
+
+
+def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
+    """Raises NotJudged with what the run does not tell."""
+    ran = pipeline_that_ran(study)
+    plan = _plan(study, ran, wanted)
+    taken, layers = stage_ms(study.need_graph()), stage_layers(study)
+    bounds = None
+    if wanted.boundaries is None and (layers is None or plan.stages == ran.stages):
+        stages = divided_alike(ran, plan, taken)
+    else:
+        bounds = _boundaries(study, wanted, ran, plan, taken)
+        stages = (of_layers(ran, plan, taken, _need_layers(study), bounds),)
+    notes = [_of_boundaries(study, bounds)] if bounds is not None else []
+    if len(stages) > 1:
+        notes.append("layers were not timed: parts of a stage are taken to be as long as each other, give or take 15 %")
+    if plan.microbatches != ran.microbatches:
+        if wanted.same_batch:
+            # Smaller micro-batches take less, but each has what it takes whatever its size.
+            part, whole = ran.microbatches / plan.microbatches, stages[0]
+            stages = (*(_times(one, plan, part) for one in stages), _times(whole, plan, (1 + part) / 2))
+        else:
+            notes.append(
+                f"{plan.microbatches} micro-batches of the size that they have: the batch is "
+                f"{number(plan.microbatches / ran.microbatches)} times as large, and what is said is of a "
+                f"batch of {ran.microbatches}"
+            )
+    if plan.splits and not ran.splits:
+        notes.append("how long weight gradients take was not measured: between 33 and 60 % of a backward")
+        stages = (*stages, *(replace(stages[0], weight_share=share) for share in WEIGHT_SHARES))
+    in_flight = _in_flight(ran), _in_flight(plan)
+    notes.append(_held(*in_flight))
+    lowered = [(Lower(plan, one, wanted.says),) for one in stages]
+    now = (Lower(),)
+    effect = Effect(
+        "pipeline.bubble",
+        then=lowered[0],
+        now=now,
+        others=tuple((now, one) for one in lowered[1:]),
+        correct=_per_batch(1.0 if wanted.same_batch else ran.microbatches / plan.microbatches),
+        notes=tuple(notes),
+    )
+    return Restructured(plan, bounds, in_flight, effect)
+
+
+def _plan(study: Study, ran: Plan, wanted: PipelineStructure) -> Plan:
+    microbatches = wanted.microbatches or ran.microbatches
+    if wanted.schedule is not None and wanted.schedule not in NAMES:
+        names = sorted(set(NAMES.values()))
+        hint = did_you_mean(wanted.schedule, NAMES, otherwise=f"; there are {', '.join(names)}", show=str)
+        raise NotJudged(f"{wanted.schedule}: no schedule of this name can be lowered{hint}")
+    name = ran.schedule if wanted.schedule is None else NAMES[wanted.schedule]
+    several = name == "interleaved" or (name not in NAMES and ran.virtual_stages > 1)
+    chunks = wanted.chunks or (max(ran.virtual_stages, 2) if several and wanted.schedule else ran.virtual_stages)
+    if not several and wanted.chunks is None:
+        chunks = 1
+    if name not in NAMES.values():
+        if (microbatches, chunks) == (ran.microbatches, ran.virtual_stages):
+            return ran
+        raise NotJudged(
+            "the order in which this run's ranks did their actions is none of a schedule that is known, so what it is "
+            "with other micro-batches or parts is not known either; say which schedule"
+        )
+    rounds = max(microbatches // ran.ranks, 1)
+    if name == "interleaved" and chunks > 1 and microbatches % rounds and study.facts.get("pipeline"):
+        raise NotJudged(
+            f"torch's interleaved schedule takes {microbatches} micro-batches on {ran.ranks} ranks only if they are a "
+            f"multiple of the rounds, {rounds}; write {microbatches - microbatches % rounds}"
+        )
+    try:
+        return make_plan(name, ran.ranks, microbatches, chunks)
+    except ValueError as wrong:
+        raise NotJudged(str(wrong)) from None
+
+
+def _need_layers(study: Study) -> tuple[StageLayer, ...]:
+    layers = stage_layers(study)
+    if layers is None:
+        raise NotJudged(
+            "what each layer of the stages takes was not timed, so no other boundary can be told: run again with "
+            "--level full (dsprof's engine times its layers in every run)"
+        )
+    return layers
+
+
+def _boundaries(study: Study, wanted: PipelineStructure, ran: Plan, plan: Plan, taken: Taken) -> tuple[int, ...]:
+    layers, graph = _need_layers(study), study.need_graph()
+    if wanted.boundaries is not None and not isinstance(wanted.boundaries, str):
+        try:
+            return tuple(partition(wanted.boundaries, plan.stages, [layer.name for layer in layers]))
+        except ValueError as wrong:
+            raise NotJudged(str(wrong)) from None
+
+    def step_ms(bounds: tuple[int, ...]) -> float:
+        stages = of_layers(ran, plan, taken, layers, bounds)
+        return float(replay(apply(graph, [Lower(plan, stages)])).durations.mean())
+
+    return best_boundaries(layers, plan.stages, step_ms)
+
+
+def _times(stages: Stages, plan: Plan, part: float) -> Stages:
+    """The same stages, of smaller micro-batches."""
+    every = {(stage, op): 1.0 for stage in range(plan.stages) for op in "FB"}
+    return replace(stages, factors={key: times * part for key, times in {**every, **stages.factors}.items()})
+
+
+def _per_batch(part: float) -> Callable[[Float, Float], Float]:
+    def correct(before: Float, saved: Float) -> Float:
+        """Of a larger batch, what belongs to as many micro-batches as there are now."""
+        found: Float = before - (before - saved) * part
+        return found
+
+    return correct
+
+
+def _of_boundaries(study: Study, bounds: tuple[int, ...]) -> str:
+    layers = _need_layers(study)
+    begin = ", ".join(f"{at} ({layers[at].name})" for at in bounds[1:-1])
+    return f"stages begin at layers 0, {begin} of {len(layers)}: boundaries {','.join(map(str, bounds))}"
+
+
+def _in_flight(plan: Plan) -> tuple[float, ...]:
+    return tuple(held / plan.virtual_stages for held in peak_activations(plan, "B"))
+
+
+def _held(now: tuple[float, ...], then: tuple[float, ...]) -> str:
+    before, after = (", ".join(number(held) for held in ranks) for ranks in (now, then))
+    same = f"as now ({before})" if now == then else f"{after}, and now {before}"
+    return f"activations that the ranks hold at once, in micro-batches: {same}"
