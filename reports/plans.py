@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from dsprof.plan.formulas import FormulaPlan
-    from dsprof.plan.from_run import RunPlan, Scaled
+    from dsprof.plan.from_run import PlannedStep, RunPlan
     from dsprof.plan.told import TableAnswer
 
 MOST_ROWS: Final = 40
@@ -173,7 +173,7 @@ def render_run_plan(plan: RunPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _parts(now: Scaled, then: Scaled) -> list[str]:
+def _parts(now: PlannedStep, then: PlannedStep) -> list[str]:
     """The parts of a step that are not nothing, of the run and of the plan."""
     rows: list[tuple[str, ...]] = [("part of the step", f"on {now.ranks}", f"on {then.ranks}", "")]
     for part, value in now.parts.items():

@@ -50,7 +50,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class PlannedStep:
     """A step on `ranks` ranks. low, high: the ends of its 95 % interval. parts: budget part -> ms. efficiency:
     throughput a rank, by that of the run. samples, tokens: a second, of all ranks, None where they are not known.
     transfer_ms: of the data-parallel communications of a step, hidden or not."""
@@ -71,9 +71,9 @@ class RunPlan:
     """measured: the run itself. asked: of the ranks that were asked for. curve: of these and others, in order.
     replicas: data-parallel size of the run. memory_bytes: the most that a rank had, None: not recorded."""
 
-    measured: Scaled
-    asked: Scaled
-    curve: Sequence[Scaled]
+    measured: PlannedStep
+    asked: PlannedStep
+    curve: Sequence[PlannedStep]
     replicas: int
     memory_bytes: int | None
     assumptions: Sequence[str]
@@ -185,7 +185,9 @@ def _ring_bytes(domain: Domain) -> float:
     return float(np.where(domain.table["name"] == "all_reduce", 2 * size, size).sum())
 
 
-def _scale(base: _Base, ranks: int, network: Network, rates: Mapping[str, float]) -> tuple[Scaled, Mapping[str, float]]:
+def _scale(
+    base: _Base, ranks: int, network: Network, rates: Mapping[str, float]
+) -> tuple[PlannedStep, Mapping[str, float]]:
     """The step, and the standard errors that its interval is made of, by what they come from."""
     replicas = ranks // base.fixed
     grown = ranks / base.world
@@ -220,7 +222,7 @@ def _scale(base: _Base, ranks: int, network: Network, rates: Mapping[str, float]
     own = base.step_ms / ms
     found = {what: rate * grown * own for what, rate in rates.items()}
     low = max(ms - wide, ms - parts["comm_exposed"] - waiting - 1.96 * base.noise - errors[list(errors)[-1]] * 1.96)
-    return Scaled(
+    return PlannedStep(
         ranks, ms, max(low, 0.0), ms + wide, parts, own, found.get("samples"), found.get("tokens"), transfer
     ), errors  # fmt: skip
 
