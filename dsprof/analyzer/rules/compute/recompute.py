@@ -22,7 +22,7 @@ from ...study import Study, once
 from ...text import count, percent, size
 from ...whatif.work import Change, LessWork
 from ...work.recomputed import pieces_at_once, recomputed_ms
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, settings_fix
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, place_fix, settings_fix
 from ..rule import Found, Look, Rule
 
 LASTING: Final = ("parameters", "optimizer_states", "buffers")
@@ -151,7 +151,7 @@ def fixes(study: Study, kept: Kept, gain: Gain) -> tuple[Fix, ...]:
         title = f"call torch.utils.checkpoint for {left} of the {kept.pieces} blocks only{at(site)}"
     else:
         title = f"call the blocks without torch.utils.checkpoint{at(site)}"
-    found = [settings_fix(title + memory, {"blocks computed again": left}, site, gain)]
+    found = [place_fix(title + memory, site, gain)]
     if left and not any(fact.get("selective") for fact in made):
         policy = (
             "or keep what costs most to compute in every block (context_fn of create_selective_checkpoint_contexts)"
