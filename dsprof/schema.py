@@ -145,6 +145,8 @@ overflow after which it raises the scale), whether what it skips is `seen`, and 
 LOST_FACT: Final = "lost"
 """Kind of the facts of what could not be hooked, in words; one is `decisive` where its collectors are as good as
 switched off."""
+LINEAR_FACT: Final = "linear_layers"
+"""Kind of the facts of the linear layers of a model (`layers`): of each its name, inputs, outputs and type."""
 FLOPS_FACT: Final = "flops"
 """Kind of the facts of a step's floating-point operations (`dsprof.collectors.loop.flops`), which become these rows:"""
 FLOPS: Final = "flops."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dsprof.analyzer.memory.rank_memory import in_words, most
 from dsprof.analyzer.text import count, ms, percent, unit_of
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ HEAD = ("asked", "step now", "then", "saved a step, with 95 % interval")
 
 
 def render(answers: Answers) -> str:
-    """The table, and what it rests on."""
+    """The table, what changes hold of memory where they do, and what it rests on."""
     rows = [HEAD, *(_row(answers.step_ms, row) for row in answers.rows)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
@@ -28,7 +29,16 @@ def render(answers: Answers) -> str:
             f"; steps held out were missed by {percent(100 * held.missed)}, and half of the steps differs from the "
             f"other by {percent(100 * held.differs)}"
         )
-    return "\n".join([*lines, "", rests]) + "\n"
+    return "\n".join([*lines, *_memory(answers), "", rests]) + "\n"
+
+
+def _memory(answers: Answers) -> list[str]:
+    """A line for each row that holds memory: of the rank that would take most."""
+    told = [(" + ".join(row.asked), worst) for row in answers.rows if (worst := most(row.memory)) is not None]
+    if not told:
+        return []
+    width = max(len(asked) for asked, _ in told)
+    return ["", "most memory of a rank", *(f"{asked:{width}}  {in_words(worst)}" for asked, worst in told)]
 
 
 def _row(step_ms: float, row: Answered) -> tuple[str, str, str, str]:

@@ -319,6 +319,10 @@ def capture_facts(analysis: Analysis) -> str:
 
 IMPORTED: Final = {
     "kineto": "torch.profiler",
+    "chrome": "a Chrome trace, by a mapping file",
+    "nsight": "Nsight Systems",
+    "chakra": "a Chakra execution trace",
+    "dsprof": "an export of dsprof's",
     "straggler": "a straggler table",
     "flight_recorder": "Flight Recorder dumps",
     "memory_snapshot": "a CUDA memory snapshot",

@@ -82,6 +82,9 @@ class MeshJob:
     parameters: int = 0
     """Bytes of them on each rank, as its memory tells after each step; 0: it was not captured."""
 
+    capacity: int = 1 << 40
+    """Bytes that the host has."""
+
     def _simulated(self) -> tuple[list[_Rank], dict[tuple[str, int], float]]:
         """The ranks at the end, and when each collective ended."""
         ranks = [_Rank(rank, self) for rank in range(self.ranks)]
@@ -137,7 +140,7 @@ class MeshJob:
             {"rank": rank, "restart": 0, "step": step + 1, "kind": "mem", "name": name, "lane": "memory.host",
              "start_ns": end, "dur_ns": 0, "ended": True, "source": "measured", "bytes": held}
             for rank, step, end in zip(steps["rank"], steps["step"], steps["start_ns"] + steps["dur_ns"], strict=True)
-            for name, held in (("resident", 1 << 30), ("parameters", self.parameters), ("capacity", 1 << 40))
+            for name, held in (("resident", 1 << 30), ("parameters", self.parameters), ("capacity", self.capacity))
         ]  # fmt: skip
         return pd.DataFrame(more).reindex(columns=list(COLUMNS)).astype(COLUMNS)
 

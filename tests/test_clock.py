@@ -57,7 +57,9 @@ def test_without_drift_a_host_is_off_by_the_median() -> None:
     assert aligned["arrival_ns"].dropna().tolist() == [19 * MS]
     assert aligned["issue_ns"].tolist()[3:] == [8 * MS, 18 * MS + 4_000, 28 * MS]
     assert aligned["dur_ns"].tolist() == [MS] * 6
-    assert (error_us, warnings) == (0.0, [])
+    # Of so few the farthest from the median, and what a clock may drift by in 20 ms.
+    assert error_us == pytest.approx(4 + 1)
+    assert warnings == []
 
 
 def test_a_host_is_joined_through_another() -> None:
@@ -71,7 +73,7 @@ def test_a_host_is_joined_through_another() -> None:
     # b is 2 s and 1 us ahead of a; c is 5 s and 2 us ahead of b.
     assert starts(aligned, 1)[:3] == [9 * MS - 1_000, 19 * MS, 29 * MS + 2_000]
     assert starts(aligned, 2) == [14 * MS - 3_000, 24 * MS - 1_000, 34 * MS + 3_000]
-    assert error_us == 1 + 2  # us, of each way between two
+    assert error_us == pytest.approx((2 + 1) + (4 + 1), abs=0.01)  # us, of each way between two
     assert warnings == []
 
 
@@ -109,10 +111,39 @@ def test_a_clock_that_drifts_is_aligned_all_along(ppm: int) -> None:
     aligned, error_us, _ = align(rows, run_of("a", "b"))
     apart = np.array(starts(aligned, 1)) - np.array(starts(aligned, 0))
     assert np.abs(apart).max() < 50_000
-    assert np.abs(apart - late).max() < 10_000
-    assert error_us == pytest.approx(10, abs=2)
+    assert np.abs(apart - late).max() < 7_000
+    assert 30 <= error_us < 50  # one may leave all of them later by as much as they scatter, three times 10
     # A millisecond of b on the clock of a.
     assert aligned["dur_ns"].astype("int64").tolist()[1000:] == pytest.approx([MS - ppm] * 1000, abs=2)
+
+
+@pytest.mark.parametrize("collectives", [12, 40])
+def test_the_error_that_is_stated_is_a_bound(collectives: int) -> None:
+    """Hosts of four ranks up to 50 ms and 50 ppm apart, whose paths are unequal by up to 60 us: in 19 of 20 jobs at
+    least no clock is farther off, anywhere in the run."""
+    held = 0
+    for seed in range(20):
+        draw = np.random.default_rng([collectives, seed])
+        true = np.sort(draw.integers(0, 6 * S, collectives)) + 10 * S
+        offset, drift = draw.uniform(-50e6, 50e6, 3), draw.uniform(-50e-6, 50e-6, 3)
+        offset[0] = drift[0] = 0.0
+        parts = []
+        for rank in range(12):
+            end = true + draw.uniform(7_500, 60_000) * draw.random(collectives)
+            seen = end + offset[rank // 4] + (end - 10 * S) * drift[rank // 4]
+            parts.append(ended(rank, "0", np.rint(seen).astype(np.int64).tolist()))
+        clocks = find_clocks(table(*parts), run_of(*(host for host in "abc" for _ in range(4))))
+        moments = np.linspace(10 * S, 16 * S, 20)
+        worst = 0.0
+        for host in (1, 2):
+            shown = pd.DataFrame(
+                {"rank": 4 * host, "start_ns": np.rint(moments + offset[host] + (moments - 10 * S) * drift[host])}
+            ).reindex(columns=list(COLUMNS))
+            shown = shown.assign(restart=0, step=0).astype(COLUMNS)
+            worst = max(worst, float(np.abs(clocks.correct(shown)["start_ns"] - moments).max()) / 1e3)
+        held += worst <= clocks.error_us
+        assert clocks.error_us < 150
+    assert held >= 19
 
 
 def test_drifts_add_up_along_the_way() -> None:

@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -411,3 +412,21 @@ def test_a_job_that_writes_checkpoints_wants_to_be_asked(run: RunFolder, capsys:
     run.write_info(info)
     assert main(["fix", str(run.path), "--verify"]) == 2
     assert "give --yes" in capsys.readouterr().err
+
+
+def test_a_job_that_wrote_files_wants_to_be_asked_too(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    info = run.read_info()
+    info.cwd, info.started, info.ended = str(tmp_path), "2026-01-01T10:00:00+00:00", "2026-01-01T10:01:00+00:00"
+    run.write_info(info)
+    ended = datetime.fromisoformat(info.ended).timestamp()
+    for number in range(5):
+        written = tmp_path / "out" / f"{number}.csv"
+        written.parent.mkdir(exist_ok=True)
+        written.write_text("")
+        os.utime(written, (ended - 1, ended - 1))
+    assert main(["fix", str(run.path), "--verify"]) == 2
+    said = capsys.readouterr().err
+    assert "this job wrote files (" in said
+    assert "and 2 more), and each job of the comparison would write them again" in said

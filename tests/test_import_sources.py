@@ -79,7 +79,8 @@ def test_what_is_named_must_be_a_trace(tmp_path: Path) -> None:
     assert import_trace(tmp_path).ranks == (0, 1)  # in a folder it does not matter
     snapshot = tmp_path / "s.pickle"
     snapshot.write_bytes(b"\x80\x04segments")
-    assert "holds 2 traces (rank0.json, s.pickle); name one of them" in refusal(first, snapshot)
+    trace = import_trace([first, snapshot])
+    assert any("left out: " in text and "s.pickle" in text for text in trace.run.facts[0]["warnings"])
 
 
 def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
@@ -287,3 +288,20 @@ def test_wrong_patterns_in_pyproject_are_told(tmp_path: Path, text: str, why: st
     with pytest.raises(SettingsError) as error:
         load({}, {}, tmp_path)
     assert why in str(error.value)
+
+
+def test_the_windows_of_a_rank_in_folders_of_their_own_are_one_trace(tmp_path: Path) -> None:
+    """As torchtitan and Megatron write them: profile_trace/iteration_10/rank0_trace.json."""
+    for window in (10, 20):
+        for rank in (0, 1):
+            events = [
+                {**event, "ts": event["ts"] + 1e6 * window, "name": event["name"].replace("Step#", f"Step#{window}")}
+                for event in kt.training(steps=3)
+            ]
+            kt.write(tmp_path / f"iteration_{window}", kt.as_kineto(events), f"rank{rank}_trace.json")
+    trace = import_trace(tmp_path)
+    assert trace.ranks == (0, 1)
+    steps = trace.read(1).query("kind == 'step'")["step"].tolist()
+    assert len(steps) == 6
+    assert steps == sorted(steps)
+    assert len(trace.read(0)) == 2 * len(import_trace(tmp_path / "iteration_10").read(0))

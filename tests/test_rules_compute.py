@@ -104,10 +104,40 @@ def test_a_parameter_group_for_each_tensor() -> None:
     [
         {"groups": 2},
         {"settings": 700},  # such as a learning rate of its own for each layer
-        {"implementation": None},  # torch updates each tensor by itself, whatever the groups
+        {"implementation": None, "class": "SGD"},  # torch updates each tensor by itself, whatever the groups
         {"elements": 100_000_000, "parameters": 20, "groups": 12, "settings": 2},  # its elements take the time
     ],
 )
 def test_an_optimizer_whose_groups_are_no_matter(changes: dict[str, Any]) -> None:
     found = of(analyze(updating(optimizer(**changes)).trace()), "compute.optimizer")
     assert found is None or not found.is_problem
+
+
+# --- a loop over tensors ------------------------------------------------------------------------------
+
+
+def test_adam_on_a_cpu_updates_tensor_after_tensor() -> None:
+    facts = optimizer(implementation=None, groups=1, settings=1, parameters=300)
+    first = analyze(updating(facts).trace()).findings[0]
+    assert first.code == "compute.optimizer"
+    assert first.title == "AdamW updates 300 tensors one after the other, which takes 31 % of the step"
+    assert first.gain.ms == pytest.approx(0.73 * 45, rel=0.05)
+    assert first.gain.low < 0.55 * 45 < 0.87 * 45 < first.gain.high < 50
+    assert dict(first.fixes[0].knobs) == {"optimizer.fused": True}
+
+
+@pytest.mark.parametrize(
+    ("facts", "takes"),
+    [
+        (optimizer(implementation=None, groups=1, settings=1), 3.0),  # not worth it
+        (optimizer(implementation=None, groups=1, settings=1, **{"class": "SGD"}), 45.0),  # nobody measured it
+        (optimizer(implementation="fused", groups=1, settings=1), 45.0),
+        (optimizer(implementation=None, groups=1, settings=1, parameters=4), 45.0),
+        ([*optimizer(implementation=None, groups=1, settings=1),
+          {"fact": "deepspeed", "rank": 0, "zero_stage": 0}], 45.0),  # which makes the optimizer itself
+    ],
+)  # fmt: skip
+def test_optimizers_that_are_not_told_to_be_fused(facts: list[dict[str, Any]], takes: float) -> None:
+    job = Job(steps=40, forward=constant(40), backward=constant(60), optimizer=constant(takes), facts=facts,
+              buckets=(1 << 16,), optimizer_number=1)  # fmt: skip
+    assert of(analyze(job.trace()), "compute.optimizer") is None

@@ -102,6 +102,9 @@ def test_one_rank_has_the_experts_that_are_asked_most() -> None:
     first = analysis.findings[0]
     assert (first.code, first.where.ranks) == ("moe.imbalance", (2,))
     check_gain(first, share)
+    assert (
+        first.title == "experts get unequal shares of the tokens: rank 2 (dp-of-2 1 ep 0) gets 40 % more than the mean"
+    )
     assert any("place experts anew" in fix.title for fix in first.fixes)
     assert of(analysis, "rank.straggler") is None
 

@@ -85,7 +85,7 @@ def test_a_scale_that_is_raised_too_often() -> None:
     assert first.code == "precision.overflow"
     assert "one about every 10 steps, whenever the scale of the loss was raised" in first.title
     assert first.fixes[0].title.startswith("GradScaler(growth_interval=2000), not 8")
-    assert first.fixes[0].patch[0]["value"] == 2000
+    assert (first.fixes[0].patch[0]["file"], first.fixes[0].patch[0]["line"]) == ("/me/train.py", 40)
 
 
 def test_deepspeed_is_told_its_own_keys() -> None:

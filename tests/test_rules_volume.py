@@ -10,7 +10,10 @@ from synthetic import Accumulating, Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.ask import ask
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.study import study
+from dsprof.knobs.predicted import turned
 from dsprof.trace import Trace
 
 MIB = 1 << 20
@@ -58,11 +61,19 @@ def test_one_large_tensor_over_a_network_travels_in_half_the_bytes_or_half_as_of
     assert micro_batches.gain.ms == pytest.approx(320, rel=0.02)
 
 
+def test_turning_the_knob_saves_what_the_fix_says() -> None:
+    trace = on_hosts(one_tensor(ms_per_mib=10.0).trace(), "a", "b")
+    told = analyze(trace).findings[0].gain
+    (row,) = ask(study(trace), [[turned("ddp.comm_hook", "bf16", "RUN")]]).rows
+    assert row.gain is not None
+    assert row.gain.ms == pytest.approx(told.ms, rel=0.02)
+
+
 def test_on_one_host_only_fewer_reductions_are_sure_to_help() -> None:
     """Cores move and add the bytes there, and short numbers take them longer."""
     first = analyze(one_tensor().trace()).findings[0]
     assert (first.code, first.severity) == ("comm.volume", "high")
-    assert "64.0 MiB of gradients are moved in each step, and 64.0 ms of that, 34 % of the step" in first.title
+    assert first.title.startswith("64.0 ms of each step (34 %) wait for 64.0 MiB of gradients, which neither other")
     assert first.fixes[0].title.startswith("2 micro-batches for each step of the optimizer")
     assert first.gain.ms == pytest.approx(32, rel=0.05)
     assert all(fix.gain is not None and fix.gain.low <= 0 for fix in first.fixes[1:])

@@ -147,6 +147,20 @@ def test_trials_that_die_do_not_stop_it_and_the_rest_is_found(tuning: Callable[.
     assert journal.kept == {"a.x": 1}
 
 
+def test_a_trial_that_hangs_is_withdrawn_and_the_rest_is_found(tuning: Callable[..., Tuning]) -> None:
+    job = Job(100.0, {"bad.x=1": 40.0, "a.x=1": 10.0})
+
+    def run(path: Path, knobs: Mapping[str, Any]) -> str:
+        if "bad.x" in knobs:
+            return "it was not done after 620 s, and was ended"
+        return job.run(path, knobs)
+
+    journal = tune(tuning(job, run=run))
+    assert [(one.code, one.outcome) for one in journal.attempts] == [("code.bad", "withdrawn"), ("code.a", "kept")]
+    assert "it was not done after 620 s" in (journal.attempts[0].measured or {})["why"]
+    assert journal.kept == {"a.x": 1}
+
+
 def test_where_the_job_itself_fails_again_and_again_it_stops(tuning: Callable[..., Tuning]) -> None:
     job = Job(100.0, {f"a.k{i}=1": 10.0 for i in range(9)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,21 +93,24 @@ def test_a_capture_whose_clock_drifts_by_50_ppm_is_aligned_and_the_error_said(tm
     apart = ends_apart(analysis)
     assert len(apart) == STEPS
     assert np.abs(apart).max() < 40_000  # of the 5 ms that the clock gained
-    assert 2 < analysis.capture.clock_error_us < 20
-    assert f"clocks within {analysis.capture.clock_error_us:.3g} us" in capture_facts(analysis)
+    assert 2 < analysis.capture.clock_error_us < 40
+    said = re.search(r"clocks within (\S+) us", capture_facts(analysis))
+    assert said is not None
+    assert float(said[1]) == pytest.approx(analysis.capture.clock_error_us, rel=0.01)
 
 
 def test_the_error_says_what_a_drift_that_cannot_be_told_leaves(tmp_path: Path) -> None:
-    """Of 40 collectives the drift cannot be told from chance: the offset is one number, and what it leaves is said."""
+    """Of seven collectives a drift cannot be told from chance: the offset is a number, and what that leaves is said."""
     for rank, host in enumerate("ab"):
         folder = written(tmp_path, rank, host)
-        records = read_capture(folder).records[:120]
+        records = read_capture(folder).records[:21]
         (chunk, *_) = sorted(folder.glob("chunk-*.bin"))
         chunk.write_bytes(chunk.read_bytes()[:CHUNK_HEADER_BYTES] + encode(records))
     rescale(folder, 50, 0)
     analysis = analyze(load(RunFolder(tmp_path)))
-    assert len(ends_apart(analysis)) == 40
-    assert 40 < analysis.capture.clock_error_us < 60  # 4 s at 50 ppm: up to 100 us from the middle, 50 in the median
+    assert len(ends_apart(analysis)) == 7
+    # 0.6 s at 50 ppm: up to 15 us from the middle, beside chance; and 30 for a clock that may drift by 100 ppm.
+    assert 40 < analysis.capture.clock_error_us < 80
 
 
 def test_ranks_of_one_host_name_may_have_two_clocks(tmp_path: Path) -> None:

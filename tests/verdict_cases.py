@@ -228,6 +228,17 @@ def actor_critic(draw: Draw) -> Job:
     return Job("actor_critic.py", args, None, 45, None, checks=(share("other", 0.3), says_where), explained=False)
 
 
+def experts(draw: Draw) -> Job:
+    hot = draw.place(1, 2)
+    args = words(draw, layers=draw.one(2, 1, 3), hot_rank=hot, share=draw.between(0.7, 0.65, 0.75))
+
+    def late_ms(outcome: Outcome) -> float:
+        return (outcome.spent_ms(hot, "expert") - outcome.spent_ms(1 - hot, "expert")) / 2
+
+    checks = gains("moe.imbalance", late_ms, 0.35), first_fix_says("balancing loss")
+    return Job("experts.py", args, 2, 60, "moe.imbalance", {"ranks": [hot]}, checks=checks)
+
+
 FAMILIES: Final[dict[str, Callable[[Draw], Job]]] = {
     "uneven pipeline": uneven_pipeline,
     "pipeline with few micro-batches": short_pipeline,
@@ -239,6 +250,7 @@ FAMILIES: Final[dict[str, Callable[[Draw], Job]]] = {
     "straggler and a stop": straggler_and_stop,
     "workers started anew": workers_anew,
     "ring": ring,
+    "experts": experts,
     "LBFGS": lbfgs,
     "closure": adam_closure,
     "two loaders": two_loaders,

@@ -5,6 +5,7 @@ modules       forward: the outermost module call; at level full each module
 backward      which backward a thread computes, and where DDP begins to wait in it
 optimizers    optimizer steps, which end the training step
 batch_size    how large a batch is
+linear_layers   the sizes of a model's linear layers
 loss_scale    steps that a GradScaler skips
 pipelining    torch's pipeline schedules: the actions of stages
 checkpoints   saving checkpoints

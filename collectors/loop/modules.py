@@ -26,6 +26,7 @@ from ..native import NativeRecorder
 from ..recorder.python_recorder import PyRecorder
 from ..recorder.record import Recorder
 from ..system.clock import now_ns
+from . import linear_layers
 from .backward import graph_task
 from .batch_size import Batches
 
@@ -109,12 +110,16 @@ class Names:
             first = f"{kind}#{like_it + 1}." if like_it else f"{kind}."
         self._roots = {address: other for address, other in self._roots.items() if address not in inside}
         self._roots[id(root)] = first
+        named = []
         for name, module in found:
             address = id(module)
             own = qualified(name)
-            self._name_module(address, self._intern(first + own if own else first[:-1] or type(module).__name__))
+            whole = first + own if own else first[:-1] or type(module).__name__
+            named.append((whole, module))
+            self._name_module(address, self._intern(whole))
             if address not in self._alive:
                 self._alive[address] = weakref.ref(module, functools.partial(self._forget, address))
+        linear_layers.state(named)
 
     def _forget(self, address: int, _: object) -> None:
         del self._alive[address]

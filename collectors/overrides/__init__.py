@@ -8,6 +8,7 @@ fsdp2        fully_shard
 loader       DataLoader
 pipelining   torch.distributed.pipelining's schedules
 optimizers   torch.optim
+compilation  torch.compile
 host         garbage collection, cores
 trainers     what Trainer, Accelerator and Lightning's Trainer take
 json_config  the JSON configuration of DeepSpeed and of dsprof's engine

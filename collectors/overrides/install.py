@@ -20,6 +20,7 @@ MODULES: Final = {
     "loader": "loader",
     "pipelining": "pipelining",
     "optimizer": "optimizers",
+    "compile": "compilation",
     "gc": "host",
     "affinity": "host",
     "trainer": "trainers",

@@ -26,6 +26,7 @@ from .graph.replay import replay
 from .graph.step_graph import StepGraph
 from .graph.validate import HeldOut
 from .judge import Looked, look_for
+from .memory.rank_memory import RankMemory
 from .price.calibration import ModelError
 from .price.certainty import negated, with_all_errors
 from .price.contention import lost_by_waiting_less
@@ -173,10 +174,12 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Turned:
-    """A knob turned. says: `KEY=VALUE`; change: what that does."""
+    """A knob turned. says: `KEY=VALUE`; change: what that does; key and value: of the knob."""
 
     says: str
     change: Callable[[Study], Effect]
+    key: str = ""
+    value: Any = None
 
     def effect(self, study: Study) -> Effect:
         return self.change(study)
@@ -184,13 +187,17 @@ class Turned:
 
 @dataclass(frozen=True)
 class Answered:
-    """What changes that are made together save; `gain` None: that cannot be told, for `reason`. notes: what it rests
-    on, or is of."""
+    """What changes that are made together save; `gain` None: that cannot be told, for `reason`.
+
+    notes:  what it rests on, or is of
+    memory: of each rank, where it is known what the changes hold; empty: it is not, or they hold nothing
+    """
 
     asked: tuple[str, ...]
     gain: Gain | None
     reason: str = ""
     notes: tuple[str, ...] = ()
+    memory: tuple[RankMemory, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -222,6 +229,7 @@ class Answers:
                     "saved": None if row.gain is None else row.gain.to_dict(),
                     "reason": row.reason,
                     "notes": list(row.notes),
+                    "memory": [one.to_dict() for one in row.memory],
                 }
                 for row in self.rows
             ],

@@ -21,6 +21,10 @@ MEASURED_ON_DEVICE: Final = "measured on the device"
 REPLAYED_ON_DEVICE: Final = "replay of the traced steps"
 """`Gain.method` of the same where a change was replayed in those steps."""
 
+FROM_SHAPES: Final = "shapes and data sheet"
+"""`Gain.method` of what other arithmetic would gain: by the sizes of the layers and what their device reaches. It costs
+precision, which is the user's to give: a remark, however much it is."""
+
 LOW_PERCENT: Final = 1.0
 MEDIUM_PERCENT: Final = 5.0
 HIGH_PERCENT: Final = 15.0
@@ -75,7 +79,7 @@ class Gain:
     `percent` is of the mean step. `method` says how it was predicted: by "replay" of the measured steps, by
     "simulation" of a pipeline's schedule, or as "measured excess": what irregular steps took beyond ordinary ones,
     divided over all steps; its percent is of a step with its share of that. "measured on the device" is what something
-    cost in the traced steps.
+    cost in the traced steps, and "shapes and data sheet" what layers of these sizes would take otherwise.
     """
 
     ms: float

@@ -15,6 +15,7 @@ from .budget.irregular import ENOUGH_STEPS, FEWEST_JUDGED
 from .candidate import Candidate
 from .finding import (
     ALLOCATOR_TWIN,
+    FROM_SHAPES,
     MEASURED_MEMORY,
     MEASURED_ON_DEVICE,
     REPLAYED_ON_DEVICE,
@@ -270,7 +271,7 @@ class _Judging:
     def _rated(self, finding: Finding) -> Finding:
         """With the model's error in its intervals, and as severe as they allow."""
         study, rule = self.study, self.rules[finding.code]
-        if rule.ends_run or finding.gain.method in (ALLOCATOR_TWIN, MEASURED_MEMORY):
+        if rule.ends_run or finding.gain.method in (ALLOCATOR_TWIN, MEASURED_MEMORY, FROM_SHAPES):
             return finding
         measured = finding.gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE)
 

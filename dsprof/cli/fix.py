@@ -15,7 +15,18 @@ from dsprof.run import DEFAULT_PARENT, RunError, RunFolder
 
 from .run import read_changes
 from .runs import UNREADABLE, RunArgument, fail, find_run, reading
-from .trials import StepsOption, YesOption, changed_files, findings_of, keep, place_beside, refuse_to_save, runner, say
+from .trials import (
+    StepsOption,
+    YesOption,
+    changed_files,
+    findings_of,
+    keep,
+    memory_of,
+    place_beside,
+    refuse_to_save,
+    runner,
+    say,
+)
 
 if TYPE_CHECKING:
     from dsprof.fix import LossCheck, Proposal
@@ -95,10 +106,18 @@ def _list(folder: RunFolder, offered: Sequence[Proposal], *, as_json: bool) -> i
     for place, one in enumerate(offered, 1):
         print(f"{place}. {one.code}  {one.title}")
         print(f"   {_predicted(one.gain)}")
+        _show_memory(folder, one.knobs)
         _show_files(folder, one.knobs)
         print(f"   try    dsprof run {one.shown} ...")
         print(f"   prove  dsprof fix {folder.path} -n {place} --verify")
     return 0
+
+
+def _show_memory(folder: RunFolder, knobs: Mapping[str, Any]) -> None:
+    """What the rank that would take most takes, and would take; nothing where that is not known."""
+    memory = memory_of(folder, knobs)
+    if memory:
+        print(f"   memory {memory}")
 
 
 def _show_files(folder: RunFolder, knobs: Mapping[str, Any]) -> None:

@@ -20,7 +20,8 @@ def command(
         list[Path],
         typer.Argument(
             metavar="TRACES...",
-            help="Traces of one job, one a rank: files, folders, patterns ('runs/*/rank*.json'), .tar, .tar.gz, .tgz.",
+            help="Traces of one job, one a rank, and a run to join them to: files, folders, patterns "
+            "('runs/*/rank*.json'), .tar, .tar.gz, .tgz.",
         ),
     ],
     *,
@@ -62,14 +63,19 @@ def command(
 ) -> None:
     """Make a run folder of another tool's traces, for all other commands, print its path, and end with the verdict.
 
-    So far: traces of torch.profiler (*.pt.trace.json, also gzipped, any number
-    of ranks), straggler tables (Parquet) of the OSDI '25 what-if analysis,
+    So far: traces of torch.profiler (*.pt.trace.json and .pftrace, also
+    gzipped, any number of ranks), Nsight Systems reports (nsys export --type
+    sqlite), Chakra execution traces, what dsprof export wrote, straggler
+    tables (Parquet) of the OSDI '25 what-if analysis,
     CUDA memory snapshots (torch.cuda.memory._dump_snapshot; a folder of one a
     rank), whose files are read without running anything in them, a folder of
     Flight Recorder dumps, JSON or pickles, one a rank, and Chrome traces of any
-    tool by a mapping file (--mapping), that of MegaScan by itself.
+    tool by a mapping file (--mapping), that of MegaScan by itself. What several
+    of these recorded of one job, beside a run of dsprof if you like, becomes
+    one run.
     """
     from dsprof.importers import import_trace
+    from dsprof.importers.lacks import lacking
     from dsprof.launch.conclude import Conclusion
     from dsprof.launch.talk import Talk
 
@@ -86,6 +92,7 @@ def command(
         fail(f"{traces}: cannot be imported ({said}); its content may be damaged: record it again", UNREADABLE)
     from dsprof import trace as traces_of_runs
 
+    lacks = lacking(trace)
     folder = RunFolder(Path(DEFAULT_PARENT) / trace.run.id if output is None else output)
     try:
         if force:
@@ -101,6 +108,8 @@ def command(
     steps = len(set().union(*numbers))
     what = f"{ranks}, {_counted(steps, 'step')}" if steps or not trace.memory else f"the memory of {ranks}"
     talk.say(f"imported {what}")
+    for lack in lacks:
+        talk.say(str(lack))
     print(folder.path, flush=True)
     Conclusion(folder, talk, report=report and settings.report, as_json=as_json).judge()
 

@@ -14,6 +14,7 @@ import typer
 
 from dsprof.launch import LaunchError
 from dsprof.launch.again import RepeatedJob
+from dsprof.launch.outputs import folders_of, written_between
 from dsprof.run import RunFolder
 
 from .split import split_at_job
@@ -33,11 +34,13 @@ StepsOption = Annotated[
 ]
 YesOption = Annotated[
     bool,
-    typer.Option("--yes", metavar="", help="Also where the job writes checkpoints, which each job overwrites."),
+    typer.Option("--yes", metavar="", help="Also where the job writes files, which each job overwrites."),
 ]
 TIMES_THE_FIRST: Final = 5.0
 LONGER_BY_S: Final = 120.0
 """A job may take so many times as long as the first run did, and so much longer, before it is ended."""
+MOST_NAMED: Final = 3
+"""Files that a job wrote which a message names."""
 
 
 def say(text: str) -> None:
@@ -69,12 +72,28 @@ def split(words: list[str]) -> int:
 
 
 def refuse_to_save(folder: RunFolder, *, yes: bool) -> None:
-    """Raises LaunchError for a job that was seen to write checkpoints."""
-    if not yes and any(fact.get("fact") == "checkpoint" for fact in folder.read_info().facts):
-        raise LaunchError(
-            f"{folder.path}: this job writes checkpoints, and each job of the comparison would write them again, to "
-            "the same place; give --yes if that does no harm"
-        )
+    """Raises LaunchError for a job that was seen to write checkpoints, or that wrote other files while it ran."""
+    if yes:
+        return
+    again = "and each job of the comparison would write them again, to the same place; give --yes if that does no harm"
+    if any(fact.get("fact") == "checkpoint" for fact in folder.read_info().facts):
+        raise LaunchError(f"{folder.path}: this job writes checkpoints, {again}")
+    written = _written(folder)
+    if written:
+        more = f" and {len(written) - MOST_NAMED} more" if len(written) > MOST_NAMED else ""
+        named = ", ".join(str(path) for path in written[:MOST_NAMED])
+        raise LaunchError(f"{folder.path}: this job wrote files ({named}{more}), {again}")
+
+
+def _written(folder: RunFolder) -> list[Path]:
+    """Files that the job of a run wrote, as far as they lie where it ran or where its command line says."""
+    info = folder.read_info()
+    try:
+        began, ended = (datetime.datetime.fromisoformat(one) for one in (info.started, info.ended or ""))
+    except ValueError:  # a run that was imported, say
+        return []
+    folders = folders_of(info.command, Path(info.cwd or "."))
+    return written_between(folders, began.timestamp(), ended.timestamp() + 1)
 
 
 def runner(folder: RunFolder, steps: int | None) -> Run:
@@ -110,6 +129,15 @@ def changed_files(folder: RunFolder, knobs: Mapping[str, Any]) -> tuple[Changes,
     run = folder.read_info()
     cwd = Path(run.cwd or ".")
     return changes(knobs, run.facts_by_kind(), cwd, run.knobs), cwd
+
+
+def memory_of(folder: RunFolder, knobs: Mapping[str, Any]) -> str:
+    """What the rank that would take most of memory takes, and would take, in words; empty where that is not known."""
+    from dsprof.knobs.memory import has_memory, in_words_with
+
+    if not any(map(has_memory, knobs)):
+        return ""
+    return in_words_with(knobs, findings_of(folder), folder.read_info().facts_by_kind())
 
 
 def keep(folder: RunFolder, chosen: Proposal, verified: Mapping[str, Any]) -> None:

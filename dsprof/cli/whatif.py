@@ -126,4 +126,4 @@ def command(
         from dsprof.reports.answers import render
 
         sys.stdout.write(render(answers))
-    return NOT_TOLD if all(row.gain is None for row in answers.rows) else 0
+    return 0 if any(row.gain is not None or row.memory for row in answers.rows) else NOT_TOLD

@@ -1,5 +1,6 @@
 """Other tools' traces as runs of dsprof: a file a format, which is told by content.
 
+    join.py             what several tools recorded of one job, as one trace
     straggler.py        tables of 'Understanding Stragglers in Large Model Training Using What-if Analysis' (OSDI '25);
                         straggler_table.py reads and checks them
     memory_snapshot.py  CUDA memory snapshots of torch.cuda.memory._dump_snapshot (read by dsprof.trace.snapshot), one
@@ -7,12 +8,16 @@
     kineto.py           traces of torch.profiler, one file a rank
     mapped.py           any Chrome trace, by a mapping file (mapping.py; those that come with dsprof are in mappings/);
                         mapped_rows.py finishes its rows
+    own_export.py       what `dsprof export` wrote
+    chakra.py           Chakra execution traces, one a rank
+    lacks.py            what a trace lacks, for which rules, and how to record it the next time
+    nsight.py           Nsight Systems reports, exported to SQLite; a rank a process
     flight_recorder.py  what each rank had issued and not seen end (torch's Flight Recorder), a file a rank
 
 A format's module has a DESCRIPTION, `recognizes(path)`, which looks at one file and never raises, and `read(path)`, its
 `Trace`; what is wrong with the file is a RunError that says what, where, and what to write instead. All but tables may
 be several, one a rank (rank_names.py: which rank, by a file's name). sources.py finds the files that folders, patterns
-and archives (archive.py) stand for.
+and archives (archive.py) stand for; row_table.py and assemble.py make rows and run.json of what an importer read.
 """
 
 from __future__ import annotations
@@ -24,16 +29,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol, cast
 
-from dsprof.run import RunError
-from dsprof.trace import Trace
+from dsprof.names import new_run_id
+from dsprof.run import RunError, RunFolder, open_run
+from dsprof.trace import Trace, load
 from dsprof.trace.kineto import head_of
 
+from .join import join_traces
 from .mapping import EventMapping, load_mapping
 from .sources import find_files
 
-FORMATS: Final = ("straggler", "memory_snapshot", "flight_recorder", "mapped", "kineto")
+FORMATS: Final = (
+    "own_export", "straggler", "memory_snapshot", "flight_recorder", "nsight", "chakra", "mapped", "kineto",
+)  # fmt: skip
 """The first that recognizes a file reads it."""
-SEVERAL: Final = frozenset({"memory_snapshot", "flight_recorder", "mapped", "kineto"})
+SEVERAL: Final = frozenset({"memory_snapshot", "flight_recorder", "mapped", "kineto", "nsight", "chakra"})
 """Formats of which there may be several files, one a rank."""
 MOST_NAMED: Final = 8
 """Files of a folder that are named, of those one could mean."""
@@ -71,7 +80,12 @@ def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str], mappin
         return bool(head_of(path)) if by_mapping else any(one.recognizes(path) for one in formats)
 
     where = ", ".join(map(str, given[:MOST_NAMED])) + (", ..." if len(given) > MOST_NAMED else "")
-    sources = find_files(given, room, known)
+    runs = [path for path in given if path.is_dir() and RunFolder(path).is_run()]
+    if len(runs) > 1 or len(runs) == len(given):
+        raise RunError(f"{where}: a run of dsprof's already; name beside it what other tools recorded of its job")
+    captured = [load(open_run(path)) for path in runs]
+    given_files = [path for path in given if path not in runs]
+    sources = find_files(given_files, room, known)
     mapped = [one for one in formats if one.__name__.endswith(".mapped")]
     of_file = [
         (file, (mapped if head_of(file) else []) if by_mapping else [one for one in formats if one.recognizes(file)])
@@ -80,35 +94,43 @@ def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str], mappin
     strange = next((file for file, of in of_file if not of), None)
     if strange is not None or not of_file:
         about = strange if strange is not None else where
-        can = "; ".join(each.DESCRIPTION for each in formats)
+        can = "; ".join(each.DESCRIPTION for each in [*formats[1:], formats[0]])  # our own last
         raise RunError(f"{about}: {_what(given, strange, sources.looked_at)}; what can be imported is {can}")
-    kinds = {of[0].__name__.rpartition(".")[2] for _, of in of_file}
+    by_kind: dict[str, list[Path]] = {}
+    for file, of in of_file:
+        by_kind.setdefault(of[0].__name__.rpartition(".")[2], []).append(file)
+    if comm_kernels and not by_kind.keys() & {"kineto", "nsight", "chakra"}:
+        raise RunError(
+            f"{where}: no trace of torch.profiler or Nsight Systems, which --comm-kernels is for; leave the flag out"
+        )
     files = [file for file, _ in of_file]
-    if comm_kernels and kinds != {"kineto"}:
-        raise RunError(f"{where}: no trace of torch.profiler, which --comm-kernels is for; leave the flag out")
-    several = len(kinds) == 1 and kinds <= SEVERAL
-    if len(files) > 1 and not several:
+    if any(len(of_kind) > 1 and kind not in SEVERAL for kind, of_kind in by_kind.items()):
         names = ", ".join(file.name for file in files[:MOST_NAMED]) + (", ..." if len(files) > MOST_NAMED else "")
         raise RunError(f"{where}: holds {len(files)} traces ({names}); name one of them")
-    trace = _read(
-        kinds.pop(),
-        files,
-        given[0] if len(given) == 1 and given[0].exists() else _named_after(files),
-        where,
-        comm_kernels,
-        by_mapping,
-    )
-    told = next((fact for fact in trace.run.facts if fact.get("fact") == "import"), None)
+    traces, refused = list(captured), list[RunError]()
+    for kind, of_kind in by_kind.items():
+        named = given[0] if len(given) == 1 and given[0].exists() else _named_after(of_kind)
+        try:
+            traces.append(_read(kind, of_kind, named, where, comm_kernels, by_mapping))
+        except RunError as error:
+            refused.append(error)
+    if not traces or (captured and len(traces) == 1):
+        raise refused[0]
+    trace = join_traces(traces) if len(traces) > 1 else traces[0]
+    left_out = [f"left out: {error}" for error in refused]
+    told = next((fact for fact in trace.run.facts if fact.get("fact") in ("import", "joined")), None)
     if told is not None:
-        told["warnings"] = [*told.get("warnings", []), *sources.notes]
-    return replace(trace, run=replace(trace.run, command=["dsprof", "import", *map(str, given)]))
+        told["warnings"] = [*told.get("warnings", []), *sources.notes, *left_out]
+    command = ["dsprof", "import", *map(str, given)]
+    run = replace(trace.run, command=command) if not captured else replace(trace.run, id=new_run_id(trace.run.name))
+    return replace(trace, run=run)
 
 
 def _read(
     kind: str, files: list[Path], named: Path, where: str, comm_kernels: Sequence[str], mapping: EventMapping | None
 ) -> Trace:
     """`named`: what the run is called after. `where`: what was typed, for what is wrong with it."""
-    from . import flight_recorder, kineto, mapped, memory_snapshot, straggler
+    from . import chakra, flight_recorder, kineto, mapped, memory_snapshot, nsight, own_export, straggler
 
     if kind == "mapped":
         chosen = mapping or mapped.mapping_for(files[0])
@@ -116,6 +138,12 @@ def _read(
             raise RunError(f"{files[0]}: no trace that a mapping of dsprof's own is for; name one with --mapping")
         return mapped.read_all(files, named if len(files) > 1 else files[0], chosen)
 
+    if kind == "own_export":
+        return own_export.read(files[0])
+    if kind == "chakra":
+        return chakra.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
+    if kind == "nsight":
+        return nsight.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
     if kind == "kineto":
         return kineto.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
     if kind == "flight_recorder":

@@ -26,7 +26,7 @@ from dsprof.trace import Trace
 from dsprof.trace.plain_pickle import load
 from dsprof.trace.room import room_for, taken_by_json
 
-DESCRIPTION: Final = "a folder of Flight Recorder dumps (JSON, or pickles), one a rank"
+DESCRIPTION: Final = "Flight Recorder dumps (JSON, or pickles)"
 
 PICKLE: Final = ("a Flight Recorder dump", "TORCH_NCCL_DUMP_ON_TIMEOUT=1")
 LARGEST: Final = 64 << 20

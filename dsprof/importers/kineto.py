@@ -15,11 +15,12 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Final
@@ -31,8 +32,17 @@ import pyarrow as pa
 
 from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunError, RunInfo
-from dsprof.trace import Trace
-from dsprof.trace.kineto import CommNames, Events, TraceError, looks_like_trace, read_events, trace_rows_of
+from dsprof.trace import Trace, concat_rows
+from dsprof.trace.kineto import (
+    CommNames,
+    Events,
+    TraceError,
+    TraceRows,
+    looks_like_perfetto,
+    looks_like_trace,
+    read_events,
+    trace_rows_of,
+)
 from dsprof.trace.load import EVERY_COLUMN
 
 from .assemble import clock_names, collective_ends
@@ -40,7 +50,7 @@ from .rank_names import rank_in, rank_of
 
 Int = npt.NDArray[np.int64]
 
-DESCRIPTION: Final = "a trace of torch.profiler (Chrome trace JSON, plain or gzipped; a folder of one a rank)"
+DESCRIPTION: Final = "a trace of torch.profiler (Chrome trace JSON or .pftrace)"
 
 IN_PROCESSES_FROM: Final = 4 << 20
 """Bytes of all files together, compressed, from which on they are read by several processes."""
@@ -54,22 +64,24 @@ SAFE_PATH: Final = "PYTHONSAFEPATH"
 
 
 def recognizes(path: Path) -> bool:
-    return looks_like_trace(path)
+    return looks_like_trace(path) or looks_like_perfetto(path)
 
 
 @dataclass
-class _File:
+class ImportedFile:
     """What reading one file gave: its rows as an Arrow file, and what `run.json` says of it. `refused`: why it gave
     nothing."""
 
     path: Path
     refused: str = ""
     advice: str = ""
-    rows: Path | None = None
+    rows: tuple[Path, ...] = ()
     rank: int | None = None
     world_size: int | None = None
     count: int = 0
-    last_step: int = -1
+    steps: tuple[int, int] = (-1, -1)
+    """Numbers of the first one and the last."""
+    seen_ns: tuple[int, int] = (0, 0)
     marked: bool = True
     has_device: bool = True
     numbered: tuple[int, int] = (0, 0)
@@ -94,15 +106,20 @@ def read_all(paths: Sequence[Path], named: Path, where: str, comm_kernels: Seque
         CommNames(comm_kernels)
     except ValueError as error:
         raise RunError(f"--comm-kernels: {error}") from error
+    return make_trace(lambda folder: _read_all(sorted(paths), folder, tuple(comm_kernels)), named, where, "kineto")
+
+
+def make_trace(read_files: Callable[[Path], list[ImportedFile]], named: Path, where: str, format_name: str) -> Trace:
+    """The trace of files, one a rank, which `read_files` reads into the folder that it is given. Raises RunError."""
     folder = Path(tempfile.mkdtemp(prefix="dsprof-import-"))
     try:
-        files = _read_all(sorted(paths), folder, tuple(comm_kernels))
+        files = read_files(folder)
         good = _with_ranks(where, [one for one in files if not one.refused])
         if not good:
             one = files[0]
             raise RunError(f"{one.path}: {one.refused}; {one.advice or RECORD_AGAIN}")
-        source = _Converted(folder, {one.rank: one.rows for one in good if one.rank is not None and one.rows})
-        return Trace(_info(named, good, [one for one in files if one.refused]), source)
+        source = _Converted(folder, {one.rank: one.rows for one in good if one.rank is not None})
+        return Trace(_info(named, good, [one for one in files if one.refused], format_name), source)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -111,7 +128,7 @@ def read_all(paths: Sequence[Path], named: Path, where: str, comm_kernels: Seque
 # --- files --------------------------------------------------------------------------------------
 
 
-def _read_all(paths: list[Path], folder: Path, comm_kernels: tuple[str, ...]) -> list[_File]:
+def _read_all(paths: list[Path], folder: Path, comm_kernels: tuple[str, ...]) -> list[ImportedFile]:
     work = [(path, folder / f"{number}.arrow", comm_kernels) for number, path in enumerate(paths)]
     size = sum(path.stat().st_size for path in paths)
     processes = min(len(paths), len(os.sched_getaffinity(0)))
@@ -137,29 +154,34 @@ def _nothing_from_here() -> Iterator[None]:
             os.environ[SAFE_PATH] = before
 
 
-def _in_pool(pool: Executor, work: list[tuple[Path, Path, tuple[str, ...]]]) -> list[_File]:
+def _in_pool(pool: Executor, work: list[tuple[Path, Path, tuple[str, ...]]]) -> list[ImportedFile]:
     found = []
     for one, future in [(one, pool.submit(_convert, *one)) for one in work]:
         try:
             found.append(future.result())
         except BrokenProcessPool:
-            found.append(_File(one[0], refused="the process that read it was ended, perhaps for want of memory"))
+            found.append(ImportedFile(one[0], refused="the process that read it was ended, perhaps for want of memory"))
     return found
 
 
-def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
+def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> ImportedFile:
     """Read one file, and write its rows to `target`. Never raises for what is wrong with the file."""
     try:
         events = read_events(path, CommNames(comm_kernels))
         if not (len(events.ops) or len(events.device) or len(events.calls) or len(events.annotations)):
-            return _File(path, refused=_in_no_dialect(events), advice=RECORD_WITH_TORCH)
+            return ImportedFile(path, refused=_in_no_dialect(events), advice=RECORD_WITH_TORCH)
         found = trace_rows_of(events)
     except TraceError as error:
-        return _File(path, refused=str(error), advice=error.advice)
+        return ImportedFile(path, refused=str(error), advice=error.advice)
     except OSError as error:
-        return _File(path, refused=f"cannot be read ({error.strerror})")
+        return ImportedFile(path, refused=f"cannot be read ({error.strerror})")
     except MemoryError:
-        return _File(path, refused="there was not enough memory to read it")
+        return ImportedFile(path, refused="there was not enough memory to read it")
+    return keep_rows(path, events, found, target)
+
+
+def keep_rows(path: Path, events: Events, found: TraceRows, target: Path) -> ImportedFile:
+    """Its rows, written to `target`, and what run.json says of it."""
     notes = [events.cut] if events.cut else []
     if events.odd:
         how_many = "1 event was" if events.odd == 1 else f"{events.odd:,} events were"
@@ -169,12 +191,13 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> _File:
         with pa.OSFile(str(target), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
     except OSError as error:
-        return _File(path, refused=f"its rows could not be kept in {target.parent} ({error}); set TMPDIR")
+        return ImportedFile(path, refused=f"its rows could not be kept in {target.parent} ({error}); set TMPDIR")
     about = events.about.get("distributedInfo")
     told = about if isinstance(about, dict) else {}
-    return _File(
-        path, rows=target, rank=rank_of(told.get("rank")), world_size=rank_of(told.get("world_size")),
-        count=events.count, last_step=int(found.steps.number.max()), marked=found.steps.marked,
+    return ImportedFile(
+        path, rows=(target,), rank=rank_of(told.get("rank")), world_size=rank_of(told.get("world_size")),
+        count=events.count, steps=(int(found.steps.number.min()), int(found.steps.number.max())),
+        seen_ns=_seen(found), marked=found.steps.marked,
         has_device=found.has_device, numbered=found.numbered, groups=found.groups, versions=_versions(events.about),
         device=_device_name(events.about), host=_host(events.about), notes=notes, ends=collective_ends(found.rows),
     )  # fmt: skip
@@ -212,7 +235,7 @@ def _host(about: dict[str, Any]) -> str:
 # --- ranks --------------------------------------------------------------------------------------
 
 
-def _with_ranks(where: str, files: list[_File]) -> list[_File]:
+def _with_ranks(where: str, files: list[ImportedFile]) -> list[ImportedFile]:
     """By rank: what each says of itself, else what its name says. Raises RunError where that cannot be told."""
     if len(files) == 1 and files[0].rank is None and rank_in(files[0].path.name) is None:
         return [replace(files[0], rank=0)]
@@ -230,15 +253,51 @@ def _with_ranks(where: str, files: list[_File]) -> list[_File]:
             f"{where}: which rank is {_some(unknown)} of? Neither the file (distributedInfo) nor its name tells; "
             "rename it to rank<N>.json"
         )
-    by_rank: dict[int, list[str]] = {}
+    by_rank: dict[int, list[ImportedFile]] = {}
     for one in named:
-        by_rank.setdefault(one.rank or 0, []).append(one.path.name)
-    twice = next(((rank, names) for rank, names in sorted(by_rank.items()) if len(names) > 1), None)
-    if twice:
+        by_rank.setdefault(one.rank or 0, []).append(one)
+    return [_joined(where, of_rank) for _, of_rank in sorted(by_rank.items())]
+
+
+def _joined(where: str, files: list[ImportedFile]) -> ImportedFile:
+    """The windows of one rank, of steps that follow one another, as profilers with a schedule write them. Raises
+    RunError where they do not."""
+    files = sorted(files, key=lambda one: one.seen_ns)
+    apart = all(
+        earlier.seen_ns[1] <= later.seen_ns[0] and earlier.steps[1] < later.steps[0] and earlier.marked and later.marked
+        for earlier, later in pairwise(files)
+    )
+    if not apart:
+        names = _some([one.path.name for one in files])
         raise RunError(
-            f"{where}: rank {twice[0]} is there {len(twice[1])} times ({_some(twice[1])}); leave one of them"
+            f"{where}: rank {files[0].rank} is there {len(files)} times ({names}), and not in windows of steps that "
+            "follow one another; leave one of them"
         )
-    return sorted(named, key=lambda one: one.rank or 0)
+    first = files[0]
+    if len(files) == 1:
+        return first
+    groups: dict[str, dict[str, Any]] = {}
+    ends: dict[str, list[Int]] = {}
+    for one in files:
+        groups = {**one.groups, **groups}
+        for key, of in one.ends.items():
+            ends.setdefault(key, []).append(of)
+    return replace(
+        first, rows=tuple(path for one in files for path in one.rows), count=sum(one.count for one in files),
+        steps=(first.steps[0], files[-1].steps[1]), seen_ns=(first.seen_ns[0], files[-1].seen_ns[1]),
+        has_device=any(one.has_device for one in files),
+        numbered=(sum(one.numbered[0] for one in files), sum(one.numbered[1] for one in files)),
+        groups=groups, notes=[note for one in files for note in one.notes],
+        ends={key: np.concatenate(of) for key, of in ends.items()},
+    )  # fmt: skip
+
+
+def _seen(found: TraceRows) -> tuple[int, int]:
+    """When the first row begins, and when the last one ends."""
+    if found.rows.empty:
+        return 0, 0
+    ends = found.rows["start_ns"] + found.rows["dur_ns"].fillna(0).astype("int64")
+    return int(found.rows["start_ns"].min()), int(ends.max())
 
 
 def _some(names: Sequence[str]) -> str:
@@ -249,7 +308,7 @@ def _some(names: Sequence[str]) -> str:
 # --- run.json -----------------------------------------------------------------------------------
 
 
-def _info(path: Path, files: list[_File], refused: list[_File]) -> RunInfo:
+def _info(path: Path, files: list[ImportedFile], refused: list[ImportedFile], format_name: str) -> RunInfo:
     clocks = clock_names([one.host for one in files], [one.ends for one in files])
     facts: list[dict[str, Any]] = []
     for one in files:
@@ -257,7 +316,7 @@ def _info(path: Path, files: list[_File], refused: list[_File]) -> RunInfo:
         if not one.marked:
             notes.append("no ProfilerStep in it, so all of it counts as one step: call profiler.step() after each one")
         facts.append(
-            {"fact": "import", "rank": one.rank, "format": "kineto", "file": one.path.name[:200], "warnings": notes,
+            {"fact": "import", "rank": one.rank, "format": format_name, "file": one.path.name[:200], "warnings": notes,
              "device": one.device}
         )  # fmt: skip
         facts += [{"fact": "group", "rank": one.rank, "name": name, **about} for name, about in one.groups.items()]
@@ -273,7 +332,7 @@ def _info(path: Path, files: list[_File], refused: list[_File]) -> RunInfo:
         groups=_groups(files),
         ranks=[
             RankInfo(
-                rank=one.rank or 0, restart=0, host=one.host, pid=0, capture="", native=True, last_step=one.last_step,
+                rank=one.rank or 0, restart=0, host=one.host, pid=0, capture="", native=True, last_step=one.steps[1],
                 records=one.count, dropped=0, damaged=0, errors=0, closed=not one.notes, clock=clock,
             )
             for one, clock in zip(files, clocks, strict=True)
@@ -281,7 +340,7 @@ def _info(path: Path, files: list[_File], refused: list[_File]) -> RunInfo:
     )  # fmt: skip
 
 
-def _groups(files: list[_File]) -> dict[str, dict[str, Any]]:
+def _groups(files: list[ImportedFile]) -> dict[str, dict[str, Any]]:
     """As the first file tells that knows each; of a group whose members nobody tells, those that took part."""
     found: dict[str, dict[str, Any]] = {}
     for one in files:
@@ -298,7 +357,7 @@ def _groups(files: list[_File]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _of_all(files: list[_File], clocks: list[str]) -> Iterable[str]:
+def _of_all(files: list[ImportedFile], clocks: list[str]) -> Iterable[str]:
     """What is to be said of all of them together."""
     numbered, every = sum(one.numbered[0] for one in files), sum(one.numbered[1] for one in files)
     if every and numbered < every and len(files) > 1:
@@ -313,7 +372,7 @@ def _of_all(files: list[_File], clocks: list[str]) -> Iterable[str]:
 class _Converted:
     """Rows that lie in Arrow files, in a folder that goes when nobody needs it any more."""
 
-    def __init__(self, folder: Path, files: dict[int, Path]) -> None:
+    def __init__(self, folder: Path, files: dict[int, tuple[Path, ...]]) -> None:
         self._files = files
         self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
 
@@ -322,6 +381,11 @@ class _Converted:
         return tuple(sorted(self._files))
 
     def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
-        with pa.memory_map(str(self._files[rank])) as file:
-            rows = pa.ipc.open_file(file).read_all().select(list(columns)).to_pandas()
+        rows = concat_rows([_rows_in(path, columns) for path in self._files[rank]], columns)
         return rows.assign(rank=np.int32(rank)) if "rank" in columns else rows
+
+
+def _rows_in(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+    with pa.memory_map(str(path)) as file:
+        rows: pd.DataFrame = pa.ipc.open_file(file).read_all().select(list(columns)).to_pandas()
+    return rows

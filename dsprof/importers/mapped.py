@@ -26,7 +26,7 @@ from .mapping import NUMBERS, WORDS, EventMapping, EventRule, load_packaged, pac
 from .rank_names import MOST_RANK, rank_in, rank_of
 from .row_table import RowTable
 
-DESCRIPTION: Final = f"a Chrome trace of {' or '.join(packaged())}, or of any tool by a mapping file (--mapping FILE)"
+DESCRIPTION: Final = "a Chrome trace of any tool by a mapping file (--mapping)"
 
 MOST_NAME: Final = 512
 MOST_DISTINCT: Final = 1 << 18

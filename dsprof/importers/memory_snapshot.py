@@ -22,7 +22,7 @@ from dsprof.trace.snapshot import Snapshot, read_snapshot
 
 from .rank_names import last_number, rank_in
 
-DESCRIPTION: Final = "a CUDA memory snapshot (torch.cuda.memory._dump_snapshot; a folder of one a rank)"
+DESCRIPTION: Final = "a CUDA memory snapshot (torch.cuda.memory._dump_snapshot)"
 
 HEAD: Final = 256
 """Bytes at its beginning in which a snapshot names its first table."""

@@ -2,9 +2,10 @@
 
 knob         the record, what values a knob takes, and what a run states of it
 registry     all of them, and how `KEY=VALUE` is read and written
-ddp fsdp2 loader pipelining optimizer host trainers
+ddp fsdp2 loader pipelining optimizer compilation host trainers
              the knobs of a framework
 predicted    those whose effect on a run's steps is predicted
+memory       what values hold of each rank's memory
 structures   those that change the plan of a pipeline
 questions    how `dsprof whatif`'s words are read
 json_config  any key of a JSON configuration of DeepSpeed or of dsprof's engine

@@ -31,11 +31,9 @@ MAY_CHANGE: Final[Mapping[str, Numbers]] = {
             "offload_optimizer.device", "offload_param", "offload_param.device",
         )
     },
-    **{
-        f"{section}.{key}": SAME
-        for section in _OFFLOADED
-        for key in ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "pipeline_read", "pipeline_write")
-    },
+    **{f"{section}.{key}": SAME for section in _OFFLOADED for key in ("pin_memory", "buffer_count")},
+    **{f"{_OFFLOADED[0]}.{key}": SAME for key in ("pipeline_read", "pipeline_write")},
+    **{f"{_OFFLOADED[1]}.{key}": SAME for key in ("buffer_size", "max_in_cpu")},
     "aio.block_size": SAME, "aio.queue_depth": SAME, "aio.intra_op_parallelism": SAME,
     "activation_checkpointing.policy": SAME, "activation_checkpointing.every": SAME,
     "activation_checkpointing.cpu_checkpointing": SAME,
@@ -59,26 +57,26 @@ class OfKey:
 
     def read(self, text: str) -> Any:
         """Raises ValueError."""
-        from dsprof.engine.config import can_be
+        from dsprof.engine.config import key_can_be
 
         value = Json().read(text)
         if str(self) == str(TrueOrFalse()) and value not in (None, "auto"):
             value = TrueOrFalse().read(text)
-        if not can_be(self.key, value):
+        if not key_can_be(self.key, value):
             raise ValueError
         return value
 
     def __str__(self) -> str:
-        from dsprof.engine.config import takes
+        from dsprof.engine.config import key_takes
 
-        return takes(self.key)
+        return key_takes(self.key)
 
 
 def knob_of(key: str) -> Knob:
     """The knob of a key that there is."""
-    from dsprof.engine.config import says
+    from dsprof.engine.config import key_says
 
-    what = says(key) or "a key of the JSON configuration"
+    what = key_says(key) or "a key of the JSON configuration"
     return Knob(key, what, OfKey(key), MAY_CHANGE.get(key, DIFFERS), _CONFIG, states=_states(key))
 
 

@@ -16,6 +16,7 @@ from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
 from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
+from dsprof.analyzer.rules.comm.volume import with_short_gradients
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.data.data_stall import supply
 from dsprof.analyzer.rules.run.unequal_shares import with_speeds
@@ -23,6 +24,7 @@ from dsprof.analyzer.study import Study
 from dsprof.redact import redact_words
 
 from .knob import KnobError
+from .memory import has_memory
 from .registry import typed
 from .structures import STRUCTURES
 
@@ -75,12 +77,20 @@ def _collect_every(study: Study, value: Any) -> Effect:
     return Without("pause.gc").effect(study)
 
 
+def _dynamic(study: Study, value: Any) -> Effect:
+    if not value:
+        raise NotJudged("how often a job compiles that makes a kernel for each shape is not told by one that does not")
+    return Without("compute.recompile").effect(study)
+
+
 CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "ddp.bucket_cap_mb": with_cap,
     "zero_optimization.reduce_bucket_size": _bucket_size,
     "ddp.accumulate": _accumulate,
+    "ddp.comm_hook": lambda study, value: with_short_gradients(study),
     "ddp.broadcast_buffers": _broadcast,
     "fsdp2.modules_per_unit": with_modules_per_unit,
+    "compile.dynamic": _dynamic,
     "gc.freeze": _freeze,
     "gc.every": _collect_every,
     "loader.num_workers": _workers,
@@ -97,8 +107,17 @@ def turned(key: str, value: Any, run: str) -> Request:
         return replace(STRUCTURES[key](key, value), written=setting)
     if change is None:
         shown = redact_words([setting])[0]
-        raise KnobError(
-            f"--set {shown}: what {key} saves is not predicted yet; `dsprof fix {run} --set {shown} --verify` "
-            f"measures it (predicted are {', '.join((*CHANGES, *STRUCTURES))})"
-        )
-    return Turned(setting, lambda study: change(study, value))
+        why = f"what {key} saves is not predicted yet; `dsprof fix {run} --set {shown} --verify` measures it"
+        if not has_memory(key):
+            raise KnobError(f"--set {shown}: {why} (predicted are {', '.join((*CHANGES, *STRUCTURES))})")
+        change = _unknown(why)
+    return Turned(setting, lambda study: change(study, value), key, value)
+
+
+def _unknown(why: str) -> Callable[[Study, Any], Effect]:
+    """Of a knob of which it is only known what it holds."""
+
+    def change(_: Study, __: Any) -> Effect:
+        raise NotJudged(why)
+
+    return change

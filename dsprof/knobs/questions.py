@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from dsprof.analyzer.ask import Answers, Misasked, Request, Scaled, Without, ask
+from dsprof.analyzer.ask import Answers, Misasked, Request, Scaled, Turned, Without, ask
 from dsprof.analyzer.signals import Missing
 from dsprof.analyzer.structure import AUTO, PipelineStructure
 from dsprof.analyzer.study import Study
 
 from .knob import KnobError
+from .memory import memory_with
 from .predicted import turned
 from .registry import find, parse_settings
 
@@ -77,11 +80,25 @@ def answer_questions(study: Study, questions: Sequence[Question]) -> Answers:
     """What each saves. Raises KnobError for what the run does not have, and NotAnswered where its steps cannot be
     replayed."""
     try:
-        return ask(study, questions)
+        answers = ask(study, questions)
     except Misasked as wrong:
         raise KnobError(str(wrong)) from None
     except Missing as missing:
         raise NotAnswered(str(missing)) from None
+    facts, ranks = study.facts, len(study.ranks)
+    rows = [
+        replace(row, memory=memory_with(_knobs(question), study.memory_uses, facts, ranks))
+        for row, question in zip(answers.rows, questions, strict=True)
+    ]
+    return replace(answers, rows=tuple(rows))
+
+
+def _knobs(question: Question) -> dict[str, Any]:
+    """What a question turns, by key; nothing where it asks for another plan of a pipeline, too, which holds what it
+    holds."""
+    if not all(isinstance(one, Turned | Without | Scaled) for one in question):
+        return {}
+    return {one.key: one.value for one in question if isinstance(one, Turned)}
 
 
 def _without(word: str) -> Without:

@@ -10,7 +10,7 @@ from typing import Any, Final
 from dsprof.redact import redact_setting
 from dsprof.words import did_you_mean
 
-from . import ddp, fsdp2, host, json_config, loader, optimizer, pipelining, trainers
+from . import compilation, ddp, fsdp2, host, json_config, loader, optimizer, pipelining, trainers
 from .knob import Knob, KnobError
 
 KNOBS: Final[tuple[Knob, ...]] = (
@@ -19,6 +19,7 @@ KNOBS: Final[tuple[Knob, ...]] = (
     *loader.KNOBS,
     *pipelining.KNOBS,
     *optimizer.KNOBS,
+    *compilation.KNOBS,
     *host.KNOBS,
     *trainers.KNOBS,
 )

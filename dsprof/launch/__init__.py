@@ -8,6 +8,8 @@ supervise  one child process: its signals, its status
 torchrun   torchrun in a process of ours, which tells how each rank ended
 gather     captures that were written to a local disk first
 left_behind  captures in memory or on a local disk whose processes were killed
+again      the job of a run, run again
+outputs    what files a job wrote
 conclude   after the job: how it ended, the analysis, the verdict
 hints      what to type instead, where a job died of how it was started
 talk       lines on stderr

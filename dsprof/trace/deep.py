@@ -53,15 +53,21 @@ def add_deep(capture: Capture, rows: pd.DataFrame) -> tuple[pd.DataFrame, list[s
         return rows, [f"{DEEP_FILE}: left out ({error})"]
     problems = [f"{DEEP_FILE}: {one}" for one in _wrong_with(events, any(fact.get("device") for fact in windows))]
     found = found.assign(**{name: found[name] + offset for name in ("start_ns", "issue_ns", "arrival_ns")})
-    found = _named_alike(found, rows)
+    found = with_lanes_of(found, rows)
     rows, kernels = _joined(rows, found)
+    return beside(rows, found, kernels), problems
+
+
+def beside(rows: pd.DataFrame, found: pd.DataFrame, kernels: pd.DataFrame) -> pd.DataFrame:
+    """`rows` of a rank with what a profiler saw of it besides, which is on the same clock: of `found` the kinds ADDED,
+    and `kernels`; each in the step that it begins in."""
     added = pd.concat([found[found["kind"].isin(ADDED)], kernels], ignore_index=True)
     added = added.assign(
         rank=rows["rank"].iloc[0], restart=rows["restart"].iloc[0], step=_step_of(rows, added["start_ns"]),
         source="imported",
     )  # fmt: skip
     whole = pd.DataFrame({name: _one_behind_the_other(rows[name], added[name], kind) for name, kind in COLUMNS.items()})
-    return whole.sort_values("start_ns", kind="stable", ignore_index=True), problems
+    return whole.sort_values("start_ns", kind="stable", ignore_index=True)
 
 
 def _wrong_with(events: Events, of_device: bool) -> list[str]:
@@ -100,7 +106,7 @@ def _step_of(rows: pd.DataFrame, when: pd.Series[int]) -> Int:
     return found
 
 
-def _named_alike(found: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+def with_lanes_of(found: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     """Lanes of threads as they are called in `rows`, where they are."""
     threads = rows[rows["thread"].notna() & rows["kind"].isin(["phase", "module", "step"])]
     lanes = threads.groupby("thread")["lane"].agg(lambda lane: lane.astype(str).mode().iloc[0])

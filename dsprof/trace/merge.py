@@ -317,7 +317,7 @@ def _note_errors(folder: RunFolder, info: RunInfo) -> None:
 def _note_import(info: RunInfo) -> None:
     """What was odd about the trace of another tool (see `dsprof.importers`)."""
     for fact in info.facts:
-        if fact["fact"] == "import" and isinstance(fact.get("warnings"), list):
+        if fact["fact"] in ("import", "joined") and isinstance(fact.get("warnings"), list):
             for text in fact["warnings"]:
                 warn(info, f"{fact.get('file', 'import')}: {text}")
 

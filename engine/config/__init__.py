@@ -18,31 +18,20 @@ and what is done to a configuration, in this order, by `loading`:
     rules           contradictions, and what has no effect
     batch           train_batch_size = micro-batch x accumulation x ranks
 
-`one_key` says what a key by itself does and takes. docs/engine_config.py makes a page of all. Free of torch and of the
-rest of the engine: the analyzer and `dsprof doctor` use it too.
+`one_key` says what a key by itself does and takes, `held` what a rank holds in memory. docs/engine_config.py makes a
+page of all. Free of torch and of the rest of the engine: the analyzer and `dsprof doctor` use it too.
 """
 
 from .batch import ACCUMULATION, MICRO, TRAIN, Batch, BatchError
 from .config import Config
+from .held import Held, held
 from .keys import known_paths
-from .loading import ConfigError, load
-from .one_key import can_be, says, takes
+from .loading import ConfigError, as_far_as_known, load
+from .one_key import key_can_be, key_says, key_takes
 from .rules import data_parallel_ranks
 from .zero import ZeroConfig
 
 __all__ = [
-    "ACCUMULATION",
-    "MICRO",
-    "TRAIN",
-    "Batch",
-    "BatchError",
-    "Config",
-    "ConfigError",
-    "ZeroConfig",
-    "can_be",
-    "data_parallel_ranks",
-    "known_paths",
-    "load",
-    "says",
-    "takes",
-]
+    "ACCUMULATION", "MICRO", "TRAIN", "Batch", "BatchError", "Config", "ConfigError", "Held", "ZeroConfig",
+    "as_far_as_known", "data_parallel_ranks", "held", "key_can_be", "key_says", "key_takes", "known_paths", "load",
+]  # fmt: skip

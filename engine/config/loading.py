@@ -68,6 +68,13 @@ def load(
     return config
 
 
+def as_far_as_known(source: Mapping[str, Any]) -> Config:
+    """What this engine knows of a configuration that runs, perhaps DeepSpeed's: what else is in it is passed over, and
+    so is `"auto"`. Its batch sizes are not solved."""
+    notes = Notes()
+    return _validated(known_keys(source, Config, notes), notes)
+
+
 def _validated(values: dict[str, Any], notes: Notes) -> Config:
     """The configuration without what cannot be taken, so that the rest is still looked at."""
     left_out: set[tuple[str, ...]] = set()

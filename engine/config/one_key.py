@@ -29,25 +29,19 @@ def field_of(path: str) -> FieldInfo | None:
     return field
 
 
-def says(path: str) -> str:
+def key_says(path: str) -> str:
     """What a key does, as its documentation has it; empty where it is not one of `Config`."""
     field = field_of(path)
     return "" if field is None else " ".join((field.description or "").split())
 
 
-def takes(path: str) -> str:
+def key_takes(path: str) -> str:
     """What a key takes, in words, such as `a whole number above 0`."""
     field = field_of(path)
     return "a JSON value" if field is None else wanted(field)
 
 
-def default_of(path: str) -> Any:
-    """What a key is where a configuration does not give it; None: that is found otherwise, or there is no such key."""
-    field = field_of(path)
-    return None if field is None or field.is_required() else field.default
-
-
-def can_be(path: str, value: Any) -> bool:
+def key_can_be(path: str, value: Any) -> bool:
     """Whether a key takes a value.
 
     What is not known here is taken: keys that only DeepSpeed has, the keys of a section that is given whole, names of

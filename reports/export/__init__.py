@@ -3,6 +3,7 @@
 perfetto   a `.pftrace` for ui.perfetto.dev: ranks as processes, lanes as tracks, flows between ranks, findings
 chrome     JSON for chrome://tracing and whatever reads torch.profiler's traces
 parquet    one table of all ranks on one clock, for pandas, DuckDB and Spark
+about      what an export says of its run, for `dsprof import`
 sarif      the findings at the lines that they blame, for code scanning and editors
 slices     rows as slices that nest
 """

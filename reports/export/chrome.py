@@ -14,6 +14,7 @@ import pandas as pd
 
 from dsprof.analyzer.text import clean
 
+from .about import ABOUT, about_run
 from .slices import Selection, details, lanes, marks, records, samples
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def write(analysis: Analysis, file: IO[bytes], selection: Selection) -> int:
     first = (analysis.trace.read(rank, ["start_ns"])["start_ns"].min() for rank in selection.ranks)
     begins = [int(begin) for begin in first if not pd.isna(begin)]
     zero = min(begins, default=0)
-    file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
+    told = json.dumps({**about_run(analysis), "zero_ns": zero}, default=str)
+    file.write(b'{"displayTimeUnit": "ms", "%s": %s,\n"traceEvents": [' % (ABOUT.encode(), told.encode()))
     count, begun = 0, False
     for rank in selection.ranks:
         for event in _events(rank, selection.of(analysis.trace.read(rank)), zero):

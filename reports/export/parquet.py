@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import IO, TYPE_CHECKING
 
+from .about import PARQUET, about_run
 from .slices import Selection
 
 if TYPE_CHECKING:
@@ -22,7 +24,9 @@ def write(analysis: Analysis, file: IO[bytes], selection: Selection) -> int:
         plain = {name: rows[name].astype("string") for name in rows if rows[name].dtype == "category"}
         table = pa.Table.from_pandas(rows.assign(**plain), preserve_index=False)
         if writer is None:
-            writer = pq.ParquetWriter(file, table.schema, compression="zstd")
+            told = json.dumps(about_run(analysis), default=str).encode()
+            schema = table.schema.with_metadata({**(table.schema.metadata or {}), PARQUET: told})
+            writer = pq.ParquetWriter(file, schema, compression="zstd")
         writer.write_table(table.cast(writer.schema))
         count += len(rows)
     if writer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -10,6 +11,7 @@ import pandas as pd
 
 from dsprof.analyzer.text import clean
 
+from .about import ABOUT, about_run
 from .slices import Selection, details, lanes, marks, records, samples
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def write(analysis: Analysis, file: IO[bytes], selection: Selection) -> int:
         for name, values in samples(rows):
             writer.counter(process, name, values)
     writer.findings(analysis, selection)
+    writer.about(analysis)
     return writer.events
 
 
@@ -148,6 +151,15 @@ class _Writer:
             self._annotate(packet.track_event, said)
             self._builder.write_packet(packet)
             self._end(track, int((there["start_ns"] + there["dur_ns"]).max()))
+
+    def about(self, analysis: Analysis) -> None:
+        """A moment that says what run it is."""
+        track = self.track(self.process(FINDINGS_PROCESS, "about this run"), ABOUT)
+        first = int(analysis.steps["start_ns"].min()) if len(analysis.steps) else 0
+        packet = self._event(track, first, self._protos.TrackEvent.TYPE_INSTANT, "run", ABOUT)
+        annotation = packet.track_event.debug_annotations.add()
+        annotation.name, annotation.string_value = ABOUT, json.dumps(about_run(analysis), default=str)
+        self._builder.write_packet(packet)
 
     def _packet(self, at: int | None = None) -> Any:
         packet = self._builder.create_packet()

@@ -4,8 +4,11 @@ The ranks of one host share CLOCK_MONOTONIC, unless containers give them clocks 
 Between hosts, a synchronizing collective is the common event: no rank can leave it before the last has arrived, and
 all leave within a transfer's tail of one another, so the difference of its ends over many collectives gives the offset.
 Clocks drift, by some 50 us a second, so the offset is a line over time where one can be told from the scatter, and else
-its median; what is left of the differences is the error. A host that shares no collective with the first is joined
-through others, whose errors add up.
+its median. A host that shares no collective with the first is joined through others, whose errors add up.
+
+The error that is stated is a bound: of what the offset may be wrong by. It holds the uncertainty of the line at the
+ends of the run; what a drift comes to that is too small to be told; and ASYMMETRY: how much later one host leaves all
+of the collectives than the other is in the offset, and nobody can see it but by how much it varies.
 """
 
 from __future__ import annotations
@@ -27,14 +30,22 @@ from .match import numbers
 LEAST_JUMP_NS: Final = 100_000_000
 """Ends of one collective lie milliseconds apart on a busy host; this is a clock."""
 FEWEST: Final = 8
-"""Collectives on each side of a jump, and in each window of a drift."""
+"""Collectives on each side of a jump."""
 WINDOWS: Final = 20
 FEWEST_WINDOWS: Final = 8
 """A drift is told from the medians of at most, and at least, so many stretches of the run."""
+IN_WINDOW: Final = 3
+"""Collectives of one, if there are as many."""
 MOST_DRIFT: Final = 1e-3
 """Quartz is off by 1e-4 at most, and what sets clocks slews them by 5e-4."""
+USUAL_DRIFT: Final = 1e-4
 SURE: Final = 8.0
 """A drift moves the clock over the run by so many times what the windows scatter about it."""
+ASYMMETRY: Final = 3.0
+"""So many times the median of what single collectives differ from the line by, one host may leave all of them later."""
+SIGMAS: Final = 3.0
+SIGMA: Final = 1.4826
+"""Standard deviation of a normal distribution whose median deviation is 1."""
 
 
 @dataclass(frozen=True)
@@ -204,24 +215,40 @@ def _apart(one: tuple[Int, Float], other: tuple[Int, Float]) -> _Offset:
     _, at, there = np.intersect1d(one[0], other[0], assume_unique=True, return_indices=True)
     when, apart = one[1][at], one[1][at] - other[1][there]
     middle = float(int(np.median(apart)))
-    constant = _Offset(middle, error_ns=float(np.median(np.abs(apart - np.median(apart)))))
-    windows = min(WINDOWS, len(apart) // FEWEST)
-    if windows < FEWEST_WINDOWS:
-        return constant
+    rest = np.abs(apart - np.median(apart))
     order = np.argsort(when, kind="stable")
-    begin = when[order[0]]
+    begin, length = when[order[0]], float(when[order[-1]] - when[order[0]])
+    windows = min(WINDOWS, max(len(apart) // IN_WINDOW, FEWEST_WINDOWS))
+    if len(apart) < FEWEST_WINDOWS:  # neither a drift nor what they scatter by can be told from so few
+        return _Offset(middle, error_ns=float(rest.max()) + USUAL_DRIFT * length / 2)
     moments = np.array([np.median(when[part] - begin) for part in np.array_split(order, windows)])
     levels = np.array([np.median(apart[part] - middle) for part in np.array_split(order, windows)])
     # A jump lies between few of the windows that are a quarter of the run apart, and so leaves the median alone.
     lag = windows // 4
     slope = float(np.median((levels[lag:] - levels[:-lag]) / np.maximum(moments[lag:] - moments[:-lag], 1)))
-    scatter = levels - slope * moments
-    scatter_ns = 1.4826 * float(np.median(np.abs(scatter - np.median(scatter))))
+    scatter_ns = _scatter(levels - slope * moments)
+    of_one = SIGMAS * scatter_ns / windows**0.5
     if abs(slope) > MOST_DRIFT or abs(slope) * moments[-1] <= SURE * scatter_ns or not slope:
-        return constant
-    rest = apart - middle - slope * (when - begin)
-    level = float(np.median(rest))
-    return _Offset(middle + level, slope, int(begin), float(np.median(np.abs(rest - level))))
+        unseen = min(abs(slope), MOST_DRIFT) * length / 2
+        return _Offset(middle, error_ns=unseen + of_one + ASYMMETRY * float(np.median(rest)))
+    slope = _refined(moments, levels, slope, scatter_ns)
+    left = apart - middle - slope * (when - begin)
+    level = float(np.median(left))
+    error = 2 * of_one + ASYMMETRY * float(np.median(np.abs(left - level)))  # a line is twice as uncertain at its ends
+    return _Offset(middle + level, slope, int(begin), error)
+
+
+def _scatter(values: Float) -> float:
+    return SIGMA * float(np.median(np.abs(values - np.median(values))))
+
+
+def _refined(moments: Float, levels: Float, slope: float, scatter_ns: float) -> float:
+    """The slope of least squares, of windows that are near the line."""
+    rest = levels - slope * moments
+    near = np.abs(rest - np.median(rest)) <= SIGMAS * scatter_ns
+    centred = moments[near] - moments[near].mean()
+    squares = float((centred**2).sum())
+    return float((centred * levels[near]).sum()) / squares if squares > 0 else slope
 
 
 def find_jumps(rows: pd.DataFrame) -> tuple[float, list[str]]:

@@ -71,6 +71,14 @@ def code_fix(
     return settings_fix(title, {argument: value}, site, gain, knobs)
 
 
+def place_fix(title: str, site: str | None, gain: Gain | None = None) -> Fix:
+    """A change at `site` that is no other argument of the call there."""
+    file, _, line = ("" if _installed(site) else site or "").rpartition(":")
+    if not line.isdigit():
+        return Fix("code", title, gain=gain)
+    return Fix("code", title, ({"file": file, "line": int(line), "argument": "", "value": ""},), gain)
+
+
 def settings_fix(
     title: str, settings: Mapping[str, Any], site: str | None, gain: Gain | None = None, knobs: Knobs = NO_KNOBS
 ) -> Fix:

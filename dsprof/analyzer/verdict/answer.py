@@ -30,6 +30,7 @@ from ..work.module_times import module_times
 from ..work.stacks import outside_phases
 from .headline import verdict_of
 from .overrides import applied_knobs, lost_knobs, verified_fixes
+from .useful_by_name import untold_work
 
 __all__ = ["answer"]
 
@@ -101,6 +102,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         stood=_longest_hang(study),
         outside=line.words if (line := outside_phases(study)) is not None else "",
         crowded=_waiting_for_cores(study),
+        untold=untold_work(study, judgement),
     )
     return replace(analysis, verdict=verdict)
 

@@ -63,6 +63,7 @@ def verdict_of(
     stood: str = "",
     crowded: str = "",
     outside: str = "",
+    untold: str = "",
 ) -> Verdict:
     """The verdict on `analysis`, whose own `verdict` is not looked at.
 
@@ -70,15 +71,17 @@ def verdict_of(
     slowdown: what to say of a lasting one; missing: why there may well be no step: which part of the run was captured,
     where somebody asked for one, or that nothing was trained; stood: what to say of a hang that resolved itself;
     crowded: what to say of ranks that are late since they wait for a core; outside: the line that most of the time
-    outside the phases lies in
+    outside the phases lies in; untold: what counts as useful, and no rule could judge
     """
-    verdict = _answer(analysis, unknown, slowdown, missing, crowded, outside)
+    verdict = _answer(analysis, unknown, slowdown, missing, crowded, outside, untold)
     if not stood or verdict.status == "failed" or stood in verdict.headline:
         return verdict
     return Verdict(verdict.status, f"{verdict.headline}; {clean(stood)}")
 
 
-def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str, crowded: str, outside: str) -> Verdict:
+def _answer(
+    analysis: Analysis, unknown: str, slowdown: str, missing: str, crowded: str, outside: str, untold_work: str
+) -> Verdict:
     run, step = analysis.run, analysis.step_ms
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
@@ -118,6 +121,8 @@ def _answer(analysis: Analysis, unknown: str, slowdown: str, missing: str, crowd
         return Verdict("inconclusive", f"{found}: {clean(untold)}")
     if LAUNCHES in analysis.not_judged:
         return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[LAUNCHES])}")
+    if untold_work:
+        return Verdict("inconclusive", f"{found}, but {clean(untold_work)}")
     lost = _lost(analysis)
     explained = {part for part in lost if _explained(analysis, part)}
     unexplained = sum(share for part, share in lost.items() if part not in explained)

@@ -1,5 +1,5 @@
-"""What-ifs on communications that a step can do without: reductions in all its backwards but the last, and buffers that
-are broadcast, with what is copied for that."""
+"""What-ifs on communications that a step can do without: reductions in all its backwards but the last, parameters that
+are gathered again, and buffers that are broadcast, with what is copied for that."""
 
 from __future__ import annotations
 
@@ -47,6 +47,37 @@ def earlier(steps: Steps, of: Communications) -> Int:
     for begun, kind, lane in found:
         last[kind, lane] = max(begun, last.get((kind, lane), begun))
     gone = [c for (begun, kind, lane), tasks in found.items() if begun < last[kind, lane] for c in tasks]
+    return np.array(sorted(gone), np.int64)
+
+
+@dataclass(frozen=True)
+class GatheredOnce(WhatIf):
+    """Of these gathers those before the first backward of a step happen, of each process group; what they gather is
+    kept, so that later ones have nothing to gather, and nobody waits."""
+
+    of: Communications
+    turn = Turn.FEWER_TASKS
+
+    @property
+    def name(self) -> str:
+        return f"{self.of} once a step"
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        return self._edit(graph)
+
+    @cached_property
+    def _edit(self) -> Restructure:
+        return Restructure(lambda steps: without(steps, repeated(steps, self.of)))
+
+
+def repeated(steps: Steps, of: Communications) -> Int:
+    """Of steps of one template, the tasks that come after the beginning of the first backward, of process groups that
+    have some before it."""
+    found = by_backward(steps, of)
+    first: dict[tuple[str, str], int] = {}
+    for begun, kind, lane in found:
+        first[kind, lane] = min(begun, first.get((kind, lane), begun))
+    gone = [c for (begun, kind, lane), tasks in found.items() if begun > first[kind, lane] for c in tasks]
     return np.array(sorted(gone), np.int64)
 
 

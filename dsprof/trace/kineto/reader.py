@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,7 @@ import orjson
 
 from ..room import taken_by_json
 from .events import COPY, FILL, KERNEL, UNKNOWN, Annotation, Events
+from .from_perfetto import PerfettoEvents, looks_like_perfetto
 from .names import ANNOTATIONS, CommNames
 from .phases import SAVES_IN_PYTHON, stands_among_old_operators, stands_among_operators
 from .sound import (
@@ -67,7 +68,10 @@ COMM_ARGS: Final = (
 
 
 def read_events(path: Path, comm: CommNames | None = None) -> Events:
-    """All that is kept of a file. Raises TraceError and OSError."""
+    """All that is kept of a file: of Chrome's format, or of Perfetto's. Raises TraceError and OSError."""
+    if looks_like_perfetto(path):
+        found = PerfettoEvents(path, COMM_ARGS)
+        return events_of(found.lists(), {"baseTimeNanoseconds": found.base_ns}, found.cut, comm)
     text, reader = TraceText(path), _EventReader(comm or CommNames())
     collects = gc.isenabled()
     gc.disable()  # what is parsed has no cycles, and looking for them takes a quarter of the time
@@ -77,9 +81,22 @@ def read_events(path: Path, comm: CommNames | None = None) -> Events:
     finally:
         if collects:
             gc.enable()
-    events = reader.events
-    events.about, events.cut = text.about, text.cut
-    base = events.about.get("baseTimeNanoseconds", 0)
+    return _on_base(reader.events, text.about, text.cut)
+
+
+def events_of(
+    lists: Iterable[list[Event]], about: dict[str, Any], cut: str = "", comm: CommNames | None = None
+) -> Events:
+    """The same of events in lists, as torch.profiler's JSON has them. `about`: what that says beside them."""
+    reader = _EventReader(comm or CommNames())
+    for events in lists:
+        reader.take_events(events)
+    return _on_base(reader.events, about, cut)
+
+
+def _on_base(events: Events, about: dict[str, Any], cut: str) -> Events:
+    events.about, events.cut = about, cut
+    base = about.get("baseTimeNanoseconds", 0)
     if type(base) is int and 0 < base < LATEST_US * 500:
         for table in (events.ops, events.calls, events.device, events.memory, events.stream_waits):
             table["start_ns"][:] += base
@@ -137,6 +154,10 @@ class _EventReader:
             self._sort_texts(SPLIT.split(piece[first.end() : -len(LAST)]))
         else:
             self._sort_events(parse_events(bytes(piece)))
+
+    def take_events(self, found: list[Any]) -> None:
+        """Add events that are parsed."""
+        self._sort_events(found)
 
     def _sort_texts(self, texts: list[bytes]) -> None:
         self.events.count += len(texts)

@@ -1,5 +1,6 @@
 """Communication: comm.small-messages, comm.large-bucket, comm.exposed, comm.tensor-parallel, comm.redundant-reduce,
-comm.buffers, comm.volume, comm.slow-link, comm.blocking. Each dimension of the job by itself.
+comm.buffers, comm.volume, comm.slow-link, comm.blocking,
+comm.redundant-gather. Each dimension of the job by itself.
 
 collectives       which of the following each dimension is asked
 dimensions        what is communicated in each dimension, and how long ranks wait for it
@@ -14,6 +15,7 @@ volume            bytes that no division and no overlap hides
 fewer_bytes       how a fix has fewer bytes communicated, in the words of the job
 slow_link         groups over which the same takes longer than over their peers
 blocking          barriers and numbers for a log that the loop itself communicates in each step
+redundant_gather  shards that are gathered again though they would fit
 buffers           buffers broadcast before each forward
 tensor_parallel   what the ranks that share layers communicate
 """

@@ -71,7 +71,10 @@ def micro_batches_fix(study: Study, ddp: Mapping[str, Any] | None, gain: Gain) -
     """Twice as many micro-batches for each step of the optimizer, of which only the last reduces."""
     now = _micro_batches(study)
     wanted = 2 * now if now else None
-    costs = "half as much is reduced for a sample; a batch has twice as many samples, so look at the learning rate"
+    costs = (
+        "half as much is reduced for a sample (the gain is of each micro-batch); a batch has twice as many samples, so "
+        "look at the learning rate"
+    )
     if ddp is None and _has_json(study) and wanted:
         patch = [{"op": "add", "path": "/gradient_accumulation_steps", "value": wanted}]
         whole = _whole_batch(study)

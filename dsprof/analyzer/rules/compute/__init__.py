@@ -7,5 +7,7 @@ host_work       the device waits for a host that does something else
 recompile       the same code compiled again and again
 recompute       activations computed again though memory would hold them
 optimizer       parameter groups that an optimizer goes through one by one
+fused_optimizer   tensors that an optimizer goes through one by one
 throttle        devices that run slower than they could
+float8          linear layers that would be faster in float8 (precision.fp8)
 """

@@ -15,6 +15,7 @@ from ...text import percent
 from ...whatif.work import Change
 from ..base import NotJudged, code_fix, script_of
 from ..rule import Rule, fault
+from .fused_optimizer import fused, fused_up_to, one_by_one
 
 OF_A_TENSOR: Final = (0.15, 0.05, 0.35)
 """What a tensor costs the host in a step of a fused or foreach optimizer, as a part of what a parameter group does: as
@@ -135,9 +136,12 @@ def many_groups(study: Study, change: Change, gain: Gain, share: Gain) -> Findin
 RULES = (
     Rule(
         "compute.optimizer",
-        "the optimizer goes through many parameter groups one by one",
+        "the optimizer goes through many parameter groups, or tensors, one by one",
         explains=("optimizer",),
-        looks=(fault("compute.optimizer", merged_groups, many_groups, between=known_up_to),),
+        looks=(
+            fault("compute.optimizer", merged_groups, many_groups, between=known_up_to),
+            fault("compute.optimizer", fused, one_by_one, between=fused_up_to),
+        ),
         needs=(signals.steps,),
         error=ModelError(of_gain=0.1, of_step=0.014, busy=0.014),
         place=215,

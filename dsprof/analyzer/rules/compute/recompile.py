@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -148,6 +149,7 @@ def _fixes(study: Study, ranks: tuple[int, ...], price: Price) -> tuple[Fix, ...
             "all ranks alike",
             ({"file": None, "line": None, "argument": "dynamic", "value": True},),
             price.gain,
+            (("compile.dynamic", True),),
         ),
         Fix("code", "pad inputs to a few fixed lengths, on all ranks the same ones"),
     )
@@ -162,7 +164,7 @@ def _fixes(study: Study, ranks: tuple[int, ...], price: Price) -> tuple[Fix, ...
         f"keep what the guard is about ({reason}) the same in every step: give it as a tensor, or take it out "
         "of what is compiled (torch.compiler.disable)"
     )
-    return (Fix("code", value, gain=price.gain), *shapes[:1])
+    return (Fix("code", value, gain=price.gain), replace(shapes[0], gain=None, knobs=()))
 
 
 RULES = (

@@ -25,7 +25,7 @@ from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent
 from ...whatif.work import Change, Spans, within
-from ..base import NotConcerned, NotJudged, at, settings_fix
+from ..base import NotConcerned, NotJudged, at, place_fix, settings_fix
 from ..rule import Rule, fault
 from .routed_tokens import Routed, routed_tokens
 
@@ -47,6 +47,8 @@ MUCH: Final = 0.05
 MOST_OF_SHARE: Final = 2.0
 """Times the part by which a rank's exchange is above the mean, that its work in a piece can be more: an exchange is as
 large as what was sent or what came, so a rank that gets little seems to have the mean."""
+SENT_ALIKE: Final = 0.01
+"""Standard deviation of the smallest exchange of a step, of its mean, up to which it is what every rank sends."""
 CAPACITY: Final = 1.25
 COEFFICIENT: Final = 0.01
 """What is usual: tokens that an expert takes at most, times the mean; weight of the balancing loss."""
@@ -178,6 +180,8 @@ def _follows(work: Float, beyond: Float, shares: Float) -> Float:
         # Where a rank is always ahead of the others the steps tell little, and the ranks much, if they say the same.
         alike = surely & (np.abs(of_all - slope) <= SAME * error)
         slope = np.where(alike, of_all, slope)
+        if _among_experts_only(beside, beyond, work):
+            sure = sure | alike
     else:
         slope, sure = of_all, surely & _among_experts_only(beside, beyond, work)
     gone = np.where(sure, slope, 0.0)[None, :, None] * beyond[:, None, :]
@@ -250,9 +254,20 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
 
 
 def _of_mean(study: Study, routed: Routed) -> Float:
-    """Each rank's share, of the mean of its team, [R, S]; 1 of a rank of no team."""
-    mean = routed.shares - routed.beyond
-    found: Float = np.where(mean > 0, routed.shares / np.maximum(mean, 1.0), 1.0)
+    """Each rank's share, of the mean of its team, [R, S]; 1 of a rank of no team.
+
+    An exchange is as large as what was sent or what came. Where all send as much, it is never less than that, and what
+    came is as much in the mean of the ranks.
+    """
+    found = np.ones_like(routed.shares)
+    for team in routed.dimension.teams:
+        places = [place for place, rank in enumerate(study.ranks) if rank in team]
+        mine = routed.shares[places]
+        if not len(places) or not mine.any():
+            continue
+        least = mine.min(axis=0)
+        mean = least if float(least.std()) <= SENT_ALIKE * float(least.mean()) else mine.mean(axis=0)
+        found[places] = mine / np.maximum(mean, 1.0)
     return found
 
 
@@ -278,7 +293,10 @@ def _fixes(study: Study, routed: Routed, alone: Gain, *, always: bool) -> tuple[
     limited = f"{limit} {CAPACITY:g}" if limit.startswith("-") else f"{limit}={CAPACITY:g}"
     balanced = f"give the router a balancing loss, or a larger one ({typed}){at(site)}"
     capped = f"or cap what an expert takes: {limited} (tokens above {CAPACITY:g} times the mean are dropped)"
-    fixes = [settings_fix(balanced, balance, where, alone), settings_fix(capped, capacity, where)]
+    if where is None:
+        fixes = [settings_fix(balanced, balance, None, alone), settings_fix(capped, capacity, None)]
+    else:
+        fixes = [place_fix(balanced, where, alone), place_fix(capped, where)]
     if always:
         placed = "or place experts anew: those that are asked most on different ranks, or copies of them"
         fixes.append(Fix("code", placed))

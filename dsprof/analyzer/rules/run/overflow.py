@@ -22,7 +22,7 @@ from ...candidate import Candidate, Excess, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study, once
 from ...text import percent
-from ..base import NotConcerned, NotJudged, at, script_of, settings_fix
+from ..base import NotConcerned, NotJudged, at, place_fix, script_of, settings_fix
 from ..rule import Found, Look, Rule
 
 FEWEST: Final = 3
@@ -36,7 +36,7 @@ scale was raised."""
 
 @dataclass(frozen=True)
 class Overflows:
-    """steps:   in which step of each skipped one lies; rank: of which the marks are
+    """steps:   in which step each skipped one lies
     scales:  of the loss, at each
     wasted:  ms of each ordinary step that went into what was skipped, [S]
     every:   steps that were taken from one to the next, median
@@ -54,7 +54,7 @@ class Overflows:
 
 @once
 def overflows(study: Study) -> Overflows | None:
-    """Of the rank with most of them, after warm-up; None where there are next to none."""
+    """After warm-up; None where there are next to none."""
     table = _marks(study)
     begin = warm_up(int(study.steps["step"].max()) + 1) if len(study.steps) else 0
     table = table[table["step"] >= begin]
@@ -76,25 +76,37 @@ def _marks(study: Study) -> pd.DataFrame:
     rows = study.trace.read(study.ranks[0], ("kind", "name", "step", "value")) if study.ranks else pd.DataFrame()
     if rows.empty:
         return pd.DataFrame({"step": [], "value": []})
-    return rows[(rows["kind"] == "mark") & (rows["name"] == OVERFLOW)][["step", "value"]].sort_values("step")
+    return rows[(rows["kind"] == "mark") & (rows["name"] == OVERFLOW)][["step", "value"]].sort_values(
+        "step", kind="stable"
+    )
 
 
 def _wasted(study: Study, skipped: Int) -> tuple[Float, bool]:
     """ms of each ordinary step that went into what was skipped, [S], and whether what is skipped is a step of its own.
 
     A step ends where an optimizer stepped: what torch's scaler skips is part of the step that comes after it, which
-    then has as many backwards more; what an engine skips ends a step of its own, all of which is lost.
+    then has as many backwards more; what an engine skips ends a step of its own, all of which is lost. Of several
+    optimizers that take turns in a step (a GAN) each has a part of it.
     """
     numbers = study.step_numbers
     times = pd.Series(skipped).value_counts().reindex(numbers, fill_value=0).to_numpy(np.float64)
-    phases = study.training_phases
-    backwards = phases[(phases["name"] == "backward") & (phases["rank"] == study.ranks[0])]
-    each = backwards.groupby("step").size().reindex(numbers, fill_value=1).to_numpy(np.float64)
-    usual = float(np.median(each[times == 0])) if (times == 0).any() else float(each.min())
-    rounds = np.maximum(each / max(usual, 1.0), 1.0)
+    usual, each = _in_a_step(study, "backward", times)
+    optimizers, _ = _in_a_step(study, "optimizer", times)
+    rounds = np.maximum(each / usual, 1.0)
+    times = times / optimizers
     lasts = study.ordinary.groupby("step")["dur_ns"].mean().reindex(numbers).to_numpy(np.float64) / 1e6
     found: Float = lasts * np.minimum(times / rounds, 1.0)
     return found, bool((rounds[times > 0] < 1.5).all())
+
+
+def _in_a_step(study: Study, name: str, skipped: Float) -> tuple[float, Float]:
+    """How many phases of a name a step has where nothing is skipped, 1 or more; how many each ordinary step has, [S].
+    skipped: [S]"""
+    phases = study.training_phases
+    mine = phases[(phases["name"] == name) & (phases["rank"] == study.ranks[0])]
+    each = mine.groupby("step").size().reindex(study.step_numbers, fill_value=1).to_numpy(np.float64)
+    usual = float(np.median(each[skipped == 0])) if (skipped == 0).any() else float(each.min())
+    return max(usual, 1.0), each
 
 
 def skipped_steps(study: Study) -> Found:
@@ -131,8 +143,11 @@ def _finding(study: Study, found: Overflows, gain: Gain) -> Finding:
     evidence = (
         Evidence("steps skipped after warm-up", len(found.steps), "count", 0),
         Evidence("steps from one to the next, median", found.every, "count"),
-        Evidence("scale of the loss at the first of them", float(found.scales[0]), ""),
-        Evidence("and at the last", float(found.scales[-1]), ""),
+        *(
+            Evidence(f"scale of the loss at the {which} of them", float(scale), "")
+            for which, scale in (("first", found.scales[0]), ("last", found.scales[-1]))
+            if np.isfinite(scale)
+        ),
     )
     why = f", one about every {found.every:g} steps, whenever the scale of the loss was raised" if found.regular else ""
     title = f"{percent(share)} of the steps are skipped as their gradients overflow in fp16{why}"
@@ -172,7 +187,7 @@ def _longer(configured: Mapping[str, Any] | None, scaler: Mapping[str, Any], win
         return Fix("config", f"fp16.loss_scale_window: {USUAL_WINDOW}{why}", patch, gain, knobs)
     site = scaler.get("site")
     title = f"GradScaler(growth_interval={USUAL_WINDOW}){why}{at(site)}"
-    return settings_fix(title, {"growth_interval": USUAL_WINDOW}, site, gain)
+    return place_fix(title, site, gain)
 
 
 def _bf16(study: Study, configured: Mapping[str, Any] | None, scaler: Mapping[str, Any], gain: Gain) -> Fix:
@@ -197,7 +212,7 @@ def _bf16(study: Study, configured: Mapping[str, Any] | None, scaler: Mapping[st
         return settings_fix(f'Trainer(precision="bf16-mixed"){needs}', {"precision": "bf16-mixed"}, None, gain)
     site = scaler.get("site") or script_of(study)
     title = f"torch.autocast(..., dtype=torch.bfloat16) without a GradScaler{needs}{at(scaler.get('site'))}"
-    return settings_fix(title, {"dtype": "torch.bfloat16"}, site, gain)
+    return place_fix(title, site, gain)
 
 
 RULES = (

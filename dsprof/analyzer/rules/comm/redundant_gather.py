@@ -1,0 +1,147 @@
+"""comm.redundant-gather: sharded parameters that are freed after forward and gathered again, though they would fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from ... import signals
+from ...candidate import Candidate, Price
+from ...finding import Evidence, Finding, Fix, Gain
+from ...memory.use_by_step import main_place
+from ...price.calibration import ModelError
+from ...study import Study
+from ...text import ms, size
+from ...whatif.merge import by_backward
+from ...whatif.needless import GatheredOnce
+from ...whatif.select import Communications
+from ..base import NotConcerned, NotJudged, at, code_fix, zero_stage
+from ..rule import Found, Look, Rule
+from .dimensions import Domain, domains, waited_ms
+from .shards import gathers_parameters
+
+GATHER: Final = "all_gather parameter"
+MATTERS: Final = 0.05
+"""Share of the step that keeping parameters saves, from which on it is the bottleneck. Less is what it costs to hold a
+model in shards, and a healthy run may pay it."""
+MOST_USED: Final = 0.9
+"""Of the capacity, that may be used once all parameters are kept."""
+AGAIN: Final = 1.2
+"""So many times the bytes of the first forward are gathered in a step, from which on some are gathered again."""
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """Of each rank in a step: bytes of the parameters, and how many times as many are gathered."""
+
+    domain: Domain
+    whole_bytes: float
+    times: float
+
+
+def redundant_gather(study: Study) -> Found:
+    """Parameters that are kept once they have been gathered, until the step ends."""
+    if study.ranks_missing:
+        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    sharded = [one for one in domains(study) if gathers_parameters(one)]
+    if not sharded:
+        raise NotConcerned
+    found = []
+    for domain in sharded:
+        gathered = _gathered(study, domain)
+        waited = waited_ms(study, domain.of("parameter"))
+        if gathered is None or waited * (1 - 1 / gathered.times) < MATTERS * study.step_ms:
+            continue
+        if _fit(study, gathered):
+            found.append(_candidate(study, gathered))
+    return found
+
+
+def _gathered(study: Study, domain: Domain) -> _Gathered | None:
+    """None where nothing is gathered again after the first forward."""
+    steps = max(study.need_graph().templates, key=lambda of: len(of.numbers))
+    first = every = 0.0
+    for group in domain.groups:
+        families = by_backward(steps, Communications(kinds=(GATHER,), groups=(group,)))
+        if not families:
+            continue
+        earliest = min(begun for begun, _, _ in families)
+        for (begun, _, _), tasks in families.items():
+            moved = float(np.sum(steps.size[tasks].mean(axis=1)))
+            first, every = first + moved * (begun == earliest), every + moved
+    groups = max(len(domain.groups), 1)
+    return _Gathered(domain, first / groups, every / first) if first and every >= AGAIN * first else None
+
+
+def _fit(study: Study, gathered: _Gathered) -> bool:
+    """Whether every rank has room for all parameters at its peak. Raises NotJudged where that is not known."""
+    uses = [use for rank in study.ranks if (use := main_place(study.memory_uses, rank)) is not None]
+    if not uses or any(use.share is None or not use.capacity for use in uses):
+        raise NotJudged(
+            f"parameters are gathered {gathered.times:.1f} times in a step, and whether they could be kept is not "
+            "known: how much memory is used, and how much there is, was not captured"
+        )
+    for use in uses:
+        on_place = sum(other.place == use.place for other in uses) if use.on_host else 1
+        if (use.share or 0.0) + on_place * gathered.whole_bytes / (use.capacity or 1) > MOST_USED:
+            return False
+    return True
+
+
+def _candidate(study: Study, gathered: _Gathered) -> Candidate:
+    domain = gathered.domain
+    change = GatheredOnce(Communications(kinds=(GATHER,), groups=domain.groups))
+    evidence = (
+        Evidence("parameters gathered, times a step", round(gathered.times, 2), "", 1.0),
+        Evidence("parameters", round(gathered.whole_bytes / 2**20, 3), "MiB"),
+        Evidence("exposed communication a step", round(waited_ms(study, domain.of("parameter")), 3), "ms", 0.0),
+    )
+
+    def say(price: Price) -> Finding:
+        gain = price.gain
+        if gain.ms < MATTERS * study.step_ms:
+            gain = replace(gain, low=min(gain.low, 0.0))
+        title = (
+            f"{size(gathered.whole_bytes)} of parameters are gathered {gathered.times:.2g} times in each step"
+            f"{domain.inside}, and {ms(gain.ms)} of it wait for what could be kept"
+        )
+        fixes = (_fix(study, gathered, gain),)
+        return Finding("comm.redundant-gather", title, "info", domain.where(study, "all_gather"), evidence, gain, fixes)
+
+    return Candidate("comm.redundant-gather", change, say, a_trade=True)
+
+
+def _fix(study: Study, gathered: _Gathered, gain: Gain) -> Fix:
+    costs = f"each rank then holds {size(gathered.whole_bytes)} more from forward to the end of backward"
+    fact: Any = next(iter(study.facts.get("fsdp", [])[-1:]), None)
+    if fact is not None:
+        site = fact.get("site")
+        if fact.get("version") != 2:
+            title = f"FullyShardedDataParallel(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP){at(site)}: {costs}"
+            return code_fix(title, "sharding_strategy", "ShardingStrategy.SHARD_GRAD_OP", site, gain)
+        again = gathered.times > 2 + AGAIN - 1
+        title = f"fully_shard(reshard_after_forward=False){at(site)}"
+        title += ", and model.set_reshard_after_backward(False) in all micro-batches but the last" if again else ""
+        knobs = {} if again else {"fsdp2.reshard_after_forward": False}
+        return code_fix(f"{title}: {costs}", "reshard_after_forward", False, site, gain, knobs)
+    if zero_stage(study) is not None:
+        patch = ({"op": "replace", "path": "/zero_optimization/stage", "value": 2},)
+        knobs_of_stage = (("zero_optimization.stage", 2),)
+        return Fix("config", f"zero_optimization.stage: 2: {costs}", patch, gain, knobs_of_stage)
+    return Fix("code", f"keep parameters from forward to backward: {costs}", gain=gain)
+
+
+RULES = (
+    Rule(
+        "comm.redundant-gather",
+        "the same parameters are gathered again in a step, though there is memory to keep them",
+        explains=("comm_exposed",),
+        looks=(Look(redundant_gather, needs=(signals.replay,)),),
+        needs=(signals.communications,),
+        outranked_by=("comm.exposed", "comm.slow-link"),
+        error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
+        place=102,
+    ),
+)

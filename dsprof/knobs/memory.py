@@ -1,0 +1,216 @@
+"""What settings of knobs hold of each rank's memory: what a rank took, and what it would take with other values.
+
+What a rank took was measured; from that the difference counts between what a formula gives for the settings as they
+were and as they would be, so what neither changes needs not be known. Where a formula lacks something, there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dsprof.analyzer.memory.rank_memory import RankMemory, in_words, most
+from dsprof.analyzer.memory.use_by_step import MemoryUse, main_place
+
+from .knob import Facts
+from .registry import find
+
+MICRO_BATCH: Final = "train_micro_batch_size_per_gpu"
+HELD_BY_CONFIGURATION: Final = frozenset(
+    (
+        "zero_optimization.stage", "zero_optimization.reduce_bucket_size", "zero_optimization.overlap_comm",
+        "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_max_live_parameters", "zero_optimization.allgather_bucket_size",
+        "zero_optimization.offload_optimizer", "zero_optimization.offload_optimizer.device",
+        "zero_optimization.offload_param", "zero_optimization.offload_param.device", MICRO_BATCH,
+    )
+)  # fmt: skip
+"""Keys of a JSON configuration whose memory is known, by `dsprof.engine.config.held`."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What is known of a rank. facts: its own; ranks: of the job; parts: schema.MEMORY_PARTS -> bytes; on_host: its
+    tensors are in host memory."""
+
+    facts: Facts
+    ranks: int
+    parts: Mapping[str, int]
+    on_host: bool
+
+    def only(self, kind: str) -> Mapping[str, Any] | None:
+        """The last fact of a kind."""
+        return next(iter(self.facts.get(kind, ())[-1:]), None)
+
+    def now(self, key: str, default: Any = None) -> Any:
+        """What a knob was; the default where nothing states it."""
+        stated = find(key).stated(self.facts)
+        return stated[-1].value if stated and stated[-1].value is not None else default
+
+
+def _gradients_of_ddp(rank: _Rank) -> float | None:
+    fact = rank.only("ddp")
+    return None if fact is None else float(sum(fact.get("gradient_bytes") or ()))
+
+
+def _bucket_view(rank: _Rank, value: Any) -> float | None:
+    """Beside the buckets, which hold all gradients, DDP keeps each gradient, unless that is a part of its bucket."""
+    gradients = _gradients_of_ddp(rank)
+    return None if gradients is None else gradients * (1 if value else 2)
+
+
+def _bucket_cap(rank: _Rank, value: Any) -> float | None:
+    """However large they are, all buckets together are as large as the gradients."""
+    return _gradients_of_ddp(rank)
+
+
+def _whole_parameters(rank: _Rank, value: Any) -> float | None:
+    """Of FSDP2, between forward and backward: none, all of them, or a part that `value` ranks share."""
+    fact = rank.only("fsdp")
+    if fact is None or not fact.get("bytes"):
+        return None
+    if value is True:
+        return 0.0
+    whole = float(fact["bytes"])
+    own = min(float(rank.parts.get("parameters", whole / rank.ranks)), whole)  # its shard, of a mesh's shard dimension
+    return max(whole / (1 if value is False else int(value)) - own, 0.0)
+
+
+def _prefetched(rank: _Rank, value: Any) -> float | None:
+    """Units of FSDP2 that are there before they are needed."""
+    fact = rank.only("fsdp")
+    if fact is None or not fact.get("bytes") or not fact.get("units"):
+        return None
+    return int(value) * float(fact["bytes"]) / int(fact["units"])
+
+
+def _coarser(rank: _Rank, value: Any) -> float | None:
+    """The unit that computes, and the one that is gathered meanwhile."""
+    one = _prefetched(rank, value)
+    return None if one is None else 2 * one
+
+
+def _foreach(rank: _Rank, value: Any) -> float | None:
+    """torch: "the foreach implementation uses ~ sizeof(params) more peak memory", as its intermediates are lists of
+    all tensors."""
+    return float(rank.parts["parameters"]) if value and "parameters" in rank.parts else 0.0 if not value else None
+
+
+MEMORY: Final[Mapping[str, tuple[Callable[[_Rank, Any], float | None], Any]]] = {
+    "ddp.bucket_cap_mb": (_bucket_cap, 25),
+    "ddp.gradient_as_bucket_view": (_bucket_view, False),
+    "fsdp2.reshard_after_forward": (_whole_parameters, True),
+    "fsdp2.modules_per_unit": (_coarser, 1),
+    "fsdp2.forward_prefetch": (_prefetched, 1),
+    "fsdp2.backward_prefetch": (_prefetched, 1),
+    "optimizer.foreach": (_foreach, False),
+}
+"""Key -> (rank, value) -> bytes that it holds on that rank, None where that is not known; and the value of a job that
+does not state its own."""
+
+
+NOTHING: Final = frozenset(
+    (
+        "affinity.cores", "ddp.accumulate", "ddp.broadcast_buffers", "ddp.find_unused_parameters", "gc.every",
+        "gc.freeze", "optimizer.fused",
+    )
+)  # fmt: skip
+"""Knobs whose values hold no memory of a rank's tensors."""
+
+
+def has_memory(key: str) -> bool:
+    """Whether it is known what values of a knob hold."""
+    return key in MEMORY or key in HELD_BY_CONFIGURATION
+
+
+def memory_with(
+    knobs: Mapping[str, Any], uses: Sequence[MemoryUse], facts: Facts, world_size: int
+) -> tuple[RankMemory, ...]:
+    """What each rank takes, and would take with these settings. Empty where one of them is not known to hold anything,
+    or where a rank does not state what its formula needs.
+
+    uses: as measured, of all ranks; facts: of the run, by kind
+    """
+    if not any(map(has_memory, knobs)) or not all(has_memory(key) or key in NOTHING for key in knobs):
+        return ()
+    found = []
+    for number in sorted({use.rank for use in uses}):
+        use = main_place(uses, number)
+        assert use is not None
+        own = {kind: [one for one in all_of if one.get("rank", number) == number] for kind, all_of in facts.items()}
+        more = _more(_Rank(own, world_size, use.parts, use.on_host), knobs)
+        if more is None or not math.isfinite(more):
+            return ()
+        found.append(RankMemory(number, use.place, use.peak, max(use.peak + more, 0.0), use.capacity))
+    return tuple(found)
+
+
+def in_words_with(knobs: Mapping[str, Any], findings: Mapping[str, Any], facts: Facts) -> str:
+    """The same of the rank that would take most, in words, from a findings.json; empty where it is not known."""
+    uses = [MemoryUse(**use) for use in findings.get("memory_use", ())]
+    worst = most(memory_with(knobs, uses, facts, len({use.rank for use in uses})))
+    return "" if worst is None else in_words(worst)
+
+
+def _more(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
+    """Bytes that a rank holds more with these settings; None: that is not known."""
+    more = 0.0
+    for key, value in knobs.items():
+        if key not in MEMORY:
+            continue
+        formula, usual = MEMORY[key]
+        now, then = formula(rank, rank.now(key, usual)), formula(rank, value)
+        if now is None or then is None:
+            return None
+        more += then - now
+    of_configuration = {key: value for key, value in knobs.items() if key in HELD_BY_CONFIGURATION}
+    if of_configuration:
+        rest = _by_configuration(rank, of_configuration)
+        if rest is None:
+            return None
+        more += rest
+    return more
+
+
+def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
+    """What another configuration holds more."""
+    from dsprof.engine.config import as_far_as_known, data_parallel_ranks, held
+
+    fact, optimizer = rank.only("config"), rank.only("optimizer")
+    if fact is None or not isinstance(fact.get("content"), Mapping):
+        return None
+    content = fact["content"]
+    now, then = as_far_as_known(content), as_far_as_known(_with(content, knobs))
+    ranks = data_parallel_ranks(now, rank.ranks)
+    if rank.on_host:  # there, nothing is offloaded to another memory
+        nothing = {f"zero_optimization.{name}": None for name in ("offload_optimizer", "offload_param")}
+        now, then = (as_far_as_known(_with(one, nothing)) for one in (content, _with(content, knobs)))
+    deepspeed = fact.get("dialect") == "deepspeed"
+    more = 0.0
+    if set(knobs) - {MICRO_BATCH}:
+        if optimizer is None or not optimizer.get("elements"):
+            return None
+        # From stage 1 on, an optimizer has its rank's part.
+        elements = float(optimizer["elements"]) * (ranks if now.zero_optimization.stage >= 1 else 1)
+        both = (held(one, elements, ranks, deepspeed=deepspeed).total for one in (now, then))
+        before, after = both
+        more += after - before
+    if MICRO_BATCH in knobs:
+        size = now.train_micro_batch_size_per_gpu
+        activations = rank.parts.get("activations")
+        if size is None or activations is None:
+            return None
+        more += activations * (float(knobs[MICRO_BATCH]) / size - 1)
+    return more
+
+
+def _with(content: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with other values under keys such as `zero_optimization.stage`."""
+    changed = dict(content)
+    for key, value in knobs.items():
+        first, _, rest = key.partition(".")
+        inner = changed.get(first)
+        changed[first] = _with(inner if isinstance(inner, Mapping) else {}, {rest: value}) if rest else value
+    return changed

@@ -1,0 +1,63 @@
+"""Protobuf's wire format: the fields of a message by their numbers, without a schema."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from .around import TraceError
+
+Fields = list[tuple[int, Any]]
+
+MOST_NAME: Final = 512
+
+
+def varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number, and where it ends; -1: not within the data. Raises TraceError for one that never ends."""
+    result = shift = 0
+    while at < len(data):
+        byte = data[at]
+        at += 1
+        result |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return result, at
+        shift += 7
+        if shift > 63:
+            raise TraceError("a number of more than ten bytes")
+    return 0, -1
+
+
+def fields_of(data: bytes) -> Fields:
+    """Number and value of each: an int, or bytes (also of fixed width). Raises TraceError."""
+    found: Fields = []
+    at, end = 0, len(data)
+    while at < end:
+        tag, at = varint(data, at)
+        if at < 0:
+            raise TraceError("a packet whose fields do not end with it")
+        wire = tag & 7
+        if wire == 0:
+            value, at = varint(data, at)
+            found.append((tag >> 3, value))
+        elif wire in (1, 2, 5):
+            length, at = varint(data, at) if wire == 2 else (8 if wire == 1 else 4, at)
+            if at < 0 or at + length > end:
+                raise TraceError("a packet whose fields do not end with it")
+            found.append((tag >> 3, data[at : at + length]))
+            at += length
+        else:
+            raise TraceError(f"a field of kind {wire}, which no trace has")
+        if at < 0:
+            raise TraceError("a packet whose fields do not end with it")
+    return found
+
+
+def signed(value: Any) -> int:
+    """An int64 of a varint; 0: it is none."""
+    if type(value) is not int:
+        return 0
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def text_of(value: Any) -> str:
+    """Text of a field of bytes, cut off after MOST_NAME characters; empty: it is none."""
+    return value[: 4 * MOST_NAME].decode("utf-8", "replace")[:MOST_NAME] if isinstance(value, bytes) else ""

@@ -1,0 +1,165 @@
+"""What a knob's values hold of each rank's memory: `dsprof whatif` and `dsprof fix` say it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import Job
+
+from dsprof.analyzer.memory.rank_memory import RankMemory, in_words, most
+from dsprof.analyzer.memory.use_by_step import MemoryUse
+from dsprof.analyzer.study import study
+from dsprof.cli import main
+from dsprof.knobs.memory import MEMORY, NOTHING, has_memory, memory_with
+from dsprof.knobs.questions import answer_questions, read_questions
+from dsprof.knobs.registry import find
+from dsprof.reports.answers import render
+from dsprof.run import RunFolder, RunInfo
+
+MIB = 1 << 20
+ELEMENTS = 10 * MIB
+PARTS = {"parameters": 20 * MIB, "gradients": 20 * MIB, "optimizer_states": 60 * MIB, "activations": 40 * MIB}
+USES = [
+    MemoryUse(rank, "cuda.0", (200 + rank) * MIB, 256 * MIB, 300 * MIB, None, 0, 0, PARTS) for rank in range(4)
+]  # fmt: skip
+DDP = {"gradient_bytes": [8 * MIB, 2 * MIB], "gradient_as_bucket_view": False, "bucket_cap_mb": 25.0}
+FSDP = {"version": 2, "units": 8, "bytes": 80 * MIB, "reshard_after_forward": True}
+
+
+def configured(zero: dict[str, Any], stage: int = 2, dialect: str = "deepspeed") -> dict[str, Any]:
+    content = {
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage, **zero},
+    }
+    sharded = ELEMENTS // (4 if stage else 1)
+    return {
+        "config": [{"dialect": dialect, "content": content, "rank": rank} for rank in range(4)],
+        "optimizer": [{"elements": sharded, "rank": rank} for rank in range(4)],
+    }
+
+
+def more(facts: dict[str, list[dict[str, Any]]], **knobs: Any) -> float | None:
+    """MiB that rank 0 would take more."""
+    named = {key.replace("__", "."): value for key, value in knobs.items()}
+    memory = memory_with(named, USES, facts, 4)
+    return (memory[0].then - memory[0].now) / MIB if memory else None
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [
+        ({"ddp__bucket_cap_mb": 1}, 0),  # all buckets together are the gradients
+        ({"ddp__gradient_as_bucket_view": True}, -10),
+        ({"ddp__gradient_as_bucket_view": False}, 0),
+        ({"ddp__gradient_as_bucket_view": True, "gc__freeze": True}, -10),
+        ({"optimizer__foreach": True}, 20),
+        ({"optimizer__foreach": False}, 0),
+    ],
+)
+def test_of_ddp_and_the_optimizer(knobs: dict[str, Any], expected: float) -> None:
+    assert more({"ddp": [{**DDP, "rank": rank} for rank in range(4)]}, **knobs) == expected
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [
+        ({"fsdp2__reshard_after_forward": False}, 60),  # all, but the quarter that each of four ranks has
+        ({"fsdp2__reshard_after_forward": 2}, 20),
+        ({"fsdp2__reshard_after_forward": True}, 0),
+        ({"fsdp2__forward_prefetch": 3}, 20),
+        ({"fsdp2__backward_prefetch": 0}, -10),
+        ({"fsdp2__modules_per_unit": 2}, 20),
+    ],
+)
+def test_of_fsdp2(knobs: dict[str, Any], expected: float) -> None:
+    assert more({"fsdp": [FSDP]}, **knobs) == expected
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage", "knobs", "expected"),
+    [
+        ({"reduce_bucket_size": MIB}, 2, {"reduce_bucket_size": 4 * MIB}, 6),
+        ({"reduce_bucket_size": MIB, "overlap_comm": True}, 2, {"reduce_bucket_size": 4 * MIB}, 12),
+        ({"reduce_bucket_size": MIB}, 2, {"overlap_comm": True}, 2),
+        ({"reduce_bucket_size": MIB}, 2, {"overlap_comm": True, "reduce_bucket_size": 4 * MIB}, 14),
+        ({"reduce_bucket_size": MIB}, 2, {"stage": 1}, 15),  # gradients whole, 20 MiB, and not a quarter
+        ({"reduce_bucket_size": MIB}, 1, {"stage": 2}, -15),
+        ({"reduce_bucket_size": MIB}, 0, {"stage": 1}, -90 + 2),  # 120 MiB of states by four, and a bucket
+        ({"allgather_bucket_size": MIB}, 2, {"allgather_bucket_size": 4 * MIB}, 0),  # it gathers in place
+        ({"stage3_prefetch_bucket_size": 0}, 3, {"stage3_prefetch_bucket_size": 3 * MIB}, 6),
+        ({"stage3_prefetch_bucket_size": 0}, 3, {"stage3_prefetch_bucket_size": 10**9}, 20),  # there is no more
+        ({"stage3_max_live_parameters": 2 * MIB}, 3, {"stage3_prefetch_bucket_size": 10**9}, 0),
+        ({}, 2, {"offload_optimizer": {"device": "cpu"}}, -30 - 5),
+        ({}, 3, {"offload_param.device": "cpu"}, -5),
+    ],
+)
+def test_of_deepspeed(zero: dict[str, Any], stage: int, knobs: dict[str, Any], expected: float) -> None:
+    """10 Mi elements in bf16 on four ranks: 20 MiB of parameters, as much of gradients, 120 of Adam's states."""
+    named = {f"zero_optimization__{key}": value for key, value in knobs.items()}
+    assert more(configured(zero, stage), **named) == pytest.approx(expected)
+
+
+def test_what_is_offloaded_from_host_memory_stays_there() -> None:
+    on_host = [replace(use, place="host") for use in USES]
+    for key in ("offload_optimizer", "offload_param"):
+        (first, *_) = memory_with({f"zero_optimization.{key}": {"device": "cpu"}}, on_host, configured({}, 3), 4)
+        assert first.then == first.now
+
+
+def test_a_micro_batch_twice_as_large_takes_twice_the_activations() -> None:
+    assert more(configured({}), train_micro_batch_size_per_gpu=8) == 40
+    assert more(configured({}), train_micro_batch_size_per_gpu=1) == -30
+
+
+def test_what_is_not_known_is_not_told() -> None:
+    assert more({}, ddp__gradient_as_bucket_view=True) is None
+    assert more({}, zero_optimization__stage=3) is None
+    assert more(configured({}), zero_optimization__stage=3, loader__num_workers=4) is None
+    assert more({}, gc__freeze=True) is None
+    assert memory_with({"optimizer.foreach": True}, [], {}, 0) == ()
+
+
+def test_each_key_is_one() -> None:
+    assert all(find(key).key == key for key in (*MEMORY, *NOTHING))
+    assert not any(map(has_memory, NOTHING))
+
+
+def test_the_rank_that_would_take_most_is_told_and_whether_it_fits() -> None:
+    memory = memory_with({"optimizer.foreach": True}, USES, {}, 4)
+    worst = most(memory)
+    assert worst == RankMemory(3, "cuda.0", 203 * MIB, 223 * MIB, 300 * MIB)
+    assert in_words(worst) == "203 MiB -> 223 MiB (rank 3)"
+    too_much = RankMemory(3, "cuda.0", 203 * MIB, 323 * MIB, 300 * MIB)
+    assert in_words(too_much) == "203 MiB -> 323 MiB (rank 3, more than the 300 MiB there are)"
+    assert not too_much.fits
+
+
+def test_what_ifs_tell_it_even_of_what_is_not_predicted() -> None:
+    fact = {"fact": "ddp", "rank": 0, "site": "train.py:9", "gradient_as_bucket_view": False, "gradient_bytes": [MIB]}
+    whole = study(Job(steps=24, facts=[fact, {**fact, "rank": 1}]).trace())
+    whole = replace(whole, memory_uses=tuple(USES[:2]))
+    questions = read_questions([], ["compute=0.5"], ["ddp.gradient_as_bucket_view=true"], [], "RUN")
+    alone, view, both = answer_questions(whole, questions).rows
+    assert alone.memory == ()
+    assert view.gain is None
+    assert "`dsprof fix RUN --set ddp.gradient_as_bucket_view=true --verify` measures it" in view.reason
+    assert [one.then - one.now for one in view.memory] == [-MIB, -MIB] == [one.then - one.now for one in both.memory]
+    said = render(answer_questions(whole, questions)).splitlines()
+    at = said.index("most memory of a rank")
+    assert said[at + 1].split() == ["ddp.gradient_as_bucket_view=true", "201", "MiB", "->", "200", "MiB", "(rank", "1)"]
+
+
+def test_fixes_tell_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    info = RunInfo(id="run", name="train", command=["dsprof", "run", "train.py"], status=0)
+    info.facts = [{"fact": "ddp", "rank": rank, **DDP} for rank in range(4)]
+    run.write_info(info)
+    run.findings_json.write_text(json.dumps({"findings": [], "memory_use": [use.to_dict() for use in USES]}))
+    assert main(["fix", str(run.path), "--set", "ddp.gradient_as_bucket_view=true"]) == 0
+    assert "   memory 203 MiB -> 193 MiB (rank 3)\n" in capsys.readouterr().out

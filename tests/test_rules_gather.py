@@ -1,0 +1,97 @@
+"""comm.redundant-gather: parameters that are freed and gathered again, on made-up jobs of two ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from meshes import Call, MeshJob, Phase, Program, Wait, Work
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.finding import Finding
+
+MIB = 1 << 20
+
+
+def of(analysis: Analysis, code: str) -> Finding | None:
+    return next((finding for finding in analysis.findings if finding.code == code), None)
+
+
+def job(*, ms: float = 5.0, kept: bool = False, micro: int = 1, parameters: int = MIB, fsdp: int = 2) -> MeshJob:
+    """Four units of 8 MiB, 8.1 ms each to gather, one ahead; `ms` of forward in each and twice as much of backward."""
+
+    def units(ms: float, gathers: bool) -> tuple[Any, ...]:
+        calls = [Call("w", "all_gather", 8 * MIB, "parameter", f"unit {i}") for i in range(4)]
+        parts: list[Any] = [calls[0]] if gathers else []
+        for i in range(4):
+            parts += [calls[i + 1]] if gathers and i < 3 else []
+            parts += [Wait(f"unit {i}")] if gathers else []
+            parts += [Work(ms)]
+        return tuple(parts)
+
+    def program(rank: int, step: int) -> Program:
+        found: list[Any] = []
+        for part in range(micro):
+            reduced = (Call("w", "reduce_scatter", 16384, "gradient"),) if part == micro - 1 else ()
+            found += [
+                Phase("forward", units(ms, not kept or part == 0)),
+                Phase("backward", (Work(0.1), *units(2 * ms, not kept), *reduced)),
+            ]
+        return *found, Phase("optimizer", (Work(1),))
+
+    facts = [
+        {"fact": "fsdp", "version": fsdp, "units": 4, "site": "/home/me/train.py:30", "rank": rank} for rank in (0, 1)
+    ]
+    return MeshJob(2, {"w": ((0, 1), "")}, program, latency_ms=0.1, facts=facts, parameters=parameters)
+
+
+@pytest.mark.plants("comm.redundant-gather")
+def test_parameters_that_could_be_kept_from_forward_to_backward() -> None:
+    planted = job()
+    found = of(analyze(planted.trace()), "comm.redundant-gather")
+    assert found is not None
+    assert found.is_problem
+    assert found.title.startswith("32.0 MiB of parameters are gathered 2 times in each step")
+    assert dict(found.fixes[0].knobs) == {"fsdp2.reshard_after_forward": False}
+    assert found.fixes[0].title.startswith(
+        "fully_shard(reshard_after_forward=False) (train.py:30): each rank then holds"
+    )
+    true = planted.step_ms() - job(kept=True).step_ms()
+    assert found.gain.ms == pytest.approx(true, rel=0.1)
+    assert found.gain.low <= true <= found.gain.high
+
+
+def test_of_micro_batches_each_but_the_first_gathers_for_nothing() -> None:
+    planted = job(micro=2)
+    found = of(analyze(planted.trace()), "comm.redundant-gather")
+    assert found is not None
+    assert "set_reshard_after_backward(False) in all micro-batches but the last" in found.fixes[0].title
+    assert found.fixes[0].knobs == ()
+    assert found.gain.ms == pytest.approx(planted.step_ms() - job(micro=2, kept=True).step_ms(), rel=0.1)
+
+
+def test_fsdp1_has_another_word_for_it() -> None:
+    found = of(analyze(job(fsdp=1).trace()), "comm.redundant-gather")
+    assert found is not None
+    assert "sharding_strategy=ShardingStrategy.SHARD_GRAD_OP" in found.fixes[0].title
+
+
+@pytest.mark.parametrize("planted", [job(kept=True), job(ms=40.0)], ids=["kept already", "hidden"])
+def test_what_gathers_no_more_than_it_needs(planted: MeshJob) -> None:
+    analysis = analyze(planted.trace())
+    assert of(analysis, "comm.redundant-gather") is None
+    assert "comm.redundant-gather" in analysis.passed
+
+
+def test_without_knowing_the_memory_it_is_not_judged() -> None:
+    analysis = analyze(job(parameters=0).trace())
+    assert of(analysis, "comm.redundant-gather") is None
+    assert "parameters are gathered 2.0 times in a step" in analysis.not_judged["comm.redundant-gather"]
+
+
+def test_what_would_not_fit_is_not_proposed() -> None:
+    """The host has 64 MiB more than it uses, and two ranks would keep 32 MiB each."""
+    planted = job()
+    planted.capacity = 2 * ((1 << 30) + 32 * MIB)
+    assert of(analyze(planted.trace()), "comm.redundant-gather") is None
