@@ -25,8 +25,8 @@ Taken = Mapping[tuple[int, str], float]
 
 UNEVEN: Final = 0.15
 """Parts of a stage whose layers were not timed may take so much more or less than the mean of them."""
-MOST_ROUNDS: Final = 4
-"""So often every boundary is tried one layer further to either side."""
+MOST_REPLAYED: Final = 40
+"""Divisions into stages that are replayed: a pipeline of many stages has many that differ by a layer."""
 
 
 def stage_ms(graph: StepGraph) -> Taken:
@@ -123,9 +123,9 @@ def best_boundaries(
         begin.append(present_boundaries(layers))
     known = {bounds: step_ms(bounds) for bounds in begin}
     best = min(known, key=lambda bounds: known[bounds])
-    for _ in range(MOST_ROUNDS):
+    while len(known) < MOST_REPLAYED:
         moved = [bounds for bounds in _moved(best) if bounds not in known]
-        known |= {bounds: step_ms(bounds) for bounds in moved}
+        known |= {bounds: step_ms(bounds) for bounds in moved[: MOST_REPLAYED - len(known)]}
         better = min(known, key=lambda bounds: known[bounds])
         if better == best:
             break

@@ -126,7 +126,10 @@ def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
     """Raises NotJudged with what the run does not tell."""
     ran = pipeline_that_ran(study)
     plan = _plan(study, ran, wanted)
-    taken, layers = stage_ms(study.need_graph()), stage_layers(study)
+    try:
+        taken, layers = stage_ms(study.need_graph()), stage_layers(study)
+    except NotLowered as why:
+        raise NotJudged(f"not all steps ran the same plan: {why}") from None
     bounds = None
     if wanted.boundaries is None and (layers is None or plan.stages == ran.stages):
         stages = divided_alike(ran, plan, taken)

@@ -7,7 +7,7 @@ layers are the modules directly below the outermost one that calls several.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -55,6 +55,8 @@ def stage_layers(study: Study) -> tuple[StageLayer, ...] | None:
         if not layers:
             return None
         found += layers
+    if len({layer.name for layer in found}) < len(found):  # each stage is a module of its own
+        found = [replace(layer, name=f"{layer.name} of stage {layer.stage}") for layer in found]
     return tuple(found) or None
 
 

@@ -19,7 +19,7 @@ from ...structure import AUTO, PipelineStructure, restructured
 from ...study import Study
 from ...whatif import Refused, apply
 from ...work.stage_layers import stage_layers
-from ..base import LEAST_SHARE, NotJudged, code_fix
+from ..base import LEAST_SHARE, NotJudged, at
 
 OWN_ENGINE: Final = "dsprof"
 """Dialect of the configurations of dsprof's engine."""
@@ -45,11 +45,11 @@ def boundaries_fix(study: Study, site: str | None, error: ModelError | None) -> 
     bounds, gain = found
     if bounds is None:
         return None
-    begin = ", ".join(f"{at} ({layers[at].name})" for at in bounds[1:-1])
+    begin = ", ".join(f"{number} ({layers[number].name})" for number in bounds[1:-1])
     says = f"stages that begin at layers 0, {begin}, of {len(layers)}"
     config = _own_config(study)
     if config is None:
-        return code_fix(f"{says}: as lists of layers, or split points", "boundaries", list(bounds), site, gain)
+        return Fix("code", f"{says}: as lists of layers, or split points{at(site)}", gain=gain)
     settings = {"partition_method": list(bounds)}
     title = f"pipeline.partition_method: {list(bounds)}: {says}"
     return Fix("config", title, _in_section(config, settings), gain, (("pipeline.partition_method", list(bounds)),))

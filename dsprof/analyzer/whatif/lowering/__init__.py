@@ -5,7 +5,6 @@ program    what was measured: of each rank the prologue, its actions in order, t
 messages   when receives are posted and sends waited for, told by how the measured steps did it
 recipe     of which measured actions each action of another plan is made
 assemble   operations of a new structure, each a copy of a measured one
-recipe     of which measured actions each action of another plan is made
 lower      the what-if: other actions, in another order, on the same ranks
 
 The plan that ran, lowered, takes what was measured: that is the test of it.
