@@ -341,11 +341,13 @@ def noise(analysis: Analysis) -> str:
 
 
 def unbroken(words: str, space: str = "\N{NO-BREAK SPACE}") -> str:
-    """Numbers kept on one line with their units, by `space`."""
+    """Numbers kept on one line with their units, and with what they are the number of, by `space`."""
     return _UNIT.sub(space, words)
 
 
-_UNIT: Final = re.compile(r"(?<=\d) (?=%|(?:us|ms|s|min|h|[KMGT]?i?B)\b)")
+_UNIT: Final = re.compile(
+    r"(?<=\d) (?=%|(?:us|ms|s|min|h|[KMGT]?i?B)\b)|(?:(?<=\brank)|(?<=\branks)|(?<=\bstage)|(?<=\bstep)) (?=\d)"
+)
 
 
 def moment(text: str) -> str:

@@ -186,6 +186,15 @@ def test_what_was_measured_stands_beside_what_was_predicted() -> None:
     assert "measured: saves 35.0 ms a step (16 %) [30.0, 40.0], kept" in text_of(html.render(analysis))
 
 
+def test_evidence_in_words_stands_below_the_numbers() -> None:
+    """In a table it would leave the numbers' names no room."""
+    cause = Evidence("cause", "not known: it neither computes more nor lacks a core", "")
+    finding = replace(factories.STRAGGLER, evidence=(cause, Evidence("own work a step", 256.0, "ms", 180.0)))
+    page = html.render(factories.build(factories.Job(), (finding,)))
+    assert "<dt>cause</dt><dd>not known: it neither computes more nor lacks a core</dd>" in page
+    assert page.index(">own work a step<") < page.index("<dt>cause</dt>")
+
+
 def test_evidence_without_anything_expected_has_no_such_column() -> None:
     finding = replace(factories.EVAL_UNEVEN, evidence=(Evidence("one evaluation", 420.0, "ms"),))
     text = text_of(html.render(replace(factories.evaluates(), findings=(finding,))))

@@ -71,7 +71,7 @@ def test_a_barrier_in_each_step() -> None:
     planted = job(after_backward=(BARRIER,), lines={("barrier", 0): LINE})
     first = analyze(planted.trace()).findings[0]
     assert (first.code, first.where.op) == ("comm.blocking", "barrier")
-    assert first.fixes[0].title == (
+    assert first.fixes[0].title.startswith(
         "leave out the barrier (train.py:40): the collectives of the next step wait for late ranks all the same"
     )
     true = planted.step_ms() - job().step_ms()

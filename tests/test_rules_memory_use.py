@@ -382,6 +382,7 @@ def test_blocks_that_are_computed_again_though_memory_would_hold_them() -> None:
     assert first.code == "compute.recompute"
     assert first.title.endswith("though memory would hold all of them: 4.30 GiB are surely left on rank 0")
     assert first.gain.ms == pytest.approx(20.0, abs=1.0)
+    assert first.gain.high > 20.0 + 4 * 0.85  # checkpointing itself takes time, too
     assert first.fixes[0].title == (
         "call the blocks without torch.utils.checkpoint (model.py:31) (takes at most 4.00 GiB more on each rank)"
     )

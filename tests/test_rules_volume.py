@@ -10,7 +10,10 @@ from synthetic import Accumulating, Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.ask import ask
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.study import study
+from dsprof.knobs.predicted import turned
 from dsprof.trace import Trace
 
 MIB = 1 << 20
@@ -56,6 +59,14 @@ def test_one_large_tensor_over_a_network_travels_in_half_the_bytes_or_half_as_of
     assert first.gain.low < 320 - 160 < 320 - 40 < first.gain.high
     assert micro_batches.gain is not None
     assert micro_batches.gain.ms == pytest.approx(320, rel=0.02)
+
+
+def test_turning_the_knob_saves_what_the_fix_says() -> None:
+    trace = on_hosts(one_tensor(ms_per_mib=10.0).trace(), "a", "b")
+    told = analyze(trace).findings[0].gain
+    (row,) = ask(study(trace), [[turned("ddp.comm_hook", "bf16", "RUN")]]).rows
+    assert row.gain is not None
+    assert row.gain.ms == pytest.approx(told.ms, rel=0.02)
 
 
 def test_on_one_host_only_fewer_reductions_are_sure_to_help() -> None:

@@ -43,7 +43,7 @@ def test_the_line_by_which_a_late_rank_differs() -> None:
     found = analyze(job.trace()).findings[0]
     assert (found.code, found.where.ranks) == ("rank.straggler", (1,))
     line = "model.py:31 → torch/_dynamo/eval_frame.py:compile_wrapper"
-    assert f": {line}: " in found.title
+    assert f": {line} takes " in found.title
     assert found.title.endswith("more than on rank 0")
     (told,) = [item for item in found.evidence if item.metric == f"in {line} a step"]
     assert told.value == pytest.approx(50, rel=0.15)

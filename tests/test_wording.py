@@ -174,6 +174,7 @@ def test_clean() -> None:
 def test_numbers_stay_with_their_units() -> None:
     words = "saves 38.2 ms of each 2 s step (18 %), 3 steps, 25.0 MiB"
     assert wording.unbroken(words, "_") == "saves 38.2_ms of each 2_s step (18_%), 3 steps, 25.0_MiB"
+    assert wording.unbroken("more than on rank 0 and ranks 2-3", "_") == "more than on rank_0 and ranks_2-3"
 
 
 def test_moment() -> None:

@@ -16,6 +16,7 @@ from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
 from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
+from dsprof.analyzer.rules.comm.volume import with_short_gradients
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.data.data_stall import supply
 from dsprof.analyzer.rules.run.unequal_shares import with_speeds
@@ -86,6 +87,7 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "ddp.bucket_cap_mb": with_cap,
     "zero_optimization.reduce_bucket_size": _bucket_size,
     "ddp.accumulate": _accumulate,
+    "ddp.comm_hook": lambda study, value: with_short_gradients(study),
     "ddp.broadcast_buffers": _broadcast,
     "fsdp2.modules_per_unit": with_modules_per_unit,
     "compile.dynamic": _dynamic,

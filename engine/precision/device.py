@@ -12,8 +12,8 @@ import torch
 from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
 from .gain import CAPABILITY, Rates, Recipe, listed_rates
-from .linear import Arithmetic, Cast
-from .scaling import E4M3, cast, product
+from .linear import Arithmetic
+from .scaling import E4M3, FusedCasts, cast, product
 
 _SIZES: Final = {"cpu": 256, "cuda": 4096}
 """Rows and columns of the matrices that are multiplied to measure a device that no data sheet is known of."""
@@ -36,7 +36,7 @@ def arithmetic(device: torch.device, recipe: Recipe) -> Arithmetic:
         raise ValueError(
             f'fp8.recipe: torch {torch.__version__} does not multiply "{recipe}" on {_name(device)}; write "{other}"'
         )
-    fused: Cast = torch.compile(cast, dynamic=True)
+    fused = FusedCasts()
     try:
         fused(torch.ones(16, 16, dtype=torch.bfloat16, device=device), E4M3, recipe)
     except Exception as error:  # no compiler, as Triton's: whatever it says, casts work without

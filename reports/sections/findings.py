@@ -10,7 +10,7 @@ from dsprof.analyzer.finding import Evidence, Finding, Fix
 from dsprof.analyzer.text import clean, count, quantity, with_interval
 
 from .. import edits, palette, wording
-from .section import Block, Column, FindingCard, FixCard, Folded, Maker, Row, Table, Words, always, table
+from .section import Block, Column, FindingCard, FixCard, Folded, Maker, Row, Said, Table, Words, always, table
 
 
 def _blocks(analysis: Analysis) -> list[Block]:
@@ -51,7 +51,8 @@ def _card(finding: Finding, analysis: Analysis, ids: dict[str, int]) -> FindingC
         confidence=wording.confidence(finding),
         where=wording.where(finding.where),
         fixes=tuple(_fix(fix, finding, analysis.run.cwd) for fix in finding.fixes),
-        evidence=_evidence(finding.evidence),
+        evidence=_evidence([item for item in finding.evidence if not isinstance(item.value, str)]),
+        also=_in_words([item for item in finding.evidence if isinstance(item.value, str)]),
     )
 
 
@@ -98,6 +99,10 @@ def _evidence(items: Sequence[Evidence]) -> Table | None:
     rows = [Row((clean(item.metric), _value(item), *((_expected(item),) if expects else ()))) for item in told]
     expected = (Column("expected", number=True),) if expects else ()
     return table((Column("evidence"), Column("measured", number=True, strong=True), *expected), rows)
+
+
+def _in_words(items: Sequence[Evidence]) -> Said | None:
+    return Said(tuple((clean(item.metric), _value(item)) for item in items)) if items else None
 
 
 def _value(item: Evidence) -> str:

@@ -168,6 +168,8 @@ class FindingCard:
     where: str
     fixes: tuple[FixCard, ...]
     evidence: Table | None
+    also: Said | None
+    """Evidence in words."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,11 @@ def _phases(study: Study, name: str) -> pd.DataFrame:
     return phases[(phases["name"] == name) & phases["dur_ns"].notna() & phases["step"].isin(study.step_numbers)]
 
 
+def pieces_a_step(study: Study) -> float:
+    """How many pieces a rank computes again in a step, mean."""
+    return len(_phases(study, RECOMPUTE)) / max(len(study.ranks) * len(study.step_numbers), 1)
+
+
 def pieces_at_once(study: Study) -> int:
     """How many pieces of a model (blocks) are computed again, at most, for what is kept at once without that: those of
     a backward; in a pipeline, where several micro-batches are under way, those of a whole step. 0: none."""

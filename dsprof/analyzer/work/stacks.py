@@ -190,6 +190,6 @@ def outside_phases(study: Study) -> Line | None:
 
 
 def told(line: Line, others: Sequence[int]) -> str:
-    """`train.py:31 → f: 49.0 ms more than on rank 0`."""
+    """`train.py:31 → f takes 49.0 ms more than on rank 0`."""
     whom = f"rank {others[0]}" if len(others) == 1 else "the others"
-    return f"{line.words}: {ms(line.ms - line.others_ms)} more than on {whom}"
+    return f"{line.words} takes {ms(line.ms - line.others_ms)} more than on {whom}"

@@ -183,7 +183,8 @@ def _perhaps(gain: Gain) -> Gain:
 def _fix(calls: Calls, gain: Gain) -> Fix:
     site = calls.lines[0] if len(calls.lines) == 1 else None
     if calls.name == BARRIER:
-        title = f"leave out the barrier{at(site)}: the collectives of the next step wait for late ranks all the same"
+        title = f"leave out the barrier{at(site)}: the collectives of the next step wait for late ranks all the same "
+        title += "(but where ranks hand one another something that is not communicated, such as a file)"
         return code_fix(title, "barrier", "", site, gain)
     packed = "packed in one tensor, " if round(calls.a_step) > 1 else ""
     title = (

@@ -12,6 +12,7 @@ import numpy as np
 from ... import signals
 from ...align.groups import PP, TP
 from ...arrays import Float
+from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...graph.replay import replay
@@ -167,19 +168,22 @@ def _halved(study: Study, moved: _Volume) -> Gain | None:
     before = study.need_graph().measured
     cheap = study.on_gpu or moved.of_shards  # of shards each rank turns only its own
     cast = 0.0 if cheap else moved.moved_bytes * CAST_MS_PER_BYTE
-    saved = before - _replayed(study, _bytes_halved(moved, 1.0))
-    gain, fewer = mean_gain(study, saved - cast), mean_gain(study, before - _replayed(study, _bytes_halved(moved, 0.0)))
+    saved = before - _replayed(study, _bytes_halved(moved.domain, moved.links, True))
+    gain, fewer = (
+        mean_gain(study, saved - cast),
+        mean_gain(study, before - _replayed(study, _bytes_halved(moved.domain, moved.links, False))),
+    )
     low = min(gain.low, fewer.ms - 2 * cast)
     if not study.on_gpu and not _over_a_network(study, moved.domain):
         low = min(low, 0.0)  # inside of a host it is cores that move and add the bytes, and short numbers take longer
     return replace(gain, low=low, high=max(gain.high, gain.ms + cast / 2))
 
 
-def _bytes_halved(moved: _Volume, certain: float) -> list[WhatIf]:
-    """certain: 1: transfers are divided as they were fitted; 0: as much of them as may be is latency."""
+def _bytes_halved(domain: Domain, links: Mapping[str, Link], certain: bool) -> list[WhatIf]:
+    """certain: transfers are divided as they were fitted; else as much of them as may be is latency."""
     found: list[WhatIf] = []
-    median = float(moved.domain.table["bytes"].median())
-    for group, link in moved.links.items():
+    median = float(domain.table["bytes"].median())
+    for group, link in links.items():
         latency, whole = link.latency_ms, float(link.transfer_ms(np.array(median)))
         if not certain:
             more = link.spread * latency if link.fitted else min(UNTOLD_LATENCY_MS, whole / 2)
@@ -200,6 +204,33 @@ def _accumulated(study: Study, moved: _Volume) -> Gain | None:
     # Without them ranks do not wait for one another either, but only until they next do.
     saved = saved * min(1.0, moved.waited_ms / max(float(saved.mean()), 1e-9))
     return mean_gain(study, saved / 2)
+
+
+def with_short_gradients(study: Study) -> Effect:
+    """Gradients of DistributedDataParallel that travel in numbers of half the size. Raises NotJudged where they do
+    already, or none were seen."""
+    if not study.facts.get("ddp"):
+        raise NotJudged("no DistributedDataParallel was seen in this run")
+    parts = [
+        part for part in (one.of(GRADIENT) for one in domains(study) if one.role not in (TP, PP)) if len(part.table)
+    ]
+    if not parts:
+        raise NotJudged("no collective was seen to carry gradients")
+    formats = _formats(study)
+    if not all(formats.get(group) in WHOLE for part in parts for group in part.groups):
+        raise NotJudged("gradients travel in short numbers already, or their format was not captured")
+    moved = sum(float((part.table["bytes"] * part.table["ranks"]).sum()) for part in parts)
+    moved /= len(study.step_numbers) * max(len(study.ranks), 1)
+    cast = 0.0 if study.on_gpu else moved * CAST_MS_PER_BYTE
+
+    def halved(certain: bool) -> tuple[WhatIf, ...]:
+        return tuple(one for part in parts for one in _bytes_halved(part, part.links(), certain))
+
+    def correct(whole: Float, saved: Float) -> Float:
+        found: Float = saved - cast
+        return found
+
+    return Effect("comm.volume", halved(True), others=(((), halved(False)),), correct=correct, counts_cores=True)
 
 
 def _are_whole(study: Study, moved: _Volume) -> bool:
