@@ -72,7 +72,7 @@ MAY_IMPORT: Final = {
     "fix": {"fix", "knobs", "analyzer", "trace", "schema"},
     "plan": {"plan", "knobs", "analyzer", "trace", "schema"},
     "reports": {"reports", "compare", "fix", "plan", "knobs", "analyzer", "trace", "schema"},
-    "interactive": {"interactive", "compare", "reports", "fix", "knobs", "analyzer", "trace", "schema"},
+    "interactive": {"interactive", "compare", "reports", "fix", "plan", "knobs", "analyzer", "trace", "schema"},
     "cli": {"cli", "compare", "reports", "importers", "fix", "plan", "knobs", "trace", "schema", "public"},
     "collectors": {
         "collectors",

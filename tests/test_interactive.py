@@ -13,6 +13,7 @@ import pytest
 from synthetic import Job, write_capture
 
 import dsprof
+from dsprof.cli import main
 from dsprof.interactive.loaded_run import Run
 from dsprof.interactive.run_tables import COLUMNS
 from dsprof.knobs import KnobError
@@ -162,6 +163,17 @@ def test_questions_in_pythons_words_get_the_command_lines_answers(run: Run) -> N
         run.whatif("rank.stragler")
     with pytest.raises(KnobError, match="nothing to ask"):
         run.whatif()
+
+
+def test_a_plan_says_what_the_verb_does(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = run.plan(8, bandwidth="100Gb", latency="10us")
+    assert list(planned.table.index) == [2, 4, 8]
+    assert planned.table["efficiency"].loc[2] == pytest.approx(1.0)
+    assert (planned.table["low_ms"] <= planned.table["step_ms"]).all()
+    assert main(["plan", str(run.path), "--ranks", "8", "--bandwidth", "100Gb", "--latency", "10us"]) == 0
+    assert repr(planned) == capsys.readouterr().out.rstrip()
+    with pytest.raises(ValueError, match="fast"):
+        run.plan(8, bandwidth="fast")
 
 
 def test_figures(run: Run) -> None:

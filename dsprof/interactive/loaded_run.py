@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from .comparison import ComparedRuns
     from .in_cells import Findings
+    from .planned import PlannedRun
     from .questions import WhatIfAnswers
     from .run_plots import Plots
 
@@ -74,6 +75,20 @@ class Run:
 
         second = other if isinstance(other, Run) else load(other)
         return compare(self.analysis, str(self.path), second.analysis, str(second.path))
+
+    def plan(
+        self, ranks: int, *, bandwidth: str | None = None, latency: str | None = None, ranks_per_node: int = 8
+    ) -> PlannedRun:  # fmt: skip
+        """How long a step would take with more replicas, as `dsprof plan` says it: every rank keeps its batch.
+
+            run.plan(64, bandwidth="400Gb", latency="5us")  # of a node's network, which `ranks_per_node` ranks share
+
+        A network that is not told is a guess, and widens the interval. Raises ValueError for what is no rate or time,
+        and dsprof.plan.from_run.CannotPlan where the run does not tell.
+        """
+        from .planned import plan
+
+        return plan(self.study, ranks, bandwidth, latency, ranks_per_node)
 
     @property
     def plot(self) -> Plots:

@@ -1,0 +1,56 @@
+"""What a run would do on other ranks, as a notebook shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from dsprof.plan.from_run import Network, RunPlan, plan_from_run
+from dsprof.plan.hardware import read_latency, read_rate
+
+if TYPE_CHECKING:
+    from dsprof.analyzer.study import Study
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """How long a step would take with more replicas, as `dsprof plan RUN` has it: `plan` is all of it."""
+
+    plan: RunPlan
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each number of ranks: step_ms with the ends of its 95 % interval (low_ms, high_ms), efficiency (the
+        throughput of a rank, by that of the run), samples_per_s and tokens_per_s of all ranks, missing where they are
+        not known."""
+        rows = [
+            {
+                "ranks": step.ranks, "step_ms": step.ms, "low_ms": step.low, "high_ms": step.high,
+                "efficiency": step.efficiency, "samples_per_s": step.samples, "tokens_per_s": step.tokens,
+            }
+            for step in self.plan.curve
+        ]  # fmt: skip
+        return pd.DataFrame(rows).set_index("ranks")
+
+    def __repr__(self) -> str:
+        from dsprof.reports.plans import render_run_plan
+
+        return render_run_plan(self.plan).rstrip()
+
+    def _repr_html_(self) -> str:
+        from .in_cells import as_text
+
+        return as_text(repr(self))
+
+
+def plan(study: Study, ranks: int, bandwidth: str | None, latency: str | None, ranks_per_node: int) -> PlannedRun:
+    """bandwidth: of a node's network, such as 400Gb; latency: such as 5us. Raises ValueError for what is neither, and
+    dsprof.plan.from_run.CannotPlan where the run does not tell."""
+    network = Network(
+        ranks_per_node,
+        None if bandwidth is None else read_rate(bandwidth),
+        None if latency is None else read_latency(latency),
+    )
+    return PlannedRun(plan_from_run(study, ranks, network))
