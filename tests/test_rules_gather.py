@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,25 @@ def test_fsdp1_has_another_word_for_it() -> None:
 @pytest.mark.parametrize("planted", [job(kept=True), job(ms=40.0)], ids=["kept already", "hidden"])
 def test_what_gathers_no_more_than_it_needs(planted: MeshJob) -> None:
     analysis = analyze(planted.trace())
+    assert of(analysis, "comm.redundant-gather") is None
+    assert "comm.redundant-gather" in analysis.passed
+
+
+def test_parameters_that_an_optimizer_changed_in_between_have_to_be_gathered_again() -> None:
+    """As those of a GAN's discriminator are: gathered for its own step, changed, and gathered for the generator's."""
+    planted = job(kept=True)
+    once = planted.program
+
+    def program(rank: int, step: int) -> Program:
+        return tuple(
+            replace(part, inputs=1 + half) if isinstance(part, Phase) and part.name == "optimizer" else part
+            for half in (0, 1)
+            for part in once(rank, step)
+        )
+
+    planted.program = program
+    analysis = analyze(planted.trace())
+    assert analysis.step_is == "an iteration of 2 optimizer steps: 1 of optimizer 1, 1 of optimizer 2"
     assert of(analysis, "comm.redundant-gather") is None
     assert "comm.redundant-gather" in analysis.passed
 

@@ -48,6 +48,8 @@ def redundant_gather(study: Study) -> Found:
     sharded = [one for one in domains(study) if gathers_parameters(one)]
     if not sharded:
         raise NotConcerned
+    if _changed_in_between(study):
+        return []
     found = []
     for domain in sharded:
         gathered = _gathered(study, domain)
@@ -57,6 +59,15 @@ def redundant_gather(study: Study) -> Found:
         if _fit(study, gathered):
             found.append(_candidate(study, gathered))
     return found
+
+
+def _changed_in_between(study: Study) -> bool:
+    """Whether a step trains on after an optimizer's step: what that has changed is gathered for the first time."""
+    phases = study.training_phases
+    mine = phases[(phases["rank"] == study.ranks[0]) & phases["step"].isin(study.step_numbers)]
+    updated = mine[mine["name"] == "optimizer"].groupby("step")["start_ns"].min()
+    backward = mine[mine["name"] == "backward"].groupby("step")["start_ns"].max()
+    return bool((backward > updated.reindex(backward.index)).any())
 
 
 def _gathered(study: Study, domain: Domain) -> _Gathered | None:
