@@ -78,6 +78,36 @@ def test_fsdp1_has_another_word_for_it() -> None:
     assert "sharding_strategy=ShardingStrategy.SHARD_GRAD_OP" in found.fixes[0].title
 
 
+def of_deepspeed(**zero: Any) -> MeshJob:
+    """The same of ZeRO stage 3, with a configuration that has this in its section."""
+    content = {"zero_optimization": {"stage": 3, **zero}}
+    facts = [
+        fact
+        for rank in (0, 1)
+        for fact in (
+            {"fact": "deepspeed", "zero_stage": 3, "rank": rank},
+            {"fact": "config", "dialect": "deepspeed", "content": content, "rank": rank},
+        )
+    ]
+    return replace(job(), facts=facts)
+
+
+def test_of_stage_3_a_lower_stage_keeps_them() -> None:
+    found = of(analyze(of_deepspeed().trace()), "comm.redundant-gather")
+    assert found is not None
+    assert found.fixes[0].title == "zero_optimization.stage: 2: each rank then always holds all parameters, 32.0 MiB"
+    assert dict(found.fixes[0].knobs) == {"zero_optimization.stage": 2}
+
+
+def test_a_lower_stage_does_not_take_offloaded_parameters() -> None:
+    found = of(analyze(of_deepspeed(offload_param={"device": "cpu"}).trace()), "comm.redundant-gather")
+    assert found is not None
+    assert found.fixes[0].knobs == ()
+    assert [(entry["op"], entry["path"]) for entry in found.fixes[0].patch] == [
+        ("replace", "/zero_optimization/stage"), ("remove", "/zero_optimization/offload_param"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("planted", [job(kept=True), job(ms=40.0)], ids=["kept already", "hidden"])
 def test_what_gathers_no_more_than_it_needs(planted: MeshJob) -> None:
     analysis = analyze(planted.trace())
