@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dsprof import engine as ds
-from dsprof.engine.config import ConfigError, load
+from dsprof.engine.config import ConfigError, key_takes, load
 from dsprof.engine.config.heterogeneous import divide, replica_speeds, stage_speeds
 from dsprof.engine.data import RepeatingLoader, ShardedLoader, _CountingSampler
 from dsprof.engine.pipe import LayerSpec, PipelineModule
@@ -430,6 +430,8 @@ def test_a_checkpoint_goes_on_with_other_shares(ranks: Ranks, tmp_path: Path, be
         ([1, 20], "data-parallel replica 0 would get 0.38 of the 8 samples of a micro-batch, less than one; "
          "write batch sizes with 21 samples or more in a micro-batch of all replicas, or null for its ranks, which "
          "then get none"),
+        ([1e-320, 1], "data-parallel replica 0 would get 8e-320 of the 8 samples of a micro-batch, less than one; "
+         "write null for its ranks, which then get none"),
         ([None, None], "null in every data-parallel replica: none gets a sample; write numbers for one at least"),
         ("mesure", '"mesure" is neither "measure" nor a list with the speed of each rank, such as [1, 2]'),
     ],
@@ -439,6 +441,11 @@ def test_speeds_that_cannot_be(speeds: Any, says: str) -> None:
         load({"train_micro_batch_size_per_gpu": 4, "heterogeneous": {"speeds": speeds}}, world_size=2)
     (problem,) = caught.value.problems
     assert problem.startswith(f"heterogeneous.speeds: {says}")
+
+
+def test_what_speeds_can_be() -> None:
+    assert key_takes("heterogeneous.speeds") == '"measure" or a list of numbers'
+    assert key_takes("fp8.filter") == '"auto", "all" or a list of strings'
 
 
 def test_one_bit_optimizers_are_refused_by_name() -> None:
