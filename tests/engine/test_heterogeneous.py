@@ -473,7 +473,7 @@ def foreign_loader(rank: int) -> list[str]:
     said = []
     for doing in ("loader", "size"):
         try:
-            loader = DataLoader(Points(), batch_size=4)
+            loader = DataLoader(Points(), batch_size=2)
             data = {"training_data": loader} if doing == "loader" else {}
             engine = quiet_initialize(model=Whole(), config=configuration([1, 3], 8), **data)
             engine.set_train_micro_batch_size(3)
@@ -484,8 +484,10 @@ def foreign_loader(rank: int) -> list[str]:
 
 
 def test_a_script_s_own_batches_have_this_rank_s_share(ranks: Ranks) -> None:
-    loader, size = ranks.run(2, foreign_loader)[0]
-    assert "gives batches of 4 samples, and by heterogeneous.speeds this rank gets 2" in loader
+    """What suits one rank's share is refused on all of them: the others would wait."""
+    (first, size), (second, _) = ranks.run(2, foreign_loader)
+    assert first.startswith("initialize: failed on rank 1: ValueError: initialize: training_data gives batches of 2")
+    assert "gives batches of 2 samples, and by heterogeneous.speeds this rank gets 6" in second
     assert "the replicas have unequal shares of a micro-batch (heterogeneous.speeds)" in size
 
 
