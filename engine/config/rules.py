@@ -335,12 +335,14 @@ def share_of_a_sample(config: Config) -> Iterator[Remark]:
     found = config.shares(len(speeds))
     for replica in (at for at, pace in enumerate(paces) if pace and not found[at]):
         least = sum(paces) / min(filter(None, paces))
-        larger = f"batch sizes with {math.ceil(least)} samples or more in a micro-batch of all replicas, or "
+        larger = ""
+        if least < _MANY_SAMPLES:
+            larger = f"batch sizes with {math.ceil(least)} samples or more in a micro-batch of all replicas, or "
         part = sum(found) * paces[replica] / sum(paces)
         yield Remark(
             "heterogeneous.speeds",
             f"data-parallel replica {replica} would get {part:.2g} of the {sum(found)} samples of a micro-batch, less "
-            f"than one; write {larger if least < _MANY_SAMPLES else ''}null for its ranks, which then get none",
+            f"than one; write {larger}null for its ranks, which then get none",
         )
         return
 

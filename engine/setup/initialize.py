@@ -98,8 +98,9 @@ def initialize(
             print(settings.model_dump_json(indent=2))
         warn_untried(device, world_size)
     if settings.heterogeneous.speeds == "measure":
-        data = training_data if training_data is not None else train_dataloader
-        settings = with_measured_speeds(model, settings, mesh, device, example, data, collate_fn)
+        settings = with_measured_speeds(
+            model, settings, mesh, device, example, training_data, train_dataloader, collate_fn
+        )
     shares = settings.shares(world_size)
     settings = settings.model_copy(update={"train_micro_batch_size_per_gpu": shares[mesh.dp_rank]})
     own = {"optimizer": optimizer, "scheduler": lr_scheduler}

@@ -250,13 +250,22 @@ class Sleepy(nn.Module):
         return nn.functional.mse_loss(self.layers(x), y)
 
 
-def measure(rank: int, speeds: Any) -> tuple[int, bool, float, str]:
+def data_of(kind: str) -> dict[str, Any]:
+    points = Points()
+    return {
+        "data set": {"training_data": points},
+        "list": {"training_data": [points[at] for at in range(len(points))]},
+        "loader": {"train_dataloader": DataLoader(points, batch_size=3, shuffle=True)},
+    }[kind]
+
+
+def measure(rank: int, kind: str) -> tuple[int, bool, float, str]:
     """This rank's share; whether the model is as it was, and the next random number; what was written to the log."""
     model = Sleepy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(5)
     with contextlib.redirect_stderr(io.StringIO()) as log:
-        engine = quiet_initialize(model=model, config=configuration(speeds, 6), training_data=Points())
+        engine = quiet_initialize(model=model, config=configuration("measure", 6), **data_of(kind))
     number = torch.rand(1).item()
     same = all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
     share = engine.train_micro_batch_size_per_gpu()
@@ -264,8 +273,10 @@ def measure(rank: int, speeds: Any) -> tuple[int, bool, float, str]:
     return share, same, number, log.getvalue()
 
 
-def test_speeds_are_measured_on_the_job_s_own_model(ranks: Ranks) -> None:
-    found = ranks.run(2, measure, "measure")
+@pytest.mark.parametrize("kind", ["data set", "list", "loader"])
+def test_speeds_are_measured_on_the_job_s_own_model(ranks: Ranks, kind: str) -> None:
+    """On whole micro-batches, which batch norms take alone, wherever they come from."""
+    found = ranks.run(2, measure, kind)
     torch.manual_seed(5)
     expected = torch.rand(1).item()
     assert [(share, same, number) for share, same, number, _ in found] == [(4, True, expected), (2, True, expected)]
@@ -311,6 +322,23 @@ def test_stages_follow_measured_speeds_and_measured_layers(
     assert bounds == expected
     assert speeds[0] == 1.0
     assert speeds[1] == pytest.approx(0.5, abs=0.15)
+
+
+def statistics(rank: int) -> dict[str, float]:
+    """Those of a batch norm in bf16, whose layer is brought there to be measured."""
+    specs = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    model = PipelineModule(specs, loss_fn=nn.functional.mse_loss, seed_layers=True)
+    config = configuration("measure", 6, bf16={"enabled": True}, pipeline={"stages": 2, "partition_method": [0, 2, 3]})
+    with contextlib.redirect_stderr(io.StringIO()):
+        engine = quiet_initialize(model=model, config=config, training_data=Points())
+    found = {name: value.float().sum().item() for name, value in engine.module.named_buffers()}
+    engine.destroy()
+    return found
+
+
+def test_measuring_leaves_a_pipeline_s_statistics(ranks: Ranks) -> None:
+    (found, _) = ranks.run(2, statistics)
+    assert sorted(found.values()) == [0, 0, WIDTH]  # the mean, the number of batches, and the variances
 
 
 def unmeasured(rank: int, what: str) -> str:
