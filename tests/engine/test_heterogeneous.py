@@ -178,6 +178,24 @@ def test_replicas_of_a_pipeline_have_unequal_shares(
     assert len({evaluated for _, (evaluated,), _ in found}) == 1
 
 
+def evaluate(rank: int, speeds: Speeds, as_shared: bool) -> float:
+    """The mean loss where the first replica's is 1 and the second's 4, of 1 and 2 samples, or of 3 on each."""
+    config = configuration(list(speeds), 3, pipeline={"stages": 2})
+    engine = quiet_initialize(model=PipelineModule([nn.Identity()] * 2, loss_fn=nn.functional.mse_loss), config=config)
+    replica = rank % 2
+    size = 1 + replica if as_shared else 3
+    batch = torch.zeros(size, WIDTH, dtype=torch.float64), torch.full((size, WIDTH), 1.0 + replica).double()
+    loss: float = engine.eval_batch(itertools.repeat(batch)).item()
+    engine.destroy()
+    return loss
+
+
+def test_an_evaluation_counts_batches_as_large_as_they_are(ranks: Ranks) -> None:
+    assert ranks.run(4, evaluate, (1, 2, 1, 2), True) == [(1 + 2 * 4) / 3] * 4
+    assert ranks.run(4, evaluate, (1, 2, 1, 2), False) == [(1 + 4) / 2] * 4
+    assert ranks.run(4, evaluate, (1, None, 1, None), False) == [(1 + 4) / 2] * 4
+
+
 # --- who gets what
 
 
