@@ -195,8 +195,12 @@ def rank_rows(line: Timeline, rank: int) -> Any:
     start = column("start", 0, np.float64)
     order = np.lexsort((-column("end", 0, np.float64), start))
     ahead, drift = line.plant.clock(host)
-    offset = ahead + (start - FIRST_NS) * drift
     total = len(start)
+
+    def shown(when: np.ndarray) -> np.ndarray:
+        """By the clock of the host, in whole ns: what ends where something else begins does so on it, too."""
+        seen: np.ndarray = (when + ahead + (when - FIRST_NS) * drift).astype(np.int64)
+        return seen
 
     def whole(key: str, dtype: str, missing: int = -1) -> Any:
         values = column(key, missing, np.int64)[order]
@@ -217,10 +221,10 @@ def rank_rows(line: Timeline, rank: int) -> Any:
 
     module = column("module", -1, np.int64)[order]
     names = [f"blocks.{i // 16}.part{i % 16}" for i in range(int(module.max()) + 1)]
-    start_ns = (start + offset)[order].astype(np.int64)
-    length = (column("end", 0, np.float64) - start)[order].astype(np.int64)
+    start_ns = shown(start)[order]
+    length = shown(column("end", 0, np.float64))[order] - start_ns
     issued = column("issue", -1, np.float64)
-    issue_ns = np.where(issued >= 0, issued + offset, -1)[order].astype(np.int64)
+    issue_ns = np.where(issued >= 0, shown(issued), -1)[order]
     named = words("name", "")
     module_names = pd.Categorical.from_codes(module, pd.Index(names, dtype=object))
     data = {
