@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 import pytest
 from meshes import Call, MeshJob, Phase, Program, Wait, Work
 from synthetic import Accumulating, Job, constant
@@ -129,6 +130,15 @@ def test_what_can_be_hidden_or_is_no_matter_of_bytes(changes: dict[str, Any]) ->
     analysis = analyze(one_tensor(**changes).trace())
     assert of(analysis, "comm.volume") is None
     assert "comm.volume" in analysis.passed
+
+
+def test_without_knowing_the_bytes_it_is_not_judged() -> None:
+    """As of a trace of another tool that tells when collectives ran, and not of what."""
+    trace = one_tensor(ms_per_mib=10.0).trace()
+    rows = pd.concat([trace.read(rank) for rank in trace.ranks], ignore_index=True)
+    analysis = analyze(Trace.of(trace.run, rows.assign(bytes=rows["bytes"].where(rows["kind"] != "comm"))))
+    assert "how many bytes" in analysis.not_judged["comm.volume"]
+    assert analysis.verdict.status == "inconclusive"
 
 
 def test_gradients_reduced_for_nothing_are_another_fault() -> None:
