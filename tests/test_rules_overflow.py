@@ -148,3 +148,29 @@ def test_what_a_scaler_skips_is_marked(native: str, tmp_path: Path) -> None:
     assert run.of("grad_scaler") == [
         {"enabled": True, "growth_interval": 100, "seen": True, "site": f"{tmp_path}/train.py:9", "framework": None}
     ]
+
+
+@both
+def test_a_scaler_that_is_switched_off_is_no_error(native: str, tmp_path: Path) -> None:
+    """As scripts have it that can train in fp16 and in bf16: it has no scale, and skips nothing."""
+    done = train(
+        tmp_path,
+        """
+        import torch
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        native=native,
+    )
+    assert done.returncode == 0
+    run = captured(tmp_path)
+    assert [row for row in run.rows if row.kind is Kind.MARK and row.name == "overflow"] == []
+    assert run.of("grad_scaler") == [
+        {"enabled": False, "growth_interval": None, "seen": True, "site": f"{tmp_path}/train.py:9", "framework": None}
+    ]
