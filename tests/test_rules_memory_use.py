@@ -350,7 +350,7 @@ PARTS: dict[str, Level | float] = {"parameters": GiB // 2, "optimizer_states": G
 
 
 def recomputing(ms: float, peak: float, capacity: float, blocks: int = 4, **facts: Any) -> Trace:
-    """Backward begins with `blocks` pieces that are computed again, of `ms` in all. A part that is None was not seen."""
+    """Backward begins with `blocks` pieces that are computed again, of `ms` in all. None: not seen."""
     job = Job(steps=80, buckets=(1 << 10,), latency_ms=0.1, facts=facts.pop("facts", []))
     parts = {name: level for name, level in {**PARTS, **facts}.items() if level is not None}
     trace = sampled(job, "host", resident=peak, resident_peak=peak, capacity=capacity, **parts)
