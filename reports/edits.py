@@ -45,13 +45,20 @@ def _change(kind: str, entry: dict[str, Any], cwd: str) -> Edit:
     if kind == "env":
         return Edit("", f"export {clean(entry.get('name', ''))}={value}")
     if kind == "config":
-        key = clean(entry.get("path", "")).strip("/").replace("/", ".").replace("~1", "/").replace("~0", "~")
+        key = _dotted(entry.get("path", ""))
+        if entry.get("op") == "move":
+            return Edit("", f"rename {_dotted(entry.get('from', ''))} to {key}")
         return Edit("", f"remove {key}" if entry.get("op") == "remove" else f"{key} = {value}")
     argument = clean(entry.get("argument") or "")
     value = "" if entry.get("value") is None else value  # a line to look at
     called = argument.endswith(")")  # a call to write, not an argument to set
     code = f"{argument}={value}" if argument and value and not called else argument or value
     return Edit(site(entry.get("file"), entry.get("line"), cwd), code)
+
+
+def _dotted(pointer: object) -> str:
+    """The key that a JSON Pointer points to, as one says it: `fp16.enabled`."""
+    return clean(pointer).strip("/").replace("/", ".").replace("~1", "/").replace("~0", "~")
 
 
 def site(file: object, line: object, cwd: str = "") -> str:

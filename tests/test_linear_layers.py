@@ -60,6 +60,7 @@ FULLY_SHARDED: Any = SimpleNamespace(unshard=None)
         (FULLY_SHARDED, sharded((48, 32), mesh_dims=1), [32, 48, "float16"]),
         (PLAIN, sharded((48, 32), mesh_dims=1), None),  # whose part a rank computes is not seen
         (FULLY_SHARDED, sharded((48, 32), mesh_dims=2), None),
+        (PLAIN, sharded((8, 48, 32)), None),  # of eight experts
     ],
 )
 def test_a_layer_that_ranks_share(
@@ -67,3 +68,21 @@ def test_a_layer_that_ranks_share(
 ) -> None:
     linear_layers.state([("", block), ("up", layer)])
     assert [fact["layers"] for fact in stated] == ([] if sizes is None else [[["up", *sizes]]])
+
+
+def test_a_layer_that_is_not_made_yet_is_left_out(stated: list[dict[str, Any]]) -> None:
+    linear_layers.state([("lazy", nn.LazyLinear(8)), ("1", nn.Linear(32, 48))])
+    assert stated == [{"fact": "linear_layers", "layers": [["1", 32, 48, "float32"]]}]
+
+
+def test_a_module_that_raises_at_any_attribute_costs_the_fact_alone(
+    stated: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Hostile:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    counted: list[str] = []
+    monkeypatch.setattr(linear_layers, "count_error", lambda where, error: counted.append(f"{where}: {error}"))
+    linear_layers.state([("", Hostile())])
+    assert (stated, counted) == ([], ["the sizes of linear layers: unshard"])

@@ -10,6 +10,7 @@ from synthetic import Job, constant
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.reports.edits import changes
 
 GOOD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -55,7 +56,7 @@ def of(analysis: Analysis) -> Finding | None:
     ],
 )
 def test_a_key_that_does_nothing(more: dict[str, Any], title: str, patch: dict[str, Any]) -> None:
-    analysis = running({**GOOD, **more})
+    analysis = running({**GOOD, "zero_optimization": {"stage": 2}, **more})
     first = analysis.findings[0]
     assert (first.code, first.title, first.severity) == ("config.invalid", title, "info")
     assert first.fixes[0].patch == (patch,)
@@ -63,16 +64,46 @@ def test_a_key_that_does_nothing(more: dict[str, Any], title: str, patch: dict[s
 
 
 def test_one_finding_tells_of_all_of_them() -> None:
-    found = of(running({**GOOD, "overlap_comm": True, "gradient_cliping": 1.0}))
+    content = {**GOOD, "zero_optimization": {"stage": 2}, "overlap_comm": True, "gradient_cliping": 1.0}
+    found = of(running(content))
     assert found is not None
     assert found.title.endswith(", and 1 other key like it")
     assert len(found.fixes) == 2
+
+
+def test_a_key_is_not_moved_onto_one_that_is_heeded() -> None:
+    """The section has it as well: to move the other there would overwrite what the job runs with."""
+    found = of(running({**GOOD, "overlap_comm": False}))
+    assert found is not None
+    assert found.title.endswith("; zero_optimization.overlap_comm is given too")
+    assert [fix.patch for fix in found.fixes] == [({"op": "remove", "path": "/overlap_comm"},)]
+    assert [fix.title for fix in found.fixes] == ["remove overlap_comm"]
+
+
+def test_a_section_that_is_not_there_is_made_once() -> None:
+    content = {"train_micro_batch_size_per_gpu": 4, "overlap_comm": True, "reduce_bucket_size": 5e7}
+    found = of(running(content))
+    assert found is not None
+    assert [fix.patch for fix in found.fixes] == [
+        (
+            {"op": "add", "path": "/zero_optimization", "value": {}},
+            {"op": "move", "from": "/overlap_comm", "path": "/zero_optimization/overlap_comm"},
+        ),
+        ({"op": "move", "from": "/reduce_bucket_size", "path": "/zero_optimization/reduce_bucket_size"},),
+    ]
+    assert [str(edit) for fix in found.fixes for edit in changes(fix)] == [
+        "zero_optimization = {}",
+        "rename overlap_comm to zero_optimization.overlap_comm",
+        "rename reduce_bucket_size to zero_optimization.reduce_bucket_size",
+    ]
 
 
 @pytest.mark.parametrize(
     "more",
     [
         {},
+        {"gradient_accumulation_steps": 2, "gradient_accumulation_dtype": "fp32"},  # which is like one that is there
+        {"fp16": {"enabled": "auto", "loss_scale_window": 1000, "initial_scale_power": 16}},
         {"something_of_a_newer_version": {"enabled": True}},
         {"train_batch_size": "auto", "gradient_clipping": "auto"},  # as Transformers fills in
         {"wall_clock_breakdown": False, "steps_per_print": 10, "prescale_gradients": False},

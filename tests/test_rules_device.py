@@ -88,7 +88,7 @@ def test_all_at_their_power_limit() -> None:
     capped = {**FAST, "sm_clock_mhz": 1600, "clock_reasons": 0x4, "power_w": 699}
     (finding,) = throttles(analyze(watched(job().trace(), capped, capped, capped)))
     assert finding.title == (
-        "GPU 0 of host runs at 1,600 of 1,980 MHz: held down by power limit; so are the devices of all ranks 0, 1, 2"
+        "GPU 0 of host runs at 1,600 of 1,980 MHz: held down by power limit; so are the devices of all ranks 0-2"
     )
     assert (finding.severity, finding.gain.ms) == ("info", 0.0)
     assert "nvidia-smi -i 0 -pl WATTS" in finding.fixes[0].title

@@ -145,6 +145,30 @@ def test_what_is_divided_unevenly_for_good_is_not_called_experts() -> None:
     assert "the same ones in every step" in analysis.not_judged["moe.imbalance"]
 
 
+def embeddings(lengths: tuple[float, ...], elements: bool = False) -> MeshJob:
+    """Tables of embeddings of unequal sizes, whose work and exchange follow a batch as large on all ranks."""
+
+    def program(rank: int, step: int) -> Program:
+        batch = lengths[step % len(lengths)]
+        mine = batch * (1.4 if rank % 2 else 0.6)
+        exchange = Call(f"r{rank // 2}", "all_to_all", int(MEAN * mine))
+        gradients = Call("w", "all_reduce", 65536, "gradient")
+        forward = (Work(10 * mine), exchange, Work(10 * batch))
+        backward = (Work(20 * batch), exchange, Work(20 * mine))
+        phase = Phase("forward", forward, int(4096 * batch)) if elements else Phase("forward", forward)
+        return (phase, Phase("backward", backward), gradients, Phase("optimizer", (Work(1),)))
+
+    return MeshJob(4, groups(), program, steps=40)
+
+
+@pytest.mark.parametrize("elements", [True, False])
+def test_batches_of_other_sizes_do_not_make_experts_of_tables(elements: bool) -> None:
+    """Each rank's part stays the same, however large a batch is."""
+    analysis = analyze(embeddings((0.8, 1.1, 0.95, 1.2, 1.0), elements).trace())
+    assert of(analysis, "moe.imbalance") is None
+    assert "the same ones in every step" in analysis.not_judged["moe.imbalance"]
+
+
 def test_samples_that_are_dealt_out_anew_before_forward_are_not_called_experts() -> None:
     share = drawn(3, 0.4)
 
@@ -173,3 +197,18 @@ def test_more_tokens_of_longer_sequences_are_the_inputs_doing() -> None:
 
     analysis = analyze(MeshJob(4, groups(), program, steps=40).trace())
     assert above_info(analysis) == ["data.imbalance"]
+
+
+def test_where_inputs_are_not_known_who_sends_more_is_not_laid_to_routing() -> None:
+    """As in a trace that was imported: each rank sends its own tokens, and some have more."""
+    share = drawn(3, 0.4)
+
+    def program(rank: int, step: int) -> Program:
+        exchange, mine = Call(f"r{rank // 2}", "all_to_all", int(MEAN * share(rank, step))), share(rank, step)
+        forward, backward = (Work(10 * mine), exchange, Work(12 * mine), exchange), (Work(40 * mine), exchange, Work(4))
+        gradients = Call("w", "all_reduce", 65536, "gradient")
+        return (Phase("forward", forward), Phase("backward", backward), gradients, Phase("optimizer", (Work(1),)))
+
+    analysis = analyze(MeshJob(4, groups(), program, steps=40).trace())
+    assert of(analysis, "moe.imbalance") is None
+    assert "whether routing or inputs differ is not known" in analysis.not_judged["moe.imbalance"]

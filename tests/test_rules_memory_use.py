@@ -350,9 +350,10 @@ PARTS: dict[str, Level | float] = {"parameters": GiB // 2, "optimizer_states": G
 
 
 def recomputing(ms: float, peak: float, capacity: float, blocks: int = 4, **facts: Any) -> Trace:
-    """Backward begins with `blocks` pieces that are computed again, of `ms` in all."""
+    """Backward begins with `blocks` pieces that are computed again, of `ms` in all. None: not seen."""
     job = Job(steps=80, buckets=(1 << 10,), latency_ms=0.1, facts=facts.pop("facts", []))
-    trace = sampled(job, "host", resident=peak, resident_peak=peak, capacity=capacity, **{**PARTS, **facts})
+    parts = {name: level for name, level in {**PARTS, **facts}.items() if level is not None}
+    trace = sampled(job, "host", resident=peak, resident_peak=peak, capacity=capacity, **parts)
     rows = trace.rows
     backward = rows[(rows["kind"] == "phase") & (rows["name"] == "backward")]
     took = round(ms * 1e6 / blocks)
@@ -404,6 +405,22 @@ def test_recomputation_that_memory_needs_is_no_finding() -> None:
     analysis = analyze(recomputing(20.0, 3.2 * GiB, 8 * GiB))
     assert not {"compute.recompute", "memory.headroom"} & codes(analysis)
     assert "compute.recompute" in analysis.passed
+
+
+def test_an_optimizer_without_states_leaves_more_to_a_block() -> None:
+    """As plain SGD is: nothing of the peak is its states, so a block may take up to 2 GiB."""
+    analysis = analyze(recomputing(20.0, 2.5 * GiB, 32 * GiB, optimizer_states=None))
+    assert told(found("compute.recompute", analysis))["a block's activations, at most"] == 2 * GiB
+
+
+def test_of_a_framework_s_blocks_no_line_of_the_script_is_named() -> None:
+    """The line is that of `trainer.train()`: no block is called there."""
+    made = {"fact": "activation_checkpointing", "rank": 0, "site": "/me/train.py:3", "framework": "transformers",
+            "selective": False}  # fmt: skip
+    parts = {"parameters": 1.5 * GiB, "optimizer_states": 0.75 * GiB}
+    finding = found("compute.recompute", analyze(recomputing(20.0, 2.5 * GiB, 8 * GiB, 8, facts=[made], **parts)))
+    assert finding.fixes[0].title.startswith("have transformers checkpoint 5 of the 8 blocks only")
+    assert finding.fixes[0].patch == ()
 
 
 def test_where_nobody_looked_what_memory_is_for_it_is_not_judged() -> None:

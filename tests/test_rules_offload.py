@@ -97,6 +97,14 @@ def test_memory_would_hold_what_is_read_in_every_step() -> None:
     assert of(analysis, "memory.headroom") is None
 
 
+def test_memory_is_not_said_to_hold_states_that_are_never_brought() -> None:
+    """The host's optimizer updates them where they are, and only new parameters are copied: a sixth of it all."""
+    finding = of(analyze(reading(10, 8 * GiB, {"device": "cpu"})))
+    assert finding is not None
+    assert "memory would hold it" not in finding.title
+    assert not any("device" in fix.title for fix in finding.fixes)
+
+
 def test_reads_that_would_fit_beside_the_computation() -> None:
     """Memory is short; the lane is busy for 20 of 70 ms, and nobody stands still where it reads ahead."""
     analysis = analyze(reading(10, GiB + 128 * MiB, NVME))

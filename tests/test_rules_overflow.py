@@ -88,6 +88,25 @@ def test_a_scale_that_is_raised_too_often() -> None:
     assert (first.fixes[0].patch[0]["file"], first.fixes[0].patch[0]["line"]) == ("/me/train.py", 40)
 
 
+def test_what_overflows_sooner_than_the_scale_is_raised_has_another_reason() -> None:
+    """Such as the same bad batch in each epoch: the scale would be raised after 500 steps only."""
+    job = scaled(each(10), growth_interval=500)
+    first = analyze(with_marks(job, each(10), twice=True)).findings[0]
+    assert first.code == "precision.overflow"
+    assert "was raised" not in first.title
+    assert not any("growth_interval" in fix.title for fix in first.fixes)
+
+
+@pytest.mark.parametrize("fp16", [{"loss_scale": 128}, {"loss_scale_window": "auto"}])
+def test_a_window_that_is_not_heeded_or_not_known_is_no_fix(fp16: dict[str, Any]) -> None:
+    fact = {"fact": "config", "rank": 0, "dialect": "deepspeed", "path": "/ds.json", "site": None, "framework": None,
+            "content": {"fp16": {"enabled": True, **fp16}}}  # fmt: skip
+    job = Job(steps=STEPS, data=constant(0.0), buckets=(1 << 10,), latency_ms=0.05, facts=[fact])
+    first = analyze(with_marks(job, each(10), twice=False)).findings[0]
+    assert first.code == "precision.overflow"
+    assert first.fixes[0].title.startswith("bf16.enabled: true")
+
+
 def test_deepspeed_is_told_its_own_keys() -> None:
     """There a skipped step ends as any other does, and all of it is lost."""
     content = {"fp16": {"enabled": True, "loss_scale_window": 2000}, "zero_optimization": {"stage": 1}}
@@ -147,4 +166,30 @@ def test_what_a_scaler_skips_is_marked(native: str, tmp_path: Path) -> None:
     assert marks == [64.0, 32.0]
     assert run.of("grad_scaler") == [
         {"enabled": True, "growth_interval": 100, "seen": True, "site": f"{tmp_path}/train.py:9", "framework": None}
+    ]
+
+
+@both
+def test_a_scaler_that_is_switched_off_is_no_error(native: str, tmp_path: Path) -> None:
+    """As scripts have it that can train in fp16 and in bf16: it has no scale, and skips nothing."""
+    done = train(
+        tmp_path,
+        """
+        import torch
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        """,
+        native=native,
+    )
+    assert done.returncode == 0
+    run = captured(tmp_path)
+    assert [row for row in run.rows if row.kind is Kind.MARK and row.name == "overflow"] == []
+    assert run.of("grad_scaler") == [
+        {"enabled": False, "growth_interval": None, "seen": True, "site": f"{tmp_path}/train.py:9", "framework": None}
     ]

@@ -125,8 +125,11 @@ def _step(recorder: Recorder, on_step: Callable[[], None], original: Any) -> Any
 
     def end(begun: tuple[int, Any, int | None]) -> None:
         handle, engine, skipped = begun
-        if skipped is not None and getattr(engine, "skipped_steps", skipped) != skipped:
-            recorder.mark(int(Kind.MARK), overflow, _loss_scale(engine))
+        try:
+            if skipped is not None and getattr(engine, "skipped_steps", skipped) != skipped:
+                recorder.mark(int(Kind.MARK), overflow, _loss_scale(engine))
+        except Exception as error:
+            recorder.count_error("DeepSpeed", error)
         recorder.end(handle)
         optimizers.leave_engine_step()
         on_step()

@@ -72,10 +72,12 @@ class _Scalers:
 
 def _describe(scaler: Any, optimizer: Any) -> facts.Fact:
     site, framework = caller()
+    enabled = bool(scaler.is_enabled())
     return {
         "fact": SCALER_FACT,
-        "enabled": bool(scaler.is_enabled()),
-        "growth_interval": int(scaler.get_growth_interval()),
+        "enabled": enabled,
+        # One that is switched off, as scripts for fp16 and bf16 do it, has no interval to ask for.
+        "growth_interval": int(scaler.get_growth_interval()) if enabled else None,
         # A fused optimizer looks at the overflow on its device: it is called all the same, and nothing tells.
         "seen": not any(group.get("fused") for group in getattr(optimizer, "param_groups", ())),
         "site": site,

@@ -173,6 +173,6 @@ RULES = (
         needs=(signals.communications,),
         outranked_by=("comm.exposed", "comm.slow-link"),
         error=ModelError(of_gain=0.175, of_step=0.014, busy=0.014),
-        place=102,
+        place=107,
     ),
 )

@@ -68,7 +68,7 @@ def kept_in_memory(study: Study) -> Kept | str | None:
         free = surely_free(study.memory, study.memory_uses, use)
         if free is None:
             return "it is not known how much memory there is"
-        if any(part not in use.parts for part in LASTING[:2]):
+        if LASTING[0] not in use.parts:  # of plain SGD there are no states, and none are found
             return "what memory is for (parameters, optimizer states) was not looked at"
         piece = use.peak - sum(use.parts.get(part, 0) for part in LASTING)
         if piece <= 0 or not pieces:
@@ -153,6 +153,9 @@ def fixes(study: Study, kept: Kept, gain: Gain) -> tuple[Fix, ...]:
         call = {"accelerate": "fsdp_activation_checkpointing: false in the FSDP plugin's configuration",
                 "lightning": "FSDPStrategy(activation_checkpointing_policy=None)"}[framework]  # fmt: skip
         return (settings_fix(call + memory, {"activation_checkpointing": None}, None, gain),)
+    if framework is not None and left:  # the line is that which calls the framework, and not where blocks are called
+        title = f"have {framework} checkpoint {left} of the {kept.pieces} blocks only"
+        return (Fix("code", title + memory, gain=gain),)
     if left:
         title = f"call torch.utils.checkpoint for {left} of the {kept.pieces} blocks only{at(site)}"
     else:

@@ -83,14 +83,30 @@ def unequal_shares(study: Study) -> Change | None:
             "unequal shares are exchanged all-to-all, but not in forward and in backward, as experts do: what they are "
             "exchanged for is not known"
         )
+    if study.input_sizes is None and not _sent_alike(study, routed):
+        raise NotJudged(
+            "unequal shares are exchanged all-to-all, of which ranks send unequal ones as well, and the sizes of the "
+            "inputs to forward were not captured: whether routing or inputs differ is not known"
+        )
     work = expert_work(study)
     return None if work is None else work.change
 
 
 def _varies(routed: Routed) -> bool:
-    mean = routed.shares.mean(axis=1)
-    changes = routed.shares.std(axis=1)[mean > 0] / mean[mean > 0]
-    return bool(len(changes)) and float(changes.max()) > LEAST_CHANGE
+    """Whether ranks' parts of what is exchanged change; that all exchange more in one step is of larger batches."""
+    part = routed.shares / np.maximum(routed.shares - routed.beyond, 1.0)
+    return float(part.std(axis=1).max(initial=0.0)) > LEAST_CHANGE
+
+
+def _sent_alike(study: Study, routed: Routed) -> bool:
+    """Whether all ranks send as much in every step: then who exchanges more got more."""
+    teams = [[place for place, rank in enumerate(study.ranks) if rank in team] for team in routed.dimension.teams]
+    return all(_is_sent(routed.shares[places].min(axis=0)) for places in teams if len(places) > 1)
+
+
+def _is_sent(least: Float) -> bool:
+    """Whether the smallest exchange of each step, [S], is what every rank sends."""
+    return float(least.std()) <= SENT_ALIKE * float(least.mean())
 
 
 def _in_both_passes(study: Study, routed: Routed) -> bool:
@@ -266,7 +282,7 @@ def _of_mean(study: Study, routed: Routed) -> Float:
         if not len(places) or not mine.any():
             continue
         least = mine.min(axis=0)
-        mean = least if float(least.std()) <= SENT_ALIKE * float(least.mean()) else mine.mean(axis=0)
+        mean = least if _is_sent(least) else mine.mean(axis=0)
         found[places] = mine / np.maximum(mean, 1.0)
     return found
 
@@ -285,18 +301,16 @@ def _fixes(study: Study, routed: Routed, alone: Gain, *, always: bool) -> tuple[
         where = None
     elif any(fact.get("framework") == "transformers" for fact in study.facts.get("dataloader", [])):
         balance = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
-        capacity, where = {"capacity_factor": CAPACITY}, None
+        capacity, where = {}, None  # most of its models drop no tokens
     else:
         balance, capacity, where = {"aux_loss_coefficient": COEFFICIENT}, {"capacity_factor": CAPACITY}, site
     typed = ", ".join(f"{key} {value}" if key.startswith("-") else f"{key}={value}" for key, value in balance.items())
-    limit = next(iter(capacity))
-    limited = f"{limit} {CAPACITY:g}" if limit.startswith("-") else f"{limit}={CAPACITY:g}"
     balanced = f"give the router a balancing loss, or a larger one ({typed}){at(site)}"
-    capped = f"or cap what an expert takes: {limited} (tokens above {CAPACITY:g} times the mean are dropped)"
-    if where is None:
-        fixes = [settings_fix(balanced, balance, None, alone), settings_fix(capped, capacity, None)]
-    else:
-        fixes = [place_fix(balanced, where, alone), place_fix(capped, where)]
+    fixes = [settings_fix(balanced, balance, None, alone) if where is None else place_fix(balanced, where, alone)]
+    for limit in capacity:
+        limited = f"{limit} {CAPACITY:g}" if limit.startswith("-") else f"{limit}={CAPACITY:g}"
+        capped = f"or cap what an expert takes: {limited} (tokens above {CAPACITY:g} times the mean are dropped)"
+        fixes.append(settings_fix(capped, capacity, None) if where is None else place_fix(capped, where))
     if always:
         placed = "or place experts anew: those that are asked most on different ranks, or copies of them"
         fixes.append(Fix("code", placed))

@@ -90,7 +90,7 @@ def exposed(study: Study) -> Found:
     if waited.mean() < LEAST_SHARE * study.step_ms:
         return []
     room = _room(study)
-    fits = room is not None and 0 < found.brought <= room
+    fits = room is not None and 0 < found.brought <= room and not _stays_away(study)
     hidden = 1.0 if fits else _could_be_hidden(study, found)
     if hidden <= 0:
         rate = found.brought / max(found.busy, 1e-9) * 1000
@@ -129,6 +129,13 @@ def _room(study: Study) -> int | None:
             return None
         free.append(room)
     return min(free, default=None)
+
+
+def _stays_away(study: Study) -> bool:
+    """Whether more is offloaded than is brought: states that a host's optimizer updates where they are. What memory
+    must hold without that is then several times what is copied."""
+    optimizer = _sections(study).get("offload_optimizer")
+    return optimizer is not None and optimizer.get("device") == "cpu"
 
 
 def _sections(study: Study) -> dict[str, Mapping[str, Any]]:

@@ -28,8 +28,8 @@ IDLE: Final = "has no effect; "
 
 @dataclass(frozen=True)
 class Idle:
-    """key: of the configuration, with its sections; why: it does nothing, in words; patch: a JSON Patch that mends it
-    (empty: what to write is not certain)."""
+    """key: of the configuration, with its sections; why: it does nothing, in words; patch: a JSON Patch that mends it,
+    whose last change is that of the key."""
 
     key: str
     why: str
@@ -61,19 +61,37 @@ def idle_keys(content: Mapping[str, Any], world_size: int) -> Iterator[Idle]:
     except ConfigError as error:
         remarks = [*error.problems, *error.warnings]
     _, of_deepspeed = known_paths(Config)
+    made: set[str] = set()
     for remark in remarks:
         key, _, says = remark.partition(": ")
         if key in of_deepspeed:  # which DeepSpeed has, and only this engine has not
             continue
-        unknown = _unknown(key, says)
+        unknown = _unknown(key, says, content, made)
         if unknown is not None:
             yield unknown
-        elif says.startswith(IDLE):
+        elif says.startswith(IDLE) and not _left_open(content, key):
             yield Idle(key, says.removeprefix(IDLE), ({"op": "remove", "path": _pointer(key)},))
 
 
-def _unknown(key: str, says: str) -> Idle | None:
-    """A key that is like one that there is; None: `says` is about something else."""
+def _left_open(content: Mapping[str, Any], key: str) -> bool:
+    """Whether a value beside a key, or in it, is "auto", which is filled in before DeepSpeed reads it."""
+    sections = (_under(content, key), _under(content, key.rpartition(".")[0]))
+    return any("auto" in section.values() for section in sections if isinstance(section, Mapping))
+
+
+def _under(content: Mapping[str, Any], key: str) -> Any:
+    """What is under a key, with its sections; None: nothing."""
+    found: Any = content
+    for name in key.split(".") if key else ():
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _unknown(key: str, says: str, content: Mapping[str, Any], made: set[str]) -> Idle | None:
+    """A key that is like one that there is; None: `says` is about something else.
+
+    made: sections that patches so far make, to which this one may add.
+    """
     misplaced, misspelt, elsewhere = (form.fullmatch(says) for form in (MISPLACED, MISSPELT, ELSEWHERE))
     if misplaced is not None:
         place, name = misplaced["section"], key.rpartition(".")[2]
@@ -87,7 +105,15 @@ def _unknown(key: str, says: str) -> Idle | None:
     else:
         return None
     to = name if place == "the top" else f"{place}.{name}"
-    return Idle(key, why, ({"op": "move", "from": _pointer(key), "path": _pointer(to)},))
+    if misspelt is not None and _under(content, to) is not None:
+        return None  # it is there as it is spelt: this one is another, perhaps of a newer version
+    if _under(content, to) is not None:  # to move it there would overwrite what is heeded
+        return Idle(key, f"{why}; {to} is given too", ({"op": "remove", "path": _pointer(key)},))
+    move = {"op": "move", "from": _pointer(key), "path": _pointer(to)}
+    if place == "the top" or place in made or _under(content, place) is not None:
+        return Idle(key, why, (move,))
+    made.add(place)
+    return Idle(key, why, ({"op": "add", "path": _pointer(place), "value": {}}, move))
 
 
 def _into(section: str) -> str:
@@ -110,7 +136,7 @@ def _finding(fact: Mapping[str, Any], idle: list[Idle]) -> Finding:
 
 
 def _typed(one: Idle) -> str:
-    (change,) = one.patch
+    change = one.patch[-1]
     if change["op"] == "remove":
         return f"remove {one.key}"
     return f"write {change['path'].strip('/').replace('/', '.')} in the place of {one.key}"

@@ -33,6 +33,9 @@ REGULAR: Final = 0.25
 """Standard deviation of the steps between two overflows, of their mean: so regular are those that come whenever the
 scale was raised."""
 
+NEARLY: Final = 0.9
+"""Of the steps after which the scale is raised, that two overflows are apart at least."""
+
 
 @dataclass(frozen=True)
 class Overflows:
@@ -149,7 +152,8 @@ def _finding(study: Study, found: Overflows, gain: Gain) -> Finding:
             if np.isfinite(scale)
         ),
     )
-    why = f", one about every {found.every:g} steps, whenever the scale of the loss was raised" if found.regular else ""
+    raised = _when_raised(found, _window(_fp16(study), next(iter(study.facts.get(SCALER_FACT, [])), {})))
+    why = f", one about every {found.every:g} steps, whenever the scale of the loss was raised" if raised else ""
     title = f"{percent(share)} of the steps are skipped as their gradients overflow in fp16{why}"
     where = Where(op="optimizer", steps=(int(found.steps[0]), int(found.steps[-1])))
     return Finding("precision.overflow", title, "info", where, evidence, gain, _fixes(study, found, gain))
@@ -161,7 +165,7 @@ def _fixes(study: Study, found: Overflows, gain: Gain) -> tuple[Fix, ...]:
     window = _window(configured, scaler)
     bf16 = _bf16(study, configured, scaler, gain)
     fewer: list[Fix] = []
-    if found.regular and window is not None and window < USUAL_WINDOW:
+    if window is not None and window < USUAL_WINDOW and _when_raised(found, window):
         fewer.append(_longer(configured, scaler, window, gain))
     lower = Fix(
         "code", "or find what makes gradients so large: a lower learning rate, gradient clipping, a longer warm-up"
@@ -169,11 +173,18 @@ def _fixes(study: Study, found: Overflows, gain: Gain) -> tuple[Fix, ...]:
     return (*fewer, bf16, lower)
 
 
+def _when_raised(found: Overflows, window: int | None) -> bool:
+    """Whether steps are skipped whenever the scale was raised: as regularly, and as far apart as that takes at least.
+    What comes sooner again, such as at the same samples of each epoch, has another reason."""
+    return found.regular and window is not None and found.every >= NEARLY * window
+
+
 def _window(configured: Mapping[str, Any] | None, scaler: Mapping[str, Any]) -> int | None:
-    """Steps without an overflow after which the scale is raised."""
+    """Steps without an overflow after which the scale is raised; None: it is fixed, or that is not known."""
     if configured is not None:
         section = configured["content"]["fp16"]
-        return int(section.get("loss_scale_window", 1000))
+        window = section.get("loss_scale_window", 1000)
+        return None if section.get("loss_scale") or not isinstance(window, (int, float)) else int(window)
     interval = scaler.get("growth_interval")
     return None if interval is None else int(interval)
 
