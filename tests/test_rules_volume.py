@@ -94,6 +94,29 @@ def test_the_fix_is_in_the_words_of_the_job(framework: str, knobs: dict[str, int
 
 
 @pytest.mark.parametrize(
+    ("framework", "title"),
+    [
+        (None, "gradient_accumulation_steps: 2: half as much"),
+        (
+            "transformers",
+            '--gradient_accumulation_steps 2, with "gradient_accumulation_steps": "auto" in the JSON: half',
+        ),
+    ],
+)
+def test_of_deepspeed_it_is_said_where_the_number_is_written(framework: str | None, title: str) -> None:
+    """transformers refuses a JSON that has another number than its own argument."""
+    content = {"gradient_accumulation_steps": 1, "train_batch_size": 16}
+    facts: list[dict[str, Any]] = [
+        {"fact": "deepspeed", "rank": 0, "zero_stage": 1, "accumulation": 1},
+        {"fact": "config", "rank": 0, "dialect": "deepspeed", "framework": framework, "content": content},
+    ]
+    found = of(analyze(on_hosts(one_tensor(ms_per_mib=10.0, facts=facts).trace(), "a", "b")), "comm.volume")
+    assert found is not None
+    assert found.fixes[0].title.startswith("communication_data_type: bf16: gradients travel in bfloat16")
+    assert found.fixes[1].title.startswith(title)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"ms_per_mib": 0.15},  # 10 ms, 7 % of the step

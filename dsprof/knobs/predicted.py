@@ -99,6 +99,11 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
 """Key -> (study, value) -> what that changes. Raises NotJudged where this run does not tell."""
 
 
+def is_predicted(key: str) -> bool:
+    """Whether it is known what values of a knob change in the steps of a run."""
+    return key in CHANGES or key in STRUCTURES
+
+
 def turned(key: str, value: Any, run: str) -> Request:
     """What turning a knob changes. run: as it is typed. Raises KnobError for a knob without a what-if."""
     change = CHANGES.get(key)
