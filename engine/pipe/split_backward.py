@@ -78,7 +78,8 @@ def with_matrices(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """The modules that have a matrix to multiply by, with their names, which are the same where torch.compile has
     wrapped one."""
     return [
-        (".".join(part for part in name.split(".") if part != "_orig_mod"), module) for name, module in root.named_modules()
+        (".".join(part for part in name.split(".") if part != "_orig_mod"), module)
+        for name, module in root.named_modules()
         if any(param is not None and param.dim() == 2 for param in module._parameters.values())
         and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
     ]  # fmt: skip

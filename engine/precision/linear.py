@@ -178,6 +178,9 @@ def _turned(by: Arithmetic, x: Tensor, dtype: torch.dtype, scale: Tensor | None)
     return Scaled(padded(found.data), found.scale)
 
 
+_matrix: Final[Callable[..., Tensor]] = _Float8Linear.apply
+
+
 def _linear(inputs: Tensor, *others: Any) -> Tensor:
-    found: Tensor = _Float8Linear.apply(inputs, *others)
+    found = _matrix(inputs, *others)
     return found if inputs.dim() == 2 else found.view(*inputs.shape[:-1], found.shape[-1])
