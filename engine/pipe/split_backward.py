@@ -75,9 +75,11 @@ def install(root: nn.Module) -> Undo:
 
 
 def with_matrices(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that have a matrix to multiply by, with their names."""
+    """The modules that have a matrix to multiply by, with their names, which are the same where torch.compile has
+    wrapped one."""
     return [
-        (name, module) for name, module in root.named_modules()
+        (".".join(part for part in name.split(".") if part != "_orig_mod"), module)
+        for name, module in root.named_modules()
         if any(param is not None and param.dim() == 2 for param in module._parameters.values())
         and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
     ]  # fmt: skip
@@ -115,12 +117,17 @@ class Product(NamedTuple):
     transposed: bool
 
 
+_transforms: Final[Callable[[], bool]] = getattr(torch._C, "_are_functorch_transforms_active", bool)
+"""Whether code runs within `vmap`, `grad` or another of torch.func's; a torch that does not tell says no."""
+
+
 def product_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Product | None:
     """The product that this call of torch's is: `F.linear`, or `torch.addmm` as transformers' Conv1D has it, its weight
-    transposed. None for any other."""
+    transposed. None for any other, and within torch.func's transforms, which take no autograd functions such as these.
+    """
     if func is F.linear:
-        return _of_linear(*args, **kwargs)
-    if func is torch.addmm and len(args) == 3 and not kwargs:
+        return None if _transforms() else _of_linear(*args, **kwargs)
+    if func is torch.addmm and not _transforms() and len(args) == 3 and not kwargs:
         bias, inputs, weight = args
         if isinstance(bias, Tensor) and bias.dim() == 1:
             return Product(inputs, weight, bias, True)

@@ -91,6 +91,8 @@ class _Within:
             return False
         if not all(factor.dtype in _PRECISE for factor in (inputs, weight)):
             return False
+        if inputs.dtype is not weight.dtype and not torch.is_autocast_enabled(inputs.device.type):
+            return False  # torch says so
         n, k = reversed(weight.shape) if transposed else weight.shape
         return self.takes(self.name, inputs.numel() // k, k, n)
 
@@ -115,7 +117,8 @@ _mode: Final = _Float8Mode()
 
 
 class _Float8Linear(torch.autograd.Function):
-    """inputs [..., in] times weight [out, in] (or [in, out], `transposed`), plus bias [out]."""
+    """inputs [..., in] times weight [out, in] (or [in, out], `transposed`), plus bias [out]: as a matrix, since what
+    it returns may be written to, as by `nn.ReLU(inplace=True)`, and a view could not."""
 
     @staticmethod
     def forward(
@@ -133,17 +136,16 @@ class _Float8Linear(torch.autograd.Function):
         ctx.how = transposed, by
         # Of a whole tensor it serves the transpose, too.
         ctx.scales = (rows.scale, matrix.scale) if by.recipe == "tensorwise" else (None, None)
-        return found.view(*inputs.shape[:-1], found.shape[-1])
+        return found
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, out: Tensor) -> tuple[Tensor | None, ...]:
         inputs, whole = ctx.saved_tensors
         weight, bias = ctx.parameters
         transposed, by = ctx.how
         dtype = whole.dtype
         of_inputs, of_weight = ctx.scales
-        out = grad.reshape(-1, grad.shape[-1])
         cast_out = by.cast(out, by.of_gradients, by.recipe)
         back = None
         if ctx.needs_input_grad[0]:
@@ -176,4 +178,9 @@ def _turned(by: Arithmetic, x: Tensor, dtype: torch.dtype, scale: Tensor | None)
     return Scaled(padded(found.data), found.scale)
 
 
-_linear: Final[Callable[..., Tensor]] = _Float8Linear.apply
+_matrix: Final[Callable[..., Tensor]] = _Float8Linear.apply
+
+
+def _linear(inputs: Tensor, *others: Any) -> Tensor:
+    found = _matrix(inputs, *others)
+    return found if inputs.dim() == 2 else found.view(*inputs.shape[:-1], found.shape[-1])

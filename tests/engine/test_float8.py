@@ -156,6 +156,36 @@ def test_layers_without_rows_and_layers_of_other_types_stay() -> None:
     assert counter.products == 0
 
 
+@pytest.mark.parametrize("shape", [(4, 32), (2, 3, 32)])
+def test_outputs_may_be_written_to(shape: tuple[int, ...]) -> None:
+    """As by `nn.ReLU(inplace=True)`, and by what adds a residual."""
+
+    def gradient(x: Tensor, inplace: bool) -> Tensor:
+        model.zero_grad()
+        y = model(x)
+        y = y.add_(1).relu_() if inplace else (y + 1).relu()
+        y.square().sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    model, x = nn.Linear(32, 16), torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    with in_float8(model, Arithmetic("tensorwise")), counted() as counter:
+        assert torch.equal(gradient(x, inplace=True), gradient(x, inplace=False))
+    assert counter.products == 2 * 2
+
+
+def test_what_torch_refuses_or_transforms_stays() -> None:
+    model = nn.Linear(32, 16)
+    with in_float8(model, Arithmetic("tensorwise")), counted() as counter:
+        with pytest.raises(RuntimeError, match="must have the same dtype"):
+            model(torch.randn(4, 32).bfloat16())
+        x = torch.randn(4, 6, 32)
+        expected = nn.functional.linear(x, model.weight, model.bias)
+        torch.testing.assert_close(torch.func.vmap(model)(x), expected)
+        torch.testing.assert_close(torch.func.grad(lambda x: model(x).sum())(x[0, 0]), model.weight.sum(0))
+    assert counter.products == 0
+
+
 # --- which layers
 
 QUICK: Final = Rates(flops=1e14, float8=4e14, bytes=1e12, launch=1e-7)

@@ -224,6 +224,13 @@ def test_a_name_that_no_layer_has_is_refused() -> None:
             pass
 
 
+def test_names_are_the_model_s_own_where_it_is_compiled() -> None:
+    model = Blocks()
+    model.up = torch.compile(model.up, backend="eager")
+    assert products(model, configuration(**float8(filter=["up"], skip=["odd"]))) == 3
+    torch._dynamo.reset()
+
+
 def test_a_wrong_value_is_refused() -> None:
     for values, says in (
         ({"filter": "some"}, 'fp8.filter: "some" is not "auto", "all" or a list of strings; the default is "auto"'),
