@@ -85,7 +85,7 @@ def answer_questions(study: Study, questions: Sequence[Question]) -> Answers:
         raise KnobError(str(wrong)) from None
     except Missing as missing:
         raise NotAnswered(str(missing)) from None
-    facts, ranks = study.facts, len(study.ranks)
+    facts, ranks = study.facts, study.run.world_size or len(study.ranks)
     rows = [
         replace(row, memory=memory_with(_knobs(question), study.memory_uses, facts, ranks))
         for row, question in zip(answers.rows, questions, strict=True)
