@@ -56,18 +56,12 @@ class Marks:
             self._library.stop_counting()
 
 
-STACK_SAMPLE_S: Final = 46e-6
-STACK_STATED_S: Final = 290e-6
-"""What a sample of the stack takes natively, of a training loop with seven nested modules; and what stating a stack
-takes that was not there before."""
-
-
 class Clock:
     """A job's steps as they pass natively: what samples and what waits goes by them, however long they take here."""
 
     def __init__(self, step_ns: int, sample_ns: int) -> None:
         self.step_ns, self.sample_ns = step_ns, sample_ns
-        self.steps = self.asked = self.asked_of_stacks = self.stacks_stated = 0
+        self.steps = self.asked = 0
         self._waiting: dict[threading.Event, tuple[float, Any]] = {}
         self._next = math.inf
 
@@ -78,11 +72,6 @@ class Clock:
 
     def seconds(self) -> float:
         return self.steps * self.step_ns / 1e9
-
-    def of_stacks(self) -> float:
-        """The processor time of the thread that samples stacks, asked before and after each sample."""
-        self.asked_of_stacks += 1
-        return self.asked_of_stacks // 2 * STACK_SAMPLE_S + self.stacks_stated * STACK_STATED_S
 
     def step(self) -> None:
         """A step has been taken: whoever waited as long as it goes on."""
@@ -118,15 +107,8 @@ def capture(folder: Path, clock: Clock | None) -> Any:
     from dsprof.collectors.host import stack_samples
 
     if clock is not None:
-        stacks: Any = stack_samples
-        stacks.time = types.SimpleNamespace(monotonic=clock.seconds, thread_time=clock.of_stacks)
-
-        def state(fact: Any) -> None:
-            clock.stacks_stated += 1
-            stated(fact)
-
-        stated, stacks.facts = stacks.facts.state, types.SimpleNamespace(state=state)
-        stacks.IN_ADVANCE_S = 0.0  # what is taken in the first seconds, once, is in no later step
+        stacks: Any = stack_samples.Samples
+        stacks.sample = lambda _: None
 
         class Event(threading.Event):
             """Side threads look as often a step as they do natively."""

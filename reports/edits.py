@@ -29,12 +29,15 @@ def changes(fix: Fix, cwd: str = "") -> list[Edit]:
 
 def applied_by(fix: Fix) -> str:
     """How dsprof makes a change without an edit, as one types it; empty where it cannot."""
-    if not fix.knobs:
-        return ""
+    return f"dsprof run {settings(fix)} ..." if fix.knobs else ""
+
+
+def settings(fix: Fix) -> str:
+    """A fix's knobs as they are typed: `--set ddp.bucket_cap_mb=25`."""
     from dsprof.knobs import typed
 
-    settings = (f"{key}={typed(key, value)}" for key, value in fix.knobs)
-    return "dsprof run " + shlex.join(word for one in settings for word in ("--set", clean(one))) + " ..."
+    words = (f"{key}={typed(key, value)}" for key, value in fix.knobs)
+    return shlex.join(word for one in words for word in ("--set", clean(one)))
 
 
 def _change(kind: str, entry: dict[str, Any], cwd: str) -> Edit:

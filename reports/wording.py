@@ -20,7 +20,7 @@ from dsprof.run import RankExit, last_processes
 from dsprof.schema import TIME_KINDS
 
 from . import palette
-from .edits import site
+from .edits import settings, site
 
 # --- the verdict --------------------------------------------------------------------------------
 
@@ -211,10 +211,24 @@ def next_commands(analysis: Analysis, run: str) -> list[tuple[str, str]]:
     found = []
     if any(fix.knobs for finding in analysis.problems for fix in finding.fixes):
         found.append((f"dsprof fix {run}", "the change as a diff; --verify runs the job with and without it"))
-    worst = next((one for one in analysis.problems if one.gain.method == "replay" and one.gain.ms > 0), None)
-    if worst is not None:
-        found.append((f"dsprof whatif {run} --without {worst.code}", "what other changes would save beside it"))
+    asked = next(filter(None, map(_asked, analysis.problems)), "")
+    if asked:
+        found.append((f"dsprof whatif {run} {asked}", "what other changes would save beside it"))
     return found
+
+
+def _asked(finding: Finding) -> str:
+    """How `dsprof whatif` is asked about a finding's change: without its fault, or with the first fix whose knobs are
+    all predicted; empty where it would refuse."""
+    if finding.gain.method != "replay" or finding.gain.ms <= 0:
+        return ""
+    if finding.replayed:
+        return f"--without {finding.code}"
+    from dsprof.knobs.predicted import is_predicted
+
+    return next(
+        (settings(fix) for fix in finding.fixes if fix.knobs and all(is_predicted(key) for key, _ in fix.knobs)), ""
+    )
 
 
 # --- device memory --------------------------------------------------------------------------------

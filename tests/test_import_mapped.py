@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import pytest
 
 from dsprof import cli
 from dsprof.analyzer import analyze
-from dsprof.importers import import_trace
+from dsprof.importers import import_trace, mapped
 from dsprof.importers.mapping import load_mapping, packaged
+from dsprof.importers.search_limit import SearchLimit
 from dsprof.run import RunError
 
 MINE = """
@@ -251,3 +254,24 @@ def test_the_command_reads_by_a_mapping(tmp_path: Path, capsys: pytest.CaptureFi
     assert "imported 2 ranks, 2 steps" in capsys.readouterr().err
     assert cli.main(["import", str(tmp_path / "t.json"), "--mapping", "no.toml"]) == 3
     assert "--mapping no.toml: no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [("[[events]]\nname = '^x'\nkind = 'mark'\n[[events]]\nname = '(a+)+$'\nkind = 'mark'", "rule 2 of events"),
+     (r"step = 'process:(a|a)*(\d)$'" "\n[[events]]\nname = 'a'\nkind = 'mark'", r"process:(a|a)*(\d)$")],
+)  # fmt: skip
+def test_a_pattern_that_takes_for_ever_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, where: str
+) -> None:
+    monkeypatch.setattr(mapped, "SearchLimit", lambda: SearchLimit(0.2))
+    before = signal.getsignal(signal.SIGVTALRM)
+    name = "a" * 60 + "!"
+    events = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": name}},
+              {"ph": "X", "name": name, "ts": 1, "dur": 2, "pid": 0, "tid": 0}]  # fmt: skip
+    (tmp_path / "rank0.json").write_text(json.dumps(events))
+    (tmp_path / "m.toml").write_text(line)
+    with pytest.raises(RunError, match=rf"m.toml: {re.escape(where)}: its pattern takes too long on 'aaaa.*\(a\+, not"):
+        import_trace(tmp_path / "rank0.json", mapping=str(tmp_path / "m.toml"))
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)

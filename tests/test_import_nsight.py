@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,35 @@ def test_what_a_database_defines_is_not_run(tmp_path: Path) -> None:
         )
     with pytest.raises(RunError, match="holds no kernel"):
         import_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "kernels"),
+    [("CUPTI_ACTIVITY_KIND_RUNTIME", "globalTid", 18), ("NVTX_EVENTS", "globalTid", 18), ("NVTX_EVENTS", "start", 12),
+     ("CUPTI_ACTIVITY_KIND_KERNEL", "globalPid", 18)],
+)  # fmt: skip
+def test_a_column_that_is_not_there_costs_what_it_would_have_told(
+    tmp_path: Path, table: str, column: str, kernels: int
+) -> None:
+    path = report(tmp_path / "report.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(f"alter table {table} drop column {column}")
+    rows = import_trace(path).read(0)
+    assert len(rows[rows["kind"] == "kernel"]) == kernels
+
+
+def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
+    path = report(tmp_path / "report.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("update StringIds set value = cast(x'67656dff6d' as text) where id = 1")
+        database.commit()
+    assert "gem\ufffdm" in import_trace(path).read(0)["name"].tolist()
+
+
+def test_a_copy_before_the_first_kernel_is_kept(tmp_path: Path) -> None:
+    path = report(tmp_path / "report.sqlite")
+    with closing(sqlite3.connect(path)) as database:
+        pid = 100 << 24
+        database.execute("insert into CUPTI_ACTIVITY_KIND_MEMCPY values (-900, 100, 0, 7, -1, ?, 4096, 1)", (pid,))
+        database.commit()
+    assert len(import_trace(path).read(0).query("kind == 'copy'")) == 7

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from synthetic import Job
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
-from dsprof.importers import import_trace
+from dsprof.importers import import_trace, own_export
 from dsprof.reports import export
 from dsprof.reports.export import Selection
 from dsprof.run import RunError
@@ -35,11 +37,16 @@ def original() -> Analysis:
 def back(folder: Path, to: Any) -> Trace:
     if to == "perfetto":
         pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
+    path = folder / f"job{ENDINGS[to]}"
+    path.write_bytes(exported(to))
+    return import_trace(path)
+
+
+@cache
+def exported(to: Any) -> bytes:
     file = io.BytesIO()
     assert export.write(to, original(), file, Selection((0, 1, 2))) > 0
-    path = folder / f"job{ENDINGS[to]}"
-    path.write_bytes(file.getvalue())
-    return import_trace(path)
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("to", ENDINGS)
@@ -93,3 +100,40 @@ def test_damaged_exports_are_a_sentence(tmp_path: Path) -> None:
     pq.write_table(pq.read_table(table).slice(0, 0), table)
     with pytest.raises(RunError, match="holds no rows; export it again"):
         import_trace(table)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "said"),
+    [
+        ("start_ns", pa.array(["x"]), "its column `start_ns` holds string, no int64"),
+        ("kind", pa.array([[1]]), "its column `kind` holds list<element: int64>, no category"),
+        ("module", pa.array([{"a": 1}]), "its column `module` holds struct<a: int64>, no category"),
+        ("seq", pa.array([1 << 40]), "cannot be read"),
+    ],
+)
+def test_a_table_with_a_column_of_another_type_is_a_sentence(
+    tmp_path: Path, column: str, values: pa.Array, said: str
+) -> None:
+    back(tmp_path, "parquet")
+    table = pq.read_table(tmp_path / "job.parquet").slice(0, 1)
+    table = table.set_column(table.schema.get_field_index(column), column, values)
+    pq.write_table(table, tmp_path / "job.parquet")
+    with pytest.raises(RunError, match=f"job.parquet: {re.escape(said)}.*; export it again"):
+        import_trace(tmp_path / "job.parquet")
+
+
+def test_a_table_of_more_rows_than_fit_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_export, "MOST_ROWS", 100)
+    with pytest.raises(RunError, match=r"[\d,]+ rows; export fewer steps or ranks, by --steps or --ranks"):
+        back(tmp_path, "parquet")
+
+
+def test_what_nests_too_deep_is_a_sentence(tmp_path: Path) -> None:
+    back(tmp_path, "parquet")
+    path = tmp_path / "job.parquet"
+    about = {b"dsprof.export": b"[" * 100_000}
+    pq.write_table(pq.read_table(path).replace_schema_metadata(about), path)
+    with pytest.raises(RunError, match=r"cannot be read .*; export it again"):
+        import_trace(path)

@@ -93,3 +93,31 @@ def test_what_is_no_such_trace_is_a_sentence(tmp_path: Path, data: bytes) -> Non
     assert isinstance(looks_like_perfetto(tmp_path / "t.pftrace"), bool)
     with pytest.raises(RunError):
         import_trace(tmp_path / "t.pftrace")
+
+
+CLEARED, UUID, PARENT, PID, TID, KIND, TRACK = 13, 1, 5, 1, 2, 9, 11
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        packet(field(CLEARED, b"abc")),
+        packet(field(60, field(UUID, b"abc") + field(PARENT, b"abc") + field(3, field(PID, b"abc")))),
+        packet(field(60, field(UUID, 5) + field(4, field(PID, b"abc") + field(TID, b"abc")))),
+        edge(1, 3, "kind", field(KIND, b"abc")),
+        edge(1, 3, "track", field(TRACK, b"abc")),
+        edge(1, 3, "double", field(44, b"abc")),
+        edge(1, 3, "annotation", field(4, field(10, "x") + field(5, b"abc"))),
+        edge(1, 3, "integer", field(4, field(10, "stream") + field(3, b"abc"))),
+    ],
+    ids=["flags", "process", "thread", "kind", "track", "double", "annotation", "stream"],
+)
+def test_a_field_of_another_kind_than_it_should_be_costs_itself(tmp_path: Path, strange: bytes) -> None:
+    """So protobuf's own readers do: bytes where a number should be are as if the field were not there."""
+    begun = field(8, 10) + field(10, 1) + field(11, field(9, 1) + field(11, 5) + field(23, "aten::mm"))
+    end = packet(field(8, 30) + field(10, 1) + field(11, field(9, 2) + field(11, 5)))
+    (tmp_path / "t.pftrace").write_bytes(packet(begun) + end + strange)
+    assert ("aten::mm", 10, 20) in [
+        (one.name, one.start_ns, one.dur_ns) for one in PerfettoTrace(tmp_path / "t.pftrace", {"x"}).slices
+    ]
+    assert import_trace(tmp_path / "t.pftrace").ranks == (0,)

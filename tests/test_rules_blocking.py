@@ -57,8 +57,8 @@ def test_numbers_for_a_log_in_each_step() -> None:
     assert first.code == "comm.blocking"
     assert first.title.startswith("2 all_reduces in each step (train.py:40) are waited for at once: ")
     assert first.fixes[0].title == (
-        "all_reduce (train.py:40): packed in one tensor, every 50 steps, or with async_op=True and waited for when it "
-        "is logged"
+        "all_reduce (train.py:40): packed in one tensor, every 50 steps if it is only logged, or with async_op=True "
+        "and waited for where the number is read"
     )
     assert first.fixes[0].patch == ({"file": "/home/me/train.py", "line": 40, "argument": "async_op", "value": True},)
     true = planted.step_ms() - job().step_ms()

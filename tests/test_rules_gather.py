@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,9 +78,58 @@ def test_fsdp1_has_another_word_for_it() -> None:
     assert "sharding_strategy=ShardingStrategy.SHARD_GRAD_OP" in found.fixes[0].title
 
 
+def of_deepspeed(**zero: Any) -> MeshJob:
+    """The same of ZeRO stage 3, with a configuration that has this in its section."""
+    content = {"zero_optimization": {"stage": 3, **zero}}
+    facts = [
+        fact
+        for rank in (0, 1)
+        for fact in (
+            {"fact": "deepspeed", "zero_stage": 3, "rank": rank},
+            {"fact": "config", "dialect": "deepspeed", "content": content, "rank": rank},
+        )
+    ]
+    return replace(job(), facts=facts)
+
+
+def test_of_stage_3_a_lower_stage_keeps_them() -> None:
+    found = of(analyze(of_deepspeed().trace()), "comm.redundant-gather")
+    assert found is not None
+    assert found.fixes[0].title == "zero_optimization.stage: 2: each rank then always holds all parameters, 32.0 MiB"
+    assert dict(found.fixes[0].knobs) == {"zero_optimization.stage": 2}
+
+
+def test_a_lower_stage_does_not_take_offloaded_parameters() -> None:
+    found = of(analyze(of_deepspeed(offload_param={"device": "cpu"}).trace()), "comm.redundant-gather")
+    assert found is not None
+    assert found.fixes[0].knobs == ()
+    assert [(entry["op"], entry["path"]) for entry in found.fixes[0].patch] == [
+        ("replace", "/zero_optimization/stage"), ("remove", "/zero_optimization/offload_param"),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("planted", [job(kept=True), job(ms=40.0)], ids=["kept already", "hidden"])
 def test_what_gathers_no_more_than_it_needs(planted: MeshJob) -> None:
     analysis = analyze(planted.trace())
+    assert of(analysis, "comm.redundant-gather") is None
+    assert "comm.redundant-gather" in analysis.passed
+
+
+def test_parameters_that_an_optimizer_changed_in_between_have_to_be_gathered_again() -> None:
+    """As those of a GAN's discriminator are: gathered for its own step, changed, and gathered for the generator's."""
+    planted = job(kept=True)
+    once = planted.program
+
+    def program(rank: int, step: int) -> Program:
+        return tuple(
+            replace(part, inputs=1 + half) if isinstance(part, Phase) and part.name == "optimizer" else part
+            for half in (0, 1)
+            for part in once(rank, step)
+        )
+
+    planted.program = program
+    analysis = analyze(planted.trace())
+    assert analysis.step_is == "an iteration of 2 optimizer steps: 1 of optimizer 1, 1 of optimizer 2"
     assert of(analysis, "comm.redundant-gather") is None
     assert "comm.redundant-gather" in analysis.passed
 

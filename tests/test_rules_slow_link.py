@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from meshes import Call, MeshJob, Phase, Program, Work
@@ -10,6 +11,8 @@ from meshes import Call, MeshJob, Phase, Program, Work
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.rules.comm.slow_link import slow_links
+from dsprof.analyzer.study import study
 
 PAIRS = {"r0": ((0, 1), ""), "r1": ((2, 3), "")}
 REPLICAS = {"c0": ((0, 2), ""), "c1": ((1, 3), "")}
@@ -66,6 +69,14 @@ def test_ranks_that_are_on_two_hosts_while_their_peers_are_on_one() -> None:
     assert first.fixes[0].title == (
         "order the ranks so that ranks 2-3 are on one host, as their peers are: they are on a and b"
     )
+
+
+def test_what_clocks_of_two_hosts_can_be_apart_is_no_slow_link() -> None:
+    """A collective lasts from the last rank's arrival, by its clock, to the last end, by another's."""
+    known = study(job({"c1": 5.0}, hosts=("a", "b", "c", "d")).trace())  # 21.0 ms, and 4.20 ms elsewhere
+    for apart_ms, found in ((5.0, 1), (10.0, 0)):
+        unsure = replace(known, aligned=replace(known.aligned, clock_error_us=1000 * apart_ms))
+        assert len(slow_links(unsure)) == found
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pandas as pd
 import pytest
 from meshes import Call, MeshJob, Phase, Program, Wait, Work
 from synthetic import Accumulating, Job, constant
@@ -94,6 +95,29 @@ def test_the_fix_is_in_the_words_of_the_job(framework: str, knobs: dict[str, int
 
 
 @pytest.mark.parametrize(
+    ("framework", "title"),
+    [
+        (None, "gradient_accumulation_steps: 2: half as much"),
+        (
+            "transformers",
+            '--gradient_accumulation_steps 2, with "gradient_accumulation_steps": "auto" in the JSON: half',
+        ),
+    ],
+)
+def test_of_deepspeed_it_is_said_where_the_number_is_written(framework: str | None, title: str) -> None:
+    """transformers refuses a JSON that has another number than its own argument."""
+    content = {"gradient_accumulation_steps": 1, "train_batch_size": 16}
+    facts: list[dict[str, Any]] = [
+        {"fact": "deepspeed", "rank": 0, "zero_stage": 1, "accumulation": 1},
+        {"fact": "config", "rank": 0, "dialect": "deepspeed", "framework": framework, "content": content},
+    ]
+    found = of(analyze(on_hosts(one_tensor(ms_per_mib=10.0, facts=facts).trace(), "a", "b")), "comm.volume")
+    assert found is not None
+    assert found.fixes[0].title.startswith("communication_data_type: bf16: gradients travel in bfloat16")
+    assert found.fixes[1].title.startswith(title)
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"ms_per_mib": 0.15},  # 10 ms, 7 % of the step
@@ -106,6 +130,15 @@ def test_what_can_be_hidden_or_is_no_matter_of_bytes(changes: dict[str, Any]) ->
     analysis = analyze(one_tensor(**changes).trace())
     assert of(analysis, "comm.volume") is None
     assert "comm.volume" in analysis.passed
+
+
+def test_without_knowing_the_bytes_it_is_not_judged() -> None:
+    """As of a trace of another tool that tells when collectives ran, and not of what."""
+    trace = one_tensor(ms_per_mib=10.0).trace()
+    rows = pd.concat([trace.read(rank) for rank in trace.ranks], ignore_index=True)
+    analysis = analyze(Trace.of(trace.run, rows.assign(bytes=rows["bytes"].where(rows["kind"] != "comm"))))
+    assert "how many bytes" in analysis.not_judged["comm.volume"]
+    assert analysis.verdict.status == "inconclusive"
 
 
 def test_gradients_reduced_for_nothing_are_another_fault() -> None:

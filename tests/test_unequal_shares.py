@@ -12,6 +12,7 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.ask import ask
 from dsprof.analyzer.finding import Fix, Gain
+from dsprof.analyzer.rules.pipeline.structure_fixes import measured_fix
 from dsprof.analyzer.study import study
 from dsprof.fix import proposals
 from dsprof.knobs.predicted import turned
@@ -128,3 +129,22 @@ def test_speeds_that_cannot_be_say_why(value: Any, says: str) -> None:
 
 def test_a_job_that_has_no_such_key_says_so() -> None:
     assert "no configuration of dsprof's engine" in str(answered(job(), [2, 1]))
+
+
+# --- pipelines
+
+
+def test_layers_and_ranks_of_a_pipeline_may_be_measured_at_the_start() -> None:
+    """Beside other boundaries by this run's times, and saving what they do: more where a rank is slow."""
+    exact = Fix("config", "pipeline.partition_method: [0, 4, 8]", gain=Gain(30.0, 10.0, 25.0, 35.0))
+    ideal = Gain(50.0, 17.0, 45.0, 55.0)
+    (found,) = measured_fix(study(job(facts=facts()).trace()), exact, ideal)
+    assert found.gain == Gain(30.0, 10.0, 25.0, 50.0)
+    assert dict(found.knobs) == {KEY: "measure", "pipeline.partition_method": "measured"}
+    assert found.patch == (
+        {"op": "add", "path": "/heterogeneous", "value": {"speeds": "measure"}},
+        {"op": "add", "path": "/pipeline", "value": {"partition_method": "measured"}},
+    )
+    assert measured_fix(study(job(facts=facts()).trace()), None, ideal) == []
+    assert measured_fix(study(job(facts=facts()[:1]).trace()), exact, ideal) == []
+    assert measured_fix(study(job().trace()), exact, ideal) == []

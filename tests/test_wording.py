@@ -202,7 +202,8 @@ def test_findings_point_at_budget_parts() -> None:
 
 def test_the_next_commands_are_those_that_a_finding_of_the_run_can_take() -> None:
     run = factories.straggler()
-    slow = run.findings[0]
+    slow = replace(run.findings[0], replayed=True)
+    run = replace(run, findings=(slow,))
     whatif = ("dsprof whatif RUN --without rank.straggler", "what other changes would save beside it")
     assert wording.next_commands(run, "RUN") == [whatif]
     fix = Fix("code", "larger buckets", knobs=(("ddp.bucket_cap_mb", 25), ("ddp.comm_hook", "bf16")))

@@ -38,8 +38,8 @@ _pauses: deque[tuple[int, int, float]] = deque(maxlen=10_000)
 callback only appends here, and `sample` writes them at the end of the step."""
 
 
-PULSE_S: Final = 0.01
-"""How often it is looked whether the process runs at all. A look takes some microseconds of a core."""
+PULSE_S: Final = 0.02
+"""How often it is looked whether the process runs at all. A look takes up to 20 microseconds of a core."""
 
 
 def install(capture: OpenCapture) -> list[Uninstall]:

@@ -34,6 +34,7 @@ class Pulse {
 
  private:
   using Clock = SideThread::Clock;
+  static constexpr int READ_EVERY = 10;
 
   void run() {
     pthread_setname_np(pthread_self(), "dsprof-pulse");  // what it uses is not the rank's work (live/activity.py)
@@ -41,10 +42,12 @@ class Pulse {
     const int schedstat = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
     if (schedstat < 0) return;
     int64_t waited = waited_ns(schedstat);
-    for (;;) {
+    for (int wakes = 1;; ++wakes) {
       const auto due = Clock::now() + every_;
       if (thread_.stopped_by(due)) break;
       const int64_t late = std::chrono::nanoseconds(Clock::now() - due).count();
+      // To read it costs more than to wake: when it is needed, and often enough that waits for a core do not add up.
+      if (late < every_.count() / 2 && wakes % READ_EVERY != 0) continue;
       const int64_t now = waited_ns(schedstat);
       const int64_t without_core = now - waited;
       waited = now;  // what it waits each time adds up, and is none of a later stop

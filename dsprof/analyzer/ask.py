@@ -125,8 +125,9 @@ def _not_replayed(says: str, looked: Looked) -> Exception:
     if looked.not_judged:
         return NotJudged(looked.not_judged)
     if looked.findings:
-        knobs = [f"--set {key}={value}" for one in looked.findings for fix in one.fixes for key, value in fix.knobs]
-        instead = f"ask with {' '.join(dict.fromkeys(knobs))}" if knobs else "`dsprof analyze` says what it costs"
+        fixes = [fix for one in looked.findings for fix in one.fixes if fix.knobs]
+        ways = dict.fromkeys(" ".join(f"--set {key}={value}" for key, value in fix.knobs) for fix in fixes)
+        instead = f"ask with {', or with '.join(ways)}" if ways else "`dsprof analyze` says what it costs"
         return NotJudged(f"what this finding saves depends on what is done instead: {instead}")
     if any(isinstance(one.change, OneOf) for one in looked.candidates):
         return NotJudged("it may be mended in several ways, which gain differently; `dsprof analyze` says how much")

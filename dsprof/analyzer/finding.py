@@ -143,6 +143,7 @@ class Finding:
     by_rank:    of one on several ranks: what fixing it on one of them alone saves
     confidence: the share of such predictions that came true (`Rule.confidence`); None: none was ever tried
     unknown:    what makes the gain uncertain however many steps are profiled; empty: more steps would tell
+    replayed:   whether `dsprof whatif --without` replays the steps without it; else what its fixes do is what is asked
     """
 
     code: str
@@ -157,6 +158,7 @@ class Finding:
     together: Together | None = None
     by_rank: Mapping[int, Gain] = field(default_factory=dict)
     unknown: str = ""
+    replayed: bool = False
 
     @property
     def weight(self) -> Gain:

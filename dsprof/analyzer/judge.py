@@ -216,7 +216,10 @@ class _Judging:
         finding = self._ask((candidate.code,), partial(candidate.say, priced.price))
         if finding is None:
             return
-        finding = replace(finding, together=priced.together or finding.together, by_rank=priced.by_rank)
+        finding = replace(
+            finding, together=priced.together or finding.together, by_rank=priced.by_rank,
+            replayed=isinstance(candidate.change, WhatIf) and finding.code == candidate.code,
+        )  # fmt: skip
         self.found.setdefault(finding.code, []).append(finding)
         if isinstance(candidate.change, WhatIf) and not candidate.counts_cores:
             self.on_busy_cores.add(finding.code)

@@ -33,6 +33,7 @@ VERBS: Final = (
     "fix",
     "compare",
     "tune",
+    "plan",
     "build",
 )
 """Each the name of its module, with `_` after it where Python has that word for itself."""

@@ -7,6 +7,7 @@
                         file a rank
     kineto.py           traces of torch.profiler, one file a rank
     mapped.py           any Chrome trace, by a mapping file (mapping.py; those that come with dsprof are in mappings/);
+                        mapped_values.py reads its events' values, search_limit.py ends patterns that take for ever,
                         mapped_rows.py finishes its rows
     own_export.py       what `dsprof export` wrote
     chakra.py           Chakra execution traces, one a rank

@@ -7,7 +7,6 @@ category and id) and moments (i). Those that no rule names are kept as marks, an
 from __future__ import annotations
 
 import re
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,22 +21,23 @@ from dsprof.trace.kineto import ChromeEvents, TraceError, head_of
 
 from .assemble import ImportedRank, clock_names, collective_ends, imported_run
 from .mapped_rows import finish_ranks
-from .mapping import NUMBERS, WORDS, EventMapping, EventRule, load_packaged, packaged
-from .rank_names import MOST_RANK, rank_in, rank_of
+from .mapped_values import LIMITS, argument_at, as_key, group_of, members_of, whole_below
+from .mapping import WORDS, EventMapping, EventRule, load_packaged, packaged
+from .rank_names import MOST_RANK, rank_in
 from .row_table import RowTable
+from .search_limit import SearchLimit, SearchTooLongError
 
 DESCRIPTION: Final = "a Chrome trace of any tool by a mapping file (--mapping)"
 
 MOST_NAME: Final = 512
 MOST_DISTINCT: Final = 1 << 18
-"""Names of events, whose rule is remembered."""
+"""Names of events, whose rule is remembered, or that are counted."""
+OTHER_NAMES: Final = "other names"
 MOST_OPEN: Final = 1 << 20
 """Events that have begun and not ended."""
 LATEST: Final = float(1 << 62)
 MOST_NAMED: Final = 5
 SPARE_RANKS: Final = 64
-DIGITS: Final = re.compile(r"\d+")
-MOST_MEMBERS: Final = 1 << 16
 
 
 def recognizes(path: Path) -> bool:
@@ -154,6 +154,8 @@ class _MappedFile:
         self._in_name = rank_in(path.name)
         self._processes, self._threads = dict[Any, str](), dict[Any, str]()
         self._rules: dict[tuple[str, str], tuple[EventRule | None, dict[str, str]]] = {}
+        self._found: dict[tuple[str, str], str | None] = {}
+        self._limit = SearchLimit()
         self._open: dict[Any, list[_OpenEvent]] = defaultdict(list)
         self._opened = 0
         events = ChromeEvents(path)
@@ -224,9 +226,9 @@ class _MappedFile:
 
     def _nest(self, phase: str, begun: _OpenEvent, event: dict[str, Any]) -> None:
         """B and E nest in their thread; b and e belong together by id, category and name."""
-        key: tuple[Any, ...] = _plain(event.get("pid")), _plain(event.get("tid"))
+        key: tuple[Any, ...] = as_key(event.get("pid")), as_key(event.get("tid"))
         if phase in ("b", "e"):
-            key = begun.category, _plain(event.get("id")), begun.name
+            key = begun.category, as_key(event.get("id")), begun.name
         if phase in ("B", "b"):
             if self._opened >= MOST_OPEN:
                 self._leave_out(event)
@@ -258,9 +260,12 @@ class _MappedFile:
         if rule is not None and rule.kind == "ignore":
             return
         row: dict[str, Any] = {"start_ns": event.start_ns, "dur_ns": dur_ns}
-        track = f"thread.{_plain(event.tid)}"
+        track = f"thread.{as_key(event.tid)}"
         if rule is None:
-            self.unmapped[event.name] += 1
+            if event.name in self.unmapped or len(self.unmapped) < MOST_DISTINCT:
+                self.unmapped[event.name] += 1
+            else:
+                self.unmapped[OTHER_NAMES] += 1
             row |= {"kind": "mark", "name": event.name, "lane": track}
         else:
             row |= {"kind": rule.kind, "name": rule.row_name or event.name, "lane": rule.lane or track}
@@ -278,15 +283,15 @@ class _MappedFile:
         for column in (*told, *rule.places):
             value = told[column] if column in told else self._value(rule.places[column], event)
             if column == "members":
-                members = sorted({*_members(value), rank}) if value else []
+                members = sorted({*members_of(value), rank}) if value else []
                 if len(members) > 1:
-                    row["group"] = _group_of(members)
+                    row["group"] = group_of(members)
                     self.members[row["group"]] = members
             elif column in WORDS:
                 if isinstance(value, (str, int)) and str(value):
                     row[column] = str(value)[:MOST_NAME]
             else:
-                number = _whole(value, LIMITS[column])
+                number = whole_below(value, LIMITS[column])
                 if number is not None:
                     row[column] = number
 
@@ -294,15 +299,29 @@ class _MappedFile:
         key = name, category
         known = self._rules.get(key)
         if known is None:
-            known = None, {}
-            for rule in self._mapping.rules:
-                told = rule.fit(name, category)
-                if told is not None:
-                    known = rule, told
-                    break
+            known = self._first_fit(name, category)
             if len(self._rules) < MOST_DISTINCT:
                 self._rules[key] = known
         return known
+
+    def _first_fit(self, name: str, category: str) -> tuple[EventRule | None, dict[str, str]]:
+        number = 0
+        try:
+            with self._limit:
+                for rule in self._mapping.rules:
+                    number += 1
+                    told = rule.fit(name, category)
+                    if told is not None:
+                        return rule, told
+        except SearchTooLongError:
+            raise self._too_long(f"rule {number} of events", name) from None
+        return None, {}
+
+    def _too_long(self, where: str, text: str) -> RunError:
+        return RunError(
+            f"{self._mapping.name}: {where}: its pattern takes too long on {text[:60]!r}; write it without repeats "
+            "inside repeats (a+, not (a+)+)"
+        )
 
     def _rank(self, event: _OpenEvent) -> int | None:
         for place in self._mapping.rank:
@@ -314,7 +333,7 @@ class _MappedFile:
         return None
 
     def _number(self, place: str, event: _OpenEvent) -> int | None:
-        return _whole(self._value(place, event), 1 << 31)
+        return whole_below(self._value(place, event), 1 << 31)
 
     def _value(self, place: str, event: _OpenEvent) -> Any:
         if place == "file":
@@ -325,23 +344,32 @@ class _MappedFile:
             return place[1:]
         what, _, rest = place.partition(".")
         if what == "args":
-            return _deep(event.args, rest)
+            return argument_at(event.args, rest)
         what, _, pattern = place.partition(":")
         names = self._processes if what == "process" else self._threads
-        key = _plain(event.pid) if what == "process" else (_plain(event.pid), _plain(event.tid))
-        match = re.search(pattern, names.get(key, ""))
-        return match[1] if match is not None else None
+        key = as_key(event.pid) if what == "process" else (as_key(event.pid), as_key(event.tid))
+        text = names.get(key, "")
+        if (place, text) not in self._found:
+            try:
+                with self._limit:
+                    match = re.search(pattern, text)
+            except SearchTooLongError:
+                raise self._too_long(place, text) from None
+            if len(self._found) >= MOST_DISTINCT:
+                self._found.clear()
+            self._found[place, text] = match[1] if match is not None else None
+        return self._found[place, text]
 
     def _name_track(self, event: dict[str, Any]) -> None:
         args = event.get("args")
         text = args.get("name") if isinstance(args, dict) else None
         if not isinstance(text, str):
             return
-        pid = _plain(event.get("pid"))
+        pid = as_key(event.get("pid"))
         if event.get("name") == "process_name" and len(self._processes) < MOST_DISTINCT:
             self._processes[pid] = text[:MOST_NAME]
         elif event.get("name") == "thread_name" and len(self._threads) < MOST_DISTINCT:
-            self._threads[pid, _plain(event.get("tid"))] = text[:MOST_NAME]
+            self._threads[pid, as_key(event.get("tid"))] = text[:MOST_NAME]
 
     def _is_time(self, value: Any) -> bool:
         return type(value) in (int, float) and 0 <= value * self._mapping.unit_ns < LATEST  # NaN is neither
@@ -353,50 +381,3 @@ class _MappedFile:
     def _leave_out(self, event: dict[str, Any]) -> None:
         self._odd += 1
         self._first_odd = self._first_odd or f"such as {repr(event)[:160]}"
-
-
-LIMITS: Final = {"stage": 1 << 15, "microbatch": 1 << 15, "bytes": 1 << 50, "corr": 1 << 62} | dict.fromkeys(
-    [name for name in NUMBERS if name not in ("stage", "microbatch", "bytes", "corr")], 1 << 31
-)
-"""What a column's number is below."""
-
-
-def _whole(value: Any, limit: int) -> int | None:
-    if (isinstance(value, str) and len(value) < 20 and value.isdecimal()) or (
-        type(value) is float and value.is_integer()
-    ):
-        value = int(value)
-    return value if type(value) is int and 0 <= value < limit else None
-
-
-def _deep(args: dict[str, Any], path: str) -> Any:
-    """`A.B` of the arguments: that of the whole name, else B in A."""
-    if path in args:
-        return args[path]
-    first, dot, rest = path.partition(".")
-    inner = args.get(first) if dot else None
-    return _deep(inner, rest) if isinstance(inner, dict) else None
-
-
-def _members(value: Any) -> list[int]:
-    """Ranks from a list, or its text; empty: none."""
-    if isinstance(value, str):
-        value = [int(one) for one in DIGITS.findall(value[: 16 * MOST_MEMBERS]) if len(one) < 8]
-    if not isinstance(value, list) or len(value) > MOST_MEMBERS:
-        return []
-    found = [rank_of(one) for one in value]
-    return sorted({one for one in found if one is not None}) if None not in found else []
-
-
-def _group_of(members: list[int]) -> str:
-    """A name for the group of these ranks."""
-    if members[-1] - members[0] == len(members) - 1:
-        return f"ranks {members[0]}-{members[-1]}"
-    if len(members) <= MOST_NAMED:
-        return f"ranks {','.join(map(str, members))}"
-    return f"{len(members)} ranks from {members[0]} ({zlib.crc32(str(members).encode()):08x})"
-
-
-def _plain(value: Any) -> Any:
-    """A process's or thread's number or name, as a key."""
-    return value if isinstance(value, (int, str)) else str(value)[:MOST_NAME]

@@ -120,6 +120,7 @@ def _first_ranks(reports: list[tuple[Path, int]], notes: list[str]) -> dict[Path
 
 def _open(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)
+    database.text_factory = lambda text: text.decode("utf-8", "replace")
     database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 1 << 24)
     database.execute("PRAGMA trusted_schema = OFF")  # a view or a generated column may call functions
     database.execute("PRAGMA query_only = ON")
@@ -144,12 +145,16 @@ def _columns(database: sqlite3.Connection, table: str) -> set[str]:
 
 
 def _rows(
-    database: sqlite3.Connection, table: str, wanted: Sequence[str], where: str = "", values: Sequence[Any] = ()
-) -> Iterator[tuple[Any, ...]]:
-    """Rows of a table by its columns; None for a column that is not there. Nothing without the table."""
+    database: sqlite3.Connection, table: str, wanted: Sequence[str], where: str = "", values: Sequence[Any] = (),
+    needed: Sequence[str] = (),
+) -> Iterator[tuple[Any, ...]]:  # fmt: skip
+    """Rows of a table by its columns; None for a column that is not there. Nothing without the table, or without one of
+    the columns that are `needed`."""
     if table not in _tables(database):
         return
     there = _columns(database, table)
+    if not set(needed) <= there:
+        return
     chosen = ", ".join(f'"{name}"' if name in there else "NULL" for name in wanted)
     query = f"SELECT {chosen} FROM {table} {where} LIMIT {MOST_ROWS + 1}"
     for count, row in enumerate(database.execute(query, tuple(values))):
@@ -197,7 +202,7 @@ def _read_process(path: Path, process: int | None, target: Path, names: CommName
 
 def _events(database: sqlite3.Connection, process: int | None, names: CommNames) -> Events:
     strings = _Strings(database)
-    begun = [row[0] for table in TELLING for row in _extent(database, table)]
+    begun = [row[0] for table in (*TELLING, COPIES, FILLS) for row in _extent(database, table)]
     base = min(begun, default=0)
     about = _about(database)
     about["baseTimeNanoseconds"] = max(base + about.pop("session_ns", 0), 0)
@@ -254,7 +259,10 @@ def _all(database: sqlite3.Connection, process: int | None, strings: _Strings, b
         known = process is not None and table in _tables(database) and "globalPid" in _columns(database, table)
         return ("WHERE globalPid = ?", [process]) if known and process is not None else ("", [])
 
-    mine = f"WHERE (globalTid >> 24) = {process >> 24}" if process is not None else ""
+    def of_threads(table: str) -> str:
+        known = process is not None and "globalTid" in _columns(database, table)
+        return f"WHERE (globalTid >> 24) = {process >> 24}" if known and process is not None else ""
+
     placed = ("deviceId", "streamId", "correlationId")
     columns = ("start", "end", "demangledName", "shortName", *placed)
     for start, end, long, short, *place in _rows(database, KERNELS, columns, *of_device(KERNELS)):
@@ -268,12 +276,12 @@ def _all(database: sqlite3.Connection, process: int | None, strings: _Strings, b
     for start, end, size, *place in _rows(database, FILLS, ("start", "end", "bytes", *placed), *of_device(FILLS)):
         yield from event("gpu_memset", "Memset (Device)", 0, start, end, _place(place, size))
     for start, end, number, thread, corr in _rows(
-        database, CALLS, ("start", "end", "nameId", "globalTid", "correlationId"), mine
+        database, CALLS, ("start", "end", "nameId", "globalTid", "correlationId"), of_threads(CALLS)
     ):
         name = VERSION.sub("", strings.of(number, "cudaCall"))
         args = {"correlation": corr} if type(corr) is int else {}
         yield from event("cuda_runtime", name, _thread(thread), start, end, args)
-    yield from _ranges(database, strings, mine, event)
+    yield from _ranges(database, strings, of_threads(RANGES), event)
 
 
 Make = Callable[[str, str, Any, Any, Any, dict[str, Any]], Iterator[dict[str, Any]]]
@@ -285,7 +293,9 @@ def _ranges(database: sqlite3.Connection, strings: _Strings, mine: str, event: M
     number = 0
     columns = ("start", "end", "eventType", "text", "textId", "globalTid")
     for only_steps in (True, False):
-        for start, end, kind, text, name_id, thread in _rows(database, RANGES, columns, f"{mine} ORDER BY start"):
+        for start, end, kind, text, name_id, thread in _rows(
+            database, RANGES, columns, f"{mine} ORDER BY start", needed=("start",)
+        ):
             if kind not in (PUSH_POP, START_END) or type(start) is not int or type(end) is not int:
                 continue
             name = text if isinstance(text, str) and text else strings.of(name_id)

@@ -24,7 +24,7 @@ from dsprof.trace import Trace
 from dsprof.trace.kineto import ChromeEvents, PerfettoTrace, TraceError, head_of, looks_like_perfetto
 
 from .rank_names import rank_of
-from .row_table import RowTable
+from .row_table import MOST_ROWS, RowTable
 
 DESCRIPTION: Final = "what `dsprof export` wrote"
 
@@ -72,24 +72,44 @@ def recognizes(path: Path) -> bool:
 def read(path: Path) -> Trace:
     """Raises RunError."""
     try:
-        if path.open("rb").read(4) == b"PAR1":
+        with path.open("rb") as file:
+            of_parquet = file.read(4) == b"PAR1"
+        if of_parquet:
             return _parquet(path)
-        about, tables = _perfetto(path) if looks_like_perfetto(path) else _chrome(path)
-    except (TraceError, OSError, pa.ArrowException, ValueError) as error:
-        raise RunError(f"{path}: cannot be read ({str(error)[:200]}); export it again") from error
-    rows = {rank: table.table().assign(rank=rank) for rank, table in sorted(tables.items())}
+        about, tables, zero_ns = _perfetto(path) if looks_like_perfetto(path) else _chrome(path)
+    except (TraceError, OSError, pa.ArrowException, ValueError, RecursionError) as error:
+        raise RunError(f"{path}: cannot be read ({str(error).splitlines()[0][:200]}); export it again") from error
+    rows = {rank: _later(tables.pop(rank).table(), zero_ns).assign(rank=rank) for rank in sorted(tables)}
     if not rows:
         raise RunError(f"{path}: holds no rows of a rank; export it again")
     what = "what had not ended, and some columns, are not in such a file: export with --to parquet to keep all"
     return Trace.of(_info(path, about, rows, [what]), pd.concat([*rows.values()], ignore_index=True))
 
 
+def _later(rows: pd.DataFrame, by_ns: int) -> pd.DataFrame:
+    return rows.assign(**{name: rows[name] + by_ns for name in ("start_ns", "issue_ns", "arrival_ns")})
+
+
 def _parquet(path: Path) -> Trace:
-    with pq.ParquetFile(path) as file:
-        about = json.loads((file.schema_arrow.metadata or {}).get(PARQUET, b"{}"))
-        there = [name for name in COLUMNS if name in file.schema_arrow.names]
-        rows = file.read(columns=there).to_pandas()
-    rows = rows.reindex(columns=list(COLUMNS)).astype(COLUMNS)
+    schema = pq.read_schema(path)
+    about = json.loads((schema.metadata or {}).get(PARQUET, b"{}"))
+    there = [name for name in COLUMNS if name in schema.names]
+    for name in there:
+        of = schema.field(name).type
+        if not _holds(COLUMNS[name], of.value_type if pa.types.is_dictionary(of) else of):
+            raise RunError(f"{path}: its column `{name}` holds {str(of)[:60]}, no {COLUMNS[name]}; export it again")
+    # What stays a dictionary takes no more memory than in the file, however often a word is there.
+    words = [name for name in there if name in WORDS and not pa.types.is_null(schema.field(name).type)]
+    with pq.ParquetFile(path, read_dictionary=words) as file:
+        if file.metadata.num_rows > MOST_ROWS:
+            raise RunError(
+                f"{path}: {file.metadata.num_rows:,} rows; export fewer steps or ranks, by --steps or --ranks"
+            )
+        rows = file.read(columns=there).to_pandas(ignore_metadata=True)
+    try:
+        rows = rows.reindex(columns=list(COLUMNS)).astype(COLUMNS)
+    except TypeError as error:  # of a number that its column cannot hold
+        raise RunError(f"{path}: cannot be read ({str(error)[:200]}); export it again") from error
     rows = rows[(rows["rank"] >= 0) & (rows["rank"] < 1 << 20)]
     if rows.empty:
         raise RunError(f"{path}: holds no rows; export it again")
@@ -97,11 +117,25 @@ def _parquet(path: Path) -> Trace:
     return Trace.of(_info(path, about if isinstance(about, dict) else {}, by_rank, []), rows)
 
 
-def _chrome(path: Path) -> tuple[dict[str, Any], dict[int, RowTable]]:
+def _holds(kind: str, of: pa.DataType) -> bool:
+    """Whether what a Parquet file has of this type can be a column of the trace."""
+    if pa.types.is_null(of):
+        return True
+    if kind == "category":
+        return bool(pa.types.is_string(of) or pa.types.is_large_string(of))
+    if kind == "boolean":
+        return bool(pa.types.is_boolean(of))
+    return bool(pa.types.is_integer(of) or (pa.types.is_floating(of) and kind == "float64"))
+
+
+Tables = tuple[dict[str, Any], dict[int, RowTable], int]
+"""What the file says of its run, rows by rank, and what is to be added to their times."""
+
+
+def _chrome(path: Path) -> Tables:
     events = ChromeEvents(path)
     tables: dict[int, RowTable] = defaultdict(RowTable)
     lanes: dict[tuple[Any, Any], str] = {}
-    moved: list[tuple[int, dict[str, Any]]] = []
     for found in events.lists():
         for event in found:
             rank, name = rank_of(event.get("pid")), event.get("name")
@@ -119,19 +153,14 @@ def _chrome(path: Path) -> tuple[dict[str, Any], dict[int, RowTable]]:
                 corr = args.get("correlation")
                 if type(corr) is int and 0 <= corr < MOST:
                     row["corr"] = corr
-                moved.append((rank, row))
+                tables[rank].add(row)
     about = events.about.get(ABOUT)
     about = about if isinstance(about, dict) else {}
     zero = about.get("zero_ns", 0)
-    for rank, row in moved:
-        for column in ("start_ns", "issue_ns", "arrival_ns"):
-            if column in row and type(zero) is int and 0 <= zero < MOST:
-                row[column] += zero
-        tables[rank].add(row)
-    return about, tables
+    return about, tables, zero if type(zero) is int and 0 <= zero < MOST else 0
 
 
-def _perfetto(path: Path) -> tuple[dict[str, Any], dict[int, RowTable]]:
+def _perfetto(path: Path) -> Tables:
     trace = PerfettoTrace(path, {*TOLD, "issued_ns_before", "arrived_ns_after"}, whole=ABOUT)
     tables: dict[int, RowTable] = defaultdict(RowTable)
     about: dict[str, Any] = {}
@@ -150,7 +179,7 @@ def _perfetto(path: Path) -> tuple[dict[str, Any], dict[int, RowTable]]:
         row = _row(phase, one.category, name, track, one.start_ns, one.dur_ns, args)
         if row is not None:
             tables[int(named[1])].add(row)
-    return about if isinstance(about, dict) else {}, tables
+    return about if isinstance(about, dict) else {}, tables, 0
 
 
 def _row(

@@ -103,6 +103,11 @@ FACT_OF: Final = {"ddp": "ddp", "fsdp2": "fsdp", "optimizer": "optimizer"}
 """What a key begins with -> the fact of what takes it; of others it is a configuration."""
 
 
+def is_predicted(key: str) -> bool:
+    """Whether it is known what values of a knob change in the steps of a run."""
+    return key in CHANGES or key in STRUCTURES
+
+
 def turned(key: str, value: Any, run: str) -> Request:
     """What turning a knob changes. run: as it is typed. Raises KnobError for a knob without a what-if."""
     change = CHANGES.get(key)

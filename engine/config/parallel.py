@@ -56,7 +56,8 @@ class PipelineConfig(Section):
 
     partition_method: Partition = "parameters"
     """How layers are divided among stages: `parameters`, `uniform`, `type:REGEX`, counting layers whose class matches,
-    `measured`, by `layer_costs`, or the layers at which stages begin and end: `[0, 3, 8]`, two stages of 8 layers."""
+    `measured`, by `layer_costs`, or by what ranks measure at the start (`heterogeneous.speeds`), or the layers at which
+    stages begin and end: `[0, 3, 8]`, two stages of 8 layers."""
 
     layer_costs: str | None = None
     """dsprof's own. The file with the seconds that each layer takes, for the partition method `measured`:

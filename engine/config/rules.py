@@ -322,6 +322,10 @@ def _paces(config: Config, speeds: Sequence[Speed]) -> list[float]:
     return replica_speeds(speeds, config.pipeline.stages, config.tensor_parallel.size)
 
 
+_MANY_SAMPLES: Final = 1e6
+"""Nobody has so many in a micro-batch."""
+
+
 def share_of_a_sample(config: Config) -> Iterator[Remark]:
     """Of a configuration whose batch sizes are solved."""
     speeds = config.heterogeneous.speeds
@@ -330,13 +334,15 @@ def share_of_a_sample(config: Config) -> Iterator[Remark]:
     paces = _paces(config, speeds)
     found = config.shares(len(speeds))
     for replica in (at for at, pace in enumerate(paces) if pace and not found[at]):
-        least = math.ceil(sum(paces) / min(filter(None, paces)))
+        least = sum(paces) / min(filter(None, paces))
+        larger = ""
+        if least < _MANY_SAMPLES:
+            larger = f"batch sizes with {math.ceil(least)} samples or more in a micro-batch of all replicas, or "
         part = sum(found) * paces[replica] / sum(paces)
         yield Remark(
             "heterogeneous.speeds",
             f"data-parallel replica {replica} would get {part:.2g} of the {sum(found)} samples of a micro-batch, less "
-            f"than one; write batch sizes with {least} samples or more in a micro-batch of all replicas, or null for "
-            "its ranks, which then get none",
+            f"than one; write {larger}null for its ranks, which then get none",
         )
         return
 

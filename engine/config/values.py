@@ -97,13 +97,11 @@ def _kind(annotation: Any) -> str:
         return either(map(shown, arms))
     if origin in (Union, UnionType):
         arms = tuple(arm for arm in arms if arm is not type(None))
-        named = next((arm for arm in arms if get_origin(arm) is Literal), None)
-        if named is not None and len(arms) > 1:
-            return f"{', '.join(map(shown, get_args(named)))} or a list of strings"
         if len(arms) > 1 and str in arms:
             return "a string, or a list of whole numbers"
         if len(arms) > 1 and get_origin(arms[0]) is Literal:
-            return f"{_kind(arms[0])}, or a list of numbers"
+            listed = "strings" if str in get_args(arms[1]) else "numbers"
+            return f"{', '.join(map(shown, get_args(arms[0])))} or a list of {listed}"
         return _kind(arms[0]) if len(arms) == 1 else "a number at least 0, or a list with one for each parameter group"
     if origin is dict:
         return "an object of strings"

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from ..comm.comm import Comm
-from ..comm.consensus import gather_objects
+from ..comm.consensus import failing_together, gather_objects
 from .gain import CAPABILITY, Rates, Recipe, listed_rates
 from .linear import Arithmetic
 from .scaling import E4M3, FusedCasts, cast, product
@@ -63,15 +63,21 @@ def _multiplies(device: torch.device, recipe: Recipe) -> bool:
 
 
 def rates(device: torch.device, dtype: torch.dtype, by: Arithmetic, everyone: Comm) -> Rates:
-    """What `device` reaches in `dtype` and in float8: from its data sheet, or measured on rank 0. On all ranks."""
+    """What rank 0's device reaches in `dtype` and in float8: from its data sheet, or measured. The same on all ranks,
+    whatever devices the others have: layers are then chosen alike. On all ranks."""
+    mine = None
+    with failing_together("initialize", everyone):
+        if everyone.rank == 0:
+            mine = _rates(device, dtype, by)
+    found = gather_objects(mine, everyone)[0]
+    assert found is not None  # rank 0 has found it
+    return found
+
+
+def _rates(device: torch.device, dtype: torch.dtype, by: Arithmetic) -> Rates:
     name, tf32 = str(dtype).removeprefix("torch."), torch.get_float32_matmul_precision() != "highest"
     listed = listed_rates(_name(device), name, tf32=tf32, fused=by.fused) if device.type == "cuda" else None
-    if listed is not None:
-        return listed[1]
-    mine = _measured(device, dtype, by) if everyone.rank == 0 else None
-    found = gather_objects(mine, everyone)[0]
-    assert found is not None  # rank 0 has measured it
-    return found
+    return _measured(device, dtype, by) if listed is None else listed[1]
 
 
 def _measured(device: torch.device, dtype: torch.dtype, by: Arithmetic) -> Rates:

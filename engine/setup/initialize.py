@@ -98,8 +98,9 @@ def initialize(
             print(settings.model_dump_json(indent=2))
         warn_untried(device, world_size)
     if settings.heterogeneous.speeds == "measure":
-        data = training_data if training_data is not None else train_dataloader
-        settings = with_measured_speeds(model, settings, mesh, device, example, data, collate_fn)
+        settings = with_measured_speeds(
+            model, settings, mesh, device, example, training_data, train_dataloader, collate_fn
+        )
     shares = settings.shares(world_size)
     settings = settings.model_copy(update={"train_micro_batch_size_per_gpu": shares[mesh.dp_rank]})
     own = {"optimizer": optimizer, "scheduler": lr_scheduler}
@@ -113,7 +114,11 @@ def initialize(
         trained = any(param.requires_grad for param in model.parameters())
         sharded = settings.zero_optimization.stage > 0 and mesh.dp > 1 and trained
         optim.check_client(optimizer, set(model.parameters()), sharded, settings.zero_allow_untested_optimizer)
-    loader = train_dataloader if training_data is None else _loader(training_data, settings, mesh, collate_fn, shares)
+    loader = train_dataloader
+    if training_data is not None:
+        unequal = len(set(shares)) > 1  # then a script's own loader may suit the share of some ranks alone
+        with failing_together("initialize", error=ValueError) if unequal else contextlib.nullcontext():
+            loader = _loader(training_data, settings, mesh, collate_fn, shares)
     _bring(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     with _closed_on_failure(model) as opened:
         parallel = _place(model, mesh, hooks, opened)

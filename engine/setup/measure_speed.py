@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Final
 
@@ -28,21 +29,22 @@ INSTEAD: Final = "or write the speeds of the ranks as a list"
 
 
 def with_measured_speeds(
-    model: nn.Module, config: Config, mesh: Mesh, device: torch.device, example: Any, data: Any, collate_fn: Any
-) -> Config:
+    model: nn.Module, config: Config, mesh: Mesh, device: torch.device, example: Any, data: Any, loader: Any,
+    collate_fn: Any,
+) -> Config:  # fmt: skip
     """The configuration with the speeds of all ranks in the place of "measure", the same on all. On all ranks.
 
     Each runs forward and backward of the whole model, of a pipeline layer by layer, on `example`, or else on a
-    micro-batch of `data`, at the same time as the others, and takes the median of a few. Weights, buffers and random
-    numbers are afterwards as before; there are no gradients. Of a pipeline that is divided by `parameters` without
-    having been asked to, the measured costs of its layers take their place. Raises ConfigError on all ranks if one
-    cannot.
+    micro-batch of `data`, a data set, or of `loader`, at the same time as the others, and takes the median of a few.
+    Weights, buffers and random numbers are afterwards as before; there are no gradients. The costs of a pipeline's
+    layers count where it is divided by `parameters` without having been asked to, or is to be by `measured` ones that
+    nobody gives. Raises ConfigError on all ranks if one cannot.
     """
     costs: list[float] = []
     with failing_together("initialize", error=_refused):
         gather_objects(None)  # begin together
         try:
-            costs = _seconds(model, config, device, example, data, collate_fn)
+            costs = _seconds(model, config, device, example, data, loader, collate_fn)
         except ConfigError:
             raise
         except Exception as error:
@@ -52,9 +54,8 @@ def with_measured_speeds(
             ) from error
     seconds = gather_objects(sum(costs))
     relative = [min(seconds) / each for each in seconds]
-    speeds = tuple(1.0 if min(relative) >= ALIKE else round(each, 3) for each in relative)
-    by_default = "partition_method" not in config.pipeline.model_fields_set
-    if isinstance(model, PipelineModule) and by_default and model.partition_method == "parameters":
+    speeds = tuple(1.0 if min(relative) >= ALIKE else max(0.001, round(each, 3)) for each in relative)
+    if isinstance(model, PipelineModule) and _divides_by_measured(model, config):
         model.partition_method, model.costs = "measured", costs
     found = config.model_copy(update={"heterogeneous": config.heterogeneous.model_copy(update={"speeds": speeds})})
     if mesh.rank == 0:
@@ -67,12 +68,20 @@ def with_measured_speeds(
     return found
 
 
+def _divides_by_measured(model: PipelineModule, config: Config) -> bool:
+    pipeline = config.pipeline
+    given = pipeline.partition_method if "partition_method" in pipeline.model_fields_set else None
+    if (given or model.partition_method) == "measured":
+        return pipeline.layer_costs is None and model.costs is None
+    return given is None and model.partition_method == "parameters"
+
+
 def _refused(what: str) -> ConfigError:
     return ConfigError([f"heterogeneous.speeds: {what}"])
 
 
 def _seconds(
-    model: nn.Module, config: Config, device: torch.device, example: Any, data: Any, collate_fn: Any
+    model: nn.Module, config: Config, device: torch.device, example: Any, data: Any, loader: Any, collate_fn: Any
 ) -> list[float]:
     """Of each layer of a pipeline, or of the model."""
     if any(find_sharded(param) is not None for param in model.parameters()):
@@ -89,27 +98,43 @@ def _seconds(
     else:
         model.to(device=device, dtype=dtype)
         layers = iter([("model", lambda batch: _call(model, batch))])
-    batch = example
-    if example is None:
-        batch = _batch(data, collate_fn, config.train_micro_batch_size_per_gpu)
-        batch = batch[0] if isinstance(model, PipelineModule) else batch
-    batch = to_device(batch, device)
-    batch = batch if dtype is None else cast_floating(batch, dtype)
-    before = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    # Loaders that shuffle draw random numbers, too.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _as_before(modules):
+        batch = example
+        if example is None:
+            batch = _batch(data, loader, collate_fn, config.train_micro_batch_size_per_gpu)
+            batch = batch[0] if isinstance(model, PipelineModule) else batch
+        batch = to_device(batch, device)
+        batch = batch if dtype is None else cast_floating(batch, dtype)
         found = time_layers(layers, batch, REPEATS)
-    for module in modules:
-        module.zero_grad(set_to_none=True)
-    with torch.no_grad():
-        for buffer, value in before.items():
-            buffer.copy_(value)
     return [layer["forward_s"] + layer["backward_s"] for layer in found]
 
 
-def _batch(data: Any, collate_fn: Any, samples: int) -> Any:
+@contextmanager
+def _as_before(modules: list[nn.Module]) -> Iterator[None]:
+    """Buffers are at the end of the block what they were, and there are no gradients."""
+    before = [
+        (part, name, buffer, buffer.clone())
+        for module in modules for part in module.modules() for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]  # fmt: skip
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for part, name, buffer, value in before:  # layers that went to a device or type have others by now
+                buffer.copy_(value)
+                part._buffers[name] = buffer
+
+
+def _batch(data: Any, loader: Any, collate_fn: Any, samples: int) -> Any:
     """A micro-batch, of the first samples. Raises ConfigError where none can be had without using it up."""
-    if isinstance(data, DataLoader) or (isinstance(data, list | tuple) and data):
-        return next(iter(data))
+    if isinstance(data, DataLoader):
+        loader = data
+    if isinstance(loader, DataLoader) or (isinstance(loader, list | tuple) and loader):
+        return next(iter(loader))
     if isinstance(data, IterableDataset):
         return (collate_fn or default_collate)(list(islice(data, samples)))
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any, Final
 
@@ -64,15 +64,24 @@ def check_shares(shapes: list[tuple[int, ...]], shares: Sequence[int], comm: Com
     """Raise ValueError on all ranks of `comm` where two that are to have unequally many samples, `shares` of each, have
     the same `shapes`: those of their batches. On all of them."""
     of_ranks = gather_objects(shapes, comm)
-    for rank, other in combinations(range(comm.size), 2):
-        alike = any(of_ranks[rank]) and of_ranks[rank] == of_ranks[other]
-        if alike and shares[rank] and shares[other] and shares[rank] != shares[other]:
-            raise ValueError(
-                f"the batches of the data-parallel ranks {rank} and {other} have the same shapes, {of_ranks[rank]}, "
-                f"and by heterogeneous.speeds they are to have {shares[rank]} and {shares[other]} samples: pass "
-                "training_data to initialize and train on the loader it returns, or make batches of "
-                "engine.train_micro_batch_size_per_gpu() samples on each rank"
-            )
+    for rank, other in equal_batches(of_ranks, shares):
+        if not shares[rank] or not shares[other]:
+            continue
+        raise ValueError(
+            f"the batches of the data-parallel ranks {rank} and {other} have the same shapes, {of_ranks[rank]}, "
+            f"and by heterogeneous.speeds they are to have {shares[rank]} and {shares[other]} samples: pass "
+            "training_data to initialize and train on the loader it returns, or make batches of "
+            "engine.train_micro_batch_size_per_gpu() samples on each rank"
+        )
+
+
+def equal_batches(shapes: Sequence[list[tuple[int, ...]]], shares: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Each two ranks that are to have unequally many samples, `shares` of each, and one where that is 0, and whose
+    batches have the same `shapes`."""
+    for rank, other in combinations(range(len(shares)), 2):
+        alike = any(shapes[rank]) and shapes[rank] == shapes[other]
+        if alike and max(1, shares[rank]) != max(1, shares[other]):
+            yield rank, other
 
 
 def check_range(numbers: Tensor, limit: int, said: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import activation_checkpoint
+from ..comm.consensus import gather_objects
 from ..optim.loss_scaler import cast_floating
 from ..pipe import split_backward
 from ..pipe.failure import FailureConsensus
@@ -21,7 +22,7 @@ from ..pipe.runtime import PipelineRun
 from ..pipe.step_data import StepData
 from ..pipe.topology import PipelineGrid
 from ..schedule import Plan, check, make_plan
-from ..tensor.check_data import shapes_of
+from ..tensor.check_data import equal_batches, shapes_of
 from ..training_state import Training
 from .base_engine import BaseEngine
 from .deepspeed_api import PIPELINE_ENGINE, Names
@@ -59,6 +60,8 @@ class PipelineEngine(BaseEngine):
         training.hooks.stage = mesh.pp_rank
         self._batch_fn: Callable[[Any], Any] = _same
         self._last_loss: Tensor | None = None
+        self._evaluated: list[tuple[int, ...]] = []
+        """The shapes of the first batch that is read in an evaluation."""
 
     # --- training
 
@@ -80,7 +83,7 @@ class PipelineEngine(BaseEngine):
             self._own_data = data_iter
         loss_fn = self.module.loss_fn
         losses = self._run(self.plan, partial(self._training_data, loss_fn is not None), loss_fn, backward=True)
-        mean = self._mean(losses, self.plan.microbatches)
+        mean = self._mean(losses, self.plan.microbatches, self.state.loss_weight)
         self._last_loss = mean
         self.metrics.note_loss(mean)
         self.global_samples += self.config.train_batch_size
@@ -124,6 +127,7 @@ class PipelineEngine(BaseEngine):
         self.eval()
         plan = self._planned(count, forward_only=True)
         outputs: list[Any] = []
+        self._evaluated = []
         loss_fn = self.module.loss_fn
         if return_logits and loss_fn is None:
             raise ValueError("eval_batch: return_logits takes a PipelineModule with a loss_fn")
@@ -149,7 +153,7 @@ class PipelineEngine(BaseEngine):
         last = self.module.placement.is_last()
         found: Any = results
         if compute_loss and reduce_output is not None:
-            found = self._mean(results, plan.microbatches)
+            found = self._mean(results, plan.microbatches, self._weight_of_evaluation())
         if not last and not (compute_loss and bcast_loss):
             found = None
         if not return_logits:
@@ -203,11 +207,27 @@ class PipelineEngine(BaseEngine):
         if data_iter is None and caller == "eval_batch":
             raise PipelineError("eval_batch: pass an iterator of batches on the ranks of the first and the last stage")
         source = data_iter if data_iter is not None else self._batches(self._own_data)
-        return StepData(source, self.state.device, wanted, self._batch_fn, caller, self._check_data)
+        check = self._check_data if caller == "train_batch" else self._note_evaluated
+        return StepData(source, self.state.device, wanted, self._batch_fn, caller, check)
 
     def _check_data(self, batch: Any) -> None:
         super()._check_data(batch)
-        self._check_shares(shapes_of(batch))
+        if self._unequal_shares:
+            self._check_shares(shapes_of(batch))
+
+    def _note_evaluated(self, batch: Any) -> None:
+        super()._check_data(batch)
+        self._evaluated = self._evaluated or shapes_of(batch)
+
+    def _weight_of_evaluation(self) -> float:
+        """What this replica's mean counts in that over all: as in training, unless the script's batches are as large on
+        replicas of unequal shares. On all ranks."""
+        mesh = self.parallel.mesh
+        shares = self.config.shares(mesh.size)
+        if len(set(shares)) == 1:
+            return 1.0
+        of_first_stage = gather_objects(self._evaluated, self.parallel.everyone)[: mesh.dp * mesh.tp : mesh.tp]
+        return 1.0 if any(equal_batches(of_first_stage, shares)) else self.state.loss_weight
 
     def _training_data(self, labels: bool) -> StepData:
         """As `_data`, for training. Raises RuntimeError for a layer that nothing would train."""
@@ -273,11 +293,11 @@ class PipelineEngine(BaseEngine):
         loss = math.nan if self._last_loss is None else self._last_loss.item()
         return f"steps: {step} loss: {loss:0.4f} iter time (s): {each:0.3f} samples/sec: {speed:0.3f}"
 
-    def _mean(self, losses: list[Any], microbatches: int) -> Tensor:
-        """Over the ranks of the last stage, where the losses are, each counted by its replica's samples."""
+    def _mean(self, losses: list[Any], microbatches: int, weight: float) -> Tensor:
+        """Over the ranks of the last stage, where the losses are, each counted by its replica's `weight`."""
         total = torch.zeros((), dtype=torch.float64, device=self.state.device)
         for loss in losses:
-            total += loss.double().mean() * self.state.loss_weight
+            total += loss.double().mean() * weight
         self.parallel.everyone.all_reduce(total, "pipeline").wait()
         mesh = self.parallel.mesh
         return (total / (microbatches * mesh.dp * mesh.tp)).to(self._loss_dtype)

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from float8_models import RECIPES, counted, far, in_float8
+from ranks import Ranks
 from torch import Tensor, nn
 
 from dsprof.engine.config.config import Fp8Config
@@ -189,6 +191,21 @@ def test_auto_measures_the_device() -> None:
     found = devices.rates(torch.device("cpu"), torch.bfloat16, by, comm)
     assert all(value > 0 for value in (found.flops, found.float8, found.bytes, found.launch))
     assert (found.item_bytes, found.fused) == (2, False)
+
+
+def rates_of_two_devices(rank: int) -> Rates:
+    """As of a job on an H100, which is listed, and on a device that is not."""
+    comm: Any = type("Everyone", (), {"rank": rank, "group": dist.group.WORLD})()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(devices, "_name", lambda device: ("NVIDIA H100 80GB HBM3", "Some GPU")[rank])
+        return devices.rates(torch.device("cuda"), torch.bfloat16, Arithmetic("tensorwise"), comm)
+
+
+def test_ranks_of_several_devices_choose_alike(ranks: Ranks) -> None:
+    one, other = ranks.run(2, rates_of_two_devices)
+    listed = listed_rates("NVIDIA H100 80GB HBM3", "bfloat16", fused=False)
+    assert listed is not None
+    assert one == other == listed[1]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dsprof import engine as ds
-from dsprof.engine.config import ConfigError, load
+from dsprof.engine.config import ConfigError, key_takes, load
 from dsprof.engine.config.heterogeneous import divide, replica_speeds, stage_speeds
 from dsprof.engine.data import RepeatingLoader, ShardedLoader, _CountingSampler
 from dsprof.engine.pipe import LayerSpec, PipelineModule
@@ -178,6 +178,24 @@ def test_replicas_of_a_pipeline_have_unequal_shares(
     assert len({evaluated for _, (evaluated,), _ in found}) == 1
 
 
+def evaluate(rank: int, speeds: Speeds, as_shared: bool) -> float:
+    """The mean loss where the first replica's is 1 and the second's 4, of 1 and 2 samples, or of 3 on each."""
+    config = configuration(list(speeds), 3, pipeline={"stages": 2})
+    engine = quiet_initialize(model=PipelineModule([nn.Identity()] * 2, loss_fn=nn.functional.mse_loss), config=config)
+    replica = rank % 2
+    size = 1 + replica if as_shared else 3
+    batch = torch.zeros(size, WIDTH, dtype=torch.float64), torch.full((size, WIDTH), 1.0 + replica).double()
+    loss: float = engine.eval_batch(itertools.repeat(batch)).item()
+    engine.destroy()
+    return loss
+
+
+def test_an_evaluation_counts_batches_as_large_as_they_are(ranks: Ranks) -> None:
+    assert ranks.run(4, evaluate, (1, 2, 1, 2), True) == [(1 + 2 * 4) / 3] * 4
+    assert ranks.run(4, evaluate, (1, 2, 1, 2), False) == [(1 + 4) / 2] * 4
+    assert ranks.run(4, evaluate, (1, None, 1, None), False) == [(1 + 4) / 2] * 4
+
+
 # --- who gets what
 
 
@@ -250,13 +268,22 @@ class Sleepy(nn.Module):
         return nn.functional.mse_loss(self.layers(x), y)
 
 
-def measure(rank: int, speeds: Any) -> tuple[int, bool, float, str]:
+def data_of(kind: str) -> dict[str, Any]:
+    points = Points()
+    return {
+        "data set": {"training_data": points},
+        "list": {"training_data": [points[at] for at in range(len(points))]},
+        "loader": {"train_dataloader": DataLoader(points, batch_size=3, shuffle=True)},
+    }[kind]
+
+
+def measure(rank: int, kind: str) -> tuple[int, bool, float, str]:
     """This rank's share; whether the model is as it was, and the next random number; what was written to the log."""
     model = Sleepy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(5)
     with contextlib.redirect_stderr(io.StringIO()) as log:
-        engine = quiet_initialize(model=model, config=configuration(speeds, 6), training_data=Points())
+        engine = quiet_initialize(model=model, config=configuration("measure", 6), **data_of(kind))
     number = torch.rand(1).item()
     same = all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
     share = engine.train_micro_batch_size_per_gpu()
@@ -264,8 +291,10 @@ def measure(rank: int, speeds: Any) -> tuple[int, bool, float, str]:
     return share, same, number, log.getvalue()
 
 
-def test_speeds_are_measured_on_the_job_s_own_model(ranks: Ranks) -> None:
-    found = ranks.run(2, measure, "measure")
+@pytest.mark.parametrize("kind", ["data set", "list", "loader"])
+def test_speeds_are_measured_on_the_job_s_own_model(ranks: Ranks, kind: str) -> None:
+    """On whole micro-batches, which batch norms take alone, wherever they come from."""
+    found = ranks.run(2, measure, kind)
     torch.manual_seed(5)
     expected = torch.rand(1).item()
     assert [(share, same, number) for share, same, number, _ in found] == [(4, True, expected), (2, True, expected)]
@@ -286,10 +315,10 @@ class SleepyLayer(nn.Linear):
         return super().forward(x)
 
 
-def measured_stages(rank: int) -> tuple[list[int], Any]:
+def measured_stages(rank: int, keys: dict[str, Any]) -> tuple[list[int], Any]:
     specs = [LayerSpec(SleepyLayer, seconds) for seconds in (0.04, 0.01, 0.01, 0.01, 0.01, 0.01)]
     model = PipelineModule(specs, loss_fn=nn.functional.mse_loss, seed_layers=True)
-    config = configuration("measure", 2, pipeline={"stages": 2})
+    config = configuration("measure", 2, pipeline={"stages": 2, **keys})
     with contextlib.redirect_stderr(io.StringIO()):
         engine = quiet_initialize(model=model, config=config, training_data=Points())
     bounds, speeds = engine.module.bounds, engine.config.heterogeneous.speeds
@@ -297,13 +326,37 @@ def measured_stages(rank: int) -> tuple[list[int], Any]:
     return bounds, speeds
 
 
-def test_stages_follow_measured_speeds_and_measured_layers(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [({}, [0, 3, 6]), ({"partition_method": "measured"}, [0, 3, 6]), ({"partition_method": "uniform"}, [0, 4, 6])],
+    ids=["by default", "measured", "uniform"],
+)
+def test_stages_follow_measured_speeds_and_measured_layers(
+    ranks: Ranks, keys: dict[str, Any], expected: list[int]
+) -> None:
     """By parameters the first stage would get four layers of six; the first takes as long as four others."""
-    (bounds, speeds), other = ranks.run(2, measured_stages)
+    (bounds, speeds), other = ranks.run(2, measured_stages, keys)
     assert (bounds, speeds) == other
-    assert bounds == [0, 3, 6]
+    assert bounds == expected
     assert speeds[0] == 1.0
     assert speeds[1] == pytest.approx(0.5, abs=0.15)
+
+
+def statistics(rank: int) -> dict[str, float]:
+    """Those of a batch norm in bf16, whose layer is brought there to be measured."""
+    specs = [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)]
+    model = PipelineModule(specs, loss_fn=nn.functional.mse_loss, seed_layers=True)
+    config = configuration("measure", 6, bf16={"enabled": True}, pipeline={"stages": 2, "partition_method": [0, 2, 3]})
+    with contextlib.redirect_stderr(io.StringIO()):
+        engine = quiet_initialize(model=model, config=config, training_data=Points())
+    found = {name: value.float().sum().item() for name, value in engine.module.named_buffers()}
+    engine.destroy()
+    return found
+
+
+def test_measuring_leaves_a_pipeline_s_statistics(ranks: Ranks) -> None:
+    (found, _) = ranks.run(2, statistics)
+    assert sorted(found.values()) == [0, 0, WIDTH]  # the mean, the number of batches, and the variances
 
 
 def unmeasured(rank: int, what: str) -> str:
@@ -423,6 +476,8 @@ def test_a_checkpoint_goes_on_with_other_shares(ranks: Ranks, tmp_path: Path, be
         ([1, 20], "data-parallel replica 0 would get 0.38 of the 8 samples of a micro-batch, less than one; "
          "write batch sizes with 21 samples or more in a micro-batch of all replicas, or null for its ranks, which "
          "then get none"),
+        ([1e-320, 1], "data-parallel replica 0 would get 8e-320 of the 8 samples of a micro-batch, less than one; "
+         "write null for its ranks, which then get none"),
         ([None, None], "null in every data-parallel replica: none gets a sample; write numbers for one at least"),
         ("mesure", '"mesure" is neither "measure" nor a list with the speed of each rank, such as [1, 2]'),
     ],
@@ -432,6 +487,11 @@ def test_speeds_that_cannot_be(speeds: Any, says: str) -> None:
         load({"train_micro_batch_size_per_gpu": 4, "heterogeneous": {"speeds": speeds}}, world_size=2)
     (problem,) = caught.value.problems
     assert problem.startswith(f"heterogeneous.speeds: {says}")
+
+
+def test_what_speeds_can_be() -> None:
+    assert key_takes("heterogeneous.speeds") == '"measure" or a list of numbers'
+    assert key_takes("fp8.filter") == '"auto", "all" or a list of strings'
 
 
 def test_one_bit_optimizers_are_refused_by_name() -> None:
@@ -459,7 +519,7 @@ def foreign_loader(rank: int) -> list[str]:
     said = []
     for doing in ("loader", "size"):
         try:
-            loader = DataLoader(Points(), batch_size=4)
+            loader = DataLoader(Points(), batch_size=2)
             data = {"training_data": loader} if doing == "loader" else {}
             engine = quiet_initialize(model=Whole(), config=configuration([1, 3], 8), **data)
             engine.set_train_micro_batch_size(3)
@@ -470,8 +530,10 @@ def foreign_loader(rank: int) -> list[str]:
 
 
 def test_a_script_s_own_batches_have_this_rank_s_share(ranks: Ranks) -> None:
-    loader, size = ranks.run(2, foreign_loader)[0]
-    assert "gives batches of 4 samples, and by heterogeneous.speeds this rank gets 2" in loader
+    """What suits one rank's share is refused on all of them: the others would wait."""
+    (first, size), (second, _) = ranks.run(2, foreign_loader)
+    assert first.startswith("initialize: failed on rank 1: ValueError: initialize: training_data gives batches of 2")
+    assert "gives batches of 2 samples, and by heterogeneous.speeds this rank gets 6" in second
     assert "the replicas have unequal shares of a micro-batch (heterogeneous.speeds)" in size
 
 

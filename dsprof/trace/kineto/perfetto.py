@@ -9,7 +9,6 @@ Numbers of fields: perfetto's protos/perfetto/trace/{trace_packet,track_event/*,
 
 from __future__ import annotations
 
-import struct
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from .protobuf import Fields, fields_of, signed, text_of, varint
+from .protobuf import Fields, double_of, fields_of, number_of, signed, text_of, varint
 from .stream import TraceError, TraceText
 
 PACKET_TAG: Final = 0x0A
@@ -138,7 +137,7 @@ class PerfettoTrace:
         found = dict(fields_of(packet))  # of what is repeated in a packet nothing is used
         sequence = found.get(10, 0)
         state = self._states[sequence] if len(self._states) < MOST_TRACKS else _Sequence()
-        if found.get(13, 0) & STATE_CLEARED:
+        if number_of(found.get(13)) & STATE_CLEARED:
             state.clear()
         if isinstance(found.get(12), bytes):
             state.intern(found[12])
@@ -153,18 +152,18 @@ class PerfettoTrace:
         track, uuid = Track(), 0
         for number, value in fields_of(data):
             if number == 1:
-                uuid = value
+                uuid = number_of(value)
             elif number == 5:
-                track.parent = value
+                track.parent = number_of(value)
             elif number in (2, 10) and isinstance(value, bytes):
                 track.name = text_of(value)
             elif number == 3 and isinstance(value, bytes):
                 inner = dict(fields_of(value))
-                track.pid = inner.get(1)
+                track.pid = _number_told(inner.get(1))
                 track.process = text_of(inner.get(6, b"")) or f"process {track.pid}"
             elif number == 4 and isinstance(value, bytes):
                 inner = dict(fields_of(value))
-                track.pid, track.tid = inner.get(1), inner.get(2)
+                track.pid, track.tid = _number_told(inner.get(1)), _number_told(inner.get(2))
                 track.name = text_of(inner.get(5, b"")) or track.name
         if len(self.tracks) >= MOST_TRACKS:
             raise TraceError(f"more than {MOST_TRACKS:,} tracks, as no trace has")
@@ -175,9 +174,9 @@ class PerfettoTrace:
         args: dict[str, Any] = {}
         for number, content in fields_of(data):
             if number == 9:
-                kind = content
+                kind = number_of(content)
             elif number == 11:
-                track = content
+                track = number_of(content)
             elif number == 10:
                 name = state.names.get(content, "")
             elif number == 23:
@@ -188,8 +187,8 @@ class PerfettoTrace:
                 category = category or text_of(content)
             elif number == 30:
                 value = float(signed(content))
-            elif number == 44 and isinstance(content, bytes):
-                value = struct.unpack("<d", content)[0]
+            elif number == 44:
+                value = double_of(content)
             elif number == 4 and isinstance(content, bytes) and self._wanted:
                 key, known = state.annotation(content, self._wanted, self._whole)
                 if key:
@@ -234,7 +233,7 @@ class _Sequence:
     def defaults(self, data: bytes) -> None:
         of_events = dict(fields_of(data)).get(11)
         if isinstance(of_events, bytes):
-            self.track = dict(fields_of(of_events)).get(11, self.track)
+            self.track = number_of(dict(fields_of(of_events)).get(11, self.track))
 
     def annotation(self, data: bytes, wanted: Collection[str], whole: str) -> tuple[str, Any]:
         """Its name and value; an empty name: it is not wanted."""
@@ -255,11 +254,11 @@ class _Sequence:
             if number == 2:
                 return bool(content)
             if number in (3, 7):
-                return content
+                return number_of(content)
             if number == 4:
                 return signed(content)
-            if number == 5 and isinstance(content, bytes):
-                return struct.unpack("<d", content)[0]
+            if number == 5:
+                return double_of(content)
             if number in (6, 9):
                 return text_of(content)
             if number == 17:
@@ -268,6 +267,11 @@ class _Sequence:
                 inner = fields_of(content)
                 items.append(None if any(one == 12 for one, _ in inner) else self._value(inner))
         return items
+
+
+def _number_told(value: Any) -> int | None:
+    """A field's number; None: it is not told."""
+    return value if type(value) is int else None
 
 
 def _end_slices(edges: list[tuple[int, Slice | None]]) -> int:

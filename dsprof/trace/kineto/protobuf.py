@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any, Final
 
 from .around import TraceError
@@ -49,6 +50,16 @@ def fields_of(data: bytes) -> Fields:
         if at < 0:
             raise TraceError("a packet whose fields do not end with it")
     return found
+
+
+def number_of(value: Any) -> int:
+    """A field's number; 0, which is what it is when it is not told: it has bytes, as a damaged one may."""
+    return value if type(value) is int else 0
+
+
+def double_of(value: Any) -> float:
+    """A double of a field of fixed width; 0: it is none."""
+    return float(struct.unpack("<d", value)[0]) if isinstance(value, bytes) and len(value) == 8 else 0.0
 
 
 def signed(value: Any) -> int:

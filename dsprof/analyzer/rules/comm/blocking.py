@@ -28,8 +28,8 @@ OTHER: Final = "other"
 BARRIER: Final = "barrier"
 PHASES: Final = ("data", "forward", "backward", "optimizer")
 SURELY: Final = (("optimizer", "data"),)
-"""Between which phases a collective can be for nothing that the next step computes with: what was trained is over, and
-the next batch is not there yet."""
+"""Between which phases a collective can be for nothing that the next batch is made of: what was trained is over, and
+it is not there yet. It may decide whether to go on, or a learning rate: that can be waited for later, too."""
 PERHAPS: Final = (("optimizer", "forward"), ("forward", "backward"))
 """Between which it may be for what is logged, or for what is computed next: how many words a batch has on all ranks."""
 SMALL: Final = 4096
@@ -188,7 +188,8 @@ def _fix(calls: Calls, gain: Gain) -> Fix:
         return code_fix(title, "barrier", "", site, gain)
     packed = "packed in one tensor, " if round(calls.a_step) > 1 else ""
     title = (
-        f"{calls.name}{at(site)}: {packed}every {EVERY} steps, or with async_op=True and waited for when it is logged"
+        f"{calls.name}{at(site)}: {packed}every {EVERY} steps if it is only logged, or with async_op=True and waited "
+        "for where the number is read"
     )
     return code_fix(title, "async_op", True, site, gain)
 

@@ -75,22 +75,29 @@ def micro_batches_fix(study: Study, ddp: Mapping[str, Any] | None, gain: Gain) -
         "half as much is reduced for a sample (the gain is of each micro-batch); a batch has twice as many samples, so "
         "look at the learning rate"
     )
+    framework = _framework(study, ddp)
+    if framework in ACCUMULATIONS and wanted:
+        key, call = ACCUMULATIONS[framework]
+        same = ', with "gradient_accumulation_steps": "auto" in the JSON' if ddp is None else ""
+        return Fix("code", f"{call.format(wanted)}{same}: {costs}", (), gain, ((key, wanted),))
     if ddp is None and _has_json(study) and wanted:
         patch = [{"op": "add", "path": "/gradient_accumulation_steps", "value": wanted}]
         whole = _whole_batch(study)
         if whole:
             patch.append({"op": "replace", "path": "/train_batch_size", "value": 2 * whole})
         return Fix("config", f"gradient_accumulation_steps: {wanted}: {costs}", tuple(patch), gain)
-    framework = str(ddp.get("framework")) if ddp is not None else ""
-    if framework in ACCUMULATIONS and wanted:
-        key, call = ACCUMULATIONS[framework]
-        return Fix("code", f"{call.format(wanted)}: {costs}", (), gain, ((key, wanted),))
     times = f"{wanted} micro-batches" if wanted else "twice as many micro-batches"
     how = "`with model.no_sync():` around forward and backward of all but the last" if ddp is not None else (
         "reduce gradients in the last only"
     )  # fmt: skip
     where = at(ddp.get("site")) if ddp is not None else ""
     return Fix("code", f"{times} for each step of the optimizer, {how}{where}: {costs}", gain=gain)
+
+
+def _framework(study: Study, ddp: Mapping[str, Any] | None) -> str:
+    """What makes the DistributedDataParallel, or gives DeepSpeed its configuration; empty: the script itself."""
+    facts = [ddp] if ddp is not None else study.facts.get("config", [])
+    return next((str(fact["framework"]) for fact in facts if fact.get("framework")), "")
 
 
 def _has_json(study: Study) -> bool:

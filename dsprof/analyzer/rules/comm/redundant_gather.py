@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from ... import signals
+from ...align.groups import REPLICATE
 from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain
 from ...memory.use_by_step import main_place
@@ -48,6 +50,8 @@ def redundant_gather(study: Study) -> Found:
     sharded = [one for one in domains(study) if gathers_parameters(one)]
     if not sharded:
         raise NotConcerned
+    if _changed_in_between(study):
+        return []
     found = []
     for domain in sharded:
         gathered = _gathered(study, domain)
@@ -57,6 +61,15 @@ def redundant_gather(study: Study) -> Found:
         if _fit(study, gathered):
             found.append(_candidate(study, gathered))
     return found
+
+
+def _changed_in_between(study: Study) -> bool:
+    """Whether a step trains on after an optimizer's step: what that has changed is gathered for the first time."""
+    phases = study.training_phases
+    mine = phases[(phases["rank"] == study.ranks[0]) & phases["step"].isin(study.step_numbers)]
+    updated = mine[mine["name"] == "optimizer"].groupby("step")["start_ns"].min()
+    backward = mine[mine["name"] == "backward"].groupby("step")["start_ns"].max()
+    return bool((backward > updated.reindex(backward.index)).any())
 
 
 def _gathered(study: Study, domain: Domain) -> _Gathered | None:
@@ -119,18 +132,36 @@ def _fix(study: Study, gathered: _Gathered, gain: Gain) -> Fix:
     if fact is not None:
         site = fact.get("site")
         if fact.get("version") != 2:
-            title = f"FullyShardedDataParallel(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP){at(site)}: {costs}"
-            return code_fix(title, "sharding_strategy", "ShardingStrategy.SHARD_GRAD_OP", site, gain)
+            replicas = any(one.role == REPLICATE and one is not gathered.domain for one in domains(study))
+            strategy = f"ShardingStrategy.{'_HYBRID_SHARD_ZERO2' if replicas else 'SHARD_GRAD_OP'}"
+            title = f"FullyShardedDataParallel(sharding_strategy={strategy}){at(site)}: {costs}"
+            return code_fix(title, "sharding_strategy", strategy, site, gain)
         again = gathered.times > 2 + AGAIN - 1
         title = f"fully_shard(reshard_after_forward=False){at(site)}"
         title += ", and model.set_reshard_after_backward(False) in all micro-batches but the last" if again else ""
         knobs = {} if again else {"fsdp2.reshard_after_forward": False}
         return code_fix(f"{title}: {costs}", "reshard_after_forward", False, site, gain, knobs)
     if zero_stage(study) is not None:
-        patch = ({"op": "replace", "path": "/zero_optimization/stage", "value": 2},)
-        knobs_of_stage = (("zero_optimization.stage", 2),)
-        return Fix("config", f"zero_optimization.stage: 2: {costs}", patch, gain, knobs_of_stage)
+        return _lower_stage(study, gathered, gain)
     return Fix("code", f"keep parameters from forward to backward: {costs}", gain=gain)
+
+
+def _lower_stage(study: Study, gathered: _Gathered, gain: Gain) -> Fix:
+    """Stage 2 in the place of 3, and without what only stage 3 takes."""
+    costs = f"each rank then always holds all parameters, {size(gathered.whole_bytes)}"
+    patch = {"op": "replace", "path": "/zero_optimization/stage", "value": 2}
+    if not _offloads_parameters(study):
+        return Fix("config", f"zero_optimization.stage: 2: {costs}", (patch,), gain, (("zero_optimization.stage", 2),))
+    gone = {"op": "remove", "path": "/zero_optimization/offload_param"}
+    title = f"zero_optimization.stage: 2, without offload_param, which only stage 3 takes: {costs}"
+    return Fix("config", title, (patch, gone), gain)
+
+
+def _offloads_parameters(study: Study) -> bool:
+    """Whether the configuration, as far as it is known, has a section for it."""
+    contents = [fact.get("content") for fact in study.facts.get("config", [])]
+    sections = [one.get("zero_optimization") for one in contents if isinstance(one, Mapping)]
+    return any(isinstance(one, Mapping) and bool(one.get("offload_param")) for one in sections)
 
 
 RULES = (

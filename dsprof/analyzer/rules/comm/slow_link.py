@@ -83,12 +83,14 @@ def _compared(study: Study, domain: Domain, table: pd.DataFrame, group: str) -> 
             each = peers.groupby("group")["ms"]
             if len(alike) < FEWEST or each.ngroups == 0 or each.size().min() < FEWEST:
                 continue
-            usual = float(each.median().median())
-            if alike["ms"].median() < SLOWER * usual or not _surely(alike["ms"], peers["ms"]):
+            usual, typical = float(each.median().median()), float(alike["ms"].median())
+            # Both last from an arrival by one clock to an end by another.
+            surely = _surely(alike["ms"], peers["ms"]) and typical - usual > 2 * study.clock_error_ms
+            if typical < SLOWER * usual or not surely:
                 return None  # one that is as fast as elsewhere: it is no matter of the link
             whole, peers_whole = whole + float(alike["ms"].sum()), peers_whole + usual * len(alike)
             if most is None or alike["ms"].sum() > most[0]:
-                most = float(alike["ms"].sum()), str(name), bytes_, float(alike["ms"].median()), usual
+                most = float(alike["ms"].sum()), str(name), bytes_, typical, usual
     if most is None or peers_whole <= 0 or _wants_cores(study, domain, group):
         return None
     members = study.mesh.of_group(group)

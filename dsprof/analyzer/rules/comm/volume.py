@@ -94,6 +94,8 @@ def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
     if waited < DOMINATES * study.step_ms or any(one.domain is whole for one in slow_links(study)):
         return None
     table, links = domain.table, domain.links()
+    if not (table["bytes"] > 0).any():
+        raise NotJudged("how many bytes the collectives move that ranks wait for was not captured")
     groups = table["group"].astype(str)
     ranks = table["ranks"].to_numpy(np.float64)
     a_rank = len(study.step_numbers) * max(len(study.ranks), 1)

@@ -22,7 +22,7 @@ from ...whatif.work import Change
 from ...work.stream_phases import stream_phases
 from ..base import LEAST_SHARE, NotJudged, at, code_fix
 from ..rule import Found, Look, Rule, fault
-from .structure_fixes import boundaries_fix, schedule_fixes
+from .structure_fixes import boundaries_fix, measured_fix, schedule_fixes
 
 MULTIPLES: Final = (2, 4)
 """Of the micro-batches there are, that are tried."""
@@ -80,6 +80,7 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     exact = boundaries_fix(study, site, IMBALANCE_ERROR)
     fixes = (
         *([] if exact is None else [exact]),
+        *measured_fix(study, exact, gain),
         Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=gain),
     )
     title = f"stage {_names(stages)} computes {number(times)} times as long as the others, which wait for it"

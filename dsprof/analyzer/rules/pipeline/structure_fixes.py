@@ -4,6 +4,7 @@ each with what it saves, by a replay of the plan that would run."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ from ...study import Study
 from ...whatif import Refused, apply
 from ...work.stage_layers import stage_layers
 from ..base import LEAST_SHARE, NotJudged, at
+from ..run.unequal_shares import KEY, loads_by_engine
 
 OWN_ENGINE: Final = "dsprof"
 """Dialect of the configurations of dsprof's engine."""
@@ -53,6 +55,26 @@ def boundaries_fix(study: Study, site: str | None, error: ModelError | None) -> 
     settings = {"partition_method": list(bounds)}
     title = f"pipeline.partition_method: {list(bounds)}: {says}"
     return Fix("config", title, _in_section(config, settings), gain, (("pipeline.partition_method", list(bounds)),))
+
+
+def measured_fix(study: Study, exact: Fix | None, ideal: Gain) -> list[Fix]:
+    """Boundaries by what layers and ranks are measured to take at the start, where dsprof's engine loads the data.
+
+    exact: other boundaries by this run's times, whose saving is that of these, too; without such there is nothing.
+    ideal: what an even division saves. Where a rank is slow, and not its layers heavy, those that it gives away take
+    less elsewhere than they did on it: then up to that may be saved.
+    """
+    config = _own_config(study)
+    if exact is None or exact.gain is None or config is None or not loads_by_engine(study):
+        return []
+    gain = replace(exact.gain, high=max(exact.gain.high, ideal.ms))
+    title = (
+        f'or {KEY}: "measure" and pipeline.partition_method: "measured": the ranks time every layer at the start, for '
+        "jobs that come to run on other devices, too"
+    )
+    patch = ({"op": "add", "path": "/heterogeneous", "value": {"speeds": "measure"}},)
+    knobs = ((KEY, "measure"), ("pipeline.partition_method", "measured"))
+    return [Fix("config", title, (*patch, *_in_section(config, {"partition_method": "measured"})), gain, knobs)]
 
 
 def schedule_fixes(study: Study, error: ModelError | None) -> list[Fix] | None:

@@ -47,8 +47,7 @@ def shares_fix(study: Study, late: Float, phases: Mapping[str, tuple[float, floa
     late: [S] ms, of the late ranks; phases: name -> ms a step on the late ranks, and on the others
     """
     always = float((late > 0.5 * late.mean()).mean()) >= ALWAYS
-    by_engine = any(fact.get("by_engine") for fact in study.facts.get("dataloader", []))
-    if not always or not by_engine or not _throughout(phases):
+    if not always or not loads_by_engine(study) or not _throughout(phases):
         return None
     try:
         now, _ = _shares(study, None)
@@ -65,7 +64,7 @@ def shares_fix(study: Study, late: Float, phases: Mapping[str, tuple[float, floa
     gain = replace(gain, low=min(gain.low, less.ms))
     if now == then or gain.low <= 0 or gain.ms < LEAST_SHARE * study.step_ms:
         return None
-    there = "heterogeneous" in _content(study)
+    there = "heterogeneous" in engine_config(study)
     patch = (
         {"op": "add", "path": "/heterogeneous/speeds", "value": speeds}
         if there
@@ -119,7 +118,7 @@ def _shares(study: Study, speeds: Any) -> tuple[list[int], list[int]]:
         raise NotJudged("not every rank of the job was captured")
     if speeds == "measure":
         raise NotJudged("what the ranks measure at the start is not known; give the speeds as a list")
-    content, ranks = _content(study), len(study.ranks)
+    content, ranks = engine_config(study), len(study.ranks)
     if isinstance(content.get("heterogeneous"), Mapping) and content["heterogeneous"].get("speeds") == "measure":
         raise NotJudged("the speeds that the ranks have measured are not known")
     try:
@@ -130,9 +129,15 @@ def _shares(study: Study, speeds: Any) -> tuple[list[int], list[int]]:
     return before.shares(ranks), after.shares(ranks)
 
 
-def _content(study: Study) -> Mapping[str, Any]:
+def engine_config(study: Study) -> Mapping[str, Any]:
+    """The configuration of dsprof's engine. Raises NotJudged where the job has none."""
     found = [fact.get("content") for fact in study.facts.get("config", []) if fact.get("dialect") == DIALECT]
     content = next((one for one in found if isinstance(one, Mapping)), None)
     if content is None:
         raise NotJudged("the job has no configuration of dsprof's engine, which divides a batch by speed")
     return content
+
+
+def loads_by_engine(study: Study) -> bool:
+    """Whether the engine, or DeepSpeed, makes the micro-batches: what a script makes itself follows no setting."""
+    return any(fact.get("by_engine") for fact in study.facts.get("dataloader", []))

@@ -1,0 +1,111 @@
+"""`dsprof plan --calibrate` against measured steps: what it predicts of steps that it has not seen.
+
+    python benchmarks/plan.py            # a few minutes; writes benchmarks/results/plan.json
+
+Two tables of VIA-Research/vTrain (MIT), commit f8dda84: 1,440 steps of GPTs on 2, 4 and 8 A100 of one node, and 20 on
+64, 256 and 512. Where they lie is said by --tables, else by DSPROF_PLAN_TABLES.
+
+Each split learns from some rows and is told others. `mape` is the mean absolute relative error, `held` the share of
+rows inside their 90 % intervals, `width` half of the median interval, `near` the share of groups (same model, GPUs and
+global batch, at least two layouts) where the layout predicted to be the fastest is within 2 % of the fastest. One set
+of expected figures serves all splits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsprof.plan.calibrate import calibrate
+from dsprof.plan.choice import best_within, score
+from dsprof.plan.cost import COEFFICIENTS
+from dsprof.plan.table import Measurements, read_table
+
+HERE = Path(__file__).parent
+TABLES = Path(os.environ.get("DSPROF_PLAN_TABLES", HERE.parents[1] / "shared" / "data" / "plan"))
+
+
+def part(table: Measurements, chosen: Any) -> Measurements:
+    return Measurements(table.steps.take(chosen), table.ms[chosen])
+
+
+def split(table: Measurements, learnt: Any, told: Any) -> dict[str, Any]:
+    """Learn from some rows of a table, and score others."""
+    known = part(table, learnt)
+    found = calibrate(known.steps, known.ms)
+    return {"learnt": len(known.ms), **score(found, part(table, told)).to_dict(), "held_out": found.held_out}
+
+
+def leave_one_out(table: Measurements) -> dict[str, Any]:
+    """Each row told by all the others."""
+    rows = np.arange(len(table.ms))
+    ms, held, width = np.zeros(len(rows)), np.zeros(len(rows), bool), np.zeros(len(rows))
+    for row in rows:
+        known = part(table, rows != row)
+        told = calibrate(known.steps, known.ms).predict(table.steps.take(rows == row))
+        ms[row], width[row] = told.ms[0], np.log(told.high[0] / told.low[0]) / 2
+        held[row] = told.low[0] <= table.ms[row] <= told.high[0]
+    near = best_within(table, ms)
+    errors = ms / table.ms - 1
+    return {
+        "learnt": len(rows) - 1, "rows": len(rows), "mape": float(np.mean(np.abs(errors))), "held": float(held.mean()),
+        "width": float(np.median(width)), "groups": len(near), "near": float(np.mean(near)),
+        "errors_percent": [round(100 * float(error), 1) for error in errors],
+    }  # fmt: skip
+
+
+def samples(table: Measurements, count: int, repeats: int) -> dict[str, Any]:
+    """Learnt from `count` rows drawn by chance, told the others; the mean over `repeats` draws."""
+    rows = np.arange(len(table.ms))
+    found = []
+    for seed in range(repeats):
+        drawn = np.random.default_rng(seed).choice(rows, count, replace=False)
+        found.append(split(table, np.isin(rows, drawn), ~np.isin(rows, drawn)))
+    return {
+        name: float(np.mean([one[name] for one in found]))
+        for name in ("learnt", "rows", "mape", "held", "width", "near")
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=Path, default=TABLES)
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "plan.json")
+    given = parser.parse_args()
+    single, several = (read_table(given.tables / f"vtrain_{name}.csv") for name in ("single", "multi_20"))
+    gpus, hidden, layers = single.steps.gpus, single.steps.hidden, single.steps.layers
+    began = time.process_time()
+    found: dict[str, Any] = {"several nodes, leave one out": leave_one_out(several)}
+    for less, more in ((2, 8), (2, 4), (4, 8), (8, 2)):
+        found[f"{less} GPUs tell {more}"] = split(single, gpus == less, gpus == more)
+    found["24 layers tell others"] = split(single, layers == 24, layers != 24)
+    for width in (1024, 2048):
+        found[f"width {width} tells the other"] = split(single, hidden == width, hidden != width)
+    for count in (15, 40):
+        found[f"{count} rows by chance, one node"] = samples(single, count, 6)
+    found["12 rows by chance, several nodes"] = samples(several, 12, 6)
+    figures = {
+        name: dict(
+            zip(
+                [one.name for one in COEFFICIENTS],
+                map(float, calibrate(t.steps, t.ms).fitted.values.round(3)),
+                strict=True,
+            )
+        )
+        for name, t in (("one node", single), ("several nodes", several))
+    }
+    result = {"splits": found, "figures": figures, "cpu_seconds": round(time.process_time() - began)}
+    given.output.write_text(json.dumps(result, indent=1) + "\n")
+    for name, one in found.items():
+        shares = "  ".join(f"{what} {100 * one[what]:5.1f} %" for what in ("mape", "held", "near"))
+        print(f"{name:34} {shares}")
+
+
+if __name__ == "__main__":
+    main()

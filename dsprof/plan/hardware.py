@@ -1,0 +1,146 @@
+"""What devices have beside their peaks: memory and links, by their makers' data sheets; and what to expect of a machine
+that nothing was measured on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from dsprof.data_sheets import DEVICES, Device
+from dsprof.words import did_you_mean
+
+from .cost import COEFFICIENTS
+from .steps import Column
+
+LINK_REACHED: Final = 0.7
+"""Share of a link's one-way rate that a large all-reduce reaches inside a node: 210 of 300 GB/s on A100, measured by
+vTrain's tables of all-reduces."""
+NETWORK_REACHED: Final = 0.8
+"""The same of a network between nodes."""
+A100_PEAK, A100_HBM_GB_S = 312.0, 2039.0
+LEARNT: Final[Mapping[str, float]] = {
+    "matrix_tflops": 250, "elementwise_passes": 40, "score_passes": 25, "layer_device_us": 700, "layer_host_us": 2500,
+    "all_reduce_us": 35, "logit_passes": 30, "hand_over_us": 300, "hand_over_exposed": 0.4, "gradient_bytes": 3,
+    "optimizer_bytes": 25,
+}  # fmt: skip
+"""Figures of A100 between those learnt from vTrain's two tables, on one node and on several (`benchmarks/plan.py`)."""
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """memory_gib: of the device. hbm_gb_s: its memory's rate. link_gb_s: of its link inside a node, one way."""
+
+    device: Device
+    memory_gib: float
+    hbm_gb_s: float
+    link_gb_s: float
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+
+def _gpu(name: str, memory_gib: float, hbm_gb_s: float, link_gb_s: float) -> DataSheet:
+    return DataSheet(next(device for device in DEVICES if device.name == name), memory_gib, hbm_gb_s, link_gb_s)
+
+
+GPUS: Final[Mapping[str, DataSheet]] = {
+    "b200": _gpu("B200", 180, 8000, 900),
+    "h200": _gpu("H200 SXM", 141, 4800, 450),
+    "h200-nvl": _gpu("H200 NVL", 141, 4800, 450),
+    "h100": _gpu("H100 SXM", 80, 3350, 450),
+    "h100-nvl": _gpu("H100 NVL", 94, 3900, 300),
+    "h100-pcie": _gpu("H100 PCIe", 80, 2000, 64),
+    "a100": _gpu("A100", 80, 2039, 300),
+    "a100-40gb": _gpu("A100", 40, 1555, 300),
+    "l40s": _gpu("L40S", 48, 864, 32),
+    "v100": _gpu("V100 SXM2", 32, 900, 150),
+    "v100-pcie": _gpu("V100 PCIe", 32, 900, 16),
+    "rtx-4090": _gpu("RTX 4090", 24, 1008, 32),
+    "rtx-3090": _gpu("RTX 3090", 24, 936, 32),
+}
+"""What is typed after --gpu. A link of 64 GB/s or less is the PCI bus."""
+
+
+class UnknownGpu(Exception):
+    """No such device is known; the message lists those that are."""
+
+
+def find_gpu(word: str) -> DataSheet:
+    """By its name, with or without signs. Raises UnknownGpu."""
+    plain = {name.replace("-", ""): gpu for name, gpu in GPUS.items()}
+    found = plain.get("".join(sign for sign in word.lower() if sign.isalnum()))
+    if found is None:
+        near = did_you_mean(word, GPUS, show=str)
+        raise UnknownGpu(f"--gpu {word}: is not known{near}; there are {', '.join(GPUS)}")
+    return found
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """gpu: what computes. dtype: in which matrix products are made. network_gb_s: of a node, all of its adapters
+    together, one way; None where it is not told. latency_us: of the network."""
+
+    gpu: DataSheet
+    dtype: str
+    network_gb_s: float | None = None
+    latency_us: float | None = None
+
+    @property
+    def peak(self) -> float | None:
+        """Operations a second by the data sheet; None where it has none for `dtype`."""
+        return self.gpu.device.flops(self.dtype, tf32=True)
+
+    def expected(self) -> tuple[Column, Column]:
+        """Typical figures and their spread, as `fit` takes them: A100's, scaled by the data sheet."""
+        peak = self.peak
+        assert peak is not None
+        memory = A100_HBM_GB_S / self.gpu.hbm_gb_s
+        figure = {
+            **LEARNT,
+            "matrix_tflops": LEARNT["matrix_tflops"] * peak / 1e12 / A100_PEAK,
+            "node_link_gb_s": self.gpu.link_gb_s * LINK_REACHED,
+            "network_gb_s": 80.0 if self.network_gb_s is None else self.network_gb_s * NETWORK_REACHED,
+        }
+        for name in ("elementwise_passes", "score_passes", "logit_passes", "optimizer_bytes"):
+            figure[name] *= memory
+        if self.latency_us is not None:
+            figure["all_reduce_us"] += self.latency_us
+            figure["hand_over_us"] += self.latency_us
+        # The same figures on another machine or another program: what the two tables differ by.
+        spread = {one.name: min(one.spread, 0.5) for one in COEFFICIENTS}
+        spread |= {"matrix_tflops": 0.12, "network_gb_s": 0.6 if self.network_gb_s is None else 0.3}
+        names = [one.name for one in COEFFICIENTS]
+        return np.array([figure[name] for name in names]), np.array([spread[name] for name in names])
+
+
+def read_rate(word: str) -> float:
+    """`400Gb`, `50GB` or `50GB/s` as GB/s. Raises ValueError."""
+    text = word.strip().removesuffix("/s").removesuffix("ps")
+    for unit, factor in (("Gb", 1 / 8), ("GB", 1.0), ("Tb", 125.0), ("Mb", 1 / 8000), ("MB", 1 / 1000)):
+        if text.endswith(unit):
+            return _positive(text.removesuffix(unit)) * factor
+    raise ValueError(f"{word!r} is no rate; write 400Gb (bits) or 50GB (bytes), a second")
+
+
+def read_latency(word: str) -> float:
+    """`5us` or `0.02ms` as microseconds. Raises ValueError."""
+    for unit, factor in (("us", 1.0), ("ms", 1000.0)):
+        if word.strip().endswith(unit):
+            return _positive(word.strip().removesuffix(unit)) * factor
+    raise ValueError(f"{word!r} is no time; write 5us or 0.02ms")
+
+
+def _positive(word: str) -> float:
+    """Raises ValueError."""
+    try:
+        value = float(word)
+    except ValueError:
+        raise ValueError(f"{word!r} is not a number") from None
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{word} is not above 0")
+    return value
