@@ -22,6 +22,8 @@ BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
 ENOUGH: Final = 50_000_000
 """Elements: a size that is advised. DeepSpeed's own examples have it."""
 ZERO: Final = "zero_optimization"
+OWN: Final = " under dsprof's engine (DeepSpeed does not go by it)"
+"""After what a key costs in the one, and not in the other."""
 
 
 @dataclass(frozen=True)
@@ -29,24 +31,31 @@ class _Size:
     """A key of the section zero_optimization that says how much is done at a time, and the stages that read it.
 
     does: what is done with so many elements, in words; none: what 0 means, in words; empty: it cannot be 0
+    of_parameters: the elements are of parameters, not of gradients
+    own: stages at which dsprof's engine reads it and DeepSpeed does not
     """
 
     key: str
     stages: tuple[int, ...]
     does: str
     none: str = ""
+    of_parameters: bool = False
+    own: tuple[int, ...] = ()
 
 
 SIZES: Final = (
-    _Size("reduce_bucket_size", (0, 1, 2, 3), "gradients are reduced"),
-    _Size("allgather_bucket_size", (1, 2), "parameters are gathered after a step", "one at a time"),
-    _Size("stage3_prefetch_bucket_size", (3,), "parameters are gathered ahead of their use", "none"),
+    _Size("reduce_bucket_size", (0, 1, 2, 3), "gradients are reduced", own=(0,)),
+    _Size("allgather_bucket_size", (1, 2), "parameters are gathered after a step", "one at a time", True),
+    _Size("stage3_prefetch_bucket_size", (3,), "parameters are gathered ahead of their use", "none", True),
 )
 
 
 @dataclass(frozen=True)
 class _Switch:
-    """A switch that costs time where it has this value. section: empty at the top."""
+    """A switch that costs time where it has this value.
+
+    section: empty at the top; own: dsprof's engine acts upon it, and DeepSpeed reads it without any effect on time
+    """
 
     section: str
     key: str
@@ -54,6 +63,7 @@ class _Switch:
     costs: str
     write: str
     stages: tuple[int, ...] = (0, 1, 2, 3)
+    own: bool = False
 
 
 SWITCHES: Final = (
@@ -63,11 +73,11 @@ SWITCHES: Final = (
     ),
     _Switch(
         ZERO, "reduce_scatter", False, "gradients are reduced by all-reduce, which moves twice the bytes",
-        "write true", (1, 2),
+        "write true", (1, 2), own=True,
     ),
     _Switch(
         ZERO, "allgather_partitions", False, "updated parameters come by a broadcast from each rank in turn",
-        "write true", (1, 2),
+        "write true", (1, 2), own=True,
     ),
     _Switch(
         f"{ZERO}.offload_optimizer", "pin_memory", False,
@@ -96,8 +106,9 @@ def slow_settings(config: Config) -> Iterator[str]:
 
 
 def _sizes(config: Config) -> Iterator[str]:
-    zero, each = config.zero_optimization, BYTES[config.communication_type]
+    zero = config.zero_optimization
     for size in SIZES:
+        each = BYTES[config.trained_type if size.of_parameters else config.communication_type]
         if zero.stage not in size.stages or size.key not in zero.model_fields_set:
             continue
         value = int(getattr(zero, size.key))
@@ -109,7 +120,8 @@ def _sizes(config: Config) -> Iterator[str]:
         else:
             at_a_time, why = f"{size.does}: {size.none}", "each pays the latency of a message"
         default = type(zero).model_fields[size.key].default
-        yield f"{ZERO}.{size.key}: {at_a_time}; {why}; write {ENOUGH:,}, or remove it: the default is {default:,}"
+        own = OWN if zero.stage in size.own else ""
+        yield f"{ZERO}.{size.key}: {at_a_time}{own}; {why}; write {ENOUGH:,}, or remove it: the default is {default:,}"
 
 
 def _prefetching(config: Config) -> Iterator[str]:
@@ -134,7 +146,8 @@ def _switches(config: Config) -> Iterator[str]:
             continue
         if getattr(section, switch.key) is switch.slow and getattr(section, "device", "") != "none":
             value = "true" if switch.slow else "false"
-            yield f"{joined(switch.section, switch.key)}: {value}, so {switch.costs}; {switch.write}"
+            costs = f"{switch.costs}{OWN if switch.own else ''}"
+            yield f"{joined(switch.section, switch.key)}: {value}, so {costs}; {switch.write}"
 
 
 def _section(config: Config, path: str) -> Any:

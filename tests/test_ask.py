@@ -277,6 +277,21 @@ def test_a_sweep_has_a_row_for_each_value() -> None:
     assert most.ms == pytest.approx(one.ms)  # all of it is in one bucket
 
 
+def test_lists_are_swept_as_they_are() -> None:
+    asked = read_questions([], [], [], ["pipeline.partition_method=[0,4,8], [0,5,8],[0,4,8]"], "RUN")
+    assert [one.says for (one,) in asked] == [
+        "pipeline.partition_method=[0, 4, 8]",
+        "pipeline.partition_method=[0, 5, 8]",
+    ]
+
+
+def test_a_knob_of_what_the_run_does_not_have_is_not_to_be_measured_there() -> None:
+    (row,) = answer_questions(
+        measured("small"), read_questions([], [], ["fsdp2.reshard_after_forward=true"], [], "RUN")
+    ).rows
+    assert row.reason == "no call of fully_shard was seen in this run"
+
+
 @pytest.mark.parametrize(("words", "says"), [
     (([], [], [], []), "nothing to ask: give --without"),
     ((["rank.stragler"], [], [], []), "did you mean rank.straggler?"),
@@ -292,6 +307,8 @@ def test_a_sweep_has_a_row_for_each_value() -> None:
     (([], [], ["env.HF_TOKEN=hunter2hunter2x"], []), "--set env.HF_TOKEN=[redacted]: what"),
     (([], [], [], ["ddp.bucket_cap_mb="]), "write KEY=VALUE,VALUE"),
     (([], [], [], ["ddp.bucket_cap_mb=1,x"]), "write a number"),
+    (([], [], ["ddp.bucket_cap_mb=25"], ["ddp.bucket_cap_mb=1,5"]),
+     "--sweep ddp.bucket_cap_mb: --set gives it a value, too"),
 ])  # fmt: skip
 def test_what_is_no_question_says_what_to_write(words: tuple[list[str], ...], says: str) -> None:
     with pytest.raises(KnobError) as raised:

@@ -286,6 +286,14 @@ def test_it_lists_what_to_try_and_what_that_should_save(run: RunFolder, capsys: 
     assert "1. data.stall  more workers" in said
     assert "saves 20.0 ms a step (36 %) [18.0, 22.0]" in said
     assert "dsprof run --set loader.num_workers=2" in said
+    assert f"prove  dsprof fix {run.path} -n 1 --verify\n" in said
+
+
+def test_what_was_asked_for_is_what_is_proved(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fix", str(run.path), "--set", "loader.num_workers=4"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1. what --set asks for\n")
+    assert f"prove  dsprof fix {run.path} --set loader.num_workers=4 --verify\n" in said
 
 
 def test_it_runs_both_and_tells_predicted_and_measured(

@@ -305,6 +305,16 @@ def test_batch_sizes_are_written_so_that_they_belong_together(
     assert load(written, world_size=8).train_batch_size == then["train_batch_size"]
 
 
+def test_batch_sizes_belong_together_too_where_the_run_had_turned_something(run: RunFolder) -> None:
+    """What ran is then not what the file has."""
+    place = with_configuration(run, BATCHES)
+    info = run.read_info()
+    info.knobs = {"gradient_clipping": 2.0}
+    run.write_info(info)
+    assert main(["fix", str(run.path), "--set", "gradient_accumulation_steps=8", "--write"]) == 0
+    assert load(json.loads((place / "ds.fixed.json").read_text()), world_size=8).train_batch_size == 64
+
+
 def test_every_call_of_fully_shard_is_changed(run: RunFolder) -> None:
     text = "for layer in model:\n    fully_shard(layer, mesh=mesh)\nfully_shard(model)\n"
     place = prepare(run, {"train.py": text}, [])

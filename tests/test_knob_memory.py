@@ -57,12 +57,44 @@ def more(facts: dict[str, list[dict[str, Any]]], **knobs: Any) -> float | None:
         ({"ddp__gradient_as_bucket_view": True}, -10),
         ({"ddp__gradient_as_bucket_view": False}, 0),
         ({"ddp__gradient_as_bucket_view": True, "gc__freeze": True}, -10),
-        ({"optimizer__foreach": True}, 20),
-        ({"optimizer__foreach": False}, 0),
     ],
 )
-def test_of_ddp_and_the_optimizer(knobs: dict[str, Any], expected: float) -> None:
+def test_of_ddp(knobs: dict[str, Any], expected: float) -> None:
     assert more({"ddp": [{**DDP, "rank": rank} for rank in range(4)]}, **knobs) == expected
+
+
+def test_of_two_models_both_count() -> None:
+    two = [{**DDP, "number": number, "rank": rank} for number in (1, 2) for rank in range(4)]
+    assert more({"ddp": two}, ddp__gradient_as_bucket_view=True) == -20
+    two[-1]["gradient_as_bucket_view"] = two[0]["gradient_as_bucket_view"] = True
+    assert more({"ddp": two}, ddp__gradient_as_bucket_view=True) is None  # one of them has it already
+
+
+@pytest.mark.parametrize(
+    ("made", "then", "expected"),
+    [
+        (["fused"], True, 20),
+        (["foreach"], True, 0),
+        (["foreach"], False, -20),
+        (["foreach", "fused"], False, None),
+        ([None], True, None),  # torch chooses foreach on a GPU, unless the script says foreach=False
+        ([], True, None),
+    ],
+)
+def test_of_the_optimizer(made: list[str | None], then: bool, expected: float | None) -> None:
+    facts = [{"number": at, "implementation": one, "rank": rank} for at, one in enumerate(made) for rank in range(4)]
+    assert more({"optimizer": facts}, optimizer__foreach=then) == expected
+
+
+def test_of_an_optimizer_on_the_host_that_says_nothing() -> None:
+    (first, *_) = memory_with({"optimizer.foreach": True}, [replace(use, place="host") for use in USES], {}, 4)
+    assert first.then - first.now == 20 * MIB
+
+
+def test_ranks_that_were_not_captured_count() -> None:
+    facts = configured({"reduce_bucket_size": MIB}, 1)
+    (only,) = memory_with({"zero_optimization.stage": 2}, USES[:1], facts, 4)
+    assert only.then - only.now == -15 * MIB
 
 
 @pytest.mark.parametrize(
@@ -122,6 +154,13 @@ def test_what_is_not_known_is_not_told() -> None:
     assert more(configured({}), zero_optimization__stage=3, loader__num_workers=4) is None
     assert more({}, gc__freeze=True) is None
     assert memory_with({"optimizer.foreach": True}, [], {}, 0) == ()
+    for filled_in in ("auto", None):
+        assert more(configured({}), train_micro_batch_size_per_gpu=filled_in) is None
+    assert more(configured({}), zero_optimization__reduce_bucket_size="auto") is None
+    two_engines = {kind: [*facts, *facts] for kind, facts in configured({}).items()}
+    assert more(two_engines, zero_optimization__stage=3) is None
+    pipelined = {**configured({}, 1), "pipeline": [{"rank": rank} for rank in range(4)]}
+    assert more(pipelined, zero_optimization__stage=0) is None
 
 
 def test_each_key_is_one() -> None:
@@ -130,7 +169,7 @@ def test_each_key_is_one() -> None:
 
 
 def test_the_rank_that_would_take_most_is_told_and_whether_it_fits() -> None:
-    memory = memory_with({"optimizer.foreach": True}, USES, {}, 4)
+    memory = memory_with({"optimizer.foreach": True}, USES, {"optimizer": [{"implementation": "fused"}]}, 4)
     worst = most(memory)
     assert worst == RankMemory(3, "cuda.0", 203 * MIB, 223 * MIB, 300 * MIB)
     assert in_words(worst) == "203 MiB -> 223 MiB (rank 3)"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsprof.launch import outputs
-from dsprof.launch.outputs import folders_of, written_between
+from dsprof.launch.outputs import places_of, written_between
 
 BEGAN, ENDED = 1_000_000.0, 1_000_100.0
 
@@ -52,4 +52,41 @@ def test_folders_are_those_that_the_command_names(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "data").mkdir()
     words = ["--output_dir=out", "--data", "data", "train.py", "--lr", "0.1", "x" * 5000]
-    assert folders_of(words, tmp_path) == [tmp_path, tmp_path / "out", tmp_path / "data"]
+    assert places_of(words, tmp_path) == [tmp_path, tmp_path / "out", tmp_path / "data"]
+
+
+def test_files_and_settings_that_the_command_names_are_places_too(tmp_path: Path) -> None:
+    elsewhere, cwd = tmp_path / "elsewhere", tmp_path / "cwd"
+    weights = write(elsewhere / "weights.pt")
+    write(elsewhere / "beside.pt")
+    (cwd / "runs").mkdir(parents=True)
+    places = places_of(["train.py", "--save", str(weights), "hydra.run.dir=runs"], cwd)
+    assert places == [cwd, weights, cwd / "runs"]
+    assert written_between(places, BEGAN, ENDED) == [weights]
+
+
+def test_a_linked_folder_is_one_of_the_jobs_and_a_link_to_itself_does_no_harm(tmp_path: Path) -> None:
+    write(tmp_path / "large disk" / "weights.bin")
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    (cwd / "out").symlink_to(tmp_path / "large disk")
+    (cwd / "again").symlink_to(cwd)
+    (cwd / "loop").symlink_to(cwd / "loop")
+    assert found(cwd) == ["out/weights.bin"]
+
+
+def test_what_is_temporary_or_a_cache_may_be_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    for folder in ("tmp", "cache", "hf_cache", "torchinductor_root", "tmpa1b2_9xy", "compiled", "tagged"):
+        write(tmp_path / folder / "below" / "x.bin")
+    write(tmp_path / "tagged" / "CACHEDIR.TAG")
+    write(tmp_path / "cached" / "weights.bin")
+    assert found(tmp_path) == ["cached/weights.bin"]
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a job that runs in there writes what it writes
+    assert found(tmp_path) == ["cached/weights.bin"]
+
+
+def test_a_run_file_of_the_users_hides_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "run.json", BEGAN - 1)
+    write(tmp_path / "weights.bin")
+    assert found(tmp_path) == ["weights.bin"]

@@ -43,6 +43,22 @@ def test_a_bucket_that_was_given_in_bytes_or_too_small() -> None:
     assert said({"stage": 2, "reduce_bucket_size": 131072}, bf16={"enabled": True}) == []
 
 
+def test_what_only_one_of_the_engines_goes_by_is_said_of_it() -> None:
+    """DeepSpeed reduces at stage 0 what it chooses itself, never reads allgather_partitions, and all-reduces buckets of
+    many ranks whatever reduce_scatter says."""
+    for stage, key, value in ((0, "reduce_bucket_size", 20000), (1, "allgather_partitions", False)):
+        (line,) = said({"stage": stage, key: value})
+        assert " under dsprof's engine (DeepSpeed does not go by it); " in line
+    assert "dsprof's engine" in said({"stage": 2, "reduce_scatter": False})[0]
+    assert "dsprof's engine" not in said({"stage": 1, "reduce_bucket_size": 20000})[0]
+
+
+def test_parameters_are_as_wide_as_they_are_trained() -> None:
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": 100_000}
+    (line,) = said(zero, bf16={"enabled": True}, communication_data_type="fp32")
+    assert "100,000 elements at a time, which are 195 KiB" in line
+
+
 @pytest.mark.parametrize(
     ("zero", "begins"),
     [

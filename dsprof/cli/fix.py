@@ -94,22 +94,23 @@ def command(
     if write or in_place:
         return _write(folder, chosen, in_place=in_place)
     if not verify:
-        return _list(folder, [chosen] if changes else offered, as_json=as_json)
+        return _list(folder, [chosen] if changes else offered, asked=bool(changes), as_json=as_json)
     return _verify(folder, chosen, pairs, steps, yes=yes, as_json=as_json)
 
 
-def _list(folder: RunFolder, offered: Sequence[Proposal], *, as_json: bool) -> int:
+def _list(folder: RunFolder, offered: Sequence[Proposal], *, asked: bool, as_json: bool) -> int:
+    """asked: by `--set`, and not one of those that the run offers, by number."""
     if as_json:
         listed = [{"code": one.code, "title": one.title, "set": dict(one.knobs), "gain": one.gain} for one in offered]
         print(json.dumps(redact_data(listed)))
         return 0
     for place, one in enumerate(offered, 1):
-        print(f"{place}. {one.code}  {one.title}")
+        print(f"{place}. {'  '.join(filter(None, (one.code, one.title)))}")
         print(f"   {_predicted(one.gain)}")
         _show_memory(folder, one.knobs)
         _show_files(folder, one.knobs)
         print(f"   try    dsprof run {one.shown} ...")
-        print(f"   prove  dsprof fix {folder.path} -n {place} --verify")
+        print(f"   prove  dsprof fix {folder.path} {one.shown if asked else f'-n {place}'} --verify")
     return 0
 
 

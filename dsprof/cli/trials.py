@@ -14,7 +14,7 @@ import typer
 
 from dsprof.launch import LaunchError
 from dsprof.launch.again import RepeatedJob
-from dsprof.launch.outputs import folders_of, written_between
+from dsprof.launch.outputs import places_of, written_between
 from dsprof.run import RunFolder
 
 from .split import split_at_job
@@ -92,8 +92,8 @@ def _written(folder: RunFolder) -> list[Path]:
         began, ended = (datetime.datetime.fromisoformat(one) for one in (info.started, info.ended or ""))
     except ValueError:  # a run that was imported, say
         return []
-    folders = folders_of(info.command, Path(info.cwd or "."))
-    return written_between(folders, began.timestamp(), ended.timestamp() + 1)
+    places = places_of(info.command, Path(info.cwd or "."))
+    return written_between(places, began.timestamp(), ended.timestamp() + 1)
 
 
 def runner(folder: RunFolder, steps: int | None) -> Run:

@@ -152,7 +152,7 @@ def _edit_configurations(found: Changes, facts: Facts, cwd: Path, knobs: Mapping
         if check:
             _check_same(cwd / path, fact.get("content"))
         try:
-            together = with_the_third(knobs, fact.get("content") if check else None)
+            together = with_the_third(knobs, _content(cwd / path))
         except CannotEdit as error:
             raise CannotEdit(f"{path}: {error}") from None
         for key, value in together.items():
@@ -163,13 +163,18 @@ def _set_value(keys: Sequence[str], value: Any, text: str) -> str:
     return set_value(text, keys, value)
 
 
+def _content(path: Path) -> Any:
+    """Of a configuration's file; None of one with comments: what cannot be edited is told later. Raises OSError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError:
+        return None
+
+
 def _check_same(path: Path, ran: Any) -> None:
     """Raises CannotEdit if a configuration is not the one that ran any more."""
-    try:
-        now = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError:
-        return  # with comments: what cannot be edited is told later
-    if ran is not None and not _equal(ran, now):
+    now = _content(path)
+    if ran is not None and now is not None and not _equal(ran, now):
         raise CannotEdit(f"{path}: it has been edited since the run; run the job again, then fix that run")
 
 

@@ -17,6 +17,7 @@ from dsprof.analyzer.memory.use_by_step import MemoryUse, main_place
 from .knob import Facts
 from .registry import find
 
+FOREACH: Final = "optimizer.foreach"
 MICRO_BATCH: Final = "train_micro_batch_size_per_gpu"
 HELD_BY_CONFIGURATION: Final = frozenset(
     (
@@ -28,6 +29,9 @@ HELD_BY_CONFIGURATION: Final = frozenset(
     )
 )  # fmt: skip
 """Keys of a JSON configuration whose memory is known, by `dsprof.engine.config.held`."""
+AUTO: Final = "auto"
+MODEL_PARALLEL: Final = ("tensor_parallel", "pipeline")
+"""Facts of jobs that divide a model otherwise than over data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,23 @@ class _Rank:
     parts: Mapping[str, int]
     on_host: bool
 
-    def only(self, kind: str) -> Mapping[str, Any] | None:
+    def last(self, kind: str) -> Mapping[str, Any] | None:
         """The last fact of a kind."""
         return next(iter(self.facts.get(kind, ())[-1:]), None)
 
+    def each(self, kind: str) -> list[Mapping[str, Any]]:
+        """The last fact of each of what a rank has several of, by their numbers."""
+        return list({fact.get("number"): fact for fact in self.facts.get(kind, ())}.values())
+
     def now(self, key: str, default: Any = None) -> Any:
-        """What a knob was; the default where nothing states it."""
-        stated = find(key).stated(self.facts)
-        return stated[-1].value if stated and stated[-1].value is not None else default
+        """What a knob was; the default where nothing states it, None where models of a job differ in it."""
+        values = {repr(one.value): one.value for one in find(key).stated(self.facts) if one.value is not None}
+        return None if len(values) > 1 else next(iter(values.values()), default)
 
 
 def _gradients_of_ddp(rank: _Rank) -> float | None:
-    fact = rank.only("ddp")
-    return None if fact is None else float(sum(fact.get("gradient_bytes") or ()))
+    models = rank.each("ddp")
+    return float(sum(sum(fact.get("gradient_bytes") or ()) for fact in models)) if models else None
 
 
 def _bucket_view(rank: _Rank, value: Any) -> float | None:
@@ -68,7 +76,7 @@ def _bucket_cap(rank: _Rank, value: Any) -> float | None:
 
 def _whole_parameters(rank: _Rank, value: Any) -> float | None:
     """Of FSDP2, between forward and backward: none, all of them, or a part that `value` ranks share."""
-    fact = rank.only("fsdp")
+    fact = rank.last("fsdp")
     if fact is None or not fact.get("bytes"):
         return None
     if value is True:
@@ -80,7 +88,7 @@ def _whole_parameters(rank: _Rank, value: Any) -> float | None:
 
 def _prefetched(rank: _Rank, value: Any) -> float | None:
     """Units of FSDP2 that are there before they are needed."""
-    fact = rank.only("fsdp")
+    fact = rank.last("fsdp")
     if fact is None or not fact.get("bytes") or not fact.get("units"):
         return None
     return int(value) * float(fact["bytes"]) / int(fact["units"])
@@ -98,6 +106,15 @@ def _foreach(rank: _Rank, value: Any) -> float | None:
     return float(rank.parts["parameters"]) if value and "parameters" in rank.parts else 0.0 if not value else None
 
 
+def _was_foreach(rank: _Rank) -> bool | None:
+    """Whether optimizers were; None: some were, or that is not known: on a GPU, torch chooses it for those that do not
+    say what they are, and one that says foreach=False is stated likewise."""
+    made = {fact.get("implementation") for fact in rank.facts.get("optimizer", ())} or {None}
+    if made == {"foreach"}:
+        return True
+    return False if made == {"fused"} or (rank.on_host and "foreach" not in made) else None
+
+
 MEMORY: Final[Mapping[str, tuple[Callable[[_Rank, Any], float | None], Any]]] = {
     "ddp.bucket_cap_mb": (_bucket_cap, 25),
     "ddp.gradient_as_bucket_view": (_bucket_view, False),
@@ -105,7 +122,7 @@ MEMORY: Final[Mapping[str, tuple[Callable[[_Rank, Any], float | None], Any]]] = 
     "fsdp2.modules_per_unit": (_coarser, 1),
     "fsdp2.forward_prefetch": (_prefetched, 1),
     "fsdp2.backward_prefetch": (_prefetched, 1),
-    "optimizer.foreach": (_foreach, False),
+    FOREACH: (_foreach, None),
 }
 """Key -> (rank, value) -> bytes that it holds on that rank, None where that is not known; and the value of a job that
 does not state its own."""
@@ -131,7 +148,7 @@ def memory_with(
     """What each rank takes, and would take with these settings. Empty where one of them is not known to hold anything,
     or where a rank does not state what its formula needs.
 
-    uses: as measured, of all ranks; facts: of the run, by kind
+    uses: as measured, of the ranks that were captured; facts: of the run, by kind; world_size: ranks of the job
     """
     if not any(map(has_memory, knobs)) or not all(has_memory(key) or key in NOTHING for key in knobs):
         return ()
@@ -150,7 +167,9 @@ def memory_with(
 def in_words_with(knobs: Mapping[str, Any], findings: Mapping[str, Any], facts: Facts) -> str:
     """The same of the rank that would take most, in words, from a findings.json; empty where it is not known."""
     uses = [MemoryUse(**use) for use in findings.get("memory_use", ())]
-    worst = most(memory_with(knobs, uses, facts, len({use.rank for use in uses})))
+    captured = len({use.rank for use in uses})
+    world_size = findings.get("run", {}).get("ranks", {}).get("expected", captured)
+    worst = most(memory_with(knobs, uses, facts, world_size))
     return "" if worst is None else in_words(worst)
 
 
@@ -161,7 +180,8 @@ def _more(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
         if key not in MEMORY:
             continue
         formula, usual = MEMORY[key]
-        now, then = formula(rank, rank.now(key, usual)), formula(rank, value)
+        was = _was_foreach(rank) if key == FOREACH else rank.now(key, usual)
+        now, then = None if was is None else formula(rank, was), formula(rank, value)
         if now is None or then is None:
             return None
         more += then - now
@@ -178,8 +198,10 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
     """What another configuration holds more."""
     from dsprof.engine.config import as_far_as_known, data_parallel_ranks, held
 
-    fact, optimizer = rank.only("config"), rank.only("optimizer")
+    fact, optimizer = rank.last("config"), rank.last("optimizer")
     if fact is None or not isinstance(fact.get("content"), Mapping):
+        return None
+    if len(rank.facts["config"]) > 1 or AUTO in knobs.values():  # several engines; what a trainer fills in later
         return None
     content = fact["content"]
     now, then = as_far_as_known(content), as_far_as_known(_with(content, knobs))
@@ -188,6 +210,8 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
         nothing = {f"zero_optimization.{name}": None for name in ("offload_optimizer", "offload_param")}
         now, then = (as_far_as_known(_with(one, nothing)) for one in (content, _with(content, knobs)))
     deepspeed = fact.get("dialect") == "deepspeed"
+    if deepspeed and any(rank.facts.get(kind) for kind in MODEL_PARALLEL):
+        return None  # its configuration does not tell how many ranks share what
     more = 0.0
     if set(knobs) - {MICRO_BATCH}:
         if optimizer is None or not optimizer.get("elements"):
@@ -198,11 +222,11 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
         before, after = both
         more += after - before
     if MICRO_BATCH in knobs:
-        size = now.train_micro_batch_size_per_gpu
+        size, wanted = now.train_micro_batch_size_per_gpu, knobs[MICRO_BATCH]
         activations = rank.parts.get("activations")
-        if size is None or activations is None:
+        if size is None or wanted is None or activations is None:
             return None
-        more += activations * (float(knobs[MICRO_BATCH]) / size - 1)
+        more += activations * (float(wanted) / size - 1)
     return more
 
 

@@ -5,6 +5,7 @@ Apart from the records, as this takes the analyzer, and `dsprof run --set` does 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -25,7 +26,7 @@ from dsprof.redact import redact_words
 
 from .knob import KnobError
 from .memory import has_memory
-from .registry import typed
+from .registry import find, typed
 from .structures import STRUCTURES
 
 
@@ -98,6 +99,9 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
 }
 """Key -> (study, value) -> what that changes. Raises NotJudged where this run does not tell."""
 
+FACT_OF: Final = {"ddp": "ddp", "fsdp2": "fsdp", "optimizer": "optimizer"}
+"""What a key begins with -> the fact of what takes it; of others it is a configuration."""
+
 
 def is_predicted(key: str) -> bool:
     """Whether it is known what values of a knob change in the steps of a run."""
@@ -112,17 +116,20 @@ def turned(key: str, value: Any, run: str) -> Request:
         return replace(STRUCTURES[key](key, value), written=setting)
     if change is None:
         shown = redact_words([setting])[0]
-        why = f"what {key} saves is not predicted yet; `dsprof fix {run} --set {shown} --verify` measures it"
+        why = (
+            f"what {key} saves is not predicted yet; `dsprof fix {run} --set {shlex.quote(shown)} --verify` measures it"
+        )
         if not has_memory(key):
             raise KnobError(f"--set {shown}: {why} (predicted are {', '.join((*CHANGES, *STRUCTURES))})")
-        change = _unknown(why)
+        change = _unknown(key, why)
     return Turned(setting, lambda study: change(study, value), key, value)
 
 
-def _unknown(why: str) -> Callable[[Study, Any], Effect]:
-    """Of a knob of which it is only known what it holds."""
+def _unknown(key: str, why: str) -> Callable[[Study, Any], Effect]:
+    """Of a knob of which it is only known what it holds. why: what to do in a run that has what takes it."""
+    fact = FACT_OF.get(key.partition(".")[0], "config")
 
-    def change(_: Study, __: Any) -> Effect:
-        raise NotJudged(why)
+    def change(study: Study, _: Any) -> Effect:
+        raise NotJudged(why if study.facts.get(fact) else f"no call of {find(key).of} was seen in this run")
 
     return change

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from dsprof.analyzer.ask import Answers, Misasked, Request, Scaled, Turned, Without, ask
 from dsprof.analyzer.signals import Missing
@@ -14,8 +15,10 @@ from dsprof.analyzer.study import Study
 from .knob import KnobError
 from .memory import memory_with
 from .predicted import turned
-from .registry import find, parse_settings
+from .registry import find, parse_settings, typed
 
+BETWEEN_VALUES: Final = re.compile(r",(?![^\[]*\])")
+"""A comma that is in no list, as of pipeline.partition_method=[0,4,8],[0,5,8]."""
 Question = tuple[Request, ...]
 
 
@@ -41,13 +44,14 @@ def read_questions(
         base += [_scaled(word) for word in scaled]
     except Misasked as wrong:
         raise KnobError(str(wrong)) from None
-    base += [turned(key, value, run) for key, value in parse_settings(settings).items()]
+    values = parse_settings(settings)
+    base += [turned(key, value, run) for key, value in values.items()]
     base += [structure] if structure is not None else []
     says = [one.says for one in base]
     twice = next((one for one in says if says.count(one) > 1), None)
     if twice is not None:
         raise KnobError(f"{twice}: given twice")
-    swept = [request for word in sweeps for request in _swept(word, run)]
+    swept = [request for word in sweeps for request in _swept(word, values, run)]
     if not base and not swept:
         raise KnobError(
             "nothing to ask: give --without CODE, --scale PART=FACTOR, --set KEY=VALUE or --sweep KEY=VALUE,VALUE; "
@@ -85,7 +89,7 @@ def answer_questions(study: Study, questions: Sequence[Question]) -> Answers:
         raise KnobError(str(wrong)) from None
     except Missing as missing:
         raise NotAnswered(str(missing)) from None
-    facts, ranks = study.facts, len(study.ranks)
+    facts, ranks = study.facts, study.run.world_size or len(study.ranks)
     rows = [
         replace(row, memory=memory_with(_knobs(question), study.memory_uses, facts, ranks))
         for row, question in zip(answers.rows, questions, strict=True)
@@ -123,10 +127,14 @@ def _scaled(word: str) -> Scaled:
     return Scaled(part, factor)
 
 
-def _swept(word: str, run: str) -> list[Request]:
+def _swept(word: str, values: Mapping[str, Any], run: str) -> list[Request]:
+    """A request for each value. values: what `--set` turns beside them."""
     key, _, listed = (part.strip() for part in word.partition("="))
-    texts = [text.strip() for text in listed.split(",") if text.strip()]
+    texts = [text.strip() for text in BETWEEN_VALUES.split(listed) if text.strip()]
     if not texts or not key:
         raise KnobError(f"--sweep {word}: write KEY=VALUE,VALUE, such as ddp.bucket_cap_mb=1,5,25")
+    if key in values:
+        raise KnobError(f"--sweep {key}: --set gives it a value, too; take one of them away")
     knob = find(key)
-    return [turned(key, value, run) for value in dict.fromkeys(knob.read(text, key) for text in texts)]
+    found = {typed(key, value): value for value in (knob.read(text, key) for text in texts)}
+    return [turned(key, value, run) for value in found.values()]

@@ -7,7 +7,9 @@ were last written, as no hook sees all that a library may write; so what a job w
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -16,30 +18,40 @@ MOST_ENTRIES: Final = 20_000
 """Files and folders that are looked at."""
 NO_OUTPUT: Final = (".log", ".txt", ".out", ".err", ".py", ".pyc", ".lock", ".pid")
 """Ends of names that do not count: a shell or a scheduler may have written what the job printed."""
-SKIPPED: Final = frozenset({"__pycache__", "site-packages", "node_modules"})
+SKIPPED: Final = frozenset({"__pycache__", "site-packages", "node_modules", "tmp", "temp", "cache", "caches"})
+"""Folders of what a job may write again without harm."""
+TEMPORARY: Final = re.compile(r"(torchinductor|torchelastic|triton)_.+|.+[_-]cache|tmp[a-z0-9_]{8}")
+"""The same, by patterns: what libraries call theirs, and what Python's tempfile does."""
+CACHE_TAG: Final = "CACHEDIR.TAG"
+"""In a folder that says of itself that it is a cache (bford.info/cachedir)."""
 RUN_FILE: Final = "run.json"
-"""In a folder of dsprof's."""
+BESIDE_RUN_FILE: Final = frozenset({"capture", "trace", "findings.json", "report.html"})
+"""In a folder of dsprof's there is the first, and one of these."""
+CACHES: Final = (
+    "TMPDIR", "XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR",
+    "TRITON_CACHE_DIR", "MPLCONFIGDIR",
+)  # fmt: skip
+"""Variables of the environment that name folders for what is temporary, or a cache."""
 
 
-def folders_of(words: Iterable[str], cwd: Path) -> list[Path]:
-    """Where a job may have written: the folder that it ran in, and folders that its command line names."""
+def places_of(words: Iterable[str], cwd: Path) -> list[Path]:
+    """Where a job may have written: the folder that it ran in, and folders and files that its command line names."""
     found = [cwd]
-    for word in words:
-        value = word.partition("=")[2] if word.startswith("-") else word
-        path = cwd / value if value else cwd
+    for value in (value for word in words for value in (word, word.partition("=")[2]) if value):
+        path = cwd / value
         try:
-            if path.is_dir():
+            if path.exists():
                 found.append(path)
         except (OSError, ValueError):  # a word that can be no path
             continue
     return list(dict.fromkeys(path.resolve() for path in found))
 
 
-def written_between(folders: Sequence[Path], began_s: float, ended_s: float) -> list[Path]:
-    """Files below these folders that were last written between two times, as `time.time()` has them, but hidden ones
-    and those of run folders. At most MOST_ENTRIES are looked at."""
+def written_between(places: Sequence[Path], began_s: float, ended_s: float) -> list[Path]:
+    """Files at or below these places that were last written between two times, as `time.time()` has them, but hidden
+    ones, those of run folders, and what is temporary or a cache. At most MOST_ENTRIES are looked at."""
     found: dict[Path, None] = {}
-    for path in _files(folders):
+    for path in (*filter(Path.is_file, places), *_files(places)):
         try:
             written = path.stat().st_mtime
         except OSError:
@@ -50,23 +62,47 @@ def written_between(folders: Sequence[Path], began_s: float, ended_s: float) -> 
 
 
 def _files(folders: Sequence[Path]) -> Iterator[Path]:
-    seen, waiting = 0, list(folders)
+    seen, waiting, been = 0, list(folders), _caches() - set(map(_identity, filter(Path.exists, folders)))
     while waiting:
         folder = waiting.pop(0)
         try:
+            itself = _identity(folder)
+            if itself in been:  # by a link, or below another of them
+                continue
+            been.add(itself)
             with os.scandir(folder) as all_of_it:
                 entries = list(islice(all_of_it, MOST_ENTRIES))
         except OSError:
             continue
-        if any(entry.name == RUN_FILE for entry in entries):
+        names = {entry.name for entry in entries}
+        if CACHE_TAG in names or (RUN_FILE in names and names & BESIDE_RUN_FILE):
             continue
         for entry in entries:
             seen += 1
             if seen > MOST_ENTRIES:
                 return
-            if entry.name.startswith(".") or entry.name in SKIPPED:
+            if entry.name.startswith("."):
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                waiting.append(Path(entry.path))
-            elif entry.is_file():
-                yield Path(entry.path)
+            try:
+                if entry.is_dir():  # or a link to one, as to a larger disk
+                    if entry.name not in SKIPPED and not TEMPORARY.fullmatch(entry.name):
+                        waiting.append(Path(entry.path))
+                elif entry.is_file():
+                    yield Path(entry.path)
+            except OSError:  # a link to itself
+                continue
+
+
+def _caches() -> set[tuple[int, int]]:
+    """Identities of the folders that CACHES name."""
+    found = set()
+    for name in CACHES:
+        with suppress(OSError):
+            found.add(_identity(os.environ.get(name, "")))
+    return found
+
+
+def _identity(path: str | Path) -> tuple[int, int]:
+    """Of a file or folder, by whatever links it is reached. Raises OSError."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
