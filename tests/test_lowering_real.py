@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jobs import Finished, profile
 
-from dsprof.analyzer.ask import Misasked, ask
+from dsprof.analyzer.ask import Misasked, Scaled, ask
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import StepGraph
 from dsprof.analyzer.judge import judge
@@ -105,6 +105,15 @@ def test_what_another_structure_would_save(uneven: Study) -> None:
     row = ask(uneven, together[-1:]).rows[0]
     assert row.gain is not None
     assert any("the batch is 2.00 times as large" in note for note in row.notes)
+
+
+def test_a_larger_batch_of_faster_stages(uneven: Study) -> None:
+    """Nearly all of a step is computing: half as long, whatever the batch."""
+    twice, half = PipelineStructure(microbatches=8), Scaled("compute", 0.5)
+    alone, both = (row.gain for row in ask(uneven, [[twice], [twice, half]]).rows)
+    assert alone is not None
+    assert both is not None
+    assert uneven.step_ms - both.ms == pytest.approx((uneven.step_ms - alone.ms) / 2, rel=0.1)
 
 
 @pytest.mark.parametrize(

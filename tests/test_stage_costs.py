@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.rules.pipeline.structure_fixes import written
 from dsprof.analyzer.stage_costs import UNEVEN, best_boundaries, divided_alike, of_layers, present_boundaries, stage_ms
 from dsprof.analyzer.whatif import apply
 from dsprof.analyzer.whatif.lowering import Lower, Stages
@@ -76,3 +77,15 @@ def test_no_boundaries_are_better_in_a_replay(schedule: str) -> None:
 def test_more_stages_than_layers() -> None:
     with pytest.raises(NotJudged, match="3 stages for 2 layers; each needs one"):
         best_boundaries(layers(1.0, 1.0, stages=(0, 0)), 3, lambda bounds: 0.0)
+
+
+def test_a_fix_writes_all_of_another_schedule() -> None:
+    """Of a run with two parts on each rank a schedule of one part says so: the engine refuses the two beside it."""
+    one, two = make_plan("1f1b", 2, 4), make_plan("interleaved", 2, 4, 2)
+    assert written(one, make_plan("zero-bubble", 2, 4), None) == {"schedule": "zero-bubble"}
+    assert written(two, make_plan("zero-bubble", 2, 4), (0, 3, 8)) == {
+        "schedule": "zero-bubble", "virtual_stages": 1, "partition_method": [0, 3, 8],
+    }  # fmt: skip
+    assert written(one, two, (0, 1, 3, 5, 8)) == {
+        "schedule": "interleaved", "virtual_stages": 2, "partition_method": [0, 1, 3, 5, 8],
+    }  # fmt: skip

@@ -6,7 +6,6 @@ model on each rank, other boundaries between the stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,7 +15,6 @@ from dsprof.engine.partition import partition
 from dsprof.engine.schedule import Plan, make_plan, peak_activations
 from dsprof.words import did_you_mean
 
-from .arrays import Float
 from .effect import Effect
 from .graph.replay import replay
 from .rules.base import NotJudged
@@ -162,7 +160,7 @@ def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
         then=lowered[0],
         now=now,
         others=tuple((now, one) for one in lowered[1:]),
-        correct=_per_batch(1.0 if wanted.same_batch else ran.microbatches / plan.microbatches),
+        per_batch=1.0 if wanted.same_batch else plan.microbatches / ran.microbatches,
         notes=tuple(notes),
     )
     return Restructured(plan, bounds, in_flight, effect)
@@ -227,15 +225,6 @@ def _times(stages: Stages, plan: Plan, part: float) -> Stages:
     """The same stages, of smaller micro-batches."""
     every = {(stage, op): 1.0 for stage in range(plan.stages) for op in "FB"}
     return replace(stages, factors={key: times * part for key, times in {**every, **stages.factors}.items()})
-
-
-def _per_batch(part: float) -> Callable[[Float, Float], Float]:
-    def correct(before: Float, saved: Float) -> Float:
-        """Of a larger batch, what belongs to as many micro-batches as there are now."""
-        found: Float = before - (before - saved) * part
-        return found
-
-    return correct
 
 
 def _of_boundaries(study: Study, bounds: tuple[int, ...]) -> str:
