@@ -85,7 +85,7 @@ def test_what_another_structure_would_save(uneven: Study) -> None:
     asked = [
         PipelineStructure(boundaries=AUTO),
         PipelineStructure(boundaries=(0, 1, 8)),
-        PipelineStructure(schedule="zb-h1"),
+        PipelineStructure(schedule="ZB-H1"),
         PipelineStructure(schedule="zero-bubble", microbatches=8, boundaries=AUTO),
     ]
     rows = ask(uneven, [[one] for one in asked]).rows
@@ -99,7 +99,8 @@ def test_what_another_structure_would_save(uneven: Study) -> None:
     assert split.low < split.ms < split.high
     assert rows[0].notes[0].endswith("boundaries 0,5,8")
     assert [note.partition(":")[0] for note in rows[3].notes][-2:] == [
-        "how long weight gradients take was not measured", "activations that the ranks hold at once, in micro-batches",
+        "how long weight gradients take was not measured",
+        "activations that the ranks hold at once, in micro-batches of now",
     ]  # fmt: skip
     together = read_questions([], [], ["pipeline.schedule=zero-bubble", "gradient_accumulation_steps=8"], [], "RUN")
     row = ask(uneven, together[-1:]).rows[0]
@@ -121,9 +122,13 @@ def test_a_larger_batch_of_faster_stages(uneven: Study) -> None:
     [
         (
             PipelineStructure(schedule="zero-buble"),
-            "no schedule of this name can be lowered; did you mean zero-bubble?",
+            "no schedule of this name can be predicted; did you mean zero-bubble?",
         ),
-        (PipelineStructure(schedule="gpipe", chunks=2), 'virtual_stages is 2, and "gpipe" knows one stage a rank'),
+        (
+            PipelineStructure(schedule="gpipe", chunks=2),
+            "2 parts of the model on each rank need the schedule interleaved",
+        ),
+        (PipelineStructure(chunks=2), "and this is of 1f1b, which has one; ask for --schedule interleaved, too"),
         (PipelineStructure(boundaries=(0, 4, 6, 8)), "do not divide 8 layers into 2 stages; write 3 rising numbers"),
         (PipelineStructure(schedule="interleaved", chunks=5), "10 stages for 8 layers; each needs one"),
     ],

@@ -307,7 +307,8 @@ def _priced(study: Study, graph: StepGraph, effects: Sequence[Effect]) -> Gain:
 
     def saved_of(variant: int) -> Float:
         before, saved = replayed(effects, variant)
-        return before - (before - saved - correction) / per_batch
+        found: Float = before - (before - saved - correction) / per_batch
+        return found
 
     saved = [saved_of(i) for i in range(max(len(one.variants) for one in effects))]
     gain, ends = mean_gain(study, saved[0]), [float(of.mean()) for of in saved[1:]]

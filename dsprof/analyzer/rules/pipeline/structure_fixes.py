@@ -50,7 +50,13 @@ def boundaries_fix(study: Study, site: str | None, error: ModelError | None) -> 
     says = f"stages that begin at layers 0, {begin}, of {len(layers)}"
     config = _own_config(study)
     if config is None:
-        return Fix("code", f"{says}: as lists of layers, or split points{at(site)}", gain=gain)
+        if any(fact.get("framework") == "deepspeed" for fact in study.facts.get("pipeline", [])):
+            how = (
+                f"DeepSpeed takes no list: override PipelineModule._partition_layers, with self.parts = {list(bounds)}"
+            )
+        else:
+            how = "as lists of layers, or split points"
+        return Fix("code", f"{says}: {how}{at(site)}", gain=gain)
     settings = {"partition_method": list(bounds)}
     title = f"pipeline.partition_method: {list(bounds)}: {says}"
     return Fix("config", title, _in_section(config, settings), gain, (("pipeline.partition_method", list(bounds)),))
@@ -107,7 +113,7 @@ def written(ran: Plan, plan: Plan, bounds: tuple[int, ...] | None) -> dict[str, 
 def _tried(
     study: Study, wanted: PipelineStructure, error: ModelError | None
 ) -> tuple[Plan, tuple[int, ...] | None, Gain] | None:
-    """The plan and the boundaries of a structure and what it saves; None where that cannot be told, or may be nothing."""
+    """The plan and boundaries of a structure and what it saves; None where that cannot be told, or may be nothing."""
     graph = signals.replay.look(study)
     if isinstance(graph, Absent):
         return None
