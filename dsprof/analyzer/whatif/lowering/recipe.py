@@ -83,7 +83,7 @@ class Recipe:
         micro = source_microbatch(was.microbatches, plan.microbatches, action.microbatch)
         if action.op == "F" and was.microbatches == 2 and action.microbatch > 0:
             micro = 1  # the input of the first one may have been loaded before the schedule began
-        # Inputs are for the first stage and targets for the last: one between them that is made of these waits for none.
+        # Inputs are for the first stage and targets for the last: one between them, made of these, waits for none.
         loads = stage not in (0, was.stages - 1) or action.stage in (0, plan.stages - 1)
         factor = self._stages.factor(action)
         # Gradients that a rank reduces once a step, it reduces with its last action.
