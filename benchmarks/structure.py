@@ -12,6 +12,7 @@ On a busy machine a sleep takes longer than it was told to, and in one run more 
 what all layers took in the case's run, times what they took in the first. No prediction knows that beforehand; so
 errors are given twice, the second time (`..._of_layers`) of what is predicted times `layers_took`. A run whose layers
 slept more than 3 % too long is run again, up to three times, and the least disturbed counts, whatever is said of it.
+`runs`, written by hand, says which cases were measured again, and what the run that they are not of gave.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases whose name begins so")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    cases: dict[str, Any] = json.loads(args.results.read_text())["of_cases"] if args.results.exists() else {}
+    earlier: dict[str, Any] = json.loads(args.results.read_text()) if args.results.exists() else {}
+    cases: dict[str, Any] = earlier.get("of_cases", {})
     for name, setup in SETUPS.items():
         left = [one for one in CASES[name] if f"{name} {one.says}" not in cases]
         left = [one for one in left if f"{name} {one.says}".startswith(args.only)]
@@ -180,7 +182,7 @@ def main() -> None:
             case = judged(base, setup, replace(wanted))
             cases[f"{name} {wanted.says}"] = case
             print(name, wanted.says, json.dumps(case), flush=True)
-            found = {"summary": summary(cases), "of_cases": cases}
+            found = {**earlier, "summary": summary(cases), "of_cases": cases}
             write_atomically(args.results, (json.dumps(found, indent=1) + "\n").encode())
     print(json.dumps(summary(cases)))
 

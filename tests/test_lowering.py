@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, pairwise
 from random import Random
 
@@ -10,7 +11,7 @@ import pytest
 from graphs import graph_of, steps_of
 
 from dsprof.analyzer.graph.replay import replay
-from dsprof.analyzer.graph.step_graph import StepGraph, Task
+from dsprof.analyzer.graph.step_graph import PARTS, StepGraph, Task
 from dsprof.analyzer.whatif import Refused, apply
 from dsprof.analyzer.whatif.lowering import Lower, Stages
 from dsprof.analyzer.whatif.schedule import makespan, schedule_graph
@@ -133,6 +134,30 @@ def test_what_lies_before_and_after_and_beside() -> None:
     # waits from 12 to 17 for the first gradients; 4 to reduce them, 3 to step.
     split = apply(graph, [Lower(schedule.make_plan("zero-bubble", 2, 2))])
     assert replay(split).end[:, 0].tolist() == [44.0] * 4
+
+
+def test_parts_of_the_first_and_last_stage_load_once() -> None:
+    """Every forward of both stages waits 7 ms for its input or its targets; a second part of the model on each rank
+    does not, so a rank still waits for four."""
+    (steps,) = ran("1f1b", 2, 4).templates
+    work = steps.work.copy()
+    work[steps.structure.action == "F", :, PARTS.index("data")] = 7.0
+    plan = schedule.make_plan("interleaved", 2, 4, 2)
+    graph = replace(ran("1f1b", 2, 4), templates=(steps.with_costs(work=work),))
+    (lowered,) = apply(graph, [Lower(plan)]).templates
+    waits = [lowered.work[lowered.structure.thread == rank, 0, PARTS.index("data")].sum() for rank in range(2)]
+    assert waits == [4 * 7.0] * 2
+
+
+def test_more_micro_batches_than_two_load_each() -> None:
+    """The first one's input was there before the schedule began, as where a loop takes a batch before it steps."""
+    (steps,) = ran("1f1b", 2, 2).templates
+    work = steps.work.copy()
+    second = (steps.structure.action == "F") & (steps.structure.place[:, 1] == 1) & (steps.structure.place[:, 0] == 0)
+    work[second, :, PARTS.index("data")] = 7.0
+    graph = replace(ran("1f1b", 2, 2), templates=(steps.with_costs(work=work),))
+    (lowered,) = apply(graph, [Lower(schedule.make_plan("1f1b", 2, 8))]).templates
+    assert lowered.work[:, 0, PARTS.index("data")].sum() == 7 * 7.0
 
 
 def test_what_is_no_plan_is_refused() -> None:

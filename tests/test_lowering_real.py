@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jobs import Finished, profile
 
-from dsprof.analyzer.ask import Misasked, ask
+from dsprof.analyzer.ask import Misasked, Scaled, ask
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import StepGraph
 from dsprof.analyzer.judge import judge
@@ -85,7 +85,7 @@ def test_what_another_structure_would_save(uneven: Study) -> None:
     asked = [
         PipelineStructure(boundaries=AUTO),
         PipelineStructure(boundaries=(0, 1, 8)),
-        PipelineStructure(schedule="zb-h1"),
+        PipelineStructure(schedule="ZB-H1"),
         PipelineStructure(schedule="zero-bubble", microbatches=8, boundaries=AUTO),
     ]
     rows = ask(uneven, [[one] for one in asked]).rows
@@ -99,7 +99,8 @@ def test_what_another_structure_would_save(uneven: Study) -> None:
     assert split.low < split.ms < split.high
     assert rows[0].notes[0].endswith("boundaries 0,5,8")
     assert [note.partition(":")[0] for note in rows[3].notes][-2:] == [
-        "how long weight gradients take was not measured", "activations that the ranks hold at once, in micro-batches",
+        "how long weight gradients take was not measured",
+        "activations that the ranks hold at once, in micro-batches of now",
     ]  # fmt: skip
     together = read_questions([], [], ["pipeline.schedule=zero-bubble", "gradient_accumulation_steps=8"], [], "RUN")
     row = ask(uneven, together[-1:]).rows[0]
@@ -107,14 +108,27 @@ def test_what_another_structure_would_save(uneven: Study) -> None:
     assert any("the batch is 2.00 times as large" in note for note in row.notes)
 
 
+def test_a_larger_batch_of_faster_stages(uneven: Study) -> None:
+    """Nearly all of a step is computing: half as long, whatever the batch."""
+    twice, half = PipelineStructure(microbatches=8), Scaled("compute", 0.5)
+    alone, both = (row.gain for row in ask(uneven, [[twice], [twice, half]]).rows)
+    assert alone is not None
+    assert both is not None
+    assert uneven.step_ms - both.ms == pytest.approx((uneven.step_ms - alone.ms) / 2, rel=0.1)
+
+
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
         (
             PipelineStructure(schedule="zero-buble"),
-            "no schedule of this name can be lowered; did you mean zero-bubble?",
+            "no schedule of this name can be predicted; did you mean zero-bubble?",
         ),
-        (PipelineStructure(schedule="gpipe", chunks=2), 'virtual_stages is 2, and "gpipe" knows one stage a rank'),
+        (
+            PipelineStructure(schedule="gpipe", chunks=2),
+            "2 parts of the model on each rank need the schedule interleaved",
+        ),
+        (PipelineStructure(chunks=2), "and this is of 1f1b, which has one; ask for --schedule interleaved, too"),
         (PipelineStructure(boundaries=(0, 4, 6, 8)), "do not divide 8 layers into 2 stages; write 3 rising numbers"),
         (PipelineStructure(schedule="interleaved", chunks=5), "10 stages for 8 layers; each needs one"),
     ],

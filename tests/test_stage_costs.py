@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
+import numpy as np
+import pandas as pd
 import pytest
 
 from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.rules.pipeline.structure_fixes import written
 from dsprof.analyzer.stage_costs import UNEVEN, best_boundaries, divided_alike, of_layers, present_boundaries, stage_ms
 from dsprof.analyzer.whatif import apply
 from dsprof.analyzer.whatif.lowering import Lower, Stages
 from dsprof.analyzer.whatif.schedule import makespan, schedule_graph
-from dsprof.analyzer.work.stage_layers import StageLayer
+from dsprof.analyzer.work.stage_layers import StageLayer, _of_stage
 from dsprof.engine.schedule import make_plan
 
 TAKEN = {(0, "F"): 4.0, (0, "B"): 8.0, (1, "F"): 6.0, (1, "B"): 10.0}
@@ -76,3 +79,35 @@ def test_no_boundaries_are_better_in_a_replay(schedule: str) -> None:
 def test_more_stages_than_layers() -> None:
     with pytest.raises(NotJudged, match="3 stages for 2 layers; each needs one"):
         best_boundaries(layers(1.0, 1.0, stages=(0, 0)), 3, lambda bounds: 0.0)
+
+
+def test_a_fix_writes_all_of_another_schedule() -> None:
+    """Of a run with two parts on each rank a schedule of one part says so: the engine refuses the two beside it."""
+    one, two = make_plan("1f1b", 2, 4), make_plan("interleaved", 2, 4, 2)
+    assert written(one, make_plan("zero-bubble", 2, 4), None) == {"schedule": "zero-bubble"}
+    assert written(two, make_plan("zero-bubble", 2, 4), (0, 3, 8)) == {
+        "schedule": "zero-bubble", "virtual_stages": 1, "partition_method": [0, 3, 8],
+    }  # fmt: skip
+    assert written(one, two, (0, 1, 3, 5, 8)) == {
+        "schedule": "interleaved", "virtual_stages": 2, "partition_method": [0, 1, 3, 5, 8],
+    }  # fmt: skip
+
+
+def test_layers_of_a_stage_whose_modules_were_timed() -> None:
+    """As torch's pipelines are at level full: the outermost module is the stage, those below it are its layers, and
+    what is below these is not; 2 and 4 ms of a forward of 7, of whose backward of 14 they have as much."""
+    call = [("module", "Sequential", 1, 7), ("module", "0", 1, 2), ("module", "0.linear", 1, 1), ("module", "1", 4, 4)]
+    acted = [("pipe", "F", 1, 7), ("pipe", "B", 10, 14)]
+    rows = pd.DataFrame(
+        [
+            {"step": 5, "kind": kind, "name": name, "lane": "main", "stage": 1 if kind == "pipe" else None,
+             "start_ns": (100 * time + at) * 1_000_000, "dur_ns": ms * 1_000_000}
+            for time in range(3) for kind, name, at, ms in [*acted, *call]
+        ]
+    )  # fmt: skip
+    found = _of_stage(rows, 1, np.array([5]))
+    assert [(one.name, one.stage, one.forward_ms, one.backward_ms) for one in found] == [
+        ("0", 1, 2.0, pytest.approx(4.0)), ("1", 1, 4.0, pytest.approx(8.0)),
+    ]  # fmt: skip
+    assert _of_stage(rows[rows["kind"] == "pipe"], 1, np.array([5])) == []
+    assert _of_stage(rows, 0, np.array([5])) == []

@@ -304,7 +304,14 @@ def _priced(study: Study, graph: StepGraph, effects: Sequence[Effect]) -> Gain:
         one.correct(before, saved) - saved for one, (before, saved) in zip(effects, alone, strict=True)
     ]  # fmt: skip
     correction = np.sum(corrections, axis=0) - lost
-    saved = [replayed(effects, i)[1] + correction for i in range(max(len(one.variants) for one in effects))]
+    per_batch = float(np.prod([one.per_batch for one in effects]))
+
+    def saved_of(variant: int) -> Float:
+        before, saved = replayed(effects, variant)
+        found: Float = before - (before - saved - correction) / per_batch
+        return found
+
+    saved = [saved_of(i) for i in range(max(len(one.variants) for one in effects))]
     gain, ends = mean_gain(study, saved[0]), [float(of.mean()) for of in saved[1:]]
     gain = replace(gain, low=min([gain.low, *ends]), high=max([gain.high, *ends]))
     for one, (_, own) in zip(effects, alone, strict=True):

@@ -28,6 +28,7 @@ class Effect:
     correct: (the steps before, what is saved of each), ms, [S] -> what is saved with what no replay knows, such as
              cores that computation and communication share
     like:    the code of the rule whose predictions are of the same kind: their error is this one's
+    per_batch: what a step is then divided by, to be of as much as it is of now: 2.0 of a batch twice as large
     counts_cores, between: as of `Candidate`
     notes:   what the prediction rests on, or is of, each in a sentence
     """
@@ -39,6 +40,7 @@ class Effect:
     latency: float = 1.0
     bandwidth: float = 1.0
     correct: Callable[[Float, Float], Float] = _as_replayed
+    per_batch: float = 1.0
     counts_cores: bool = False
     between: Between | None = None
     notes: tuple[str, ...] = ()

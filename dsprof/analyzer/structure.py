@@ -6,7 +6,6 @@ model on each rank, other boundaries between the stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,7 +15,6 @@ from dsprof.engine.partition import partition
 from dsprof.engine.schedule import Plan, make_plan, peak_activations
 from dsprof.words import did_you_mean
 
-from .arrays import Float
 from .effect import Effect
 from .graph.replay import replay
 from .rules.base import NotJudged
@@ -29,10 +27,14 @@ from .work.stage_layers import StageLayer, stage_layers
 
 AUTO: Final = "auto"
 NAMES: Final = {
-    "gpipe": "gpipe", "1f1b": "1f1b", "interleaved": "interleaved", "interleaved-1f1b": "interleaved",
+    "1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved", "interleaved-1f1b": "interleaved",
     "vpp": "interleaved", "zero-bubble": "zero-bubble", "zb-h1": "zero-bubble", "zbh1": "zero-bubble",
 }  # fmt: skip
-"""What a schedule is called -> its name in `dsprof.engine.schedule`."""
+"""What a schedule is called -> its name in `dsprof.engine.schedule`. A plan that is of several has the first one's: of
+one micro-batch, 1F1B and GPipe are the same."""
+CONFIG: Final = "dsprof's engine or DeepSpeed"
+TORCH: Final = "torch.distributed.pipelining"
+"""What a pipeline's knobs may be of."""
 WEIGHT_SHARES: Final = (1 / 3, 0.6)
 """What W may be of a backward that was not measured in two parts: the ends of the interval."""
 
@@ -41,7 +43,8 @@ WEIGHT_SHARES: Final = (1 / 3, 0.6)
 class PipelineStructure:
     """schedule: one of NAMES; microbatches: of the same size as now, unless `same_batch`: then what is one batch now is
     cut into so many; chunks: parts of the model on each rank; boundaries: 0, ..., layers, or AUTO: the best there are;
-    written: as the user typed all this. What is None is as it ran.
+    written: as the user typed all this. What is None is as it ran. knob_of: CONFIG or TORCH, where it is a knob that
+    only jobs of one have; otherwise: what to say of it where a job has no pipeline.
     """
 
     schedule: str | None = None
@@ -50,6 +53,8 @@ class PipelineStructure:
     boundaries: tuple[int, ...] | str | None = None
     same_batch: bool = False
     written: str = ""
+    knob_of: str = ""
+    otherwise: str = ""
 
     @property
     def says(self) -> str:
@@ -71,10 +76,25 @@ class PipelineStructure:
                 raise ValueError(f"{self.says} and {other.says} do not go together: write one of them")
             found[name] = values[0] if values else None
         written = " ".join(dict.fromkeys((self.says, other.says)))
-        return PipelineStructure(**found, same_batch=self.same_batch or other.same_batch, written=written)
+        return PipelineStructure(
+            **found,
+            same_batch=self.same_batch or other.same_batch,
+            written=written,
+            knob_of=self.knob_of or other.knob_of,
+            otherwise=self.otherwise or other.otherwise,
+        )
 
     def effect(self, study: Study) -> Effect:
         """Raises NotJudged with what the run does not tell, and Refused."""
+        if self.otherwise and not study.topology.stage_of:
+            raise NotJudged(self.otherwise)
+        facts, configured = study.facts.get("pipeline", []), study.facts.get("config", [])
+        ran = TORCH if any(fact.get("framework") != "deepspeed" for fact in facts) else CONFIG
+        if self.knob_of and self.knob_of != ran and (facts or configured):
+            raise NotJudged(
+                f"{self.says} is of {self.knob_of}, and this pipeline is of {ran}: ask with --schedule, "
+                "--micro-batches, --chunks or --boundaries"
+            )
         return restructured(study, self).effect
 
 
@@ -84,8 +104,8 @@ class Restructured:
 
     plan:       what the ranks would do
     boundaries: layers at which stages begin, and the number of all; None: they stay
-    in_flight:  of each rank of a pipeline, the activations (of as much of the model as it holds, and one micro-batch)
-                that it holds at once: now, and then
+    in_flight:  of each rank of a pipeline, the activations (of as much of the model as it holds, and one micro-batch of
+                the size that it has now) that it holds at once: now, and then
     """
 
     plan: Plan
@@ -126,6 +146,10 @@ def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
     """Raises NotJudged with what the run does not tell."""
     ran = pipeline_that_ran(study)
     plan = _plan(study, ran, wanted)
+    if ran.ranks == 1 and (wanted.schedule, wanted.chunks, wanted.boundaries) != (None, None, None):
+        raise NotJudged(
+            "the pipeline has one rank, so no stage waits for another: neither a schedule nor boundaries save anything"
+        )
     try:
         taken, layers = stage_ms(study.need_graph()), stage_layers(study)
     except NotLowered as why:
@@ -153,7 +177,8 @@ def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
     if plan.splits and not ran.splits:
         notes.append("how long weight gradients take was not measured: between 33 and 60 % of a backward")
         stages = (*stages, *(replace(stages[0], weight_share=share) for share in WEIGHT_SHARES))
-    in_flight = _in_flight(ran), _in_flight(plan)
+    size = ran.microbatches / plan.microbatches if wanted.same_batch else 1.0
+    in_flight = _in_flight(ran), tuple(size * held for held in _in_flight(plan))
     notes.append(_held(*in_flight))
     lowered = [(Lower(plan, one, wanted.says),) for one in stages]
     now = (Lower(),)
@@ -162,7 +187,7 @@ def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
         then=lowered[0],
         now=now,
         others=tuple((now, one) for one in lowered[1:]),
-        correct=_per_batch(1.0 if wanted.same_batch else ran.microbatches / plan.microbatches),
+        per_batch=1.0 if wanted.same_batch else plan.microbatches / ran.microbatches,
         notes=tuple(notes),
     )
     return Restructured(plan, bounds, in_flight, effect)
@@ -170,15 +195,20 @@ def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
 
 def _plan(study: Study, ran: Plan, wanted: PipelineStructure) -> Plan:
     microbatches = wanted.microbatches or ran.microbatches
-    if wanted.schedule is not None and wanted.schedule not in NAMES:
+    if wanted.schedule is not None and wanted.schedule.lower() not in NAMES:
         names = sorted(set(NAMES.values()))
         hint = did_you_mean(wanted.schedule, NAMES, otherwise=f"; there are {', '.join(names)}", show=str)
-        raise NotJudged(f"{wanted.schedule}: no schedule of this name can be lowered{hint}")
-    name = ran.schedule if wanted.schedule is None else NAMES[wanted.schedule]
+        raise NotJudged(f"{wanted.schedule}: no schedule of this name can be predicted{hint}")
+    name = ran.schedule if wanted.schedule is None else NAMES[wanted.schedule.lower()]
     several = name == "interleaved" or (name not in NAMES and ran.virtual_stages > 1)
     chunks = wanted.chunks or (max(ran.virtual_stages, 2) if several and wanted.schedule else ran.virtual_stages)
     if not several and wanted.chunks is None:
         chunks = 1
+    if not several and chunks > 1 and name in NAMES.values():
+        raise NotJudged(
+            f"{chunks} parts of the model on each rank need the schedule interleaved, and this is of {name}, which has "
+            "one; ask for --schedule interleaved, too"
+        )
     if name not in NAMES.values():
         if (microbatches, chunks) == (ran.microbatches, ran.virtual_stages):
             return ran
@@ -229,15 +259,6 @@ def _times(stages: Stages, plan: Plan, part: float) -> Stages:
     return replace(stages, factors={key: times * part for key, times in {**every, **stages.factors}.items()})
 
 
-def _per_batch(part: float) -> Callable[[Float, Float], Float]:
-    def correct(before: Float, saved: Float) -> Float:
-        """Of a larger batch, what belongs to as many micro-batches as there are now."""
-        found: Float = before - (before - saved) * part
-        return found
-
-    return correct
-
-
 def _of_boundaries(study: Study, bounds: tuple[int, ...]) -> str:
     layers = _need_layers(study)
     begin = ", ".join(f"{at} ({layers[at].name})" for at in bounds[1:-1])
@@ -251,4 +272,4 @@ def _in_flight(plan: Plan) -> tuple[float, ...]:
 def _held(now: tuple[float, ...], then: tuple[float, ...]) -> str:
     before, after = (", ".join(number(held) for held in ranks) for ranks in (now, then))
     same = f"as now ({before})" if now == then else f"{after}, and now {before}"
-    return f"activations that the ranks hold at once, in micro-batches: {same}"
+    return f"activations that the ranks hold at once, in micro-batches of now: {same}"

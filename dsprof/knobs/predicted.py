@@ -113,7 +113,11 @@ def turned(key: str, value: Any, run: str) -> Request:
     change = CHANGES.get(key)
     setting = f"{key}={typed(key, value)}"
     if key in STRUCTURES:
-        return replace(STRUCTURES[key](key, value), written=setting)
+        otherwise = (
+            f"the job has no pipeline, as far as was captured, and of others what {key} saves is not predicted yet; "
+            f"`dsprof fix {run} --set {setting} --verify` measures it"
+        )
+        return replace(STRUCTURES[key](key, value), written=setting, otherwise=otherwise)
     if change is None:
         shown = redact_words([setting])[0]
         why = (

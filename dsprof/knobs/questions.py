@@ -68,7 +68,9 @@ def read_structure(
 ) -> PipelineStructure | None:
     """The structure that these options ask for; None: they do not. Raises KnobError."""
     bounds: tuple[int, ...] | str | None = boundaries
-    if boundaries is not None and boundaries != AUTO:
+    if boundaries is not None and boundaries.lower() == AUTO:
+        bounds = AUTO
+    elif boundaries is not None:
         try:
             bounds = tuple(int(word) for word in boundaries.split(","))
         except ValueError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from dsprof.analyzer.structure import PipelineStructure
+from dsprof.analyzer.structure import CONFIG, TORCH, PipelineStructure
 
 from .knob import KnobError
 from .registry import typed
@@ -24,16 +24,18 @@ def _boundaries(key: str, value: Any) -> PipelineStructure:
             f"{key}={typed(key, value)}: what a method divides is only known when it has; write boundaries, such as "
             "[0,4,8], or ask with --boundaries auto"
         )
-    return PipelineStructure(boundaries=tuple(value))
+    return PipelineStructure(boundaries=tuple(value), knob_of=CONFIG)
 
 
 STRUCTURES: Final[Mapping[str, Callable[[str, Any], PipelineStructure]]] = {
     "gradient_accumulation_steps": lambda key, value: PipelineStructure(microbatches=_whole(key, value)),
     "pipeline.partition_method": _boundaries,
-    "pipeline.schedule": lambda key, value: PipelineStructure(schedule=str(value)),
-    "pipeline.virtual_stages": lambda key, value: PipelineStructure(chunks=_whole(key, value)),
-    "pipelining.microbatches": lambda key, value: PipelineStructure(microbatches=_whole(key, value), same_batch=True),
-    "pipelining.schedule": lambda key, value: PipelineStructure(schedule=str(value)),
+    "pipeline.schedule": lambda key, value: PipelineStructure(schedule=str(value), knob_of=CONFIG),
+    "pipeline.virtual_stages": lambda key, value: PipelineStructure(chunks=_whole(key, value), knob_of=CONFIG),
+    "pipelining.microbatches": lambda key, value: PipelineStructure(
+        microbatches=_whole(key, value), same_batch=True, knob_of=TORCH
+    ),
+    "pipelining.schedule": lambda key, value: PipelineStructure(schedule=str(value), knob_of=TORCH),
 }
 """Key -> (key, value) -> the structure it asks for. torch cuts a batch into micro-batches; where gradients are
 accumulated, each micro-batch keeps its size."""

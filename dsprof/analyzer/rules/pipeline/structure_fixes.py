@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from dsprof.engine.schedule import Plan
+
 from ... import signals
 from ...finding import Fix, Gain
 from ...graph.replay import replay
@@ -16,7 +18,7 @@ from ...price.calibration import ModelError
 from ...price.certainty import with_all_errors
 from ...price.gains import mean_gain
 from ...signals import Absent
-from ...structure import AUTO, PipelineStructure, restructured
+from ...structure import AUTO, PipelineStructure, pipeline_that_ran, restructured
 from ...study import Study
 from ...whatif import Refused, apply
 from ...work.stage_layers import stage_layers
@@ -25,17 +27,14 @@ from ..run.unequal_shares import KEY, loads_by_engine
 
 OWN_ENGINE: Final = "dsprof"
 """Dialect of the configurations of dsprof's engine."""
-SCHEDULES: Final[tuple[tuple[PipelineStructure, dict[str, Any], str], ...]] = (
+SCHEDULES: Final[tuple[tuple[PipelineStructure, str], ...]] = (
+    (PipelineStructure(schedule="zero-bubble"), "weight gradients are computed while the pipeline drains"),
     (
-        PipelineStructure(schedule="zero-bubble"), {"schedule": "zero-bubble"},
-        "weight gradients are computed while the pipeline drains",
-    ),
-    (
-        PipelineStructure(schedule="interleaved", chunks=2), {"schedule": "interleaved", "virtual_stages": 2},
+        PipelineStructure(schedule="interleaved", chunks=2),
         "it fills and drains in steps of half a rank's part of the model; more activations are held",
     ),
-)  # fmt: skip
-"""Those that are tried, how they are written, and why they may be shorter."""
+)
+"""Those that are tried, and why they may be shorter."""
 
 
 def boundaries_fix(study: Study, site: str | None, error: ModelError | None) -> Fix | None:
@@ -44,14 +43,20 @@ def boundaries_fix(study: Study, site: str | None, error: ModelError | None) -> 
     layers = stage_layers(study)
     if found is None or layers is None:
         return None
-    bounds, gain = found
+    _, bounds, gain = found
     if bounds is None:
         return None
     begin = ", ".join(f"{number} ({layers[number].name})" for number in bounds[1:-1])
     says = f"stages that begin at layers 0, {begin}, of {len(layers)}"
     config = _own_config(study)
     if config is None:
-        return Fix("code", f"{says}: as lists of layers, or split points{at(site)}", gain=gain)
+        if any(fact.get("framework") == "deepspeed" for fact in study.facts.get("pipeline", [])):
+            how = (
+                f"DeepSpeed takes no list: override PipelineModule._partition_layers, with self.parts = {list(bounds)}"
+            )
+        else:
+            how = "as lists of layers, or split points"
+        return Fix("code", f"{says}: {how}{at(site)}", gain=gain)
     settings = {"partition_method": list(bounds)}
     title = f"pipeline.partition_method: {list(bounds)}: {says}"
     return Fix("config", title, _in_section(config, settings), gain, (("pipeline.partition_method", list(bounds)),))
@@ -84,19 +89,31 @@ def schedule_fixes(study: Study, error: ModelError | None) -> list[Fix] | None:
     if config is None:
         return None
     found = []
-    for wanted, settings, why in SCHEDULES:
+    for wanted, why in SCHEDULES:
         tried = _tried(study, wanted, error)
         if tried is not None:
+            settings = written(pipeline_that_ran(study), *tried[:2])
             named = ", ".join(f"pipeline.{key}: {json.dumps(value)}" for key, value in settings.items())
             knobs = tuple((f"pipeline.{key}", value) for key, value in settings.items())
-            found.append(Fix("config", f"{named}: {why}", _in_section(config, settings), tried[1], knobs))
+            found.append(Fix("config", f"{named}: {why}", _in_section(config, settings), tried[2], knobs))
     return sorted(found, key=lambda fix: -fix.gain.low if fix.gain else 0.0)
+
+
+def written(ran: Plan, plan: Plan, bounds: tuple[int, ...] | None) -> dict[str, Any]:
+    """What the section `pipeline` says of a plan: all that differs from the one that ran, so that what is stated now,
+    such as two parts on each rank, does not contradict it."""
+    settings: dict[str, Any] = {"schedule": plan.schedule}
+    if plan.virtual_stages != ran.virtual_stages:
+        settings["virtual_stages"] = plan.virtual_stages
+    if bounds is not None:
+        settings["partition_method"] = list(bounds)
+    return settings
 
 
 def _tried(
     study: Study, wanted: PipelineStructure, error: ModelError | None
-) -> tuple[tuple[int, ...] | None, Gain] | None:
-    """The boundaries of a structure and what it saves; None where that cannot be told, or may be nothing."""
+) -> tuple[Plan, tuple[int, ...] | None, Gain] | None:
+    """The plan and boundaries of a structure and what it saves; None where that cannot be told, or may be nothing."""
     graph = signals.replay.look(study)
     if isinstance(graph, Absent):
         return None
@@ -112,7 +129,7 @@ def _tried(
     ends = [float(np.mean(before - other)) for other in after[1:]]
     gain = Gain(gain.ms, gain.percent, min([gain.low, *ends]), max([gain.high, *ends]))
     gain = with_all_errors(study, gain, error)
-    return (new.boundaries, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else None
+    return (new.plan, new.boundaries, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else None
 
 
 def _own_config(study: Study) -> dict[str, Any] | None:

@@ -20,6 +20,7 @@ from .recipe import ActionPiece, Recipe, Stages, source_microbatch, source_stage
 
 COMPUTED: Final = tuple(PARTS.index(part) for part in ("compute", "sharding"))
 """What of a segment takes another time in a stage that has other layers."""
+DATA: Final = PARTS.index("data")
 NO_SOURCE: Final = -1
 
 NO_ACTION: Final = Action("", -1, -1)
@@ -74,6 +75,7 @@ class _Assembly:
         # Of each new segment.
         self._source: list[int] = []
         self._factor: list[float] = []
+        self._loads: list[bool] = []
         self._key: list[Key] = []
         self._carried: list[str] = []
         self._thread: list[int] = []
@@ -112,11 +114,13 @@ class _Assembly:
         factor: float = 1.0,
         carried: str = "all",
         acts: bool = False,
+        loads: bool = True,
     ) -> None:
         for segment in segments:
             self._copies[segment].append(len(self._source))
             self._source.append(segment)
             self._factor.append(factor)
+            self._loads.append(loads)
             self._key.append(key)
             self._carried.append(carried)
             self._thread.append(thread)
@@ -131,10 +135,12 @@ class _Assembly:
             waits = self._before(pieces[0], thread, key)
             for piece in pieces:
                 block = piece.block
-                self._append(range(block.begins, block.ends), thread, key, piece.factor, piece.carried, acts=True)
-            block = pieces[0].block
-            if pieces[0].whole:
-                self._append(range(block.ends, block.stop), thread, key, carried=pieces[0].carried)
+                own = range(block.begins, block.ends)
+                self._append(own, thread, key, piece.factor, piece.carried, acts=True, loads=piece.loads)
+            first_piece = pieces[0]
+            if first_piece.whole:
+                after = range(first_piece.block.ends, first_piece.block.stop)
+                self._append(after, thread, key, carried=first_piece.carried, loads=first_piece.loads)
             self._placed[key] = _Placed(first, waits, len(self._source) - 1)
 
     def _before(self, piece: ActionPiece, thread: int, key: Key) -> int:
@@ -142,9 +148,9 @@ class _Assembly:
         block = piece.block
         if not piece.whole:
             return len(self._source)
-        self._append(range(block.first, block.waits), thread, key, carried=piece.carried)
+        self._append(range(block.first, block.waits), thread, key, carried=piece.carried, loads=piece.loads)
         waits = len(self._source)
-        self._append(range(block.waits, block.begins), thread, key, carried=piece.carried)
+        self._append(range(block.waits, block.begins), thread, key, carried=piece.carried, loads=piece.loads)
         return waits
 
     # --- tasks
@@ -292,13 +298,14 @@ class _Assembly:
             ids=ids,
             ids_used=old.ids_used + int((~kept).sum()),
         )
-        factor, waited = np.array(self._factor), self._waited
+        factor, loads, waited = np.array(self._factor), np.array(self._loads), self._waited
         other = self._plan.actions != self._measured.plan.actions
         alike = [(was, np.flatnonzero(np.isin(task_source, was))) for was in self._messages_by_op() if other]
 
         def costs(steps: Steps) -> Costs:
             work = steps.work[source]
             work[..., COMPUTED] *= factor[:, None, None]
+            work[..., DATA] *= loads[:, None]
             transfer, wire, size = (_taken(of, task_source) for of in (steps.transfer, steps.wire, steps.size))
             for was, now in alike:
                 typical = None if waited is None else typical_transfer(steps.transfer, waited, was)

@@ -22,12 +22,13 @@ Carried = Literal["all", "gradients", "others"]
 @dataclass(frozen=True)
 class ActionPiece:
     """A copy of a measured block, or of its own segments alone, without what comes before and after them. Its
-    computation takes `factor` times as long."""
+    computation takes `factor` times as long. `loads`: whether it waits for input where the measured one did."""
 
     block: ActionBlock
     factor: float = 1.0
     whole: bool = True
     carried: Carried = "all"
+    loads: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,10 @@ class Recipe:
         was, plan, blocks = self._pipeline.plan, self._plan, self._pipeline.blocks
         stage = source_stage(was, plan, action.stage)
         micro = source_microbatch(was.microbatches, plan.microbatches, action.microbatch)
+        if action.op == "F" and was.microbatches == 2 and action.microbatch > 0:
+            micro = 1  # the input of the first one may have been loaded before the schedule began
+        # Inputs are for the first stage and targets for the last: one between them, made of these, waits for none.
+        loads = stage not in (0, was.stages - 1) or action.stage in (0, plan.stages - 1)
         factor = self._stages.factor(action)
         # Gradients that a rank reduces once a step, it reduces with its last action.
         reduces: Carried = "all" if self._final is None or action == self._last else "others"
@@ -88,7 +93,7 @@ class Recipe:
             block = blocks[Action(op, stage, micro)]
             if action == self._last and self._final is not None and op == self._final.action.op:
                 block = self._final
-            return ActionPiece(block, factor * times, whole, carried)
+            return ActionPiece(block, factor * times, whole, carried, loads)
 
         if action.op == "F":
             return (copied("F", carried="all"),)
