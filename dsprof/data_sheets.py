@@ -1,7 +1,7 @@
 """What devices can compute at most, by their makers' data sheets: dense matrix products (without sparsity), in the
-number format of the inputs, accumulated in float32; and what their memory can move.
+number format of the inputs, accumulated in float32; how much their memory holds and moves; and their link.
 
-TFLOP/s and TB/s. A device that is not listed, a slice of one (MIG), or a format that it lacks has no peak here.
+TFLOP/s, TB/s, GiB, GB/s. A device that is not listed, a slice of one (MIG), or a format that it lacks has no peak here.
 Standard library only: the engine chooses by it what it computes in, and the analyzer says how well devices are used.
 """
 
@@ -17,13 +17,17 @@ from typing import Final
 class Device:
     """name: as people say it. pattern: what its driver calls it, whole. tflops: format -> peak; `tf32` is float32 on
     tensor cores, which torch uses where `torch.set_float32_matmul_precision` allows it; `float8` both its formats.
-    source: where it is written. tb_a_second: of its memory; None where the sheet's variants differ."""
+    source: where it is written, the memory and the link too. tb_a_second: of its memory. memory_gib: of the largest
+    variant. link_gb_s: to the other devices of its node, one way (half of what sheets give for both): NVLink, else the
+    PCI bus, also where pairs can be bridged. None of these three: the sheet does not say."""
 
     name: str
     pattern: str
     tflops: Mapping[str, float]
     source: str
     tb_a_second: float | None = None
+    memory_gib: float | None = None
+    link_gb_s: float | None = None
 
     def flops(self, dtype: str, tf32: bool) -> float | None:
         """Operations a second in torch's `dtype`; None where the sheet does not say."""
@@ -41,74 +45,102 @@ def _formats(
     return found | {name: peak for name, peak in more.items() if peak}
 
 
+A100_SHEET: Final = (
+    "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-"
+    "web.pdf"
+)
 DEVICES: Final = (
     Device(
         "B200",
         r"NVIDIA B200",
         _formats(2250, 1125, 75, float8=4500),
         "https://www.nvidia.com/en-us/data-center/hgx/ (HGX B200, an eighth; half of what is given with sparsity)",
-        8.0,
+        tb_a_second=8.0,
+        memory_gib=180,
+        link_gb_s=900,
     ),
     Device(
         "H200 SXM",
         r"NVIDIA H200",
         _formats(989.5, 494.5, 67, 67, float8=1979),
         "https://www.nvidia.com/en-us/data-center/h200/ (half of what is given with sparsity)",
-        4.8,
+        tb_a_second=4.8,
+        memory_gib=141,
+        link_gb_s=450,
     ),
     Device(
         "H200 NVL",
         r"NVIDIA H200 NVL",
         _formats(835.5, 417.5, 60, 60, float8=1671),
         "https://www.nvidia.com/en-us/data-center/h200/ (half of what is given with sparsity)",
-        4.8,
+        tb_a_second=4.8,
+        memory_gib=141,
+        link_gb_s=450,
     ),
     Device(
         "H100 SXM",
         r"NVIDIA H100 80GB HBM3",
         _formats(989.5, 494.5, 67, 67, float8=1979),
         "https://www.nvidia.com/en-us/data-center/h100/ (half of what is given with sparsity)",
-        3.35,
+        tb_a_second=3.35,
+        memory_gib=80,
+        link_gb_s=450,
     ),
     Device(
         "H100 NVL",
         r"NVIDIA H100 NVL",
         _formats(835.5, 417.5, 60, 60, float8=1671),
         "https://www.nvidia.com/en-us/data-center/h100/ (half of what is given with sparsity)",
-        3.9,
+        tb_a_second=3.9,
+        memory_gib=94,
+        link_gb_s=300,
     ),
     Device(
         "H100 PCIe",
         r"NVIDIA H100 PCIe",
         _formats(756, 378, 51, 51, float8=1513),
         "https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper (table of H100 PCIe, dense)",
-        2.0,
+        tb_a_second=2.0,
+        memory_gib=80,
+        link_gb_s=64,
     ),
-    Device(
-        "A100",
-        r"(NVIDIA )?A100-(SXM4|PCIE|PG509)-(40|80)GB|NVIDIA A100 80GB PCIe|NVIDIA A100-SXM-64GB",
-        _formats(312, 156, 19.5, 19.5),
-        "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-"
-        "1758950-r4-web.pdf",
+    # Of A100, each memory has its own rate; the link of a PCIe card is the bus.
+    *(
+        Device("A100", pattern, _formats(312, 156, 19.5, 19.5), A100_SHEET, moves, holds, link)
+        for pattern, moves, holds, link in (
+            (r"(NVIDIA )?A100-(SXM4|PG509)-80GB", 2.039, 80, 300),
+            (r"(NVIDIA )?A100-(SXM4|PG509)-40GB", 1.555, 40, 300),
+            (r"(NVIDIA )?A100-PCIE-80GB|NVIDIA A100 80GB PCIe", 1.935, 80, 32),
+            (r"(NVIDIA )?A100-PCIE-40GB", 1.555, 40, 32),
+            (r"NVIDIA A100-SXM-64GB", None, 64, None),
+        )
     ),
     Device(
         "L40S",
         r"NVIDIA L40S",
         _formats(362.05, 183, 91.6, float8=733),
         "https://www.nvidia.com/en-us/data-center/l40s/",
-        0.864,
+        tb_a_second=0.864,
+        memory_gib=48,
+        link_gb_s=32,
     ),
     Device(
         "V100 SXM2",
         r"(NVIDIA )?(Tesla )?V100-SXM2-(16|32)GB",
         {"float16": 125, "float32": 15.7, "float64": 7.8},
         "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
+        tb_a_second=0.9,
+        memory_gib=32,
+        link_gb_s=150,
     ),
     Device(
         "V100 PCIe",
         r"(NVIDIA )?(Tesla )?V100-PCIE-(16|32)GB",
         {"float16": 112, "float32": 14, "float64": 7},
         "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-datasheet-update-us-1165301-r5.pdf",
+        tb_a_second=0.9,
+        memory_gib=32,
+        link_gb_s=16,
     ),
     Device(
         "RTX 4090",
@@ -116,7 +148,9 @@ DEVICES: Final = (
         _formats(165.2, 82.6, 82.6, float8=330.3),
         "https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (appendix A, with "
         "FP32 accumulate)",
-        1.008,
+        tb_a_second=1.008,
+        memory_gib=24,
+        link_gb_s=32,
     ),
     Device(
         "RTX 3090",
@@ -124,6 +158,9 @@ DEVICES: Final = (
         _formats(71, 35.6, 35.6),
         "https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-"
         "Whitepaper-V1.pdf (with FP32 accumulate)",
+        tb_a_second=0.936,
+        memory_gib=24,
+        link_gb_s=32,
     ),
 )
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from dsprof.plan.formulas import FormulaPlan
     from dsprof.plan.from_run import PlannedStep, RunPlan
+    from dsprof.plan.spending import Spending
     from dsprof.plan.told import TableAnswer
 
 MOST_ROWS: Final = 40
@@ -46,6 +47,8 @@ def render_calibration(told: TableAnswer) -> str:
         ]
     if told.predicted is not None and told.asked is not None:
         lines += ["", *_steps(told)]
+    if told.learnt_too:
+        lines += ["", _learnt_too(told)]
     if told.score is not None:
         lines += ["", _scored(told)]
     return "\n".join(lines) + "\n"
@@ -62,6 +65,14 @@ def _steps(told: TableAnswer) -> list[str]:
         rows.append((*(f"{one:.0f}" for one in sizes), ms(found.ms[i]), span))
     more = len(steps) - MOST_ROWS
     return [*table(rows, 0), *([f"and {count(more, 'more step')}: see --json"] if more > 0 else [])]
+
+
+def _learnt_too(told: TableAnswer) -> str:
+    assert told.asked is not None
+    some = f"{told.learnt_too:,} of these {len(told.asked.ms):,} steps are also in the table that was learnt"
+    if told.score is not None:
+        return f"{some}: that they are met is no test, and they are not counted here"
+    return f"{some}: that they are met is no test"
 
 
 def _scored(told: TableAnswer) -> str:
@@ -111,7 +122,7 @@ def render_plan(plan: FormulaPlan) -> str:
     lines[-1] += f"{first['tflops_a_gpu']:.3g} TFLOP/s a rank"
     lines += ["", *_curve(plan)]
     if plan.spending is not None:
-        lines += ["", _spent(plan)]
+        lines += ["", _spent(plan.spending)]
     lines += ["", "assumed:", *(f"  {one}" for one in plan.assumptions), "", f"to know more: {plan.tells_most}"]
     return "\n".join(lines) + "\n"
 
@@ -128,12 +139,11 @@ def _curve(plan: FormulaPlan) -> list[str]:
     return table(rows, 0)
 
 
-def _spent(plan: FormulaPlan) -> str:
-    assert plan.spending is not None
-    hours, low, high = plan.spending.gpu_hours
-    text = f"{_rate(plan.spending.steps)} steps: {_short(hours)} GPU hours [{_short(low)}, {_short(high)}]"
-    if plan.spending.money is not None:
-        most = [_short(value) for value in plan.spending.money]
+def _spent(spent: Spending) -> str:
+    hours, low, high = spent.gpu_hours
+    text = f"{_rate(spent.steps)} steps: {_short(hours)} GPU hours [{_short(low)}, {_short(high)}]"
+    if spent.money is not None:
+        most = [_short(value) for value in spent.money]
         text += f", which cost {most[0]} [{most[1]}, {most[2]}]"
     return text
 
@@ -169,6 +179,8 @@ def render_run_plan(plan: RunPlan) -> str:
             "",
             f"memory: a rank had {size(plan.memory_bytes)} at most; it stays so, or shrinks where states are sharded",
         ]
+    if plan.spending is not None:
+        lines += ["", _spent(plan.spending)]
     lines += ["", "assumed:", *(f"  {one}" for one in plan.assumptions), "", f"to know more: {plan.tells_most}"]
     return "\n".join(lines) + "\n"
 

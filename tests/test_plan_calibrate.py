@@ -176,6 +176,7 @@ def test_a_table_is_read_by_its_headings(tmp_path: Path) -> None:
         ("2,16,8,1024,16,2.5,1024,1,1,2,372", ":2: # layers is '2.5'; it has to be whole and above 0"),
         ("2,9,8,1024,16,24,1024,1,1,2,372", ":2: a global batch of 9 is not a whole number of micro-batches of 8"),
         ("2,16,8", ":2: has 3 of 11 columns"),
+        ("2,16,8,1024,16,24,1024,1,1,2,nan", ":2: iteration time (ms) is 'nan'; it has to be above 0"),
     ],
 )
 def test_what_is_wrong_with_a_row_is_said_with_its_line(tmp_path: Path, line: str, said: str) -> None:
@@ -229,3 +230,35 @@ def test_what_the_verb_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "none.csv: cannot be read: No such file or directory" in capsys.readouterr().err
     assert main(["plan"]) == 2
     assert "nothing to plan from" in capsys.readouterr().err
+    table = table_of(tmp_path / "t.csv", many(2), cost(TRUE, many(2)).step)
+    for words, said in (
+        (["--params", "7e9"], "without --ranks no model is planned; leave out --params"),
+        (["--price", "2"], "without --ranks no model is planned; leave out --price"),
+        (["--gpu", "h10"], "--gpu h10: is not known"),
+    ):
+        assert main(["plan", "--calibrate", str(table), *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_steps_that_were_learnt_are_no_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    learnt = table_of(tmp_path / "learnt.csv", many(2), cost(TRUE, many(2)).step)
+    asked = StepShapes.of([*rows_of(many(2))[:3], *rows_of(many(4))])
+    both = table_of(tmp_path / "both.csv", asked, cost(TRUE, asked).step)
+    verb = ["plan", "--calibrate", str(learnt), "--predict"]
+    assert main([*verb, str(both), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["steps_learnt_too"], len(told["steps"])) == (3, len(asked))
+    assert told["score"]["rows"] == len(many(4))
+    assert main([*verb, str(both)]) == 0
+    assert f"3 of these {len(asked)} steps are also in the table that was learnt" in capsys.readouterr().out
+    assert main([*verb, str(learnt), "--json"]) == 0
+    assert "score" not in json.loads(capsys.readouterr().out)
+
+
+def test_the_device_that_is_told_is_where_the_figures_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table that never left one node tells nothing of the network, so that of --bandwidth stays."""
+    table = table_of(tmp_path / "t.csv", many(2), cost(TRUE, many(2)).step)
+    assert main(["plan", "--calibrate", str(table), "--gpu", "h100", "--bandwidth", "400Gb", "--json"]) == 0
+    figures = {one["name"]: one for one in json.loads(capsys.readouterr().out)["figures"]}
+    assert figures["network_gb_s"]["value"] == pytest.approx(40.0, rel=1e-3)
+    assert not figures["network_gb_s"]["measured"]

@@ -1,8 +1,9 @@
-"""`dsprof plan RUN --ranks N`: what a measured run would do with more replicas."""
+"""`dsprof plan RUN --ranks N`: what a measured run would do with more replicas, another batch or another device."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from synthetic import Job, constant, write_capture
 
 from dsprof.analyzer.study import Study, study
 from dsprof.cli import main
-from dsprof.plan.from_run import CannotPlan, Network, plan_from_run
+from dsprof.plan.changes import Batch, CannotPlan
+from dsprof.plan.from_run import Network, plan_from_run
+from dsprof.plan.hardware import GPUS
 
 LINK = Job(backward=constant(200), buckets=(8 << 20, 24 << 20), latency_ms=4, jitter=0.0)
 """Two ranks. Of two transfers, 4 ms of latency and 1 ms a MiB each, the first is hidden and the step waits 28 ms for
@@ -62,6 +65,105 @@ def test_scaling_is_said_in_words() -> None:
     assert plan.assumptions[0] == "weak scaling: each rank keeps its batch, so the global batch is 4 times the run's"
 
 
+def test_the_same_batch_on_four_times_the_ranks_by_hand() -> None:
+    """A quarter of forward and backward, and of what they hide: 60 ms and 3. The rest of the 80 ms is waited for; 1 ms
+    of loading shrinks as well, 5 of the optimizer do not."""
+    plan = plan_from_run(measured(), 8, NODE, same_batch=True)
+    assert plan.scaling == "strong"
+    assert plan.asked.parts["compute"] == pytest.approx(60, abs=0.1)
+    assert plan.asked.parts["comm_exposed"] == pytest.approx(77, abs=0.3)
+    assert plan.asked.ms == pytest.approx(60 + 77 + 0.25 + 5, abs=0.5)
+    assert plan.asked.efficiency == pytest.approx(274 / 4 / 142.25, abs=0.005)
+    weak = plan_from_run(measured(), 8, NODE).asked
+    assert (plan.asked.high - plan.asked.low) / plan.asked.ms > (weak.high - weak.low) / weak.ms
+    assert plan.measured.ms == pytest.approx(274, abs=0.1)
+    assert plan.assumptions[0].startswith("strong scaling: the global batch is the run's; a rank's micro-batch is 0.25")
+
+
+@pytest.mark.parametrize(
+    ("batch", "share", "smaller"),
+    [
+        (Batch(), 1.0, False),
+        (Batch(keep=True), 0.25, True),
+        (Batch(keep=True, accumulated=8), 0.25, False),
+        (Batch(keep=True, accumulated=2), 0.25, True),
+        (Batch(of_run=64, wanted=128), 0.5, True),
+        (Batch(of_run=64, wanted=128, accumulated=4), 0.5, False),
+        (Batch(of_run=64, wanted=256), 1.0, False),
+    ],
+)
+def test_the_share_of_a_rank_from_two_to_eight_replicas(batch: Batch, share: float, smaller: bool) -> None:
+    assert batch.share(8, 2) == pytest.approx(share)
+    assert batch.smaller(share) == smaller
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        (Batch(of_run=64, wanted=60), "--global-batch 60 does not divide among 8 replicas"),
+        (Batch(of_run=4, keep=True), "a global batch of 4 is less than one sample for each of 8 replicas"),
+    ],
+)
+def test_a_batch_that_cannot_be_shared(batch: Batch, said: str) -> None:
+    with pytest.raises(CannotPlan, match=said):
+        batch.check(8)
+
+
+def test_a_batch_that_is_not_recorded_cannot_be_compared() -> None:
+    with pytest.raises(
+        CannotPlan, match="write --global-batch same to keep the run's, or capture it with --level full"
+    ):
+        plan_from_run(measured(), 8, NODE, global_batch=64)
+
+
+@cache
+def on_gpu(name: str) -> Study:
+    facts = [{"fact": "device", "rank": rank, "type": "cuda", "name": name} for rank in (0, 1)]
+    return study(replace(LINK, facts=facts).trace())
+
+
+def test_another_device_by_the_data_sheets() -> None:
+    """From A100 to H200: matrix products 312 / 989.5, memory 2.039 / 4.8, link 300 / 450."""
+    plan = plan_from_run(on_gpu("NVIDIA A100-SXM4-80GB"), 2, NODE, gpu=GPUS["h200"])
+    compute = (312 / 989.5 * 2.039 / 4.8) ** 0.5
+    assert plan.asked.parts["compute"] == pytest.approx(240 * compute, rel=1e-3)
+    assert plan.asked.parts["optimizer"] == pytest.approx(5 * 2.039 / 4.8, rel=1e-2)
+    assert plan.asked.transfer_ms == pytest.approx(8 + 32 * 300 / 450, abs=0.2)
+    same = plan_from_run(on_gpu("NVIDIA A100-SXM4-80GB"), 2, NODE)
+    assert plan.asked.high - plan.asked.low > 10 * (same.asked.high - same.asked.low)
+    assert any("H200 SXM for A100 by their data sheets, which is a guess" in one for one in plan.assumptions)
+    assert plan.tells_most.startswith("run a few steps on that device")
+    assert plan.measured.ms == pytest.approx(274, abs=0.1)
+
+
+@pytest.mark.parametrize(("name", "said"), [("", "no data sheet is known"), ("Some GPU", "is known of Some GPU")])
+def test_a_device_that_has_no_sheet_is_not_compared(name: str, said: str) -> None:
+    with pytest.raises(CannotPlan, match=said):
+        plan_from_run(on_gpu(name), 2, NODE, gpu=GPUS["h200"])
+
+
+def test_a_run_on_no_gpu_is_not_scaled_to_one() -> None:
+    with pytest.raises(CannotPlan, match="so --gpu cannot be compared with them; leave out --gpu"):
+        plan_from_run(measured(), 8, NODE, gpu=GPUS["h200"])
+
+
+def test_ranks_that_trained_together_share_a_node() -> None:
+    """Two ranks on one host are said to be a node, however few --gpus-per-node says; nothing is a guess then."""
+    plan = plan_from_run(measured(), 2, Network(1, gb_s=0.001))
+    assert plan.asked.ms == pytest.approx(274, abs=0.1)
+    assert "--bandwidth and --latency are not used: the ranks share one node" in plan.assumptions
+
+
+def test_what_it_costs() -> None:
+    plan = plan_from_run(measured(), 8, NODE, steps=3600, price=2.0)
+    assert plan.spending is not None
+    assert plan.spending.gpu_hours[0] == pytest.approx(plan.asked.ms * 8 / 1e3)
+    assert plan.spending.money is not None
+    assert plan.spending.money[0] == pytest.approx(2 * plan.spending.gpu_hours[0])
+    with pytest.raises(CannotPlan, match="how many tokens its step has is not recorded; give --steps"):
+        plan_from_run(measured(), 8, NODE, tokens=1e9)
+
+
 def test_one_rank_tells_nothing_of_communication() -> None:
     with pytest.raises(CannotPlan, match="run it on at least 2 data-parallel ranks"):
         plan_from_run(study(Job(ranks=1).trace()), 8, NODE)
@@ -92,7 +194,9 @@ def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "status", "said"),
     [
         ([], 2, "--ranks is not given"),
-        (["--ranks", "8", "--tp", "2"], 2, "of a RUN the batch of a rank and the layout stay as they are"),
+        (["--ranks", "8", "--tp", "2"], 2, "of a RUN the model and the layout stay as they are; leave out --tp"),
+        (["--ranks", "8", "--gpu", "h10"], 2, "--gpu h10: is not known"),
+        (["--ranks", "8", "--gpu", "h100"], 4, "so --gpu cannot be compared with them; leave out --gpu"),
         (["--ranks", "8", "--bandwidth", "quick"], 2, "'quick' is no rate"),
     ],
 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -15,10 +18,14 @@ from dsprof.run import RunError
 from .runs import UNREADABLE, fail, find_run, reading
 
 if TYPE_CHECKING:
+    from dsprof.plan.hardware import Cluster
     from dsprof.plan.table import Measurements
 
 NOT_TOLD: Final = 4
 """Exit status where a run does not tell."""
+SAME: Final = "same"
+"""What is given to --global-batch for the one that a run had."""
+SEQUENCE: Final = 2048
 DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -57,9 +64,17 @@ def command(
     hidden: Annotated[int | None, _size("Width of the model.")] = None,
     layers: Annotated[int | None, _size("Layers of the model.")] = None,
     heads: Annotated[int | None, _size("Attention heads. Default: of width 128.")] = None,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 2048,
-    vocab: Annotated[int, typer.Option(min=1, help="Words of the vocabulary.")] = 51200,
-    global_batch: Annotated[int | None, _size("Sequences of a step, all ranks together.")] = None,
+    seq: Annotated[int | None, _size("Tokens of a sequence. Default: 2048.")] = None,
+    vocab: Annotated[int | None, _size("Words of the vocabulary. Default: 51200.")] = None,
+    global_batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|same",
+            show_default=False,
+            help="Sequences of a step, all ranks together. Of a RUN: samples, or `same` to keep the run's; default: as "
+            "many a rank as in the run.",
+        ),
+    ] = None,
     micro_batch: Annotated[int | None, _size("Sequences of a micro-batch. Default: the best.")] = None,
     tp: Annotated[int | None, _size("Tensor parallelism. Default: the best.")] = None,
     dp: Annotated[int | None, _size("Data parallelism. Default: the best.")] = None,
@@ -74,13 +89,23 @@ def command(
         ),
     ] = None,
     gpu: Annotated[
-        str, typer.Option(metavar="NAME", help="The device, such as a100, h100, h200: its peak, memory and link.")
-    ] = "a100",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            show_default=False,
+            help="The device, such as a100, h100, h200: its peak, memory and link. Default: a100; of a RUN its own.",
+        ),
+    ] = None,
     memory_gib: Annotated[
         float | None, typer.Option(metavar="GIB", show_default=False, help="Memory of a device. Default: its own.")
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="bf16|fp16|fp32", help="Number format of matrix products.")] = "bf16",
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share the fast link.")] = 8,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="bf16|fp16|fp32", show_default=False, help="Number format of matrix products. Default: bf16."
+        ),
+    ] = None,
+    gpus_per_node: Annotated[int | None, _size("Ranks that share the fast link. Default: 8.")] = None,
     bandwidth: Annotated[
         str | None,
         typer.Option(
@@ -106,19 +131,29 @@ def command(
     From a table of measured steps (--calibrate) one model of few figures is learnt, each readable as a figure of the
     hardware; --predict tells the steps of another table. With --ranks and the sizes of a model, the best layouts that
     fit into memory, a curve over rank counts, and what the training costs. With RUN and --ranks, what that run would do
-    with more replicas (weak scaling).
+    with more replicas: each with the batch of one in the run, or with --global-batch all together.
 
     The exit status is 4 if the run does not tell.
     """
+    model = {
+        "params": params, "hidden": hidden, "layers": layers, "heads": heads, "seq": seq, "vocab": vocab,
+        "micro-batch": micro_batch, "tp": tp, "dp": dp, "pp": pp, "zero-stage": zero_stage, "recompute": recompute,
+        "memory-gib": memory_gib,
+    }  # fmt: skip
+    cost = {"tokens": tokens, "steps": steps, "price": price}
+    for name, value in {"params": params, "memory-gib": memory_gib, **cost}.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise LaunchError(f"--{name} {value:g}: has to be a number above 0")
+    if tokens is not None and steps is not None:
+        raise LaunchError("--tokens and --steps both say how long the training is; give one of them")
+    machine = Machine(gpu, dtype, gpus_per_node or 8, bandwidth, latency)
     if run is not None:
-        given = (calibrate, predict, params, hidden, layers, global_batch, micro_batch, tp, dp, pp)
-        if any(value is not None for value in given):
-            raise LaunchError(
-                "of a RUN the batch of a rank and the layout stay as they are; leave out sizes, layouts and tables, or "
-                "leave out RUN"
-            )
-        return _answer_run(run, ranks, gpus_per_node, bandwidth, latency, as_json)
-    from dsprof.plan.hardware import Cluster, UnknownGpu, find_gpu, read_latency, read_rate
+        _refuse(
+            "of a RUN the model and the layout stay as they are",
+            {**model, "calibrate": calibrate, "predict": predict, "dtype": dtype},
+        )
+        return _answer_run(run, ranks, machine, global_batch, steps, tokens, price, as_json)
+    from dsprof.plan.hardware import UnknownGpu
     from dsprof.plan.layouts import NoLayout, Wanted
 
     learnt, asked = _tables(calibrate, predict)
@@ -128,27 +163,30 @@ def command(
                 "nothing to plan from; give --calibrate TABLE, a CSV of measured steps, or --ranks N with the sizes of "
                 "the model (--params 7e9, or --hidden and --layers) and --global-batch"
             )
-        return _answer_table(learnt, asked, as_json)
+        _refuse(
+            "without --ranks no model is planned",
+            {**model, **cost, "global-batch": global_batch, "gpus-per-node": gpus_per_node},
+        )
+        return _answer_table(learnt, asked, machine, as_json)
     if asked is not None:
         raise LaunchError("--predict tells the steps of a table, --ranks those of one model; give one of them")
     if global_batch is None:
         raise LaunchError("--global-batch is not given: how many sequences a step has, all ranks together")
-    if dtype not in DTYPES:
-        raise LaunchError(f"--dtype {dtype}: is not known; write one of {', '.join(DTYPES)}")
+    sequences = _whole(global_batch)
+    if sequences is None:
+        raise LaunchError("--global-batch same: keeps that of a RUN, and none is given; write a number of sequences")
     from dsprof.plan.formulas import model_of, plan_from_formulas
+    from dsprof.plan.steps import VOCABULARY
 
     try:
-        device = find_gpu(gpu)
-        rate = None if bandwidth is None else read_rate(bandwidth)
-        wait = None if latency is None else read_latency(latency)
-        cluster = Cluster(device, DTYPES[dtype], rate, wait)
-        if cluster.peak is None:
-            raise LaunchError(f"--dtype {dtype}: the data sheet of {device.name} has no peak for it")
-        model, assumed = model_of(params, hidden, layers, heads, seq, vocab, global_batch)
-        whole = steps if tokens is None else tokens / model.tokens
+        cluster = machine.cluster()
+        planned, assumed = model_of(
+            params, hidden, layers, heads, seq or SEQUENCE, vocab or VOCABULARY, sequences
+        )  # fmt: skip
+        whole = steps if tokens is None else tokens / planned.tokens
         wanted = Wanted(tp, dp, pp, micro_batch, zero_stage, recompute)
         plan = plan_from_formulas(
-            model, ranks, cluster, gpus_per_node, wanted, learnt, whole, price, assumed, memory_gib
+            planned, ranks, cluster, machine.gpus_per_node, wanted, learnt, whole, price, assumed, memory_gib
         )  # fmt: skip
     except (UnknownGpu, NoLayout, ValueError) as error:
         raise LaunchError(str(error)) from error
@@ -161,23 +199,76 @@ def command(
     return 0
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What was typed of it."""
+
+    gpu: str | None
+    dtype: str | None
+    gpus_per_node: int
+    bandwidth: str | None
+    latency: str | None
+
+    @property
+    def given(self) -> bool:
+        return any(word is not None for word in (self.gpu, self.dtype, self.bandwidth, self.latency))
+
+    def cluster(self) -> Cluster:
+        """Raises LaunchError, UnknownGpu, and ValueError of the rates."""
+        from dsprof.plan.hardware import Cluster, find_gpu
+
+        dtype = self.dtype or "bf16"
+        if dtype not in DTYPES:
+            raise LaunchError(f"--dtype {dtype}: is not known; write one of {', '.join(DTYPES)}")
+        device = find_gpu(self.gpu or "a100")
+        cluster = Cluster(device, DTYPES[dtype], *self.rates())
+        if cluster.peak is None:
+            raise LaunchError(f"--dtype {dtype}: the data sheet of {device.name} has no peak for it")
+        return cluster
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """GB/s and microseconds. Raises ValueError."""
+        from dsprof.plan.hardware import read_latency, read_rate
+
+        return (
+            None if self.bandwidth is None else read_rate(self.bandwidth),
+            None if self.latency is None else read_latency(self.latency),
+        )
+
+
+def _refuse(why: str, options: Mapping[str, Any]) -> None:
+    """Raises LaunchError where options are given that this kind of plan does not look at."""
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if given:
+        raise LaunchError(f"{why}; leave out {', '.join(given)}")
+
+
+def _whole(word: str) -> int | None:
+    """A global batch; None: the run's. Raises LaunchError."""
+    if word == SAME:
+        return None
+    if not word.isdecimal() or int(word) == 0:
+        raise LaunchError(f"--global-batch {word}: is not a whole number above 0, nor `{SAME}`")
+    return int(word)
+
+
 def _answer_run(
-    run: Path, ranks: int | None, per_node: int, bandwidth: str | None, latency: str | None, as_json: bool
-) -> int:
+    run: Path, ranks: int | None, machine: Machine, global_batch: str | None, steps: float | None,
+    tokens: float | None, price: float | None, as_json: bool,
+) -> int:  # fmt: skip
     from dsprof import reports
-    from dsprof.plan.from_run import CannotPlan, Network, plan_from_run
-    from dsprof.plan.hardware import read_latency, read_rate
+    from dsprof.plan.changes import CannotPlan
+    from dsprof.plan.from_run import Network, plan_from_run
+    from dsprof.plan.hardware import UnknownGpu, find_gpu
     from dsprof.reports.plans import render_run_plan
 
     if ranks is None:
         raise LaunchError("--ranks is not given: for how many ranks to plan")
+    batch = None if global_batch is None else _whole(global_batch)
     try:
-        network = Network(
-            per_node,
-            None if bandwidth is None else read_rate(bandwidth),
-            None if latency is None else read_latency(latency),
-        )
-    except ValueError as error:
+        network = Network(machine.gpus_per_node, *machine.rates())
+        gpu = None if machine.gpu is None else find_gpu(machine.gpu)
+    except (UnknownGpu, ValueError) as error:
         raise LaunchError(str(error)) from error
     try:
         folder = find_run(run)
@@ -186,7 +277,7 @@ def _answer_run(
     except RunError as error:
         fail(error, UNREADABLE)
     try:
-        plan = plan_from_run(study, ranks, network)
+        plan = plan_from_run(study, ranks, network, gpu, batch, global_batch == SAME, steps, tokens, price)
     except CannotPlan as error:
         raise LaunchError(f"{folder.path}: {error}", status=NOT_TOLD) from error
     sys.stdout.write(json.dumps(plan.to_dict(), indent=1) + "\n" if as_json else render_run_plan(plan))
@@ -203,10 +294,14 @@ def _tables(calibrate: Path | None, predict: Path | None) -> tuple[Measurements 
         raise LaunchError(str(error)) from error
 
 
-def _answer_table(learnt: Measurements, asked: Measurements | None, as_json: bool) -> int:
+def _answer_table(learnt: Measurements, asked: Measurements | None, machine: Machine, as_json: bool) -> int:
+    from dsprof.plan.hardware import UnknownGpu
     from dsprof.plan.told import from_table
     from dsprof.reports.plans import render_calibration
 
-    told = from_table(learnt, asked)
+    try:
+        told = from_table(learnt, asked, machine.cluster() if machine.given else None)
+    except (UnknownGpu, ValueError) as error:
+        raise LaunchError(str(error)) from error
     sys.stdout.write(json.dumps(told.to_dict(), indent=1) + "\n" if as_json else render_calibration(told))
     return 0

@@ -9,6 +9,8 @@ memory     how much memory a rank needs
 layouts    the layouts of a model on N ranks that fit, and how fast each is
 formulas   a plan without a run
 from_run   a plan from a measured run: more replicas of what it does
+changes    what else changes then: the device, the batch of a rank
+spending   what a training costs
 table      a table of measured steps, read
 choice     how well steps that were kept from it are predicted
 told       what `dsprof plan --calibrate` answers

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 
 from .calibrate import LEVEL, Calibrated, calibrate
 from .cost import COEFFICIENTS
-from .hardware import Cluster
+from .hardware import NETWORK_GB_S, Cluster
 from .layouts import BEST, NoLayout, Ranked, TransformerModel, Wanted, as_dict, layouts, rank_layouts
+from .spending import Spending, spending
 from .steps import StepShapes
 from .table import Measurements
 
@@ -22,15 +23,6 @@ HEAD: Final = 128
 """Width of a head, likewise."""
 CURVE: Final = (0.25, 0.5, 1, 2, 4)
 """Rank counts of the curve, by that which was asked for."""
-
-
-@dataclass(frozen=True)
-class Spending:
-    """steps: of the whole training. gpu_hours, money (None without a price): with the ends of their intervals."""
-
-    steps: float
-    gpu_hours: tuple[float, float, float]
-    money: tuple[float, float, float] | None
 
 
 @dataclass(frozen=True)
@@ -103,8 +95,10 @@ def model_of(
             raise NoLayout("how many layers the model has is not known: give --layers beside --hidden, or --params")
         layers = max(1, round((parameters - vocabulary * hidden) / (12 * hidden**2)))
         assumed.append(f"the model has {layers} layers, by its parameters and its width")
+    if heads is not None and hidden % heads:
+        raise NoLayout(f"--heads {heads} does not divide the width {hidden}")
     if heads is None:
-        heads = max(1, hidden // HEAD)
+        heads = next(count for count in range(max(1, hidden // HEAD), 0, -1) if hidden % count == 0)
         assumed.append(f"it has {heads} heads, of {hidden // heads}")
     model = TransformerModel(hidden, heads, layers, sequence, vocabulary, global_batch)
     if parameters is not None and not 0.75 < model.parameters / parameters < 1.33:
@@ -126,7 +120,8 @@ def plan_from_formulas(
     typical, spread = cluster.expected()
     rows = learnt.steps if learnt is not None else StepShapes.of([])
     calibrated = calibrate(rows, learnt.ms if learnt is not None else np.array([]), typical, spread)
-    limit = memory_gib or cluster.gpu.memory_gib
+    limit = memory_gib if memory_gib is not None else cluster.gpu.memory_gib
+    assert limit is not None
     dtype = "bf16" if cluster.dtype == "bfloat16" else "fp16" if cluster.dtype == "float16" else "fp32"
 
     def best_of(count: int, free: Wanted) -> Ranked:
@@ -136,22 +131,17 @@ def plan_from_formulas(
     curve = []
     for count in sorted({round(ranks * share) for share in CURVE if ranks * share >= 1}):
         try:
-            free = wanted if count == ranks else Wanted(wanted.tp, None, wanted.pp, wanted.micro_batch, wanted.zero)
+            free = wanted if count == ranks else replace(wanted, dp=None)
             curve.append((count, best if count == ranks else best_of(count, free)))
         except NoLayout:
             continue
-    spending = None
-    if steps is not None:
-        hours = tuple(
-            float(ms[0]) * steps * ranks / 3.6e6 for ms in (best.predicted.ms, best.predicted.low, best.predicted.high)
-        )
-        money = None if price is None else (hours[0] * price, hours[1] * price, hours[2] * price)
-        spending = Spending(steps, (hours[0], hours[1], hours[2]), money)
+    first = best.predicted
+    spent = spending((float(first.ms[0]), float(first.low[0]), float(first.high[0])), ranks, steps, price)
     nodes = ranks > gpus_per_node
     said = [*assumed, *_assumptions(cluster, calibrated, nodes, gpus_per_node)]
     said.append(f"strong scaling: the global batch stays {model.global_batch} sequences on any number of ranks")
     return FormulaPlan(
-        model, ranks, cluster, gpus_per_node, calibrated, best, curve, spending, said,
+        model, ranks, cluster, gpus_per_node, calibrated, best, curve, spent, said,
         _tells_most(calibrated, best.shapes.take(np.array([0]))),
     )  # fmt: skip
 
@@ -169,7 +159,7 @@ def _assumptions(cluster: Cluster, calibrated: Calibrated, nodes: bool, per_node
     if nodes:
         measured = bool(len(calibrated.measured.ranges)) and calibrated.network_measured
         if cluster.network_gb_s is None and not measured:
-            said.append("the network between nodes is a guess of 100 GB/s a node: give --bandwidth")
+            said.append(f"the network between nodes is a guess of {NETWORK_GB_S:.0f} GB/s a node: give --bandwidth")
         elif not measured:
             said.append("the network between nodes was never measured: the rate is the one given, and so a guess")
     return said

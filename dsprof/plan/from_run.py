@@ -1,7 +1,8 @@
-"""A plan from a measured run: the same work on each rank, more replicas of it (weak scaling).
+"""A plan from a measured run: more replicas of what it does, each with the same batch (weak scaling) or all with the
+same global batch (strong scaling), on the same devices or on others.
 
-What a rank does by itself takes as long as it was measured, and so do the communications of groups that stay as they
-are (tensor parallel, pipeline). Over the data-parallel groups
+What a rank does by itself takes as long as it was measured (but for `changes`), and so do the communications of groups
+that stay as they are (tensor parallel, pipeline). Over the data-parallel groups
 
     transfer  each communication's latency grows with log2 of the group's size, the time a byte with the ring's
               (n - 1) / n; over a network that is given, a byte takes what that allows
@@ -23,6 +24,11 @@ from dsprof.analyzer.graph.link import fit_link
 from dsprof.analyzer.rules.comm.dimensions import Domain, domains
 from dsprof.analyzer.study import Study
 from dsprof.analyzer.work.mfu import judge_efficiency
+from dsprof.data_sheets import Device
+
+from .changes import Batch, CannotPlan, DeviceChange, batch_of, device_change
+from .hardware import NETWORK_GB_S
+from .spending import Spending, spending
 
 PARTS: Final = ("compute", "optimizer", "data", "offload", "pause", "other", "bubble", "comm_exposed", "peer_wait")
 """Of a step's budget."""
@@ -34,10 +40,6 @@ GUESSED: Final = 0.44
 """How far off a fit on one node was over several (vTrain's tables): the error of transfers over a network that was
 never measured."""
 REPLICATED: Final = ("gradient", "parameter")
-
-
-class CannotPlan(Exception):
-    """A run does not tell what it would do on other ranks; the message says why, and what to capture."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +71,21 @@ class PlannedStep:
 @dataclass(frozen=True)
 class RunPlan:
     """measured: the run itself. asked: of the ranks that were asked for. curve: of these and others, in order.
-    replicas: data-parallel size of the run. memory_bytes: the most that a rank had, None: not recorded."""
+    replicas: data-parallel size of the run. memory_bytes: the most that a rank had, None: not recorded. scaling: weak
+    or strong. spending: of the steps that were asked for."""
 
     measured: PlannedStep
     asked: PlannedStep
     curve: Sequence[PlannedStep]
     replicas: int
     memory_bytes: int | None
+    scaling: str
+    spending: Spending | None
     assumptions: Sequence[str]
     tells_most: str
 
     def to_dict(self) -> dict[str, Any]:
-        return {"schema": 1, "scaling": "weak", "interval": 0.95, **asdict(self)}
+        return {"schema": 1, "interval": 0.95, **asdict(self)}
 
 
 @dataclass(frozen=True)
@@ -104,33 +109,78 @@ class _Base:
     noise: float
     spread: float
     fitted: bool
+    on_gpu: bool
+
+    def crosses(self, ranks: int, network: Network) -> bool:
+        """Whether so many ranks need a network between nodes that the run did not use. Its own ranks share a node."""
+        return self.hosts == 1 and ranks > max(network.gpus_per_node, self.world)
 
 
-def plan_from_run(study: Study, ranks: int, network: Network) -> RunPlan:
-    """What the run would do on `ranks` ranks. Raises CannotPlan."""
+@dataclass(frozen=True)
+class _Change:
+    """How the work of a rank differs from the run's, beside the number of ranks."""
+
+    device: DeviceChange
+    batch: Batch
+
+
+def plan_from_run(
+    study: Study, ranks: int, network: Network, gpu: Device | None = None, global_batch: int | None = None,
+    same_batch: bool = False, steps: float | None = None, tokens: float | None = None, price: float | None = None,
+) -> RunPlan:  # fmt: skip
+    """What the run would do on `ranks` ranks. gpu: another device. global_batch, same_batch: strong scaling, with so
+    many samples a step or with the run's. steps, tokens: of the whole training; price: of a rank's hour.
+    Raises CannotPlan."""
     base = _base(study)
     if ranks % base.fixed:
         raise CannotPlan(
             f"--ranks {ranks} is not a multiple of the {base.fixed} ranks of a replica (tensor parallel and pipeline)"
         )
-    counts = {base.world, ranks}
-    count = base.world
+    rates = _rates(study, base)
+    of_run = rates["samples"] * base.step_ms / 1e3 if "samples" in rates else None
+    change = _Change(device_change(study, gpu), batch_of(study, of_run, global_batch, same_batch))
+    change.batch.check(ranks // base.fixed)
+    asked, errors = _scale(base, ranks, network, rates, change)
+    memory = [use.peak for use in study.memory_uses if not use.on_host] or [use.peak for use in study.memory_uses]
+    most = max(memory, default=None)
+    said = _assumptions(base, ranks, network, change)
+    if gpu is not None and gpu.memory_gib and most is not None and most > gpu.memory_gib * 2**30:
+        said.append(
+            f"a rank of the run had more memory than the {gpu.memory_gib:.0f} GiB of {gpu.name}: it does not fit"
+        )
+    if tokens is not None:
+        if asked.tokens is None:
+            raise CannotPlan("how many tokens its step has is not recorded; give --steps, or capture with --level full")
+        steps = tokens / (asked.tokens * asked.ms / 1e3)
+    return RunPlan(
+        measured=_scale(base, base.world, network, rates, _Change(DeviceChange(), Batch()))[0],
+        asked=asked,
+        curve=[_scale(base, count, network, rates, change)[0] for count in _counts(base, ranks, change.batch)],
+        replicas=base.replicas,
+        memory_bytes=most,
+        scaling="strong" if change.batch.strong else "weak",
+        spending=spending((asked.ms, asked.low, asked.high), ranks, steps, price),
+        assumptions=said,
+        tells_most=_tells_most(base, ranks, errors),
+    )
+
+
+def _counts(base: _Base, ranks: int, batch: Batch) -> list[int]:
+    """Of the curve: the run's ranks, doubled until those that are asked for."""
+    counts, count = {ranks}, base.world
     while count < 2 * ranks:
         counts.add(count)
         count *= 2
-    rates = _rates(study, base)
-    scaled = {count: _scale(base, count, network, rates)[0] for count in sorted(counts)}
-    asked, errors = _scale(base, ranks, network, rates)
-    memory = [use.peak for use in study.memory_uses if not use.on_host] or [use.peak for use in study.memory_uses]
-    return RunPlan(
-        measured=scaled[base.world],
-        asked=asked,
-        curve=list(scaled.values()),
-        replicas=base.replicas,
-        memory_bytes=max(memory, default=None),
-        assumptions=_assumptions(base, ranks, network),
-        tells_most=_tells_most(base, ranks, errors),
-    )
+    counts.add(base.world)
+    return [count for count in sorted(counts) if count == ranks or _divides(batch, count // base.fixed)]
+
+
+def _divides(batch: Batch, replicas: int) -> bool:
+    try:
+        batch.check(replicas)
+    except CannotPlan:
+        return False
+    return True
 
 
 def _base(study: Study) -> _Base:
@@ -171,7 +221,7 @@ def _base(study: Study) -> _Base:
         world=world, replicas=replicas, fixed=max(world // replicas, 1), hosts=max(len(hosts), 1), parts=parts,
         step_ms=sum(parts.values()), transfer=transfer, latency=latency, bytes_ms=bytes_ms, traffic=traffic,
         messages=messages, hidden=max(transfer - exposed, 0.0), noise=deviation / math.sqrt(max(steps, 1)),
-        spread=spread, fitted=fitted,
+        spread=spread, fitted=fitted, on_gpu=study.on_gpu,
     )  # fmt: skip
 
 
@@ -186,42 +236,67 @@ def _ring_bytes(domain: Domain) -> float:
 
 
 def _scale(
-    base: _Base, ranks: int, network: Network, rates: Mapping[str, float]
+    base: _Base, ranks: int, network: Network, rates: Mapping[str, float], change: _Change
 ) -> tuple[PlannedStep, Mapping[str, float]]:
     """The step, and the standard errors that its interval is made of, by what they come from."""
-    replicas = ranks // base.fixed
+    device, replicas = change.device, ranks // base.fixed
+    share = change.batch.share(replicas, base.replicas)
+    work = device.compute * share
     grown = ranks / base.world
-    hops = math.log2(max(replicas, 2)) / math.log2(base.replicas)
-    ring = (1 - 1 / replicas) / (1 - 1 / base.replicas) if replicas > 1 else 0.0
-    crossing = ranks > network.gpus_per_node and base.hosts == 1
-    bytes_ms, latency = base.bytes_ms * ring, base.latency * hops
-    if crossing and network.gb_s is not None:
+    # Inside one node the link is that of the devices; over nodes the network stays what it is.
+    link = device.link if base.hosts == 1 else 1.0
+    ring = (1 - 1 / replicas) / (1 - 1 / base.replicas)
+    bytes_ms = base.bytes_ms * ring * link
+    latency = base.latency * math.log2(max(replicas, 2)) / math.log2(base.replicas)
+    crossing, gb_s = base.crosses(ranks, network), network.gb_s
+    if crossing and gb_s is None and base.on_gpu:
+        gb_s = NETWORK_GB_S
+    if crossing and gb_s is not None:
         # Groups whose ranks lie in one node between them share its network.
         sharing = min(base.fixed, network.gpus_per_node)
-        bytes_ms = max(bytes_ms, base.traffic * (1 - 1 / replicas) * sharing / (network.gb_s * REACHED) / 1e6)
+        bytes_ms = max(bytes_ms, base.traffic * (1 - 1 / replicas) * sharing / (gb_s * REACHED) / 1e6)
     if crossing and network.latency_us is not None:
         latency += base.messages * math.log2(max(replicas, 2)) * network.latency_us / 1e3
     transfer = bytes_ms + latency if replicas > 1 else 0.0
-    before = base.parts["comm_exposed"]
     was = max(base.transfer - base.hidden, 0.0)
-    exposed = max(transfer - base.hidden, 0.0)
+    exposed = max(transfer - base.hidden * work, 0.0)
     by_share = transfer * was / base.transfer if base.transfer > 0 else 0.0
-    waiting = base.parts["peer_wait"] * math.sqrt(math.log(max(ranks, 2)) / math.log(base.world))
-    parts = {**base.parts, "comm_exposed": max(before - was, 0.0) + exposed, "peer_wait": waiting}
+    waited = base.parts["peer_wait"] * work
+    waiting = waited * math.sqrt(math.log(max(ranks, 2)) / math.log(base.world)) if ranks > 1 else 0.0
+    parts = {
+        **base.parts,
+        "compute": base.parts["compute"] * work,
+        "data": base.parts["data"] * share,
+        # As many stages wait for as many micro-batches at the begin and the end; only their size matters.
+        "bubble": base.parts["bubble"] * device.compute * (share if change.batch.smaller(share) else 1.0),
+        "optimizer": base.parts["optimizer"] * device.memory,
+        # What is exposed beside the averaging of gradients: between layers and stages.
+        "comm_exposed": max(base.parts["comm_exposed"] - was, 0.0) * share * link + exposed,
+        "peer_wait": waiting,
+    }
     ms = sum(parts.values())
     changed = abs(transfer - base.transfer)
+    computed = parts["compute"] + parts["bubble"]
+    unchanged = ranks == base.world and work == 1
     errors = {
-        "the steps' own variation": base.noise,
+        "the steps' own variation": base.noise * ms / base.step_ms,
         "the link": base.spread * changed * (1.0 if exposed > 0 else 0.5),
         "the network between nodes": GUESSED * transfer if crossing else 0.0,
-        "how much of the communication is hidden": abs(exposed - by_share) / 2 if ranks != base.world else 0.0,
-        "how far the ranks are apart": abs(waiting - base.parts["peer_wait"]) / 2,
+        "how much of the communication is hidden": 0.0 if unchanged else abs(exposed - by_share) / 2,
+        "how far the ranks are apart": abs(waiting - waited) / 2,
         "what grows with the ranks unseen": DOUBLING * ms * abs(math.log2(grown)),
+        "what another device does": device.uncertain * (computed + parts["optimizer"]),
+        "what another batch does": change.batch.uncertain(share) * computed,
     }
+    if share != 1 and not change.batch.smaller(share):
+        # Where each micro-batch gathers parameters or reduces gradients, fewer of them communicate less.
+        errors["what another batch does"] = transfer * abs(1 - share) / 2
     wide = 1.96 * math.sqrt(sum(error**2 for error in errors.values()))
-    own = base.step_ms / ms
+    own = share * base.step_ms / ms
     found = {what: rate * grown * own for what, rate in rates.items()}
-    low = max(ms - wide, ms - parts["comm_exposed"] - waiting - 1.96 * base.noise - errors[list(errors)[-1]] * 1.96)
+    # Less than nothing is not communicated.
+    beside = ("the steps' own variation", *list(errors)[-3:])
+    low = max(ms - wide, ms - parts["comm_exposed"] - waiting - 1.96 * sum(errors[name] for name in beside))
     return PlannedStep(
         ranks, ms, max(low, 0.0), ms + wide, parts, own, found.get("samples"), found.get("tokens"), transfer
     ), errors  # fmt: skip
@@ -235,21 +310,33 @@ def _rates(study: Study, base: _Base) -> Mapping[str, float]:
     return {one.what: one.a_second for one in every if one.a_second is not None}
 
 
-def _assumptions(base: _Base, ranks: int, network: Network) -> list[str]:
+def _assumptions(base: _Base, ranks: int, network: Network, change: _Change) -> list[str]:
+    replicas = ranks // base.fixed
+    work = change.device.compute * change.batch.share(replicas, base.replicas)
     said = [
-        f"weak scaling: each rank keeps its batch, so the global batch is {ranks / base.world:g} times the run's",
+        change.batch.said(ranks, base.world, replicas, base.replicas),
         f"a replica stays as it is ({base.fixed} rank{'s' * (base.fixed > 1)}); {base.replicas} replicas become "
-        f"{ranks // base.fixed}",
-        f"as much communication is hidden as in the run: {base.hidden:.3g} of {base.transfer:.3g} ms",
+        f"{replicas}",
+        f"of {base.transfer:.3g} ms of communication, {base.hidden:.3g} are hidden in the run"
+        + (", and as much in the plan" if work == 1 else f", and {work:.3g} times as much in the plan"),
     ]
-    if ranks > network.gpus_per_node and base.hosts == 1:
-        if network.gb_s is None:
+    said += [change.device.said] if change.device.said else []
+    if base.crosses(ranks, network):
+        if network.gb_s is not None:
+            said.append("the network between nodes was never measured: its rate is the one given, and so a guess")
+        elif base.on_gpu:
+            said.append(
+                f"the network between nodes was never measured and is not given: {NETWORK_GB_S:.0f} GB/s a node is a "
+                "guess; give --bandwidth and --latency"
+            )
+        else:
             said.append(
                 "the network between nodes was never measured and is not given: it is taken to be as fast as the run's "
                 "own link, which is a guess; give --bandwidth and --latency"
             )
-        else:
-            said.append("the network between nodes was never measured: its rate is the one given, and so a guess")
+    elif network.gb_s is not None or network.latency_us is not None:
+        why = f"the run used that of its own {base.hosts} hosts" if base.hosts > 1 else "the ranks share one node"
+        said.append(f"--bandwidth and --latency are not used: {why}")
     if not base.fitted:
         said.append("all messages of the run had about one size, so latency and bandwidth are not told apart")
     return said
@@ -260,5 +347,7 @@ def _tells_most(base: _Base, ranks: int, errors: Mapping[str, float]) -> str:
     how = {
         "the steps' own variation": "let the run train more steps",
         "the network between nodes": "run a few steps on two nodes",
+        "what another device does": "run a few steps on that device",
+        "what another batch does": "run a few steps with that batch of a rank",
     }.get(most, f"run a few steps on {2 * base.world} ranks")
     return f"{how}: most of the interval comes from {most}"

@@ -1,5 +1,4 @@
-"""What devices have beside their peaks: memory and links, by their makers' data sheets; and what to expect of a machine
-that nothing was measured on."""
+"""The devices that can be planned for, and what to expect of a machine that nothing was measured on."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from dsprof.data_sheets import DEVICES, Device
+from dsprof.data_sheets import Device, find_device
 from dsprof.words import did_you_mean
 
 from .cost import COEFFICIENTS
@@ -21,56 +20,50 @@ LINK_REACHED: Final = 0.7
 vTrain's tables of all-reduces."""
 NETWORK_REACHED: Final = 0.8
 """The same of a network between nodes."""
-A100_PEAK, A100_HBM_GB_S = 312.0, 2039.0
 LEARNT: Final[Mapping[str, float]] = {
-    "matrix_tflops": 250, "elementwise_passes": 40, "score_passes": 25, "layer_device_us": 700, "layer_host_us": 2500,
+    "matrix_tflops": 225, "elementwise_passes": 40, "score_passes": 25, "layer_device_us": 700, "layer_host_us": 2500,
     "all_reduce_us": 35, "logit_passes": 30, "hand_over_us": 300, "hand_over_exposed": 0.4, "gradient_bytes": 3,
     "optimizer_bytes": 25,
 }  # fmt: skip
-"""Figures of A100 between those learnt from vTrain's two tables, on one node and on several (`benchmarks/plan.py`)."""
+"""Figures of A100: between those learnt from vTrain's two tables, on one node and on several (`benchmarks/plan.py`),
+and matrix products as tables 1 and 2 of Narayanan et al. (2021) have them; so none of these tests the figures."""
 
 
-@dataclass(frozen=True)
-class DataSheet:
-    """memory_gib: of the device. hbm_gb_s: its memory's rate. link_gb_s: of its link inside a node, one way."""
-
-    device: Device
-    memory_gib: float
-    hbm_gb_s: float
-    link_gb_s: float
-
-    @property
-    def name(self) -> str:
-        return self.device.name
+def _gpu(driver: str) -> Device:
+    """By what its driver calls it; its memory and link are in the table."""
+    found = find_device(driver)
+    assert found is not None
+    assert None not in (found.tb_a_second, found.memory_gib, found.link_gb_s)
+    return found
 
 
-def _gpu(name: str, memory_gib: float, hbm_gb_s: float, link_gb_s: float) -> DataSheet:
-    return DataSheet(next(device for device in DEVICES if device.name == name), memory_gib, hbm_gb_s, link_gb_s)
-
-
-GPUS: Final[Mapping[str, DataSheet]] = {
-    "b200": _gpu("B200", 180, 8000, 900),
-    "h200": _gpu("H200 SXM", 141, 4800, 450),
-    "h200-nvl": _gpu("H200 NVL", 141, 4800, 450),
-    "h100": _gpu("H100 SXM", 80, 3350, 450),
-    "h100-nvl": _gpu("H100 NVL", 94, 3900, 300),
-    "h100-pcie": _gpu("H100 PCIe", 80, 2000, 64),
-    "a100": _gpu("A100", 80, 2039, 300),
-    "a100-40gb": _gpu("A100", 40, 1555, 300),
-    "l40s": _gpu("L40S", 48, 864, 32),
-    "v100": _gpu("V100 SXM2", 32, 900, 150),
-    "v100-pcie": _gpu("V100 PCIe", 32, 900, 16),
-    "rtx-4090": _gpu("RTX 4090", 24, 1008, 32),
-    "rtx-3090": _gpu("RTX 3090", 24, 936, 32),
+GPUS: Final[Mapping[str, Device]] = {
+    "b200": _gpu("NVIDIA B200"),
+    "h200": _gpu("NVIDIA H200"),
+    "h200-nvl": _gpu("NVIDIA H200 NVL"),
+    "h100": _gpu("NVIDIA H100 80GB HBM3"),
+    "h100-nvl": _gpu("NVIDIA H100 NVL"),
+    "h100-pcie": _gpu("NVIDIA H100 PCIe"),
+    "a100": _gpu("NVIDIA A100-SXM4-80GB"),
+    "a100-40gb": _gpu("NVIDIA A100-SXM4-40GB"),
+    "a100-pcie": _gpu("NVIDIA A100 80GB PCIe"),
+    "l40s": _gpu("NVIDIA L40S"),
+    "v100": _gpu("Tesla V100-SXM2-32GB"),
+    "v100-pcie": _gpu("Tesla V100-PCIE-32GB"),
+    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090"),
+    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090"),
 }
-"""What is typed after --gpu. A link of 64 GB/s or less is the PCI bus."""
+"""What is typed after --gpu, of the devices that `dsprof.data_sheets` lists."""
+NETWORK_GB_S: Final = 100.0
+"""Of a node, where it is not told: four adapters of 200 Gb/s. A guess."""
+A100: Final = GPUS["a100"]
 
 
 class UnknownGpu(Exception):
     """No such device is known; the message lists those that are."""
 
 
-def find_gpu(word: str) -> DataSheet:
+def find_gpu(word: str) -> Device:
     """By its name, with or without signs. Raises UnknownGpu."""
     plain = {name.replace("-", ""): gpu for name, gpu in GPUS.items()}
     found = plain.get("".join(sign for sign in word.lower() if sign.isalnum()))
@@ -85,7 +78,7 @@ class Cluster:
     """gpu: what computes. dtype: in which matrix products are made. network_gb_s: of a node, all of its adapters
     together, one way; None where it is not told. latency_us: of the network."""
 
-    gpu: DataSheet
+    gpu: Device
     dtype: str
     network_gb_s: float | None = None
     latency_us: float | None = None
@@ -93,18 +86,22 @@ class Cluster:
     @property
     def peak(self) -> float | None:
         """Operations a second by the data sheet; None where it has none for `dtype`."""
-        return self.gpu.device.flops(self.dtype, tf32=True)
+        return self.gpu.flops(self.dtype, tf32=True)
 
     def expected(self) -> tuple[Column, Column]:
         """Typical figures and their spread, as `fit` takes them: A100's, scaled by the data sheet."""
-        peak = self.peak
+        peak, typical = self.peak, A100.flops("bfloat16", tf32=False)
         assert peak is not None
-        memory = A100_HBM_GB_S / self.gpu.hbm_gb_s
+        assert typical is not None
+        assert self.gpu.tb_a_second is not None
+        assert A100.tb_a_second is not None
+        assert self.gpu.link_gb_s is not None
+        memory = A100.tb_a_second / self.gpu.tb_a_second
         figure = {
             **LEARNT,
-            "matrix_tflops": LEARNT["matrix_tflops"] * peak / 1e12 / A100_PEAK,
+            "matrix_tflops": LEARNT["matrix_tflops"] * peak / typical,
             "node_link_gb_s": self.gpu.link_gb_s * LINK_REACHED,
-            "network_gb_s": 80.0 if self.network_gb_s is None else self.network_gb_s * NETWORK_REACHED,
+            "network_gb_s": (self.network_gb_s or NETWORK_GB_S) * NETWORK_REACHED,
         }
         for name in ("elementwise_passes", "score_passes", "logit_passes", "optimizer_bytes"):
             figure[name] *= memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,8 +14,6 @@ from .memory import MemoryNeed, memory
 from .steps import StepShapes
 
 BEST: Final = 3
-MANY: Final = 3000
-"""Above this many layouts, equal ones are not looked for."""
 MICRO_BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
 ZERO: Final = (1, 2, 3)
 
@@ -123,7 +122,8 @@ def _rows(model: TransformerModel, ranks: int, per_node: int, wanted: Wanted) ->
 
 
 def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def rank_layouts(calibrated: Calibrated, shapes: StepShapes, memory_gib: float, dtype: str) -> Ranked:
@@ -142,8 +142,10 @@ def rank_layouts(calibrated: Calibrated, shapes: StepShapes, memory_gib: float, 
     order = inside[np.lexsort((need.total[inside], ms))]
     # Of layouts that are one but for their ZeRO stage and take as long, the first one needs the least memory.
     columns = ("tp", "dp", "pp", "micro_batch", "recompute")
-    keys = [tuple(float(getattr(shapes, name)[row]) for name in columns) for row in order]
-    order = order[[i for i, key in enumerate(keys) if key not in keys[:i]]] if len(keys) < MANY else order
+    first: dict[tuple[float, ...], int] = {}
+    for row in order:
+        first.setdefault(tuple(float(getattr(shapes, name)[row]) for name in columns), int(row))
+    order = np.array(list(first.values()), dtype=np.int64)
     chosen = shapes.take(order)
     return Ranked(chosen, calibrated.predict(chosen), memory(chosen, dtype), len(shapes))
 

@@ -59,6 +59,10 @@ class StepShapes:
         """Of a replica in a step."""
         return self.global_batch / (self.dp * self.micro_batch)
 
+    def rows(self) -> list[tuple[float, ...]]:
+        """Of each row all that it has: rows that are equal are one step."""
+        return [tuple(map(float, row)) for row in zip(*(getattr(self, name) for name in NAMES), strict=True)]
+
     def layer_shapes(self) -> list[tuple[float, ...]]:
         """Of each row what the kernels of one layer on one rank depend on: rows with one shape run the same kernels."""
         columns = (self.hidden, self.heads, self.sequence, self.micro_batch, self.tp, self.recompute)
