@@ -89,8 +89,9 @@ def test_what_clocks_of_two_hosts_can_be_apart_is_no_slow_link() -> None:
         job({"c1": 1.3}),
         job({"c1": 5.0}, seldom=True),  # mostly, as on busy cores
         job({"c1": 5.0}, mib={"c1": 8.0}),  # of other sizes: nothing is the same
+        job({"c1": 5.0}, mib={"c0": 0.0, "c1": 0.0}),  # not told, as in tables of times alone
     ],
-    ids=["healthy", "all slow", "more bytes", "slow rank", "a little", "mostly", "other sizes"],
+    ids=["healthy", "all slow", "more bytes", "slow rank", "a little", "mostly", "other sizes", "sizes not told"],
 )
 def test_what_is_no_slow_link(planted: MeshJob) -> None:
     analysis = analyze(planted.trace())

@@ -79,6 +79,8 @@ def _compared(study: Study, domain: Domain, table: pd.DataFrame, group: str) -> 
             (other["name"] == name) & ((other["purpose"] == purpose) | (pd.isna(purpose) & other["purpose"].isna()))
         ]
         for bytes_, alike in _by_size(mine):
+            if bytes_ <= 0:  # not told, as in tables that have times alone: nobody knows whether peers move as much
+                continue
             peers = same[(same["bytes"] - bytes_).abs() <= ALIKE * bytes_]
             each = peers.groupby("group")["ms"]
             if len(alike) < FEWEST or each.ngroups == 0 or each.size().min() < FEWEST:
@@ -138,6 +140,8 @@ def slow_link(study: Study) -> Found:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
     if not any(one.dimension is not None and len(one.dimension.teams) > 1 for one in domains(study)):
         raise NotConcerned
+    if not any((one.table["bytes"] > 0).any() for one in domains(study)):
+        raise NotJudged("the sizes of collectives are not known, so which of them are the same is not, either")
     return [_candidate(study, one) for one in slow_links(study)]
 
 
