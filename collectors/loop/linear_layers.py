@@ -46,6 +46,6 @@ def _sizes(module: Any, fully_sharded: bool) -> tuple[int, int, str] | None:
 
 def _has_shape(weight: Any) -> bool:
     """Whether it was made: that of a LazyLinear is when it is first called."""
-    from torch.nn.parameter import UninitializedTensorMixin
+    from torch.nn.parameter import is_lazy
 
-    return not isinstance(weight, UninitializedTensorMixin)
+    return not is_lazy(weight)
