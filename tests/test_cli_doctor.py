@@ -133,9 +133,9 @@ def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
   bf16
     enabled                      true
     check_grad_overflow          true
-  at their defaults              zero_optimization, fp16, data_types, activation_checkpointing, checkpoint,
-                                 aio, comms_logger, flops_profiler, tensorboard, csv_monitor, tensor_parallel,
-                                 pipeline, heterogeneous
+  at their defaults              zero_optimization, fp16, fp8, data_types, activation_checkpointing,
+                                 checkpoint, aio, comms_logger, flops_profiler, tensorboard, csv_monitor,
+                                 tensor_parallel, pipeline, heterogeneous
 
 {THIS_MACHINE}
 warning  log_level: has no effect; it says what DeepSpeed logs

@@ -374,6 +374,7 @@ MOVES: dict[str, tuple[Callable[[], Study], tuple[Any, ...]]] = {
 ELSEWHERE = {
     "zero_optimization.reduce_bucket_size": ("test_rules_zero.py", "most_bytes=240, blocking=True"),
     "ddp.accumulate": ("test_rules_redundant.py", "ddp.accumulate"),
+    "ddp.comm_hook": ("test_rules_volume.py", 'turned("ddp.comm_hook", "bf16", "RUN")'),
     "ddp.broadcast_buffers": ("test_rules_redundant.py", "ddp.broadcast_buffers"),
     "heterogeneous.speeds": ("test_unequal_shares.py", "heterogeneous.speeds"),
 }

@@ -108,7 +108,7 @@ def test_the_quickstart_runs_on_a_run_with_a_straggler(tmp_path: Path, monkeypat
     shown = [
         {kind: value for output in cell.outputs for kind, value in output.get("data", {}).items()} for cell in cells
     ]
-    assert "rank 1 arrives" in shown[0]["text/html"]
+    assert "rank\N{NO-BREAK SPACE}1 arrives" in shown[0]["text/html"]
     assert shown[0]["text/plain"].startswith("[dsprof] verdict: bottleneck ")
     assert "rank.straggler" in shown[1]["text/html"]
     assert "without rank.straggler + link x 10 + compute x 0.9" in shown[2]["text/plain"]

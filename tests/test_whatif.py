@@ -25,7 +25,7 @@ from dsprof.analyzer.whatif.even_segments import EvenSegments
 from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.lowering import Lower, Stages
 from dsprof.analyzer.whatif.merge import Merge
-from dsprof.analyzer.whatif.needless import InLastBackward, WithoutBuffers
+from dsprof.analyzer.whatif.needless import GatheredOnce, InLastBackward, WithoutBuffers
 from dsprof.analyzer.whatif.prefetched import Prefetched
 from dsprof.analyzer.whatif.rebucket import Rebucket, reduced_in_backwards
 from dsprof.analyzer.whatif.schedule import Reschedule, makespan, schedule_graph
@@ -208,6 +208,7 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: Prefetched(Communications(kinds=("all_gather parameter",)), ahead=2),
     lambda: Prefetched(GATHERS, 1),
     lambda: Prefetched(GATHERS, 2),
+    lambda: GatheredOnce(GATHERS),
     lambda: Merge(GATHERS, LINK, together=2),
     lambda: Merge(GRADIENTS, LINK, most_bytes=50),
     lambda: Rebucket((112,), LINK, 0.1),
@@ -248,7 +249,7 @@ def test_every_what_if_there_is_is_drawn() -> None:
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [27, 29, 23]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [28, 30, 24]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])

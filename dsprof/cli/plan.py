@@ -146,7 +146,7 @@ def command(
             raise LaunchError(f"--{name} {value:g}: has to be a number above 0")
     if tokens is not None and steps is not None:
         raise LaunchError("--tokens and --steps both say how long the training is; give one of them")
-    machine = Machine(gpu, dtype, gpus_per_node or 8, bandwidth, latency)
+    machine = ClusterOptions(gpu, dtype, gpus_per_node or 8, bandwidth, latency)
     if run is not None:
         _refuse(
             "of a RUN the model and the layout stay as they are",
@@ -200,7 +200,7 @@ def command(
 
 
 @dataclass(frozen=True)
-class Machine:
+class ClusterOptions:
     """What was typed of it."""
 
     gpu: str | None
@@ -253,7 +253,7 @@ def _whole(word: str) -> int | None:
 
 
 def _answer_run(
-    run: Path, ranks: int | None, machine: Machine, global_batch: str | None, steps: float | None,
+    run: Path, ranks: int | None, machine: ClusterOptions, global_batch: str | None, steps: float | None,
     tokens: float | None, price: float | None, as_json: bool,
 ) -> int:  # fmt: skip
     from dsprof import reports
@@ -294,7 +294,7 @@ def _tables(calibrate: Path | None, predict: Path | None) -> tuple[Measurements 
         raise LaunchError(str(error)) from error
 
 
-def _answer_table(learnt: Measurements, asked: Measurements | None, machine: Machine, as_json: bool) -> int:
+def _answer_table(learnt: Measurements, asked: Measurements | None, machine: ClusterOptions, as_json: bool) -> int:
     from dsprof.plan.hardware import UnknownGpu
     from dsprof.plan.told import from_table
     from dsprof.reports.plans import render_calibration
