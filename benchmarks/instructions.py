@@ -20,6 +20,7 @@ kernel: system time and page faults a step stand beside, measured without it.
 
 Samples of stacks are left out: there is one in hundreds of steps, so that it would be chance whether one is among those
 that count. Their thread keeps to 0.1 % of a core, by what it has used (`stack_samples.SHARE`), beside the rank's own.
+The pulse is left out, too: it wakes 50 times a second of the real clock, which callgrind makes long, for up to 20 us.
 
 Goals: 1.005 for the first three, 1.010 (better 1.005) for the small operators.
 """

@@ -104,11 +104,13 @@ def capture(folder: Path, clock: Clock | None) -> Any:
     """As `dsprof run` opens it; its samplers and side threads by `clock`, if there is one."""
     from dsprof.collectors.capture import session, side_thread
     from dsprof.collectors.failures import watchdog
-    from dsprof.collectors.host import stack_samples
+    from dsprof.collectors.host import gc_and_cpu_time, stack_samples
 
     if clock is not None:
         stacks: Any = stack_samples.Samples
         stacks.sample = lambda _: None
+        pulse: Any = gc_and_cpu_time
+        pulse.PULSE_S = 3600.0
 
         class Event(threading.Event):
             """Side threads look as often a step as they do natively."""
