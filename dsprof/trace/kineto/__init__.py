@@ -4,7 +4,8 @@ stream   a file's events, piece by piece, whatever its size: neither the file no
 around   what stands around the events: where they begin, and the few values beside them that are used
 brackets brackets and quotes of a JSON text
 events   what of them is kept, as arrays
-reader   from text to those
+arrays   lists of events, as those
+reader   from text to lists of events, by their category
 perfetto slices of a Perfetto trace (protobuf: its wire format)
 from_perfetto  those as the events that torch.profiler's JSON has
 chrome   a file's events as they are, for traces of other tools

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from .perfetto import PerfettoTrace, Slice, Track, looks_like_perfetto
-
-__all__ = ["PerfettoEvents", "looks_like_perfetto"]
+from .perfetto import PerfettoTrace, Slice, Track
 
 BLOCK: Final = 1 << 14
 CALL: Final = re.compile(r"(cuda|hip)[A-Z]|cu(Launch|Mem|Stream|Event|Graph)[A-Z]?")
@@ -23,6 +21,7 @@ OF_EVENTS: Final = (
     "Device Type", "Device Id", "Total Allocated", "Total Reserved",
 )  # fmt: skip
 COPIES: Final = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
+"""How names begin of what is no kernel -> `cat`."""
 STREAM: Final = re.compile(r"stream\s*\d", re.IGNORECASE)
 
 
@@ -60,13 +59,7 @@ def category_of(one: Slice, track: Track) -> str:
     if "stream" in args or STREAM.match(track.name):
         if "correlation" not in args:
             return "gpu_user_annotation"
-        return (
-            "gpu_memcpy"
-            if one.name.startswith("Memcpy")
-            else "gpu_memset"
-            if one.name.startswith("Memset")
-            else "kernel"
-        )
+        return next((category for begins, category in COPIES.items() if one.name.startswith(begins)), "kernel")
     if "cbid" in args or ("correlation" in args and CALL.match(one.name)):
         return "cuda_runtime"
     return "python_function" if PYTHON.search(one.name) else "Operator"
