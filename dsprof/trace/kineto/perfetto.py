@@ -72,7 +72,7 @@ def _tells(head: bytes) -> bool:
     at = 0
     while at < len(head) and head[at] == PACKET_TAG:
         length, begin = varint(head, at + 1)
-        if length > MOST_PACKET:
+        if begin < 0 or length > MOST_PACKET:
             return False
         whole = begin + length <= len(head)
         try:
