@@ -13,7 +13,6 @@ from typing import Any, Final
 
 from .perfetto import PerfettoTrace, Slice, Track
 
-BLOCK: Final = 1 << 14
 CALL: Final = re.compile(r"(cuda|hip)[A-Z]|cu(Launch|Mem|Stream|Event|Graph)[A-Z]?")
 PYTHON: Final = re.compile(r"\.py\(\d+\): |^<built-in |^nn\.Module: ")
 OF_EVENTS: Final = (
@@ -26,7 +25,7 @@ STREAM: Final = re.compile(r"stream\s*\d", re.IGNORECASE)
 
 
 class PerfettoEvents:
-    """A file's events in lists. `base_ns`: to be added to their times. `cut`: as `PerfettoTrace.cut`. Raises TraceError
+    """A file's events. `base_ns`: to be added to their times. `cut`: as `PerfettoTrace.cut`. Raises TraceError
     and OSError. `more`: names of further arguments that are kept."""
 
     def __init__(self, path: Path, more: tuple[str, ...]) -> None:
@@ -34,10 +33,8 @@ class PerfettoEvents:
         self.cut = self._trace.cut
         self.base_ns = self._trace.slices[0].start_ns if self._trace.slices else 0
 
-    def lists(self) -> Iterator[list[dict[str, Any]]]:
-        slices = self._trace.slices
-        for first in range(0, len(slices), BLOCK):
-            yield [self._event(one) for one in slices[first : first + BLOCK] if one.value is None]
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self._event(one) for one in self._trace.slices if one.value is None)
 
     def _event(self, one: Slice) -> dict[str, Any]:
         track = self._trace.tracks.get(one.track, Track())

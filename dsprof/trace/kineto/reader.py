@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,13 +52,15 @@ PASSED_OVER: Final = ("ac2g", "fwdbwd", "async_cpu_to_gpu", "gpu_user_annotation
 LEGACY: Final = {"CPU functions": OLD_OPERATORS, "CUDA functions": "Kernel"}
 """`pid` of events without a category, as torch.autograd.profiler wrote them before torch 1.8 -> their category."""
 MEMORY: Final = "[memory]"
+BLOCK: Final = 1 << 14
+"""Events that are held as they came, before they become arrays."""
 
 
 def read_events(path: Path, comm: CommNames | None = None) -> Events:
     """All that is kept of a file: of Chrome's format, or of Perfetto's. Raises TraceError and OSError."""
     if looks_like_perfetto(path):
         found = PerfettoEvents(path, COMM_ARGS)
-        return events_of(found.lists(), {"baseTimeNanoseconds": found.base_ns}, found.cut, comm)
+        return events_of(found, {"baseTimeNanoseconds": found.base_ns}, found.cut, comm)
     text, reader = TraceText(path), _EventReader(comm or CommNames())
     collects = gc.isenabled()
     gc.disable()  # what is parsed has no cycles, and looking for them takes a quarter of the time
@@ -70,13 +73,11 @@ def read_events(path: Path, comm: CommNames | None = None) -> Events:
     return _on_base(reader.events, text.about, text.cut)
 
 
-def events_of(
-    lists: Iterable[list[Event]], about: dict[str, Any], cut: str = "", comm: CommNames | None = None
-) -> Events:
-    """The same of events in lists, as torch.profiler's JSON has them. `about`: what that says beside them."""
-    reader = _EventReader(comm or CommNames())
-    for events in lists:
-        reader.take_events(events)
+def events_of(found: Iterable[Event], about: dict[str, Any], cut: str = "", comm: CommNames | None = None) -> Events:
+    """The same of events as torch.profiler's JSON has them. `about`: what that says beside them."""
+    reader, found = _EventReader(comm or CommNames()), iter(found)
+    while block := list(islice(found, BLOCK)):
+        reader.take_events(block)
     return _on_base(reader.events, about, cut)
 
 
