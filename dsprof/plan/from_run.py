@@ -35,8 +35,8 @@ PARTS: Final = ("compute", "optimizer", "data", "offload", "pause", "other", "bu
 DOUBLING: Final = 0.015
 """Relative error that is expected beside the rest, a doubling of the ranks."""
 GUESSED: Final = 0.44
-"""Relative error of transfers over a network that was never measured. A guess: whole steps over several nodes are missed
-by 72 % by a fit of one node (`benchmarks/plan.py`, one node tells several)."""
+"""Relative error of transfers over a network that was never measured. A guess: a fit of one node misses whole steps over
+several by 72 % (`benchmarks/plan.py`, one node tells several)."""
 REPLICATED: Final = ("gradient", "parameter")
 
 
