@@ -148,3 +148,10 @@ def test_layers_and_ranks_of_a_pipeline_may_be_measured_at_the_start() -> None:
     assert measured_fix(study(job(facts=facts()).trace()), None, ideal) == []
     assert measured_fix(study(job(facts=facts()[:1]).trace()), exact, ideal) == []
     assert measured_fix(study(job().trace()), exact, ideal) == []
+
+
+def test_a_configuration_that_was_not_kept_is_not_patched() -> None:
+    """A section that it may have would be replaced by one of a single key."""
+    exact = Fix("code", "other boundaries", gain=Gain(30.0, 10.0, 25.0, 35.0))
+    without = [{**one, "content": None} if one["fact"] == "config" else one for one in facts()]
+    assert measured_fix(study(job(facts=without).trace()), exact, Gain(50.0, 17.0, 45.0, 55.0)) == []

@@ -29,6 +29,9 @@ DDP_CALLS: Final = {
 }
 """Framework that makes the DistributedDataParallel -> the call in which its user sets an argument of it."""
 
+OWN_ENGINE: Final = "dsprof"
+"""Dialect of the configurations of dsprof's engine."""
+
 
 class NotJudged(Exception):
     """The capture does not hold what the rule needs; the message says what is missing."""
@@ -130,6 +133,12 @@ def at(site: str | None) -> str:
 def _installed(site: str | None) -> str:
     """`package/module.py:12`, if that is where `site` is; else nothing."""
     return next((site.rpartition(home)[2] for home in INSTALLED if site and home in site), "")
+
+
+def engine_config(study: Study) -> Mapping[str, Any] | None:
+    """The configuration of dsprof's engine that ran; None: it did not run, or what it says was too long to be kept."""
+    found = (fact.get("content") for fact in study.facts.get("config", []) if fact.get("dialect") == OWN_ENGINE)
+    return next((content for content in found if isinstance(content, Mapping)), None)
 
 
 def zero_stage(study: Study) -> int | None:
