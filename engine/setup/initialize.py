@@ -31,8 +31,6 @@ from ..optim import lr
 from ..optim.loss_scaler import loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, open_links
-from ..precision import choose
-from ..precision.device import arithmetic
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training_state import Training
@@ -40,7 +38,6 @@ from ..zero import Comms, Zero
 from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
 from . import arguments
-from .measure_speed import with_measured_speeds
 from .parallelize import arrange, shard_layers, share_parameters, stages_of
 from .sync import broadcast_model, check_same_config, check_same_model
 
@@ -98,6 +95,8 @@ def initialize(
             print(settings.model_dump_json(indent=2))
         warn_untried(device, world_size)
     if settings.heterogeneous.speeds == "measure":
+        from .measure_speed import with_measured_speeds
+
         settings = with_measured_speeds(
             model, settings, mesh, device, example, training_data, train_dataloader, collate_fn
         )
@@ -162,6 +161,9 @@ def _divide(
     peers = Peers(parallel.everyone, [*(comm.group for comm in (*parallel.all(), *comms.all())), *between])
     opened.callback(peers.close)
     if config.fp8.enabled:
+        from ..precision import choose  # code that most trainings have no use for
+        from ..precision.device import arithmetic
+
         with failing_together("initialize", parallel.everyone):
             by = arithmetic(device, config.fp8.recipe)
         opened.callback(choose.attach(model, config, by, device, parallel))
