@@ -24,7 +24,7 @@ page of all. Free of torch and of the rest of the engine: the analyzer and `dspr
 
 from .batch import ACCUMULATION, MICRO, TRAIN, Batch, BatchError, remedies
 from .config import Config
-from .held import Held, held
+from .held import ELEMENT_BYTES, Held, held
 from .keys import known_paths
 from .loading import ConfigError, as_far_as_known, load
 from .one_key import key_can_be, key_says, key_takes
@@ -32,7 +32,7 @@ from .rules import data_parallel_ranks
 from .zero import ZeroConfig
 
 __all__ = [
-    "ACCUMULATION", "MICRO", "TRAIN", "Batch", "BatchError", "Config", "ConfigError", "Held", "ZeroConfig",
-    "as_far_as_known", "data_parallel_ranks", "held", "key_can_be", "key_says", "key_takes", "known_paths", "load",
-    "remedies",
+    "ACCUMULATION", "ELEMENT_BYTES", "MICRO", "TRAIN", "Batch", "BatchError", "Config", "ConfigError", "Held",
+    "ZeroConfig", "as_far_as_known", "data_parallel_ranks", "held", "key_can_be", "key_says", "key_takes",
+    "known_paths", "load", "remedies",
 ]  # fmt: skip
