@@ -108,3 +108,8 @@ def typed(key: str, value: Any) -> str:
     except KnobError:
         same = True
     return value if same else json.dumps(value)
+
+
+def flags(knobs: Iterable[tuple[str, Any]]) -> list[str]:
+    """Knobs as they are typed: `--set`, `ddp.bucket_cap_mb=50`, ..."""
+    return [word for key, value in knobs for word in ("--set", f"{key}={typed(key, value)}")]
