@@ -20,7 +20,7 @@ from ...whatif.needless import GatheredOnce
 from ...whatif.select import Communications
 from ..base import NotConcerned, NotJudged, at, code_fix, config_sections, zero_stage
 from ..rule import Found, Look, Rule
-from .dimensions import Domain, domains, waited_ms
+from .dimensions import Domain, domains, need_every_rank, waited_ms
 from .shards import gathers_parameters
 
 GATHER: Final = "all_gather parameter"
@@ -44,8 +44,7 @@ class _Gathered:
 
 def redundant_gather(study: Study) -> Found:
     """Parameters that are kept once they have been gathered, until the step ends."""
-    if study.ranks_missing:
-        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    need_every_rank(study)
     sharded = [one for one in domains(study) if gathers_parameters(one)]
     if not sharded:
         raise NotConcerned

@@ -26,7 +26,7 @@ from ...whatif.select import Communications
 from ..base import NotConcerned, NotJudged, sharded_stage
 from ..rule import Look, Rule
 from .ddp_buckets import best_division
-from .dimensions import GRADIENT, Domain, domains, waited_ms
+from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 from .fewer_bytes import compression_fix, micro_batches_fix, short_shards_fix
 from .redundant_reduce import repeated_reductions
 from .shards import gathers_parameters
@@ -75,8 +75,7 @@ class _Volume:
 def volume(study: Study) -> list[Finding]:
     """Dimensions of data parallelism that move so many bytes that a large part of the step is left, however they are
     divided and overlapped."""
-    if study.ranks_missing:
-        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    need_every_rank(study)
     parts = [(one, one.of(GRADIENT, PARAMETER)) for one in domains(study) if one.role not in (TP, PP)]
     parts = [(whole, part) for whole, part in parts if len(part.table)]
     if not parts:
