@@ -21,9 +21,8 @@ from ...whatif.select import Communications
 from ..base import NotConcerned, NotJudged, at, code_fix, config_sections, zero_stage
 from ..rule import Found, Look, Rule
 from .dimensions import Domain, domains, need_every_rank, waited_ms
-from .shards import gathers_parameters
+from .shards import GATHER, gathers_parameters
 
-GATHER: Final = "all_gather parameter"
 MATTERS: Final = 0.05
 """Share of the step that keeping parameters saves, from which on it is the bottleneck. Less is what it costs to hold a
 model in shards, and a healthy run may pay it."""

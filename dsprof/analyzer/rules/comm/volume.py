@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ... import signals
-from ...align.groups import PP, TP
+from ...align.groups import PARAMETER, PP, TP
 from ...arrays import Float
 from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Gain
@@ -32,7 +32,6 @@ from .redundant_reduce import repeated_reductions
 from .shards import gathers_parameters
 from .slow_link import slow_links
 
-PARAMETER: Final = "parameter"
 DOMINATES: Final = 0.1
 """Share of the step that no other change hides, from which on the bytes are the bottleneck. Less is what data
 parallelism costs, and a healthy run may have as much."""
@@ -76,14 +75,19 @@ def volume(study: Study) -> list[Finding]:
     """Dimensions of data parallelism that move so many bytes that a large part of the step is left, however they are
     divided and overlapped."""
     need_every_rank(study)
-    parts = [(one, one.of(GRADIENT, PARAMETER)) for one in domains(study) if one.role not in (TP, PP)]
-    parts = [(whole, part) for whole, part in parts if len(part.table)]
+    parts = _of_replicas(study, GRADIENT, PARAMETER)
     if not parts:
         raise NotConcerned
     if repeated_reductions(study) is not None:
         return []  # most of it is for nothing: comm.redundant-reduce
     moved = [_moved(study, whole, part) for whole, part in parts]
     return [_finding(study, one) for one in moved if one is not None]
+
+
+def _of_replicas(study: Study, *purposes: str) -> list[tuple[Domain, Domain]]:
+    """Dimensions whose ranks share no layers and are no stages, each with what it communicates for these purposes."""
+    parts = [(one, one.of(*purposes)) for one in domains(study) if one.role not in (TP, PP)]
+    return [(whole, part) for whole, part in parts if len(part.table)]
 
 
 def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
@@ -212,9 +216,7 @@ def with_short_gradients(study: Study) -> Effect:
     already, or none were seen."""
     if not study.facts.get("ddp"):
         raise NotJudged("no DistributedDataParallel was seen in this run")
-    parts = [
-        part for part in (one.of(GRADIENT) for one in domains(study) if one.role not in (TP, PP)) if len(part.table)
-    ]
+    parts = [part for _, part in _of_replicas(study, GRADIENT)]
     if not parts:
         raise NotJudged("no collective was seen to carry gradients")
     formats = _formats(study)
