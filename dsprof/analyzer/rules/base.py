@@ -132,6 +132,17 @@ def _installed(site: str | None) -> str:
     return next((site.rpartition(home)[2] for home in INSTALLED if site and home in site), "")
 
 
+def configurations(study: Study) -> list[Mapping[str, Any]]:
+    """The job's JSON configurations (DeepSpeed's, or those of dsprof's engine), as far as they were captured."""
+    contents = [fact.get("content") for fact in study.facts.get("config", [])]
+    return [content for content in contents if isinstance(content, Mapping)]
+
+
+def config_sections(study: Study, name: str) -> list[Mapping[str, Any]]:
+    """Their sections of a name."""
+    return [one for content in configurations(study) if isinstance(one := content.get(name), Mapping)]
+
+
 def zero_stage(study: Study) -> int | None:
     """DeepSpeed's stage of ZeRO; None where it does not train, or does not say."""
     stages = [fact["zero_stage"] for fact in study.facts.get("deepspeed", []) if fact.get("zero_stage") is not None]
