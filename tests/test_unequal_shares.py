@@ -24,7 +24,7 @@ def facts(**content: Any) -> list[dict[str, Any]]:
     """Of a job of the engine, which loads the data."""
     config = {"train_batch_size": 24, "gradient_accumulation_steps": 2, **content}
     return [
-        {"fact": "config", "rank": 0, "dialect": "dsprof", "path": "/work/ds.json", "content": config},
+        {"fact": "config", "rank": 0, "dialect": "dsprof", "path": "/home/me/ds.json", "content": config},
         {"fact": "dataloader", "rank": 0, "by_engine": True, "num_workers": 0, "batch_size": 6},
     ]
 
