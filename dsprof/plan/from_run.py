@@ -35,7 +35,7 @@ PARTS: Final = ("compute", "optimizer", "data", "offload", "pause", "other", "bu
 DOUBLING: Final = 0.015
 """Relative error that is expected beside the rest, a doubling of the ranks."""
 GUESSED: Final = 0.44
-"""Relative error of transfers over a network that was never measured. A guess: a fit of one node misses whole steps over
+"""Relative error of transfers over a network that was never measured. A guess: a fit of one node misses whole steps of
 several by 72 % (`benchmarks/plan.py`, one node tells several)."""
 REPLICATED: Final = ("gradient", "parameter")
 
