@@ -15,6 +15,7 @@ from dsprof.analyzer.finding import Fix, Gain
 from dsprof.analyzer.rules.pipeline.structure_fixes import measured_fix
 from dsprof.analyzer.study import study
 from dsprof.fix import proposals
+from dsprof.knobs import flags
 from dsprof.knobs.predicted import turned
 
 KEY = "heterogeneous.speeds"
@@ -72,7 +73,7 @@ def test_samples_by_speed_are_offered_with_what_they_save() -> None:
     assert fix.gain.low < saved < fix.gain.high
     assert fix.gain.ms == pytest.approx(saved, rel=0.05)
     (one,) = (one for one in proposals(analysis.to_dict()) if one.code == "rank.straggler")
-    assert one.flags == ["--set", "heterogeneous.speeds=[1.0, 0.5]"]
+    assert flags(one.knobs.items()) == ["--set", "heterogeneous.speeds=[1.0, 0.5]"]
 
 
 @pytest.mark.parametrize(
