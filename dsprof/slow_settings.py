@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 SHORTEST_MESSAGE: Final = 256 << 10
 """Bytes. At 10 GB/s, as between GPUs of two machines, so many take 26 us: about what a collective takes to begin."""
-BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""Of an element."""
 ENOUGH: Final = 50_000_000
 """Elements: a size that is advised. DeepSpeed's own examples have it."""
 ZERO: Final = "zero_optimization"
@@ -106,9 +104,11 @@ def slow_settings(config: Config) -> Iterator[str]:
 
 
 def _sizes(config: Config) -> Iterator[str]:
+    from dsprof.engine.config import ELEMENT_BYTES
+
     zero = config.zero_optimization
     for size in SIZES:
-        each = BYTES[config.trained_type if size.of_parameters else config.communication_type]
+        each = ELEMENT_BYTES[config.trained_type if size.of_parameters else config.communication_type]
         if zero.stage not in size.stages or size.key not in zero.model_fields_set:
             continue
         value = int(getattr(zero, size.key))

@@ -34,10 +34,9 @@ def applied_by(fix: Fix) -> str:
 
 def settings(fix: Fix) -> str:
     """A fix's knobs as they are typed: `--set ddp.bucket_cap_mb=25`."""
-    from dsprof.knobs import typed
+    from dsprof.knobs import flags
 
-    words = (f"{key}={typed(key, value)}" for key, value in fix.knobs)
-    return shlex.join(word for one in words for word in ("--set", clean(one)))
+    return shlex.join(map(clean, flags(fix.knobs)))
 
 
 def _change(kind: str, entry: dict[str, Any], cwd: str) -> Edit:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -15,6 +17,8 @@ from captures import RECORDERS, build_helper
 from planting import planted
 from sleeping_jobs import SleepingRanks
 
+from dsprof.collectors.hooking import errors, statements
+from dsprof.collectors.overrides import install as overrides
 from dsprof.launch import Launch
 from dsprof.trace.strings import plain_strings
 
@@ -54,6 +58,39 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Launch]:
             monkeypatch.delenv(name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return seen
+
+
+@pytest.fixture
+def turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, Any]], list[dict[str, Any]]]]:
+    """Have knobs turned, as in a rank; gives the list in which facts arrive. Everything is taken away again."""
+    undo: list[Callable[[], None]] = []
+    counted: list[tuple[str, str]] = []
+
+    def install(values: dict[str, Any]) -> list[dict[str, Any]]:
+        facts: list[dict[str, Any]] = []
+        errors.noted.clear()  # what another test has left
+        monkeypatch.setenv(overrides.VARIABLE, json.dumps(values))
+        statements.send_to(facts.append)
+        errors.send_to(lambda where, said: counted.append((where, said)))
+        undo.append(overrides.install())
+        return facts
+
+    yield install
+    for one in undo:
+        one()
+    statements.send_to(None)
+    errors.send_to(None)
+    assert not counted
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,7 @@ import ast
 import gc
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from synthetic import Job, constant
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,8 +23,6 @@ from torch.utils.data import DataLoader
 
 from dsprof.analyzer.ask import ask as answer
 from dsprof.analyzer.study import Study, study
-from dsprof.collectors.hooking import errors, statements
-from dsprof.collectors.overrides import install as overrides
 from dsprof.engine.config import key_says
 from dsprof.fix import changes
 from dsprof.knobs import KNOBS, KnobError, find
@@ -37,35 +34,6 @@ from dsprof.settings import Settings
 from dsprof.trace import Trace
 
 Values = dict[str, Any]
-
-
-@pytest.fixture
-def turn(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Values], None]]:
-    """Have knobs turned, as in a rank."""
-    undo: list[Callable[[], None]] = []
-    counted: list[tuple[str, str]] = []
-
-    def install(values: Values) -> None:
-        errors.noted.clear()
-        monkeypatch.setenv(overrides.VARIABLE, json.dumps(values))
-        statements.send_to(lambda fact: None)
-        errors.send_to(lambda where, said: counted.append((where, said)))
-        undo.append(overrides.install())
-
-    yield install
-    for one in undo:
-        one()
-    statements.send_to(None)
-    errors.send_to(None)
-    assert not counted
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # --- what a job makes, and what it then has

@@ -18,6 +18,7 @@ import pytest
 from dsprof.analyzer.text import with_interval
 from dsprof.cli import main
 from dsprof.fix import Turns, decide, proposals, slug
+from dsprof.knobs import flags
 from dsprof.launch.again import RepeatedJob
 from dsprof.run import RunFolder, RunInfo
 
@@ -49,7 +50,8 @@ def write_run(folder: Path, step_ms: float | None, *, status: int = 0, findings:
 
 def test_fixes_that_a_flag_can_make_are_offered_worst_finding_first() -> None:
     (one,) = proposals({"findings": [SLOW_RANK, STALL]})
-    assert (one.code, one.title, one.flags) == ("data.stall", "more workers", ["--set", "loader.num_workers=2"])
+    assert (one.code, one.title) == ("data.stall", "more workers")
+    assert flags(one.knobs.items()) == ["--set", "loader.num_workers=2"]
     assert one.gain == STALL["gain"]
 
 

@@ -12,10 +12,10 @@ import pytest
 from dsprof.atomic import write_atomically
 from dsprof.cli import main
 from dsprof.engine.config import load
-from dsprof.fix import CannotEdit, Proposal
+from dsprof.fix import CannotEdit
 from dsprof.fix.edit_call import set_argument
 from dsprof.fix.edit_json import set_value
-from dsprof.knobs import parse_settings
+from dsprof.knobs import flags, parse_settings
 from dsprof.run import RunFolder, RunInfo
 
 STALL = {
@@ -344,4 +344,4 @@ def test_every_call_of_fully_shard_is_changed(run: RunFolder) -> None:
     ],
 )
 def test_a_change_is_read_as_it_was_typed(key: str, value: object) -> None:
-    assert parse_settings(Proposal("", "", {key: value}).flags[1:]) == {key: value}
+    assert parse_settings(flags([(key, value)])[1:]) == {key: value}

@@ -28,6 +28,7 @@ LAYERS: Final = {
     "schema": (
         "dsprof.atomic",
         "dsprof.data_sheets",
+        "dsprof.exported",
         "dsprof.gauges",
         "dsprof.live",
         "dsprof.names",

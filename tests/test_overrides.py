@@ -15,47 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from jobs import profile
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from dsprof.collectors.hooking import errors, statements
+from dsprof.collectors.hooking import statements
 from dsprof.collectors.overrides import install as overrides
 
 Facts = list[dict[str, Any]]
-Ask = Callable[[dict[str, Any]], Facts]
-
-
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
-    """Install what is asked for; gives the list in which facts arrive. Everything is taken away again."""
-    undo: list[Callable[[], None]] = []
-    counted: list[tuple[str, str]] = []
-
-    def install(values: dict[str, Any]) -> Facts:
-        facts: Facts = []
-        errors.noted.clear()  # what another test has left
-        monkeypatch.setenv(overrides.VARIABLE, json.dumps(values))
-        statements.send_to(facts.append)
-        errors.send_to(lambda where, said: counted.append((where, said)))
-        undo.append(overrides.install())
-        return facts
-
-    yield install
-    for one in undo:
-        one()
-    statements.send_to(None)
-    errors.send_to(None)
-    assert not counted
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+Turn = Callable[[dict[str, Any]], Facts]
 
 
 def told(facts: Facts, key: str) -> dict[str, Any]:
@@ -63,8 +31,8 @@ def told(facts: Facts, key: str) -> dict[str, Any]:
     return next(one for one in facts if one.get("key") == key)
 
 
-def test_a_loader_has_other_workers(ask: Ask) -> None:
-    facts = ask({"loader.num_workers": 2, "loader.prefetch_factor": 3, "loader.persistent_workers": True})
+def test_a_loader_has_other_workers(turn: Turn) -> None:
+    facts = turn({"loader.num_workers": 2, "loader.prefetch_factor": 3, "loader.persistent_workers": True})
     loader = DataLoader([1, 2, 3], 1, False)
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (2, 3, True)
     fact = told(facts, "loader.num_workers")
@@ -72,29 +40,29 @@ def test_a_loader_has_other_workers(ask: Ask) -> None:
     assert fact["site"].startswith(f"{__file__}:")
 
 
-def test_a_loader_without_workers_has_nothing_of_theirs(ask: Ask) -> None:
-    ask({"loader.num_workers": 0})
+def test_a_loader_without_workers_has_nothing_of_theirs(turn: Turn) -> None:
+    turn({"loader.num_workers": 0})
     loader: DataLoader[int] = DataLoader([1, 2], num_workers=2, prefetch_factor=4, persistent_workers=True, timeout=5)  # type: ignore[arg-type]
     assert (loader.num_workers, loader.prefetch_factor, loader.persistent_workers) == (0, None, False)
     assert list(loader) == [torch.tensor([1]), torch.tensor([2])]
 
 
-def test_prefetching_needs_workers(ask: Ask) -> None:
-    facts = ask({"loader.prefetch_factor": 4})
+def test_prefetching_needs_workers(turn: Turn) -> None:
+    facts = turn({"loader.prefetch_factor": 4})
     assert DataLoader([1]).prefetch_factor is None  # type: ignore[arg-type]
     assert told(facts, "loader.prefetch_factor")["why"] == "the loader has no workers; set loader.num_workers, too"
 
 
-def test_an_optimizer_of_a_class_that_has_it_is_fused(ask: Ask) -> None:
-    facts = ask({"optimizer.fused": True})
+def test_an_optimizer_of_a_class_that_has_it_is_fused(turn: Turn) -> None:
+    facts = turn({"optimizer.fused": True})
     parameters = [nn.Parameter(torch.ones(2))]
     assert torch.optim.AdamW(parameters, foreach=True).defaults["fused"] is True
     assert "fused" not in torch.optim.RMSprop(parameters).defaults
     assert told(facts, "optimizer.fused")["was"] is None
 
 
-def test_ddp(ask: Ask, group: None) -> None:
-    facts = ask({"ddp.bucket_cap_mb": 7, "ddp.gradient_as_bucket_view": True, "ddp.comm_hook": "fp16"})
+def test_ddp(turn: Turn, group: None) -> None:
+    facts = turn({"ddp.bucket_cap_mb": 7, "ddp.gradient_as_bucket_view": True, "ddp.comm_hook": "fp16"})
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=3)
     assert model.bucket_bytes_cap == 7 * 2**20
     assert model.gradient_as_bucket_view is True
@@ -110,10 +78,10 @@ def sharded_units(module: nn.Module) -> list[int]:
     return [len(state._fsdp_param_group.fsdp_params) for state in groups if state._fsdp_param_group is not None]
 
 
-def test_fsdp2_has_coarser_units_and_another_format(ask: Ask, group: None) -> None:
+def test_fsdp2_has_coarser_units_and_another_format(turn: Turn, group: None) -> None:
     from torch.distributed import fsdp
 
-    facts = ask({"fsdp2.modules_per_unit": 2, "fsdp2.reduce_dtype": "bfloat16", "fsdp2.reshard_after_forward": False})
+    facts = turn({"fsdp2.modules_per_unit": 2, "fsdp2.reduce_dtype": "bfloat16", "fsdp2.reshard_after_forward": False})
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     for layer in model:
         fsdp.fully_shard(layer)
@@ -126,10 +94,10 @@ def test_fsdp2_has_coarser_units_and_another_format(ask: Ask, group: None) -> No
     optimizer.step()
 
 
-def test_fsdp2_is_refused_where_units_stay_incomplete(ask: Ask, group: None) -> None:
+def test_fsdp2_is_refused_where_units_stay_incomplete(turn: Turn, group: None) -> None:
     from torch.distributed import fsdp
 
-    ask({"fsdp2.modules_per_unit": 2})
+    turn({"fsdp2.modules_per_unit": 2})
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for layer in model:
         fsdp.fully_shard(layer)
@@ -137,10 +105,10 @@ def test_fsdp2_is_refused_where_units_stay_incomplete(ask: Ask, group: None) -> 
         torch.optim.SGD(model.parameters(), 0.1)
 
 
-def test_fsdp2_that_is_set_up_unit_by_unit_keeps_its_units(ask: Ask, group: None) -> None:
+def test_fsdp2_that_is_set_up_unit_by_unit_keeps_its_units(turn: Turn, group: None) -> None:
     from torch.distributed import fsdp
 
-    facts = ask({"fsdp2.modules_per_unit": 2})
+    facts = turn({"fsdp2.modules_per_unit": 2})
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for layer in model:
         fsdp.fully_shard(layer)
@@ -156,9 +124,9 @@ def test_fsdp2_that_is_set_up_unit_by_unit_keeps_its_units(ask: Ask, group: None
     assert type(model[0]).__mro__[2] is nn.Linear
 
 
-def test_fsdp2_is_reached_by_its_older_names(ask: Ask, group: None) -> None:
+def test_fsdp2_is_reached_by_its_older_names(turn: Turn, group: None) -> None:
 
-    facts = ask({"fsdp2.modules_per_unit": 2})
+    facts = turn({"fsdp2.modules_per_unit": 2})
     from torch.distributed._composable.fsdp import fully_shard
     from torch.distributed.fsdp import fully_shard as other
 
@@ -171,10 +139,10 @@ def test_fsdp2_is_reached_by_its_older_names(ask: Ask, group: None) -> None:
     assert told(facts, "fsdp2.modules_per_unit")["was"] == 1
 
 
-def test_fsdp2_prefetches_ahead(ask: Ask, group: None) -> None:
+def test_fsdp2_prefetches_ahead(turn: Turn, group: None) -> None:
     from torch.distributed import fsdp
 
-    facts = ask({"fsdp2.forward_prefetch": 2})
+    facts = turn({"fsdp2.forward_prefetch": 2})
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     for layer in model:
         fsdp.fully_shard(layer)
@@ -184,7 +152,9 @@ def test_fsdp2_prefetches_ahead(ask: Ask, group: None) -> None:
     assert told(facts, "fsdp2.forward_prefetch")["value"] == 2
 
 
-def test_a_json_configuration_is_changed_and_stated(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_json_configuration_is_changed_and_stated(
+    turn: Turn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[Any] = []
 
     def initialize(args: Any = None, model: Any = None, config: Any = None, config_params: Any = None) -> None:
@@ -195,7 +165,7 @@ def test_a_json_configuration_is_changed_and_stated(ask: Ask, tmp_path: Path, mo
     monkeypatch.setitem(sys.modules, "deepspeed", module)
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "wandb": {"api_key": "0123456789abcdef"}}))
-    facts = ask({"zero_optimization.reduce_bucket_size": 1000, "zero_optimization.stage": 1})
+    facts = turn({"zero_optimization.reduce_bucket_size": 1000, "zero_optimization.stage": 1})
 
     module.initialize(config=str(path))  # type: ignore[attr-defined]
     changed = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}, "wandb": {"api_key": "0123456789abcdef"}}
@@ -234,13 +204,13 @@ BATCHES = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradien
     ],
 )  # fmt: skip
 def test_batch_sizes_never_contradict_each_other(
-    turned: dict[str, Any], left: dict[str, Any], says: str, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    turned: dict[str, Any], left: dict[str, Any], says: str, turn: Turn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[Any] = []
     module = ModuleType("deepspeed")
     module.initialize = lambda args=None, config=None: taken.append(config)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deepspeed", module)
-    facts = ask(turned)
+    facts = turn(turned)
     module.initialize(config=dict(BATCHES))
     assert taken == [left]
     notes = [fact["text"] for fact in facts if fact["fact"] == "note"]
@@ -248,8 +218,8 @@ def test_batch_sizes_never_contradict_each_other(
     assert all(says in note for note in notes)
 
 
-def test_the_configuration_is_stated_where_nothing_is_asked_for(ask: Ask, group: None) -> None:
-    facts = ask({})
+def test_the_configuration_is_stated_where_nothing_is_asked_for(turn: Turn, group: None) -> None:
+    facts = turn({})
     module = importlib.import_module("dsprof.engine.setup.initialize")  # `dsprof.engine` may have its function already
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     module.initialize(model=nn.Linear(2, 2), config=config)[0].destroy()
@@ -257,15 +227,15 @@ def test_the_configuration_is_stated_where_nothing_is_asked_for(ask: Ask, group:
     assert (fact["dialect"], fact["path"], fact["content"]) == ("dsprof", None, config)
 
 
-def test_an_argument_that_is_not_there_is_told(ask: Ask) -> None:
-    facts = ask({"loader.nun_workers": 2})
+def test_an_argument_that_is_not_there_is_told(turn: Turn) -> None:
+    facts = turn({"loader.nun_workers": 2})
     assert told(facts, "loader.nun_workers")["why"] == "DataLoader has no argument nun_workers; it has num_workers"
 
 
-def test_pipelines_have_other_micro_batches_and_schedules(ask: Ask, group: None) -> None:
+def test_pipelines_have_other_micro_batches_and_schedules(turn: Turn, group: None) -> None:
     from torch.distributed import pipelining
 
-    facts = ask({"pipelining.microbatches": 6, "pipelining.schedule": "gpipe"})
+    facts = turn({"pipelining.microbatches": 6, "pipelining.schedule": "gpipe"})
     stage = pipelining.PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
     schedule = pipelining.Schedule1F1B(stage, 3, loss_fn=nn.MSELoss())
     assert type(schedule).__name__ == "ScheduleGPipe"
@@ -275,10 +245,10 @@ def test_pipelines_have_other_micro_batches_and_schedules(ask: Ask, group: None)
     assert told(facts, "pipelining.schedule")["was"] == "Schedule1F1B"
 
 
-def test_a_schedule_that_takes_the_place_of_another_can_be_pickled(ask: Ask, group: None) -> None:
+def test_a_schedule_that_takes_the_place_of_another_can_be_pickled(turn: Turn, group: None) -> None:
     from torch.distributed import pipelining
 
-    ask({"pipelining.schedule": "gpipe"})
+    turn({"pipelining.schedule": "gpipe"})
     schedule = pipelining.Schedule1F1B.__new__(pipelining.Schedule1F1B)
     schedule._n_microbatches = 5
     again = pickle.loads(pickle.dumps(schedule))
@@ -286,12 +256,12 @@ def test_a_schedule_that_takes_the_place_of_another_can_be_pickled(ask: Ask, gro
     assert again._n_microbatches == 5
 
 
-def test_arguments_of_trainers(ask: Ask, tmp_path: Path) -> None:
+def test_arguments_of_trainers(turn: Turn, tmp_path: Path) -> None:
     from accelerate import Accelerator
     from transformers import Seq2SeqTrainingArguments
 
     wanted = {"trainer.gradient_accumulation_steps": 4, "trainer.lr_scheduler_typ": "cosine"}
-    facts = ask({**wanted, "accelerate.gradient_accumulation_steps": 3})
+    facts = turn({**wanted, "accelerate.gradient_accumulation_steps": 3})
     arguments = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
     assert arguments.gradient_accumulation_steps == 4
     assert told(facts, "trainer.gradient_accumulation_steps")["was"] == 1
@@ -305,16 +275,16 @@ class Numbers(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_a_loader_that_would_read_its_samples_several_times_gets_no_workers(ask: Ask) -> None:
-    facts = ask({"loader.num_workers": 2, "loader.prefetch_factor": 3})
+def test_a_loader_that_would_read_its_samples_several_times_gets_no_workers(turn: Turn) -> None:
+    facts = turn({"loader.num_workers": 2, "loader.prefetch_factor": 3})
     loader = DataLoader(Numbers(), batch_size=None)
     assert (loader.num_workers, list(loader)) == (0, [0, 1, 2])
     assert "its samples would come several times" in told(facts, "loader.num_workers")["why"]
     assert DataLoader(Numbers(), num_workers=1).num_workers == 2  # the script sees to it
 
 
-def test_an_optimizer_that_cannot_be_fused_is_left_as_it_is(ask: Ask) -> None:
-    facts = ask({"optimizer.fused": True})
+def test_an_optimizer_that_cannot_be_fused_is_left_as_it_is(turn: Turn) -> None:
+    facts = turn({"optimizer.fused": True})
     parameters = [torch.ones(2, dtype=torch.complex64, requires_grad=True)]
     groups = ({"params": (one for one in parameters)} for _ in range(1))
     optimizer = torch.optim.AdamW(groups)
@@ -323,14 +293,14 @@ def test_an_optimizer_that_cannot_be_fused_is_left_as_it_is(ask: Ask) -> None:
     assert told(facts, "optimizer.fused")["why"] == "fused kernels take no parameters of torch.complex64 on cpu"
 
 
-def accumulating(every: int, ask: Ask) -> tuple[nn.Module, torch.optim.Optimizer]:
-    ask({"ddp.accumulate": every})
+def accumulating(every: int, turn: Turn) -> tuple[nn.Module, torch.optim.Optimizer]:
+    turn({"ddp.accumulate": every})
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
     return model, torch.optim.SGD([nn.Parameter(torch.ones(1)), *model.parameters()], 0.1)
 
 
-def test_a_forward_without_a_backward_is_none_of_those_that_accumulate(ask: Ask, group: None) -> None:
-    model, optimizer = accumulating(2, ask)
+def test_a_forward_without_a_backward_is_none_of_those_that_accumulate(turn: Turn, group: None) -> None:
+    model, optimizer = accumulating(2, turn)
     for number in range(2):
         model(torch.ones(1, 2)).sum().backward()
         model(torch.ones(1, 2))  # a metric, say
@@ -341,15 +311,15 @@ def test_a_forward_without_a_backward_is_none_of_those_that_accumulate(ask: Ask,
         optimizer.step()
 
 
-def test_two_forwards_with_one_backward_count_once(ask: Ask, group: None) -> None:
-    model, optimizer = accumulating(2, ask)
+def test_two_forwards_with_one_backward_count_once(turn: Turn, group: None) -> None:
+    model, optimizer = accumulating(2, turn)
     for _ in range(2):
         (model(torch.ones(1, 2)) + model(torch.zeros(1, 2))).sum().backward()
     optimizer.step()
 
 
-def test_a_model_with_a_static_graph_reduces_always(ask: Ask, group: None) -> None:
-    facts = ask({"ddp.accumulate": 2, "ddp.static_graph": True})
+def test_a_model_with_a_static_graph_reduces_always(turn: Turn, group: None) -> None:
+    facts = turn({"ddp.accumulate": 2, "ddp.static_graph": True})
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(3):
@@ -358,8 +328,8 @@ def test_a_model_with_a_static_graph_reduces_always(ask: Ask, group: None) -> No
     assert "static_graph=True" in told(facts, "ddp.accumulate")["why"]
 
 
-def test_a_closure_that_goes_backward_alone_is_refused(ask: Ask, group: None) -> None:
-    model, optimizer = accumulating(2, ask)
+def test_a_closure_that_goes_backward_alone_is_refused(turn: Turn, group: None) -> None:
+    model, optimizer = accumulating(2, turn)
 
     def closure() -> float:
         loss = model(torch.ones(1, 2)).sum()
@@ -370,8 +340,8 @@ def test_a_closure_that_goes_backward_alone_is_refused(ask: Ask, group: None) ->
         optimizer.step(closure)
 
 
-def test_a_model_that_accumulates_is_freed(ask: Ask, group: None) -> None:
-    model, optimizer = accumulating(2, ask)
+def test_a_model_that_accumulates_is_freed(turn: Turn, group: None) -> None:
+    model, optimizer = accumulating(2, turn)
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
@@ -381,10 +351,10 @@ def test_a_model_that_accumulates_is_freed(ask: Ask, group: None) -> None:
     assert gone() is None
 
 
-def test_garbage_is_collected_by_steps_of_whatever_optimizer_steps(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_is_collected_by_steps_of_whatever_optimizer_steps(turn: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[None] = []
     monkeypatch.setattr(gc, "collect", lambda: collected.append(None))
-    facts = ask({"gc.every": 2})
+    facts = turn({"gc.every": 2})
     first, second = (torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1) for _ in range(2))
     for _ in range(4):  # a GAN: two optimizers, four steps
         first.step()
@@ -412,15 +382,15 @@ def test_automatic_collection_comes_back_when_all_is_taken_away(monkeypatch: pyt
     statements.send_to(None)
 
 
-def test_what_a_rank_starts_keeps_the_cores_of_the_rank(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_starts_keeps_the_cores_of_the_rank(turn: Turn, monkeypatch: pytest.MonkeyPatch) -> None:
     cores = list(range(8))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(cores))
     monkeypatch.setattr("os.sched_setaffinity", lambda _, own: cores.__setitem__(slice(None), own))
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    ask({"affinity.cores": "spread"})
+    turn({"affinity.cores": "spread"})
     assert cores == [4, 5, 6, 7]
-    ask({"affinity.cores": "spread"})  # in a child, which has the environment and the cores
+    turn({"affinity.cores": "spread"})  # in a child, which has the environment and the cores
     assert cores == [4, 5, 6, 7]
 
 

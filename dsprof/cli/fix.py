@@ -21,7 +21,6 @@ from .trials import (
     changed_files,
     findings_of,
     keep,
-    memory_of,
     place_beside,
     refuse_to_save,
     runner,
@@ -94,31 +93,31 @@ def command(
     if write or in_place:
         return _write(folder, chosen, in_place=in_place)
     if not verify:
-        return _list(folder, [chosen] if changes else offered, asked=bool(changes), as_json=as_json)
+        return _list(folder, findings, [chosen] if changes else offered, asked=bool(changes), as_json=as_json)
     return _verify(folder, chosen, pairs, steps, yes=yes, as_json=as_json)
 
 
-def _list(folder: RunFolder, offered: Sequence[Proposal], *, asked: bool, as_json: bool) -> int:
+def _list(
+    folder: RunFolder, findings: Mapping[str, Any], offered: Sequence[Proposal], *, asked: bool, as_json: bool
+) -> int:
     """asked: by `--set`, and not one of those that the run offers, by number."""
     if as_json:
         listed = [{"code": one.code, "title": one.title, "set": dict(one.knobs), "gain": one.gain} for one in offered]
         print(json.dumps(redact_data(listed)))
         return 0
+    from dsprof.knobs.memory import in_words_with
+
+    facts = folder.read_info().facts_by_kind()
     for place, one in enumerate(offered, 1):
         print(f"{place}. {'  '.join(filter(None, (one.code, one.title)))}")
         print(f"   {_predicted(one.gain)}")
-        _show_memory(folder, one.knobs)
+        memory = in_words_with(one.knobs, findings, facts)
+        if memory:
+            print(f"   memory {memory}")
         _show_files(folder, one.knobs)
         print(f"   try    dsprof run {one.shown} ...")
         print(f"   prove  dsprof fix {folder.path} {one.shown if asked else f'-n {place}'} --verify")
     return 0
-
-
-def _show_memory(folder: RunFolder, knobs: Mapping[str, Any]) -> None:
-    """What the rank that would take most takes, and would take; nothing where that is not known."""
-    memory = memory_of(folder, knobs)
-    if memory:
-        print(f"   memory {memory}")
 
 
 def _show_files(folder: RunFolder, knobs: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ import typer
 from dsprof.launch import LaunchError
 from dsprof.launch.again import RepeatedJob
 from dsprof.launch.outputs import places_of, written_between
-from dsprof.run import RunFolder
+from dsprof.run import RunFolder, RunInfo
 
 from .split import split_at_job
 
@@ -76,18 +76,18 @@ def refuse_to_save(folder: RunFolder, *, yes: bool) -> None:
     if yes:
         return
     again = "and each job of the comparison would write them again, to the same place; give --yes if that does no harm"
-    if any(fact.get("fact") == "checkpoint" for fact in folder.read_info().facts):
+    info = folder.read_info()
+    if any(fact.get("fact") == "checkpoint" for fact in info.facts):
         raise LaunchError(f"{folder.path}: this job writes checkpoints, {again}")
-    written = _written(folder)
+    written = _written(info)
     if written:
         more = f" and {len(written) - MOST_NAMED} more" if len(written) > MOST_NAMED else ""
         named = ", ".join(str(path) for path in written[:MOST_NAMED])
         raise LaunchError(f"{folder.path}: this job wrote files ({named}{more}), {again}")
 
 
-def _written(folder: RunFolder) -> list[Path]:
+def _written(info: RunInfo) -> list[Path]:
     """Files that the job of a run wrote, as far as they lie where it ran or where its command line says."""
-    info = folder.read_info()
     try:
         began, ended = (datetime.datetime.fromisoformat(one) for one in (info.started, info.ended or ""))
     except ValueError:  # a run that was imported, say
@@ -129,15 +129,6 @@ def changed_files(folder: RunFolder, knobs: Mapping[str, Any]) -> tuple[Changes,
     run = folder.read_info()
     cwd = Path(run.cwd or ".")
     return changes(knobs, run.facts_by_kind(), cwd, run.knobs), cwd
-
-
-def memory_of(folder: RunFolder, knobs: Mapping[str, Any]) -> str:
-    """What the rank that would take most of memory takes, and would take, in words; empty where that is not known."""
-    from dsprof.knobs.memory import has_memory, in_words_with
-
-    if not any(map(has_memory, knobs)):
-        return ""
-    return in_words_with(knobs, findings_of(folder), folder.read_info().facts_by_kind())
 
 
 def keep(folder: RunFolder, chosen: Proposal, verified: Mapping[str, Any]) -> None:

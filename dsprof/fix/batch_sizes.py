@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsprof.engine.config import ACCUMULATION, MICRO, TRAIN, Batch
+from dsprof.engine.config import ACCUMULATION, MICRO, TRAIN, Batch, remedies
 
 from .edit_json import CannotEdit
 
@@ -29,15 +29,12 @@ def with_the_third(knobs: Mapping[str, Any], ran: Any) -> dict[str, Any]:
     then = {**sizes, **{key: knobs[key] for key in sizes if key in knobs}}
     if not all(type(size) is int and size > 0 for size in then.values()):
         return dict(knobs)
-    batch = Batch(then[TRAIN], then[MICRO], then[ACCUMULATION], ranks)
-    if batch.train == batch.micro * batch.accumulation * batch.ranks:
-        return dict(knobs)
-    free = left[0]
-    rest = ranks * (batch.micro if free == ACCUMULATION else batch.accumulation)
-    value = batch.micro * batch.accumulation * ranks if free == TRAIN else batch.train // rest
-    if free != TRAIN and (value < 1 or value * rest != batch.train):
+    batch, free = Batch(then[TRAIN], then[MICRO], then[ACCUMULATION], ranks), left[0]
+    value = remedies(batch, then).get(free)
+    if value is None:
+        rest = ranks * (batch.micro if free == ACCUMULATION else batch.accumulation)
         raise CannotEdit(
             f"no {free} makes {TRAIN} {batch.train} of {rest} x {free}, with {ranks} data-parallel ranks; change "
             f"{TRAIN}, too"
         )
-    return {**knobs, free: value}
+    return dict(knobs) if value == sizes[free] else {**knobs, free: value}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dsprof.atomic import write_atomically
-from dsprof.knobs import KNOBS, fsdp2
+from dsprof.knobs import FACT_OF, KNOBS, fsdp2
 from dsprof.redact import REDACTED, redact_setting
 
 from .batch_sizes import with_the_third
@@ -22,8 +22,6 @@ from .edit_json import CannotEdit, set_value
 
 Facts = Mapping[str, Sequence[Mapping[str, Any]]]
 
-SITES: Final = {"ddp": "ddp", "loader": "dataloader", "fsdp2": "fsdp"}
-"""Framework of a knob -> the fact that tells where what takes it is made."""
 _Call = tuple[Path, int, str, str, Any]
 """File and line of a call; framework, name and value of its argument."""
 ARGUMENTS_OF_FSDP2: Final = ("reshard_after_forward",)
@@ -120,7 +118,7 @@ def _set_argument(line: int, framework: str, name: str, value: Any, text: str) -
 
 def _calls(found: Changes, facts: Facts, cwd: Path, framework: str, name: str, value: Any) -> Iterator[_Call]:
     """The calls in the user's own code that take an argument. Raises CannotEdit where the run made none."""
-    call, told = CALLS[framework][0], facts.get(SITES[framework], ())
+    call, told = CALLS[framework][0], facts.get(FACT_OF[framework], ())
     if not told:
         raise CannotEdit(f"{framework}.{name}: the run has no {call}")
     sites = dict.fromkeys(site for fact in told for site in _sites(fact))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsprof.analyzer.finding import MEASURED_EXCESS
-from dsprof.knobs import typed
+from dsprof.knobs import flags
 from dsprof.redact import redact_data, redact_words
 
 
@@ -41,14 +41,9 @@ class Proposal:
         return float(self.gain["low"]), float(self.gain["high"])
 
     @property
-    def flags(self) -> list[str]:
-        """As one types them: `--set`, `ddp.bucket_cap_mb=50`, ..."""
-        return [word for key, value in self.knobs.items() for word in ("--set", f"{key}={typed(key, value)}")]
-
-    @property
     def shown(self) -> str:
-        """The flags as one types them in a shell, without secrets."""
-        return shlex.join(redact_words(self.flags))
+        """The knobs as one types them in a shell, without secrets."""
+        return shlex.join(redact_words(flags(self.knobs.items())))
 
 
 def proposals(findings: Mapping[str, Any]) -> Iterator[Proposal]:

@@ -1,7 +1,7 @@
 """What `dsprof export` wrote, of any of its formats: a Parquet table, a Chrome trace, a Perfetto trace.
 
 Parquet holds the rows as they are. In the others are the rows that have ended, memory and gauges, and of their columns
-those that a slice tells (`reports.export.slices`). All ranks are on one clock.
+those that a slice tells (`dsprof.exported`). All ranks are on one clock.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from dsprof.exported import ABOUT, DETAILS, PARQUET, SINCE
 from dsprof.names import new_run_id
 from dsprof.run import RankInfo, RunError, RunInfo
 from dsprof.schema import COLUMNS
@@ -28,10 +29,7 @@ from .row_table import MOST_ROWS, RowTable
 
 DESCRIPTION: Final = "what `dsprof export` wrote"
 
-ABOUT: Final = "dsprof"
-PARQUET: Final = b"dsprof.export"
 HEAD: Final = re.compile(rb'"dsprof"\s*:\s*\{\s*"schema"')
-SCHEMA: Final = 1
 CATEGORIES: Final = {"gpu_memcpy": "copy", "cuda_runtime": "launch"}
 """Kinds that the Chrome trace calls as torch.profiler does."""
 RANK: Final = re.compile(r"rank (\d{1,7})\b")
@@ -39,10 +37,6 @@ AGAIN: Final = re.compile(r" \(\d+\)$")
 """Behind the name of a lane's further tracks."""
 OF_LANE: Final = re.compile(r"(.+) \((.+)\)$")
 """How a counter is called that is of a lane."""
-TOLD: Final = (
-    "step", "module", "purpose", "group", "seq", "peer", "tag", "bytes", "dtype", "stage", "microbatch", "site",
-    "value", "source", "root", "grad", "host_ns", "thread",
-)  # fmt: skip
 WORDS: Final = frozenset(name for name, kind in COLUMNS.items() if kind == "category")
 MOST: Final = 1 << 62
 LARGEST: Final = {"int16": 1 << 15, "int32": 1 << 31, "int64": MOST}
@@ -161,7 +155,7 @@ def _chrome(path: Path) -> Tables:
 
 
 def _perfetto(path: Path) -> Tables:
-    trace = PerfettoTrace(path, {*TOLD, "issued_ns_before", "arrived_ns_after"}, whole=ABOUT)
+    trace = PerfettoTrace(path, {*DETAILS, *(called for _, called, _ in SINCE)}, whole=ABOUT)
     tables: dict[int, RowTable] = defaultdict(RowTable)
     about: dict[str, Any] = {}
     for one in trace.slices:
@@ -201,11 +195,11 @@ def _row(
     lane = "main" if track in ("", STEPS, MARKS) else AGAIN.sub("", track)
     row = {"kind": kind if phase == "X" else "mark", "name": name, "lane": lane, "start_ns": start_ns,
            "dur_ns": dur_ns, "ended": True}  # fmt: skip
-    for column in TOLD:
+    for column in DETAILS:
         found = _value(column, args.get(column))
         if found is not None:
             row[column] = found
-    for column, called, sign in (("issue_ns", "issued_ns_before", -1), ("arrival_ns", "arrived_ns_after", 1)):
+    for column, called, sign in SINCE:
         since = args.get(called)
         if type(since) is int and abs(since) < MOST // 2:
             row[column] = start_ns + sign * since

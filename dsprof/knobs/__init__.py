@@ -14,6 +14,6 @@ json_config  any key of a JSON configuration of DeepSpeed or of dsprof's engine
 """
 
 from .knob import Knob, KnobError, Stated
-from .registry import KNOBS, find, parse_settings, typed
+from .registry import FACT_OF, KNOBS, find, flags, parse_settings, typed
 
-__all__ = ["KNOBS", "Knob", "KnobError", "Stated", "find", "parse_settings", "typed"]
+__all__ = ["FACT_OF", "KNOBS", "Knob", "KnobError", "Stated", "find", "flags", "parse_settings", "typed"]

@@ -142,6 +142,11 @@ def has_memory(key: str) -> bool:
     return key in MEMORY or key in HELD_BY_CONFIGURATION
 
 
+def _all_known(knobs: Mapping[str, Any]) -> bool:
+    """Whether some of them hold memory, and it is known of each what it holds."""
+    return any(map(has_memory, knobs)) and all(has_memory(key) or key in NOTHING for key in knobs)
+
+
 def memory_with(
     knobs: Mapping[str, Any], uses: Sequence[MemoryUse], facts: Facts, world_size: int
 ) -> tuple[RankMemory, ...]:
@@ -150,7 +155,7 @@ def memory_with(
 
     uses: as measured, of the ranks that were captured; facts: of the run, by kind; world_size: ranks of the job
     """
-    if not any(map(has_memory, knobs)) or not all(has_memory(key) or key in NOTHING for key in knobs):
+    if not _all_known(knobs):
         return ()
     found = []
     for number in sorted({use.rank for use in uses}):
@@ -166,6 +171,8 @@ def memory_with(
 
 def in_words_with(knobs: Mapping[str, Any], findings: Mapping[str, Any], facts: Facts) -> str:
     """The same of the rank that would take most, in words, from a findings.json; empty where it is not known."""
+    if not _all_known(knobs):
+        return ""
     uses = [MemoryUse(**use) for use in findings.get("memory_use", ())]
     captured = len({use.rank for use in uses})
     world_size = findings.get("run", {}).get("ranks", {}).get("expected", captured)

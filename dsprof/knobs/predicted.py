@@ -26,7 +26,7 @@ from dsprof.redact import redact_words
 
 from .knob import KnobError
 from .memory import has_memory
-from .registry import find, typed
+from .registry import FACT_OF, find, typed
 from .structures import STRUCTURES
 
 
@@ -98,9 +98,6 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "heterogeneous.speeds": with_speeds,
 }
 """Key -> (study, value) -> what that changes. Raises NotJudged where this run does not tell."""
-
-FACT_OF: Final = {"ddp": "ddp", "fsdp2": "fsdp", "optimizer": "optimizer"}
-"""What a key begins with -> the fact of what takes it; of others it is a configuration."""
 
 
 def is_predicted(key: str) -> bool:

@@ -25,6 +25,8 @@ KNOBS: Final[tuple[Knob, ...]] = (
 )
 """All that have a name here. Beside them there are the keys of JSON configurations (`json_config.find`)."""
 _BY_KEY: Final = {knob.key: knob for knob in KNOBS}
+FACT_OF: Final = {"ddp": "ddp", "fsdp2": "fsdp", "loader": "dataloader", "optimizer": "optimizer"}
+"""What a key begins with -> the fact that tells of what takes it, and where it is made."""
 OWN_VARIABLES: Final = "DSPROF"
 """What variables begin with that steer dsprof itself."""
 
@@ -106,3 +108,8 @@ def typed(key: str, value: Any) -> str:
     except KnobError:
         same = True
     return value if same else json.dumps(value)
+
+
+def flags(knobs: Iterable[tuple[str, Any]]) -> list[str]:
+    """Knobs as they are typed: `--set`, `ddp.bucket_cap_mb=50`, ..."""
+    return [word for key, value in knobs for word in ("--set", f"{key}={typed(key, value)}")]

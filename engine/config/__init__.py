@@ -22,16 +22,16 @@ and what is done to a configuration, in this order, by `loading`:
 page of all. Free of torch and of the rest of the engine: the analyzer and `dsprof doctor` use it too.
 """
 
-from .batch import ACCUMULATION, MICRO, TRAIN, Batch, BatchError
-from .config import Config
-from .held import Held, held
+from .batch import ACCUMULATION, MICRO, TRAIN, Batch, BatchError, remedies
+from .config import Config, data_parallel_ranks
+from .held import ELEMENT_BYTES, Held, held
 from .keys import known_paths
 from .loading import ConfigError, as_far_as_known, load
 from .one_key import key_can_be, key_says, key_takes
-from .rules import data_parallel_ranks
 from .zero import ZeroConfig
 
 __all__ = [
-    "ACCUMULATION", "MICRO", "TRAIN", "Batch", "BatchError", "Config", "ConfigError", "Held", "ZeroConfig",
-    "as_far_as_known", "data_parallel_ranks", "held", "key_can_be", "key_says", "key_takes", "known_paths", "load",
+    "ACCUMULATION", "ELEMENT_BYTES", "MICRO", "TRAIN", "Batch", "BatchError", "Config", "ConfigError", "Held",
+    "ZeroConfig", "as_far_as_known", "data_parallel_ranks", "held", "key_can_be", "key_says", "key_takes",
+    "known_paths", "load", "remedies",
 ]  # fmt: skip

@@ -13,8 +13,8 @@ from typing import Final
 from .config import Config
 from .zero import OffloadConfig
 
-BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""Of an element."""
+ELEMENT_BYTES: Final = {"fp32": 4, "fp16": 2, "bf16": 2}
+"""Data type of a configuration -> bytes of a number."""
 MASTER: Final = 4
 MOMENTS: Final = {"sgd": 0, "lion": 1, "muon": 1, "adagrad": 1}
 """Optimizer, in lower case -> how many numbers it keeps for each element; of others two, as Adam has."""
@@ -43,7 +43,7 @@ class Held:
 def held(config: Config, elements: float, ranks: int, *, deepspeed: bool = True) -> Held:
     """What a data-parallel rank holds of a model of so many elements. ranks: that share it; deepspeed: DeepSpeed trains
     it, and not dsprof's engine."""
-    zero, item = config.zero_optimization, BYTES[config.trained_type]
+    zero, item = config.zero_optimization, ELEMENT_BYTES[config.trained_type]
     of_parameters, of_gradients, of_states = (elements / (ranks if zero.stage >= least else 1) for least in (3, 2, 1))
     states = of_states * ((MASTER if item < MASTER else 0) + MASTER * _moments(config))
     of_a_gradient = item
@@ -78,7 +78,7 @@ def _is_away(offloaded: OffloadConfig | None) -> bool:
 def _buckets(config: Config, elements: float, *, deepspeed: bool) -> float:
     """DeepSpeed allocates one of the whole size, and a second one to fill while the first is reduced. dsprof's engine
     takes no more than all gradients, and has two on their way while it fills a third."""
-    zero, item = config.zero_optimization, BYTES[config.communication_type]
+    zero, item = config.zero_optimization, ELEMENT_BYTES[config.communication_type]
     if deepspeed:
         if zero.stage < 1 or not zero.contiguous_gradients:
             return 0.0

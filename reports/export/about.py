@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
+
+from dsprof.exported import EXPORT_SCHEMA
 
 if TYPE_CHECKING:
     from dsprof.analyzer.analysis import Analysis
-
-ABOUT: Final = "dsprof"
-"""Key of it beside the events of a Chrome trace, and annotation of a moment in a Perfetto one."""
-PARQUET: Final = b"dsprof.export"
-"""Its key among the metadata of a Parquet file."""
-EXPORT_SCHEMA: Final = 1
 
 
 def about_run(analysis: Analysis) -> dict[str, Any]:

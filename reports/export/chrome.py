@@ -13,8 +13,9 @@ from typing import IO, TYPE_CHECKING, Any, Final
 import pandas as pd
 
 from dsprof.analyzer.text import clean
+from dsprof.exported import ABOUT
 
-from .about import ABOUT, about_run
+from .about import about_run
 from .slices import Selection, details, lanes, marks, records, samples
 
 if TYPE_CHECKING:

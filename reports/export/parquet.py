@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import IO, TYPE_CHECKING
 
-from .about import PARQUET, about_run
+from dsprof.exported import PARQUET
+
+from .about import about_run
 from .slices import Selection
 
 if TYPE_CHECKING:

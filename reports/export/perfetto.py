@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 
 from dsprof.analyzer.text import clean
+from dsprof.exported import ABOUT
 
-from .about import ABOUT, about_run
+from .about import about_run
 from .slices import Selection, details, lanes, marks, records, samples
 
 if TYPE_CHECKING:

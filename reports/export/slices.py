@@ -9,15 +9,10 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
+from dsprof.exported import DETAILS, SINCE
+
 SPANS: Final = ("step", "phase", "module", "comm", "wait", "pipe", "copy", "kernel", "launch", "pause")
 SAMPLES: Final = ("mem", "gauge")
-DETAILS: Final = (
-    "step", "module", "purpose", "group", "seq", "peer", "tag", "bytes", "dtype", "stage", "microbatch", "site",
-    "value", "source", "root", "grad", "host_ns", "thread",
-)  # fmt: skip
-"""Columns that a slice tells beside its name."""
-SINCE: Final = {"issue_ns": "issued_ns_before", "arrival_ns": "arrived_ns_after"}
-"""Moments, told as how long before or after the slice begins they were."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +91,10 @@ def details(row: dict[str, Any]) -> dict[str, str | int | float]:
         if value is None or value is pd.NA or value != value or value == "":
             continue
         found[column] = value
-    for column, called in SINCE.items():
+    for column, called, sign in SINCE:
         value = row.get(column)
         if value is not None and value is not pd.NA:
-            since = int(value) - int(row["start_ns"])
-            found[called] = since if column == "arrival_ns" else -since
+            found[called] = sign * (int(value) - int(row["start_ns"]))
     return found
 
 
