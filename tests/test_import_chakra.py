@@ -65,3 +65,8 @@ def test_one_that_breaks_off_costs_its_tail(tmp_path: Path) -> None:
     path.write_bytes(b"\x05\x0a\x03abc\xff\xff\xff\xff\x7f")
     with pytest.raises(RunError, match="a node of 34,359,738,367 bytes, as no trace has"):
         import_trace(path)
+
+
+def test_a_pattern_that_is_none_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="--comm-kernels: "):
+        import_trace(trace(tmp_path / "rank0.et"), ["("])

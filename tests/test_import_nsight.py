@@ -182,3 +182,8 @@ def test_a_copy_before_the_first_kernel_is_kept(tmp_path: Path) -> None:
         database.execute("insert into CUPTI_ACTIVITY_KIND_MEMCPY values (-900, 100, 0, 7, -1, ?, 4096, 1)", (pid,))
         database.commit()
     assert len(import_trace(path).read(0).query("kind == 'copy'")) == 7
+
+
+def test_a_pattern_that_is_none_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="--comm-kernels: "):
+        import_trace(report(tmp_path / "rank0.sqlite"), ["("])

@@ -17,7 +17,7 @@ from dsprof.trace import Trace
 from dsprof.trace.kineto import CommNames, TraceError, beginning_of, events_of, trace_rows_of
 from dsprof.trace.kineto.protobuf import Messages, fields_of, signed, text_of, varint
 
-from .kineto import ImportedFile, keep_rows, make_trace
+from .kineto import ImportedFile, comm_names, keep_rows, make_trace
 from .rank_names import last_number, rank_in
 
 DESCRIPTION: Final = "a Chakra execution trace (.et)"
@@ -55,7 +55,7 @@ def read(path: Path) -> Trace:
 
 def read_all(paths: Sequence[Path], named: Path, where: str, comm_kernels: Sequence[str] = ()) -> Trace:
     """Raises RunError."""
-    names = CommNames(comm_kernels)
+    names = comm_names(comm_kernels)
     ranks = {path: rank_in(path.name) for path in paths}
     if len(paths) > 1 and None in ranks.values():
         ranks = {path: last_number(path.name.removesuffix(".gz").rpartition(".")[0]) for path in paths}

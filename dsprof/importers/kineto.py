@@ -102,11 +102,16 @@ def read(path: Path) -> Trace:
 def read_all(paths: Sequence[Path], named: Path, where: str, comm_kernels: Sequence[str] = ()) -> Trace:
     """The traces in files, one a rank. `named`: what the run is called after; `where`: what was typed. `comm_kernels`:
     patterns of kernels that communicate (`names.comm_pattern`), beside those that are known. Raises RunError."""
+    comm_names(comm_kernels)
+    return make_trace(lambda folder: _read_all(sorted(paths), folder, tuple(comm_kernels)), named, where, "kineto")
+
+
+def comm_names(comm_kernels: Sequence[str]) -> CommNames:
+    """Which kernels communicate, with patterns of the user's. Raises RunError where one is no pattern."""
     try:
-        CommNames(comm_kernels)
+        return CommNames(comm_kernels)
     except ValueError as error:
         raise RunError(f"--comm-kernels: {error}") from error
-    return make_trace(lambda folder: _read_all(sorted(paths), folder, tuple(comm_kernels)), named, where, "kineto")
 
 
 def make_trace(read_files: Callable[[Path], list[ImportedFile]], named: Path, where: str, format_name: str) -> Trace:

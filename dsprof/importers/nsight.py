@@ -22,7 +22,7 @@ from urllib.parse import quote
 from dsprof.trace import Trace
 from dsprof.trace.kineto import CommNames, Events, TraceError, events_of, trace_rows_of
 
-from .kineto import ImportedFile, keep_rows, make_trace
+from .kineto import ImportedFile, comm_names, keep_rows, make_trace
 from .rank_names import rank_in
 
 DESCRIPTION: Final = "a report of Nsight Systems (SQLite)"
@@ -76,7 +76,7 @@ def read(path: Path) -> Trace:
 
 def read_all(paths: Sequence[Path], named: Path, where: str, comm_kernels: Sequence[str] = ()) -> Trace:
     """The reports of one job, of one process each or of several. Raises RunError."""
-    names = CommNames(comm_kernels)
+    names = comm_names(comm_kernels)
     notes: list[str] = []
     found = [(path, *_processes(path)) for path in sorted(paths)]
     first = _first_ranks([(path, len(processes)) for path, processes, _ in found], notes)
