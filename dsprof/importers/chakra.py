@@ -17,7 +17,7 @@ from dsprof.trace import Trace
 from dsprof.trace.kineto import CommNames, TraceError, beginning_of, events_of, trace_rows_of
 from dsprof.trace.kineto.protobuf import Messages, fields_of, signed, text_of, varint
 
-from .kineto import ImportedFile, comm_names, keep_rows, make_trace
+from .kineto import UNREADABLE, ImportedFile, comm_names, keep_rows, make_trace, refusal
 from .rank_names import last_number, rank_in
 
 DESCRIPTION: Final = "a Chakra execution trace (.et)"
@@ -84,12 +84,8 @@ def _read(path: Path, target: Path, names: CommNames) -> ImportedFile:
         if messages.breaks_off:
             kept.notes.append("breaks off within a node: its last nodes are missing")
         return kept
-    except TraceError as error:
-        return ImportedFile(path, refused=str(error), advice=error.advice)
-    except OSError as error:
-        return ImportedFile(path, refused=f"cannot be read ({error.strerror})")
-    except MemoryError:
-        return ImportedFile(path, refused="there was not enough memory to read it")
+    except UNREADABLE as error:
+        return refusal(path, error)
 
 
 def _nodes(messages: Iterable[bytes]) -> Iterator[dict[str, Any]]:

@@ -61,6 +61,8 @@ RECORD_WITH_TORCH: Final = (
     "export_chrome_trace; or, of another tool, say what its events are in a mapping file (--mapping, docs/importing.md)"
 )
 SAFE_PATH: Final = "PYTHONSAFEPATH"
+UNREADABLE: Final = (TraceError, OSError, MemoryError)
+"""What reading a file may end with that costs this file alone."""
 
 
 def recognizes(path: Path) -> bool:
@@ -176,13 +178,18 @@ def _convert(path: Path, target: Path, comm_kernels: tuple[str, ...]) -> Importe
         if not (len(events.ops) or len(events.device) or len(events.calls) or len(events.annotations)):
             return ImportedFile(path, refused=_in_no_dialect(events), advice=RECORD_WITH_TORCH)
         found = trace_rows_of(events)
-    except TraceError as error:
-        return ImportedFile(path, refused=str(error), advice=error.advice)
-    except OSError as error:
-        return ImportedFile(path, refused=f"cannot be read ({error.strerror})")
-    except MemoryError:
-        return ImportedFile(path, refused="there was not enough memory to read it")
+    except UNREADABLE as error:
+        return refusal(path, error)
     return keep_rows(path, events, found, target)
+
+
+def refusal(path: Path, error: Exception) -> ImportedFile:
+    """Of a file whose reading ended with one of UNREADABLE."""
+    if isinstance(error, TraceError):
+        return ImportedFile(path, refused=str(error), advice=error.advice)
+    if isinstance(error, OSError):
+        return ImportedFile(path, refused=f"cannot be read ({error.strerror})")
+    return ImportedFile(path, refused="there was not enough memory to read it")
 
 
 def keep_rows(path: Path, events: Events, found: TraceRows, target: Path) -> ImportedFile:

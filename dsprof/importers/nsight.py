@@ -22,7 +22,7 @@ from urllib.parse import quote
 from dsprof.trace import Trace
 from dsprof.trace.kineto import CommNames, Events, TraceError, events_of, trace_rows_of
 
-from .kineto import ImportedFile, comm_names, keep_rows, make_trace
+from .kineto import UNREADABLE, ImportedFile, comm_names, keep_rows, make_trace, refusal
 from .rank_names import rank_in
 
 DESCRIPTION: Final = "a report of Nsight Systems (SQLite)"
@@ -193,10 +193,8 @@ def _read_process(path: Path, process: int | None, target: Path, names: CommName
         return keep_rows(path, events, trace_rows_of(events), target)
     except sqlite3.Error as error:
         return ImportedFile(path, refused=f"its database is damaged ({str(error)[:120]})", advice="export it again")
-    except TraceError as error:
-        return ImportedFile(path, refused=str(error), advice=error.advice)
-    except MemoryError:
-        return ImportedFile(path, refused="there was not enough memory to read it")
+    except UNREADABLE as error:
+        return refusal(path, error)
 
 
 def _events(database: sqlite3.Connection, process: int | None, names: CommNames) -> Events:
