@@ -61,18 +61,31 @@ def imported_run(
     for name, about in groups.items():
         tells = min(here.intersection(about["ranks"]) or here)
         facts.append({"fact": "group", "rank": tells, "name": name, **about})
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", named.name.split(".")[0])[:60] or "trace"
+    name = run_name(named.name.split(".")[0])
     return RunInfo(
         id=new_run_id(name), name=name, level="", command=["dsprof", "import", str(named)],
         world_size=max(world_size, 1 + max(here)), facts=facts, versions=dict(versions or {}),
         groups={name: dict(about) for name, about in groups.items()},
         ranks=[
-            RankInfo(
-                rank=one.rank, restart=0, host=one.host, pid=0, capture="", native=True, last_step=one.last_step,
-                records=one.count, dropped=0, damaged=0, errors=0, closed=one.whole, clock=clock,
-            )
+            rank_info(one.rank, one.count, one.last_step, host=one.host, whole=one.whole, clock=clock)
             for one, clock in zip(ranks, clocks, strict=True)
         ],
+    )  # fmt: skip
+
+
+def run_name(text: str, otherwise: str = "trace") -> str:
+    """What a run is called after `text`."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:60] or otherwise
+
+
+def rank_info(
+    rank: int, count: int, last_step: int = -1, *, host: str = "", native: bool = True, whole: bool = True,
+    clock: str = "",
+) -> RankInfo:  # fmt: skip
+    """Of a rank that no capture of dsprof's is behind. count: events read."""
+    return RankInfo(
+        rank=rank, restart=0, host=host, pid=0, capture="", native=native, last_step=last_step, records=count,
+        dropped=0, damaged=0, errors=0, closed=whole, clock=clock,
     )  # fmt: skip
 
 

@@ -20,11 +20,13 @@ import pandas as pd
 from dsprof.live.frames import user_site
 from dsprof.names import new_run_id
 from dsprof.regular_files import read_bytes
-from dsprof.run import RankInfo, RunError, RunInfo
+from dsprof.run import RunError, RunInfo
 from dsprof.schema import COLUMNS, STANDSTILL
 from dsprof.trace import Trace
 from dsprof.trace.plain_pickle import load
 from dsprof.trace.room import room_for, taken_by_json
+
+from .assemble import rank_info
 
 DESCRIPTION: Final = "Flight Recorder dumps (JSON, or pickles)"
 
@@ -109,13 +111,7 @@ def read_all(paths: Iterable[Path]) -> Trace:
     info = RunInfo(
         id=new_run_id(name), name=name, level="", command=["dsprof", "import", str(listed[0].parent)],
         world_size=expected, facts=facts, groups=groups,
-        ranks=[
-            RankInfo(
-                rank=rank, restart=0, host="", pid=0, capture="", native=True, last_step=-1,
-                records=len(dump.entries), dropped=0, damaged=0, errors=0, closed=False,
-            )
-            for rank, dump in sorted(dumps.items())
-        ],
+        ranks=[rank_info(rank, len(dump.entries), whole=False) for rank, dump in sorted(dumps.items())],
     )  # fmt: skip
     return Trace.of(info, rows.sort_values(["rank", "start_ns"], kind="stable", ignore_index=True))
 

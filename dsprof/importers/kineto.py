@@ -9,7 +9,6 @@ aligns them. What is read, and what is not: docs/importing.md.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -31,7 +30,7 @@ import pandas as pd
 import pyarrow as pa
 
 from dsprof.names import new_run_id
-from dsprof.run import RankInfo, RunError, RunInfo
+from dsprof.run import RunError, RunInfo
 from dsprof.trace import Trace, concat_rows
 from dsprof.trace.kineto import (
     CommNames,
@@ -45,7 +44,7 @@ from dsprof.trace.kineto import (
 )
 from dsprof.trace.load import EVERY_COLUMN
 
-from .assemble import clock_names, collective_ends
+from .assemble import clock_names, collective_ends, rank_info, run_name
 from .rank_names import rank_in, rank_of
 
 Int = npt.NDArray[np.int64]
@@ -335,7 +334,7 @@ def _info(path: Path, files: list[ImportedFile], refused: list[ImportedFile], fo
     first = next(fact for fact in facts if fact["fact"] == "import")
     first["warnings"] += [f"{one.path.name[:200]} was left out: {one.refused}" for one in refused]
     first["warnings"] += list(_of_all(files, clocks))
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", path.name.split(".")[0])[:60] or "trace"
+    name = run_name(path.name.split(".")[0])
     told = max((one.world_size or 0 for one in files), default=0)
     return RunInfo(
         id=new_run_id(name), name=name, level="", command=["dsprof", "import", str(path)],
@@ -343,10 +342,7 @@ def _info(path: Path, files: list[ImportedFile], refused: list[ImportedFile], fo
         versions={key: value for one in files for key, value in one.versions.items()},
         groups=_groups(files),
         ranks=[
-            RankInfo(
-                rank=one.rank or 0, restart=0, host=one.host, pid=0, capture="", native=True, last_step=one.steps[1],
-                records=one.count, dropped=0, damaged=0, errors=0, closed=not one.notes, clock=clock,
-            )
+            rank_info(one.rank or 0, one.count, one.steps[1], host=one.host, whole=not one.notes, clock=clock)
             for one, clock in zip(files, clocks, strict=True)
         ],
     )  # fmt: skip

@@ -15,11 +15,12 @@ import numpy as np
 import pandas as pd
 
 from dsprof.names import new_run_id
-from dsprof.run import RankInfo, RunError, RunInfo
+from dsprof.run import RunError, RunInfo
 from dsprof.schema import COLUMNS
 from dsprof.trace import Memory, Trace
 from dsprof.trace.snapshot import Snapshot, read_snapshot
 
+from .assemble import rank_info
 from .rank_names import last_number, rank_in
 
 DESCRIPTION: Final = "a CUDA memory snapshot (torch.cuda.memory._dump_snapshot)"
@@ -72,13 +73,7 @@ def read_all(paths: Iterable[Path]) -> Trace:
     info = RunInfo(
         id=new_run_id(name), name=name, level="", command=["dsprof", "import", str(source)], world_size=max(ranks) + 1,
         facts=facts,
-        ranks=[
-            RankInfo(
-                rank=rank, restart=0, host="", pid=0, capture="", native=True, last_step=-1, records=len(rows[rank]),
-                dropped=0, damaged=0, errors=0, closed=True,
-            )
-            for rank in found
-        ],
+        ranks=[rank_info(rank, len(rows[rank])) for rank in found],
     )  # fmt: skip
     together = pd.concat(list(rows.values()), ignore_index=True)
     return Trace.of(info, together, {rank: snapshot.memory for rank, snapshot in found.items()})

@@ -19,11 +19,12 @@ import pyarrow.parquet as pq
 
 from dsprof.exported import ABOUT, DETAILS, PARQUET, SINCE
 from dsprof.names import new_run_id
-from dsprof.run import RankInfo, RunError, RunInfo
+from dsprof.run import RunError, RunInfo
 from dsprof.schema import COLUMNS
 from dsprof.trace import Trace
 from dsprof.trace.kineto import ChromeEvents, PerfettoTrace, TraceError, head_of, looks_like_perfetto
 
+from .assemble import rank_info, run_name
 from .rank_names import rank_of
 from .row_table import MOST_ROWS, RowTable
 
@@ -240,8 +241,7 @@ def _info(path: Path, about: Mapping[str, Any], rows: Mapping[int, pd.DataFrame]
              "warnings": warnings}  # fmt: skip
     hosts = {one["rank"]: one for one in told("ranks", list) if isinstance(one, dict) and type(one.get("rank")) is int}
     groups = {str(name): group for name, group in told("groups", dict).items() if _is_group(group)}
-    name = str(told("name", str) or path.name.split(".")[0])
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:60] or "export"
+    name = run_name(told("name", str) or path.name.split(".")[0], "export")
     size = rank_of(about.get("world_size")) or 0
     return RunInfo(
         id=new_run_id(name), name=name, level=told("level", str), engine=told("engine", str) or "script",
@@ -249,10 +249,9 @@ def _info(path: Path, about: Mapping[str, Any], rows: Mapping[int, pd.DataFrame]
         groups=groups,
         versions={str(key): str(value) for key, value in told("versions", dict).items()},
         ranks=[
-            RankInfo(
-                rank=rank, restart=0, host=str(hosts.get(rank, {}).get("host", "")), pid=0, capture="",
-                native=bool(hosts.get(rank, {}).get("native", True)), last_step=int(rows[rank]["step"].max()),
-                records=len(rows[rank]), dropped=0, damaged=0, errors=0, closed=True, clock="one clock of all ranks",
+            rank_info(
+                rank, len(rows[rank]), int(rows[rank]["step"].max()), host=str(hosts.get(rank, {}).get("host", "")),
+                native=bool(hosts.get(rank, {}).get("native", True)), clock="one clock of all ranks",
             )
             for rank in ranks
         ],

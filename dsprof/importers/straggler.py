@@ -22,11 +22,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dsprof.names import new_run_id
-from dsprof.run import RankInfo, RunInfo
+from dsprof.run import RunInfo
 from dsprof.schema import COLUMNS
 from dsprof.trace import Trace
 from dsprof.trace.derive.lanes import depths
 
+from .assemble import rank_info
 from .straggler_table import checked_table, job_name, sizes_beside
 
 Int = npt.NDArray[np.int64]
@@ -109,7 +110,10 @@ def read(path: Path) -> Trace:
     groups, name = _groups(rows, replicas), job_name(path)
     info = RunInfo(
         id=new_run_id(name), name=name, level="", command=["dsprof", "import", str(path)], world_size=stages * replicas,
-        ranks=[_rank_info(int(rank), of_rank) for rank, of_rank in rows.groupby("rank")],
+        ranks=[
+            rank_info(int(rank), len(of_rank), int(of_rank.loc[of_rank["kind"] == "step", "step"].max()))
+            for rank, of_rank in rows.groupby("rank")
+        ],
         groups=groups, facts=_facts(table, groups, path, warnings, meta.get("tp_size", 1)),
     )  # fmt: skip
     return Trace.of(info, rows)
@@ -349,14 +353,6 @@ def _waits(rows: pd.DataFrame, arrival: pd.Series[int]) -> pd.DataFrame:
 
 
 # --- run.json -------------------------------------------------------------------------------------
-
-
-def _rank_info(rank: int, rows: pd.DataFrame) -> RankInfo:
-    steps = rows.loc[rows["kind"] == "step", "step"]
-    return RankInfo(
-        rank=rank, restart=0, host="", pid=0, capture="", native=True, last_step=int(steps.max()), records=len(rows),
-        dropped=0, damaged=0, errors=0, closed=True,
-    )  # fmt: skip
 
 
 def _facts(
