@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from block import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,25 +31,6 @@ ARMS: Final[dict[str, dict[str, Any]]] = {
 VOCABULARY: Final = 64
 LENGTH: Final = 32
 SAMPLES: Final = 8
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2) for part in self.qkv(self.first(x)).chunk(3, -1)
-        )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        grown: Tensor = self.down(F.gelu(self.up(self.second(x))))
-        return x + grown
 
 
 class GPT(nn.Module):

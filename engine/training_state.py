@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,6 +49,13 @@ class Training:
     skipped_steps: int = 0
     failure: str | None = None
     """What broke off a step, or a load, that had begun to change things; None if nothing has."""
+    loss_weight: float = field(init=False)
+    """What this replica's mean loss counts in the mean over all: its samples beside those of an equal share. It stays:
+    batch sizes that are set later change all replicas' alike."""
+
+    def __post_init__(self) -> None:
+        samples = self.config.train_micro_batch_size_per_gpu * self.parallel.mesh.dp
+        self.loss_weight = samples / self.samples_per_microbatch
 
     def fail(self, what: str, error: BaseException) -> None:
         """`what` (a step, a load) has failed half-way on this rank: weights, gradients and the optimizer's state may be
@@ -91,11 +98,6 @@ class Training:
     def samples_per_microbatch(self) -> int:
         """Over all replicas."""
         return self.config.train_batch_size // self.config.gradient_accumulation_steps
-
-    @property
-    def loss_weight(self) -> float:
-        """What this replica's mean loss counts in the mean over all: its samples beside those of an equal share."""
-        return self.config.train_micro_batch_size_per_gpu * self.parallel.mesh.dp / self.samples_per_microbatch
 
     @property
     def device(self) -> torch.device:

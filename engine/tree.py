@@ -74,17 +74,19 @@ def to_device(value: Any, device: torch.device) -> Any:
     return each_tensor(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
+def output_of(model: Callable[..., Any], batch: Any) -> Any:
+    """What `model` returns for a batch, which is its arguments."""
+    if isinstance(batch, dict | UserDict):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
 def loss_of(model: Callable[..., Any], batch: Any) -> Tensor:
-    """What `model` returns for a batch, which is its arguments: its loss, or something that has it first or as `loss`.
+    """The loss in what `model` returns for a batch: that is it, or has it first or as `loss`.
 
     Raises TypeError for anything else.
     """
-    if isinstance(batch, dict | UserDict):
-        output = model(**batch)
-    elif isinstance(batch, tuple | list):
-        output = model(*batch)
-    else:
-        output = model(batch)
+    output = output_of(model, batch)
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     loss = loss[0] if isinstance(loss, tuple) else loss
     if not isinstance(loss, Tensor):

@@ -23,12 +23,11 @@ page of all. Free of torch and of the rest of the engine: the analyzer and `dspr
 """
 
 from .batch import ACCUMULATION, MICRO, TRAIN, Batch, BatchError, remedies
-from .config import Config
+from .config import Config, data_parallel_ranks
 from .held import ELEMENT_BYTES, Held, held
 from .keys import known_paths
 from .loading import ConfigError, as_far_as_known, load
 from .one_key import key_can_be, key_says, key_takes
-from .rules import data_parallel_ranks
 from .zero import ZeroConfig
 
 __all__ = [

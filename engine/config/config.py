@@ -222,12 +222,17 @@ class Config(Section):
     def shares(self, world_size: int) -> list[int]:
         """Samples of a micro-batch that each data-parallel replica gets, in a job of `world_size` ranks. They are equal
         where no speeds are known."""
-        speeds, stages, tensor = self.heterogeneous.speeds, self.pipeline.stages, self.tensor_parallel.size
+        speeds = self.heterogeneous.speeds
         whole = self.train_batch_size // self.gradient_accumulation_steps
         if isinstance(speeds, tuple):
-            return divide(whole, replica_speeds(speeds, stages, tensor))
-        replicas = max(1, world_size // (stages * tensor))
+            return divide(whole, replica_speeds(speeds, self.pipeline.stages, self.tensor_parallel.size))
+        replicas = data_parallel_ranks(self, world_size)
         return [whole // replicas] * replicas
+
+    def unequal_shares(self, world_size: int) -> list[int] | None:
+        """`shares`, where they differ; None where all replicas get as many."""
+        found = self.shares(world_size)
+        return found if len(set(found)) > 1 else None
 
     @property
     def trained_type(self) -> DataType:
@@ -248,3 +253,8 @@ class Config(Section):
     def warnings(self) -> list[str]:
         """What the user should know of the configuration: keys without effect, old names. Each begins with the key."""
         return self._warnings
+
+
+def data_parallel_ranks(config: Config, world_size: int) -> int:
+    """Ranks that hold the same part of the model, at least 1."""
+    return max(1, world_size // (config.tensor_parallel.size * config.pipeline.stages))

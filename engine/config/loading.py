@@ -13,10 +13,10 @@ from pydantic import ValidationError
 from dsprof.words import joined
 
 from . import batch
-from .config import Config
+from .config import Config, data_parallel_ranks
 from .keys import Notes, known_keys
 from .model import shown
-from .rules import RULES, data_parallel_ranks, share_of_a_sample, without_effect
+from .rules import RULES, share_of_a_sample, without_effect
 from .values import complaints
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from dsprof.words import either, joined
 
-from .config import Config
+from .config import Config, data_parallel_ranks
 from .heterogeneous import Speed, replica_speeds
 from .model import Section
 from .zero import AioConfig
@@ -282,11 +282,6 @@ def offloading(config: Config, world_size: int) -> Iterator[Remark]:
 
 
 # --- tensor and pipeline parallelism ------------------------------------------------------------
-
-
-def data_parallel_ranks(config: Config, world_size: int) -> int:
-    """Ranks that hold the same part of the model, at least 1."""
-    return max(1, world_size // (config.tensor_parallel.size * config.pipeline.stages))
 
 
 def model_parallel_sizes(config: Config, world_size: int) -> Iterator[Remark]:

@@ -10,6 +10,7 @@ import math
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from ..config.config import Fp16Config
 from ..tree import each_tensor
@@ -31,6 +32,11 @@ def overflowed(norm: float) -> bool:
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """`value` with the floating-point tensors in it, at any depth of tuples, lists and dicts, cast to `dtype`."""
     return each_tensor(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def widened(loss: Tensor) -> Tensor:
+    """In float32, at least, as what it is multiplied by may need."""
+    return loss.float() if loss.dtype.itemsize < 4 else loss
 
 
 class LossScaler:

@@ -182,13 +182,13 @@ class PipelineModule(nn.Module):
         `device` each is there for as long, in `dtype` from then on."""
         for at, layer in enumerate(self.pipeline_layers):
             built = layer.built if layer.built is not None else self._build(at, layer)
-            before = next(built.parameters(), None) if isinstance(built, nn.Module) else None
-            where = None if before is None else before.device
-            if device is not None and isinstance(built, nn.Module):
-                built.to(device=device, dtype=dtype)
+            if device is None or not isinstance(built, nn.Module):
+                yield layer.name, layer.function(built)
+                continue
+            before = next((param.device for param in built.parameters()), device)
+            built.to(device=device, dtype=dtype)
             yield layer.name, layer.function(built)
-            if device is not None and where is not None and isinstance(built, nn.Module):
-                built.to(where)
+            built.to(before)
 
     def end_of(self, stage: int) -> str:
         """What returns the output of `stage`, in words."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..comm.lane import Ticket
 from ..hooks import Hooks
+from ..optim.loss_scaler import widened
 from ..schedule import Action, Plan
 from ..tree import filled
 from ..zero import BackwardPart, Zero
@@ -160,11 +161,7 @@ class PipelineRun:
         if message is not None:
             self._give("F", stage, microbatch, message)
         if self._zero is not None:
-            tensors = (
-                [(output.float() if output.dtype.itemsize < 4 else output) * self._scale]
-                if message is None
-                else message.tensors
-            )
+            tensors = [widened(output) * self._scale] if message is None else message.tensors
             edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in tensors]
             self._flights[stage, microbatch] = _Flight(inputs, edges)
 

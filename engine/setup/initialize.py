@@ -31,8 +31,6 @@ from ..optim import lr
 from ..optim.loss_scaler import loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, open_links
-from ..precision import choose
-from ..precision.device import arithmetic
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training_state import Training
@@ -40,7 +38,6 @@ from ..zero import Comms, Zero
 from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
 from . import arguments
-from .measure_speed import with_measured_speeds
 from .parallelize import arrange, shard_layers, share_parameters, stages_of
 from .sync import broadcast_model, check_same_config, check_same_model
 
@@ -98,11 +95,14 @@ def initialize(
             print(settings.model_dump_json(indent=2))
         warn_untried(device, world_size)
     if settings.heterogeneous.speeds == "measure":
+        from .measure_speed import with_measured_speeds
+
         settings = with_measured_speeds(
             model, settings, mesh, device, example, training_data, train_dataloader, collate_fn
         )
-    shares = settings.shares(world_size)
-    settings = settings.model_copy(update={"train_micro_batch_size_per_gpu": shares[mesh.dp_rank]})
+    unequal = settings.unequal_shares(world_size)
+    if unequal is not None:
+        settings = settings.model_copy(update={"train_micro_batch_size_per_gpu": unequal[mesh.dp_rank]})
     own = {"optimizer": optimizer, "scheduler": lr_scheduler}
     settings = settings.model_copy(update={name: None for name, passed in own.items() if passed is not None})
     arrange(model, settings, mesh)
@@ -116,9 +116,9 @@ def initialize(
         optim.check_client(optimizer, set(model.parameters()), sharded, settings.zero_allow_untested_optimizer)
     loader = train_dataloader
     if training_data is not None:
-        unequal = len(set(shares)) > 1  # then a script's own loader may suit the share of some ranks alone
+        # Of unequal shares a script's own loader may suit those of some ranks alone.
         with failing_together("initialize", error=ValueError) if unequal else contextlib.nullcontext():
-            loader = _loader(training_data, settings, mesh, collate_fn, shares)
+            loader = _loader(training_data, settings, mesh, collate_fn, unequal)
     _bring(model, device, model_dtype(fp16=settings.fp16.enabled, bf16=settings.bf16.enabled))
     with _closed_on_failure(model) as opened:
         parallel = _place(model, mesh, hooks, opened)
@@ -161,6 +161,9 @@ def _divide(
     peers = Peers(parallel.everyone, [*(comm.group for comm in (*parallel.all(), *comms.all())), *between])
     opened.callback(peers.close)
     if config.fp8.enabled:
+        from ..precision import choose  # code that most trainings have no use for
+        from ..precision.device import arithmetic
+
         with failing_together("initialize", parallel.everyone):
             by = arithmetic(device, config.fp8.recipe)
         opened.callback(choose.attach(model, config, by, device, parallel))
@@ -308,10 +311,10 @@ def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | No
     return lr.build(config.scheduler.type, config.scheduler.params.arguments(), optimizer)
 
 
-def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any, shares: list[int]) -> Any:
+def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any, unequal: list[int] | None) -> Any:
     mine = config.train_micro_batch_size_per_gpu
     if isinstance(data, DataLoader):  # made by the script, which is then responsible for the split over the ranks
-        if len(set(shares)) > 1 and mine and data.batch_size not in (None, mine):
+        if unequal and mine and data.batch_size not in (None, mine):
             raise ValueError(
                 f"initialize: training_data gives batches of {data.batch_size} samples, and by heterogeneous.speeds "
                 f"this rank gets {mine}: pass the data set, or a DataLoader of that batch_size with this rank's samples"
@@ -319,7 +322,7 @@ def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any, shares: list
         return data
     return ShardedLoader(
         data, batch_size=mine, rank=mesh.dp_rank, world_size=mesh.dp, collate_fn=collate_fn,
-        drop_last=config.dataloader_drop_last, shares=shares if len(set(shares)) > 1 else None,
+        drop_last=config.dataloader_drop_last, shares=unequal,
     )  # fmt: skip
 
 

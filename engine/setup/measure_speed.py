@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, Final
@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from ..comm.consensus import failing_together, gather_objects
 from ..comm.mesh import Mesh
 from ..config import Config, ConfigError
-from ..optim.loss_scaler import DTYPES, cast_floating
+from ..optim.loss_scaler import cast_floating, model_dtype
 from ..pipe.layer_costs import time_layers
 from ..pipe.module import PipelineModule
-from ..tree import to_device
+from ..tree import output_of, to_device
 from ..zero.shard import find_sharded
 
 REPEATS: Final = 5
@@ -88,7 +88,7 @@ def _seconds(
         raise _refused(
             f'"measure" takes a whole model, and zero.Init has sharded this one; build it without, {INSTEAD}'
         )
-    dtype = None if config.trained_type == "fp32" else DTYPES[config.trained_type]
+    dtype = model_dtype(fp16=config.fp16.enabled, bf16=config.bf16.enabled)
     modules: list[nn.Module] = [model]
     layers: Iterator[tuple[str, Callable[[Any], Any]]]
     if isinstance(model, PipelineModule):
@@ -97,7 +97,7 @@ def _seconds(
         layers = model.each_layer(device, dtype)
     else:
         model.to(device=device, dtype=dtype)
-        layers = iter([("model", lambda batch: _call(model, batch))])
+        layers = iter([("model", lambda batch: output_of(model, batch))])
     # Loaders that shuffle draw random numbers, too.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _as_before(modules):
         batch = example
@@ -140,9 +140,3 @@ def _batch(data: Any, loader: Any, collate_fn: Any, samples: int) -> Any:
     if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         return (collate_fn or default_collate)([data[at % len(data)] for at in range(samples)])
     raise _refused(f'"measure" takes what to run the model on; pass training_data or example= to initialize, {INSTEAD}')
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)

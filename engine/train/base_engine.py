@@ -115,9 +115,10 @@ class BaseEngine(nn.Module):
         self._frozen = [param for param in training.zero.params if not param.trainable]
         self._norm: float | Tensor | None = None
         self._stepped = False
-        shares = training.config.shares(training.parallel.mesh.size)
-        self._unequal_shares = shares if len(set(shares)) > 1 else []
-        """Samples of each replica in a micro-batch, until batches have been held against them."""
+        self._unequal_shares = training.config.unequal_shares(training.parallel.mesh.size)
+        """Samples of each replica in a micro-batch, where they differ."""
+        self._shares_unchecked = self._unequal_shares is not None
+        """Whether no batch has been held against them yet."""
         self._destroyed = False
 
     def get_global_grad_norm(self) -> float | None:
@@ -285,9 +286,8 @@ class BaseEngine(nn.Module):
 
     def _check_shares(self, shapes: list[tuple[int, ...]]) -> None:
         """Hold the first batch against this replica's share, by what the others have. On all replicas."""
-        shares, self._unequal_shares = self._unequal_shares, []
-        if shares:
-            check_shares(shapes, shares, self.parallel.data)
+        self._shares_unchecked = False
+        check_shares(shapes, self._unequal_shares or (), self.parallel.data)
 
     def _refuse_destroyed(self) -> None:
         if self._destroyed:

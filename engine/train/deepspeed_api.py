@@ -121,7 +121,7 @@ def _set_train_micro_batch_size(training: Training, micro_batch_size: int) -> No
             "set_train_micro_batch_size: the loader that initialize made goes on with batches of "
             f"{training.training_dataloader.batch_size} samples; pass a loader of your own as train_dataloader="
         )
-    if len(set(training.config.shares(training.parallel.mesh.size))) > 1:
+    if training.config.unequal_shares(training.parallel.mesh.size) is not None:
         raise RuntimeError(
             "set_train_micro_batch_size: the replicas have unequal shares of a micro-batch (heterogeneous.speeds): "
             "write another batch size in the configuration"
@@ -154,7 +154,6 @@ def _deepspeed_io(
     if route not in ("train", "eval", "predict"):
         raise ValueError(f"engine.deepspeed_io: route={route!r}; write train, eval or predict")
     mesh, config = training.parallel.mesh, training.config
-    shares = config.shares(mesh.size)
     return ShardedLoader(
         dataset,
         batch_size=batch_size or config.train_micro_batch_size_per_gpu,
@@ -166,7 +165,7 @@ def _deepspeed_io(
         drop_last=config.dataloader_drop_last,
         num_workers=WORKERS if num_local_io_workers is None else num_local_io_workers,
         pin_memory=pin_memory and torch.cuda.is_available(),
-        shares=shares if batch_size is None and len(set(shares)) > 1 else None,
+        shares=config.unequal_shares(mesh.size) if batch_size is None else None,
     )
 
 

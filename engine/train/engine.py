@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import activation_checkpoint
 from ..comm.deadlock import NORM
 from ..forward import watch_zero_grad
-from ..optim.loss_scaler import cast_floating
+from ..optim.loss_scaler import cast_floating, widened
 from ..tensor.check_data import shapes_of
 from ..training_state import Training
 from ..tree import loss_of, to_device
@@ -52,7 +52,7 @@ class Engine(BaseEngine):
         if self.config.fp16.enabled and self.config.fp16.auto_cast:
             args, kwargs = cast_floating(args, torch.float16), cast_floating(kwargs, torch.float16)
         self._check_data((args, kwargs))
-        if self._unequal_shares:
+        if self._shares_unchecked:
             self._shapes = shapes_of((args, kwargs))
         self.metrics.start_clock()
         if torch.is_grad_enabled():
@@ -95,15 +95,15 @@ class Engine(BaseEngine):
                 "engine.backward: the last backward failed half-way, and what it left of its gradients is still there: "
                 "call engine.zero_grad() on all ranks to begin the step anew"
             )
-        self._check_shares(self._shapes)
+        if self._shares_unchecked:
+            self._check_shares(self._shapes)
         if scale_wrt_gas:
             loss = loss / self.config.gradient_accumulation_steps
         self.zero.begin_backward(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync)
         try:
             with self.hooks.span("phase", "backward"):
                 factor = self.scaler.scale * self.state.loss_weight
-                wide = loss.float() if loss.dtype.itemsize < 4 else loss
-                scaled = wide * factor if factor != 1.0 else loss
+                scaled = widened(loss) * factor if factor != 1.0 else loss
                 scaled.backward(retain_graph=retain_graph)
                 self.zero.finish_backward()
         except Exception as error:

@@ -207,24 +207,24 @@ class PipelineEngine(BaseEngine):
         if data_iter is None and caller == "eval_batch":
             raise PipelineError("eval_batch: pass an iterator of batches on the ranks of the first and the last stage")
         source = data_iter if data_iter is not None else self._batches(self._own_data)
-        check = self._check_data if caller == "train_batch" else self._note_evaluated
+        check = self._check_data if caller == "train_batch" else self._check_evaluated
         return StepData(source, self.state.device, wanted, self._batch_fn, caller, check)
 
     def _check_data(self, batch: Any) -> None:
         super()._check_data(batch)
-        if self._unequal_shares:
+        if self._shares_unchecked:
             self._check_shares(shapes_of(batch))
 
-    def _note_evaluated(self, batch: Any) -> None:
+    def _check_evaluated(self, batch: Any) -> None:
         super()._check_data(batch)
-        self._evaluated = self._evaluated or shapes_of(batch)
+        if self._unequal_shares is not None and not self._evaluated:
+            self._evaluated = shapes_of(batch)
 
     def _weight_of_evaluation(self) -> float:
         """What this replica's mean counts in that over all: as in training, unless the script's batches are as large on
         replicas of unequal shares. On all ranks."""
-        mesh = self.parallel.mesh
-        shares = self.config.shares(mesh.size)
-        if len(set(shares)) == 1:
+        mesh, shares = self.parallel.mesh, self._unequal_shares
+        if shares is None:
             return 1.0
         of_first_stage = gather_objects(self._evaluated, self.parallel.everyone)[: mesh.dp * mesh.tp : mesh.tp]
         return 1.0 if any(equal_batches(of_first_stage, shares)) else self.state.loss_weight
@@ -297,7 +297,7 @@ class PipelineEngine(BaseEngine):
         """Over the ranks of the last stage, where the losses are, each counted by its replica's `weight`."""
         total = torch.zeros((), dtype=torch.float64, device=self.state.device)
         for loss in losses:
-            total += loss.double().mean() * weight
+            total.add_(loss.double().mean(), alpha=weight)
         self.parallel.everyone.all_reduce(total, "pipeline").wait()
         mesh = self.parallel.mesh
         return (total / (microbatches * mesh.dp * mesh.tp)).to(self._loss_dtype)

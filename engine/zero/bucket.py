@@ -67,6 +67,20 @@ class MicrobatchSums(dict[ShardedParam, Tensor]):
                 self[param] = grad.to(dtype)
             param.param.grad = None
 
+    def whole(self, param: ShardedParam) -> Tensor | None:
+        """The gradient of this one, of all micro-batches so far, contiguous, in memory that can be written to; it stays
+        where it is."""
+        if param in self:
+            self.add([param])
+        grad = self.get(param, param.param.grad)
+        if grad is not None and not grad.is_contiguous():
+            grad = grad.contiguous()
+            if param in self:
+                self[param] = grad
+            else:
+                param.param.grad = grad
+        return grad
+
     def take(self, params: Sequence[ShardedParam]) -> list[Tensor]:
         """The gradients of these that have one, of all micro-batches so far; nothing of them is left here."""
         if self:

@@ -16,15 +16,7 @@ from torch import Tensor, nn
 from ..comm.comm import Comm
 from ..comm.consensus import any_rank
 from ..config import Config
-from .bucket import (
-    Bucket,
-    BucketExchange,
-    MicrobatchSums,
-    await_host_copies,
-    divide,
-    read_flags,
-    scales,
-)  # fmt: skip
+from .bucket import Bucket, BucketExchange, MicrobatchSums, await_host_copies, divide, read_flags, scales
 from .bucket_layout import BackwardPart, BucketLayout
 from .placeholder import no_torch_function
 from .ready import ReadyGradients
@@ -211,15 +203,7 @@ class Reducer:
         """This rank's shard [n] of a gradient that has been reduced, in its own memory, before `postscale`; None where
         there is none. With one rank, or where the optimizer communicates, it is what this rank has [numel]."""
         if self.local:
-            if param in self._accumulated:
-                self._accumulated.add([param])  # to one, which can be written to
-            grad = self._accumulated.get(param, param.param.grad)
-            if grad is not None and not grad.is_contiguous():
-                grad = grad.contiguous()
-                if param in self._accumulated:
-                    self._accumulated[param] = grad
-                else:
-                    param.param.grad = grad
+            grad = self._accumulated.whole(param)
             return None if grad is None else grad.view(-1)
         if param not in self._layout.places:
             return None

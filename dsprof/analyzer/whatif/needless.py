@@ -3,6 +3,7 @@ are gathered again, and buffers that are broadcast, with what is copied for that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -37,17 +38,7 @@ class InLastBackward(WhatIf):
 
     @cached_property
     def _edit(self) -> Restructure:
-        return Restructure(lambda steps: without(steps, earlier(steps, self.of)))
-
-
-def earlier(steps: Steps, of: Communications) -> Int:
-    """Of steps of one template, the tasks that are not of the last backward in which their process group has some."""
-    found = by_backward(steps, of)
-    last: dict[tuple[str, str], int] = {}
-    for begun, kind, lane in found:
-        last[kind, lane] = max(begun, last.get((kind, lane), begun))
-    gone = [c for (begun, kind, lane), tasks in found.items() if begun < last[kind, lane] for c in tasks]
-    return np.array(sorted(gone), np.int64)
+        return Restructure(lambda steps: without(steps, _but_in(max, steps, self.of)))
 
 
 @dataclass(frozen=True)
@@ -67,17 +58,17 @@ class GatheredOnce(WhatIf):
 
     @cached_property
     def _edit(self) -> Restructure:
-        return Restructure(lambda steps: without(steps, repeated(steps, self.of)))
+        return Restructure(lambda steps: without(steps, _but_in(min, steps, self.of)))
 
 
-def repeated(steps: Steps, of: Communications) -> Int:
-    """Of steps of one template, the tasks that come after the beginning of the first backward, of process groups that
-    have some before it."""
+def _but_in(one: Callable[[int, int], int], steps: Steps, of: Communications) -> Int:
+    """Of steps of one template, the tasks that are not of the first (`min`) or last (`max`) of what lies between two
+    beginnings of a backward, and has some of their kind and process group."""
     found = by_backward(steps, of)
-    first: dict[tuple[str, str], int] = {}
+    kept: dict[tuple[str, str], int] = {}
     for begun, kind, lane in found:
-        first[kind, lane] = min(begun, first.get((kind, lane), begun))
-    gone = [c for (begun, kind, lane), tasks in found.items() if begun > first[kind, lane] for c in tasks]
+        kept[kind, lane] = one(begun, kept.get((kind, lane), begun))
+    gone = [c for (begun, kind, lane), tasks in found.items() if begun != kept[kind, lane] for c in tasks]
     return np.array(sorted(gone), np.int64)
 
 

@@ -20,9 +20,9 @@ from ...study import Study, once
 from ...text import count, ms
 from ...whatif.communications import WithoutCommunications
 from ...whatif.select import Communications
-from ..base import INSTALLED, LEAST_SHARE, NotConcerned, NotJudged, at, code_fix
+from ..base import INSTALLED, LEAST_SHARE, NotConcerned, at, code_fix
 from ..rule import Found, Look, Rule
-from .dimensions import GRADIENT, Domain, domains, waited_ms
+from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 
 OTHER: Final = "other"
 BARRIER: Final = "barrier"
@@ -66,8 +66,7 @@ class Calls:
 
 def blocking(study: Study) -> Found:
     """Barriers, and numbers that ranks add up or gather, in each step, gone."""
-    if study.ranks_missing:
-        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    need_every_rank(study)
     parts = [part for part in (one.of(OTHER, BARRIER) for one in domains(study)) if len(part.table)]
     if not parts:
         raise NotConcerned

@@ -17,7 +17,7 @@ from ..base import NotConcerned, NotJudged, PartlyJudged, zero_stage
 from ..rule import Found, Look, Rule
 from .by_hand import reduced_together
 from .ddp_buckets import bucket_size
-from .dimensions import GRADIENT, Domain, domains, waited_for_most, waits_mostly_for_layers
+from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_for_most, waits_mostly_for_layers
 from .prefetch import exposed_gathers
 from .shards import gathers_parameters, small_shards
 from .zero_buckets import blocking_buckets
@@ -28,8 +28,7 @@ CODES: Final = ("comm.small-messages", "comm.large-bucket", "comm.exposed")
 def collectives(study: Study) -> Found:
     """What is communicated too often, or in the way although it could overlap the computation."""
     signals.steps(study)
-    if study.ranks_missing:
-        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    need_every_rank(study)
     stage = zero_stage(study)
     if stage in (1, 2):
         _need_gradients_to_matter(study)

@@ -22,7 +22,7 @@ from ...text import count, ms, size
 from ...whatif import WhatIf
 from ...whatif.rebucket import Rebucket, reduced_in_backwards
 from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, replay_divided
-from .dimensions import GRADIENT, Domain, domains, waited_ms
+from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 from .redundant_reduce import repeated_reductions
 from .shards import by_bytes
 
@@ -306,8 +306,7 @@ def _divided(cut: _Cut, sizes: Mapping[Reduced, list[int]], slower: float) -> li
 def with_cap(study: Study, cap_mb: float) -> Effect:
     """Buckets of another `bucket_cap_mb`, in every dimension whose gradients a DistributedDataParallel reduces. Raises
     NotJudged where none does, or where what it makes of its gradients is not known."""
-    if study.ranks_missing:
-        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    need_every_rank(study)
     reduced = [domain for domain in domains(study) if len(domain.of(GRADIENT).table)]
     cuts = [cut for cut in (_gradients(study, domain) for domain in reduced) if cut.ddp is not None]
     if not cuts:

@@ -13,6 +13,7 @@ from ...align.match import SEND_RECV
 from ...finding import Where
 from ...graph.link import Link, fit_link
 from ...study import Study, once
+from ..base import NotJudged
 
 GRADIENT: Final = "gradient"
 
@@ -64,6 +65,12 @@ class Domain:
     def where(self, study: Study, op: str) -> Where:
         group = str(self.table["group"].mode().iloc[0])
         return Where(group=group, op=op, steps=study.step_range, dimension=self.name or None)
+
+
+def need_every_rank(study: Study) -> None:
+    """Raises NotJudged where the steps of some rank were not captured: who is waited for may be one of those."""
+    if study.ranks_missing:
+        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
 
 
 @once

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from ...finding import Fix, Gain
 from ...study import Study
-from ..base import at, code_fix, settings_fix
+from ..base import at, code_fix, configurations, settings_fix
 
 HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
 HOOK_CALLS: Final = {
@@ -106,8 +106,7 @@ def _has_json(study: Study) -> bool:
 
 def _whole_batch(study: Study) -> int | None:
     """`train_batch_size`, where the configuration says it."""
-    contents = [fact.get("content") for fact in study.facts.get("config", [])]
-    said = [content.get("train_batch_size") for content in contents if isinstance(content, Mapping)]
+    said = [content.get("train_batch_size") for content in configurations(study)]
     return next((one for one in said if isinstance(one, int) and not isinstance(one, bool)), None)
 
 

@@ -20,13 +20,12 @@ from ...whatif.select import Communications
 from ..base import LEAST_SHARE, at, code_fix, replay_divided, zero_stage
 from .deepspeed_config import elements, told, zero_fix
 from .dimensions import Domain, waited_ms
+from .shards import GATHER, KINDS
 
 AHEAD: Final = (1, 2)
 """So many gathers ahead are tried."""
 OF_ITSELF: Final = 1
 """Units that FSDP2 gathers ahead on a device where nobody asks for more."""
-GATHER: Final = "all_gather parameter"
-SCATTER: Final = "reduce_scatter gradient"
 PREFETCH_KEY: Final = "stage3_prefetch_bucket_size"
 
 
@@ -59,9 +58,9 @@ def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
 def _replay(study: Study, domain: Domain, ahead: int) -> Float:
     """Step durations [S] with gathers issued so many ahead. Transfers are modelled, even where nothing is moved: what
     is under way at once shares the link."""
-    kinds, of_shards = (GATHER, SCATTER), domain.of("parameter", "gradient")
+    of_shards = domain.of("parameter", "gradient")
     changes: list[WhatIf] = [
-        Merge(Communications(kinds=kinds, groups=(group,)), link, together=1)
+        Merge(Communications(kinds=KINDS, groups=(group,)), link, together=1)
         for group, link in of_shards.links().items()
     ]
     if ahead:

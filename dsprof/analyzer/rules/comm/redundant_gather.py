@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -19,12 +18,11 @@ from ...text import ms, size
 from ...whatif.merge import by_backward
 from ...whatif.needless import GatheredOnce
 from ...whatif.select import Communications
-from ..base import NotConcerned, NotJudged, at, code_fix, zero_stage
+from ..base import NotConcerned, NotJudged, at, code_fix, config_sections, zero_stage
 from ..rule import Found, Look, Rule
-from .dimensions import Domain, domains, waited_ms
-from .shards import gathers_parameters
+from .dimensions import Domain, domains, need_every_rank, waited_ms
+from .shards import GATHER, gathers_parameters
 
-GATHER: Final = "all_gather parameter"
 MATTERS: Final = 0.05
 """Share of the step that keeping parameters saves, from which on it is the bottleneck. Less is what it costs to hold a
 model in shards, and a healthy run may pay it."""
@@ -45,8 +43,7 @@ class _Gathered:
 
 def redundant_gather(study: Study) -> Found:
     """Parameters that are kept once they have been gathered, until the step ends."""
-    if study.ranks_missing:
-        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    need_every_rank(study)
     sharded = [one for one in domains(study) if gathers_parameters(one)]
     if not sharded:
         raise NotConcerned
@@ -150,18 +147,11 @@ def _lower_stage(study: Study, gathered: _Gathered, gain: Gain) -> Fix:
     """Stage 2 in the place of 3, and without what only stage 3 takes."""
     costs = f"each rank then always holds all parameters, {size(gathered.whole_bytes)}"
     patch = {"op": "replace", "path": "/zero_optimization/stage", "value": 2}
-    if not _offloads_parameters(study):
+    if not any(section.get("offload_param") for section in config_sections(study, "zero_optimization")):
         return Fix("config", f"zero_optimization.stage: 2: {costs}", (patch,), gain, (("zero_optimization.stage", 2),))
     gone = {"op": "remove", "path": "/zero_optimization/offload_param"}
     title = f"zero_optimization.stage: 2, without offload_param, which only stage 3 takes: {costs}"
     return Fix("config", title, (patch, gone), gain)
-
-
-def _offloads_parameters(study: Study) -> bool:
-    """Whether the configuration, as far as it is known, has a section for it."""
-    contents = [fact.get("content") for fact in study.facts.get("config", [])]
-    sections = [one.get("zero_optimization") for one in contents if isinstance(one, Mapping)]
-    return any(isinstance(one, Mapping) and bool(one.get("offload_param")) for one in sections)
 
 
 RULES = (

@@ -29,7 +29,8 @@ from .dimensions import Domain, domains, waited_ms
 
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
-KINDS: Final = ("all_gather parameter", "reduce_scatter gradient")
+GATHER: Final = "all_gather parameter"
+KINDS: Final = (GATHER, "reduce_scatter gradient")
 MODULES: Final = "fsdp2.modules_per_unit"
 OF_REPLICAS: Final = "all_reduce gradient"
 OF_A_UNIT: Final = 0.93

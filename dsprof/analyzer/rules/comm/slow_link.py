@@ -20,7 +20,7 @@ from ...whatif.communications import ScaleLink
 from ...whatif.select import Communications
 from ..base import NotConcerned, NotJudged
 from ..rule import Found, Look, Rule
-from .dimensions import Domain, domains
+from .dimensions import Domain, domains, need_every_rank
 
 SLOWER: Final = 1.5
 """So many times what the same takes its peers, in the median."""
@@ -136,8 +136,7 @@ def _wants_cores(study: Study, domain: Domain, group: str) -> bool:
 
 def slow_link(study: Study) -> Found:
     """Each slow group with the transfers of its peers."""
-    if study.ranks_missing:
-        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    need_every_rank(study)
     if not any(one.dimension is not None and len(one.dimension.teams) > 1 for one in domains(study)):
         raise NotConcerned
     if not any((one.table["bytes"] > 0).any() for one in domains(study)):

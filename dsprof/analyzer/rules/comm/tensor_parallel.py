@@ -22,9 +22,9 @@ from ...text import count, ms, percent, size
 from ...whatif import apply
 from ...whatif.communications import WithoutCommunications
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, PartlyJudged
+from ..base import LEAST_SHARE, NotConcerned, PartlyJudged
 from ..rule import Look, Rule
-from .dimensions import Domain, domains, waited_ms
+from .dimensions import Domain, domains, need_every_rank, waited_ms
 
 DOMINATES: Final = 0.1
 """Share of the step that is waited for these collectives, from which on dividing layers is the bottleneck. Below, what
@@ -40,8 +40,7 @@ def tensor_parallel(study: Study) -> list[Finding]:
     layers = [one for one in (domain.of(TENSOR_PARALLEL) for domain in domains(study)) if len(one.table)]
     if not layers:
         raise NotConcerned
-    if study.ranks_missing:
-        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+    need_every_rank(study)
     found: list[Finding] = []
     untold: list[str] = []
     for domain in layers:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from ... import signals
-from ...align.groups import PP, TP
+from ...align.groups import PARAMETER, PP, TP
 from ...arrays import Float
 from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Gain
@@ -26,13 +26,12 @@ from ...whatif.select import Communications
 from ..base import NotConcerned, NotJudged, sharded_stage
 from ..rule import Look, Rule
 from .ddp_buckets import best_division
-from .dimensions import GRADIENT, Domain, domains, waited_ms
+from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 from .fewer_bytes import compression_fix, micro_batches_fix, short_shards_fix
 from .redundant_reduce import repeated_reductions
 from .shards import gathers_parameters
 from .slow_link import slow_links
 
-PARAMETER: Final = "parameter"
 DOMINATES: Final = 0.1
 """Share of the step that no other change hides, from which on the bytes are the bottleneck. Less is what data
 parallelism costs, and a healthy run may have as much."""
@@ -75,16 +74,20 @@ class _Volume:
 def volume(study: Study) -> list[Finding]:
     """Dimensions of data parallelism that move so many bytes that a large part of the step is left, however they are
     divided and overlapped."""
-    if study.ranks_missing:
-        raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
-    parts = [(one, one.of(GRADIENT, PARAMETER)) for one in domains(study) if one.role not in (TP, PP)]
-    parts = [(whole, part) for whole, part in parts if len(part.table)]
+    need_every_rank(study)
+    parts = _of_replicas(study, GRADIENT, PARAMETER)
     if not parts:
         raise NotConcerned
     if repeated_reductions(study) is not None:
         return []  # most of it is for nothing: comm.redundant-reduce
     moved = [_moved(study, whole, part) for whole, part in parts]
     return [_finding(study, one) for one in moved if one is not None]
+
+
+def _of_replicas(study: Study, *purposes: str) -> list[tuple[Domain, Domain]]:
+    """Dimensions whose ranks share no layers and are no stages, each with what it communicates for these purposes."""
+    parts = [(one, one.of(*purposes)) for one in domains(study) if one.role not in (TP, PP)]
+    return [(whole, part) for whole, part in parts if len(part.table)]
 
 
 def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
@@ -213,9 +216,7 @@ def with_short_gradients(study: Study) -> Effect:
     already, or none were seen."""
     if not study.facts.get("ddp"):
         raise NotJudged("no DistributedDataParallel was seen in this run")
-    parts = [
-        part for part in (one.of(GRADIENT) for one in domains(study) if one.role not in (TP, PP)) if len(part.table)
-    ]
+    parts = [part for _, part in _of_replicas(study, GRADIENT)]
     if not parts:
         raise NotJudged("no collective was seen to carry gradients")
     formats = _formats(study)

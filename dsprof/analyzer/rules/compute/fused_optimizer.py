@@ -42,9 +42,6 @@ def looped(study: Study) -> Looped | None:
     """The one that takes longest; None where there is none, or an engine makes the optimizer."""
     if study.on_gpu or study.facts.get("deepspeed") or study.facts.get("config"):
         return None
-    phases = study.training_phases
-    phases = phases[(phases["name"] == "optimizer") & phases["step"].isin(study.step_numbers)]
-    whole = float(phases["dur_ns"].sum())
     found: dict[int, Looped] = {}
     for fact in study.facts.get("optimizer", []):
         tensors = int(fact.get("parameters") or 0)
@@ -55,10 +52,20 @@ def looped(study: Study) -> Looped | None:
             or tensors < FEWEST
         ):
             continue
-        mine = float(phases["dur_ns"][phases["value"] == fact["number"]].sum())
-        share = mine / whole if whole else 0.0
-        found[int(fact["number"])] = Looped(str(fact["class"]), tensors, int(fact.get("elements") or 0), share)
+        number = int(fact["number"])
+        share = shares_of_time(study).get(number, 0.0)
+        found[number] = Looped(str(fact["class"]), tensors, int(fact.get("elements") or 0), share)
     return max(found.values(), key=lambda one: one.share, default=None)
+
+
+@once
+def shares_of_time(study: Study) -> dict[float, float]:
+    """Number of an optimizer, as its phases bear it -> its share of the time that all take, 0 to 1."""
+    phases = study.training_phases
+    phases = phases[(phases["name"] == "optimizer") & phases["step"].isin(study.step_numbers)]
+    whole = float(phases["dur_ns"].sum())
+    spent = phases.groupby("value")["dur_ns"].sum()
+    return dict(zip(spent.index.astype(float), spent.astype(float) / whole, strict=True)) if whole else {}
 
 
 def fused(study: Study) -> Change | None:

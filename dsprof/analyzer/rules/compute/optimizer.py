@@ -15,7 +15,7 @@ from ...text import percent
 from ...whatif.work import Change
 from ..base import NotJudged, code_fix, script_of
 from ..rule import Rule, fault
-from .fused_optimizer import fused, fused_up_to, one_by_one
+from .fused_optimizer import fused, fused_up_to, one_by_one, shares_of_time
 
 OF_A_TENSOR: Final = (0.15, 0.05, 0.35)
 """What a tensor costs the host in a step of a fused or foreach optimizer, as a part of what a parameter group does: as
@@ -85,18 +85,8 @@ def _spent(study: Study) -> Float:
 def _part(study: Study, which: int) -> float:
     """The part of the time in optimizers that goes; which: of the constants (expected, least, most)."""
     spent = max(float(_spent(study).mean()), 1e-9)
-    each = zip(divided(study), _shares(study), strict=True)
+    each = [(one, shares_of_time(study).get(one.number, 0.0)) for one in divided(study)]
     return sum(one.spared(OF_A_TENSOR[which], ELEMENT_MS[which], spent * share) * share for one, share in each)
-
-
-@once
-def _shares(study: Study) -> list[float]:
-    """Of each of `divided`, its share of the time that all optimizers take."""
-    phases = study.training_phases
-    phases = phases[(phases["name"] == "optimizer") & phases["step"].isin(study.step_numbers)]
-    whole = float(phases["dur_ns"].sum())
-    mine = [float(phases["dur_ns"][phases["value"] == one.number].sum()) for one in divided(study)]
-    return [of_one / whole if whole else 0.0 for of_one in mine]
 
 
 def known_up_to(study: Study) -> Between | None:

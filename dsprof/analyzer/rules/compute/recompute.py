@@ -7,6 +7,7 @@ Kept instead of computed again, each of the blocks takes no more than that.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,7 +23,7 @@ from ...study import Study, once
 from ...text import count, percent, size
 from ...whatif.work import Change, LessWork
 from ...work.recomputed import pieces_a_step, pieces_at_once, recomputed_ms
-from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, place_fix, settings_fix
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, config_sections, place_fix, settings_fix
 from ..rule import Found, Look, Rule
 
 BESIDE_MS: Final = 0.85
@@ -136,9 +137,8 @@ def fixes(study: Study, kept: Kept, gain: Gain) -> tuple[Fix, ...]:
     """Less checkpointing, as the job switches it on."""
     left = kept.pieces - kept.fit
     memory = f" (takes at most {size(kept.fit * kept.piece)} more on each rank)"
-    for fact in study.facts.get("config", []):
-        section = (fact.get("content") or {}).get("activation_checkpointing")
-        if isinstance(section, dict) and section.get("policy", "none") != "none":
+    for section in config_sections(study, "activation_checkpointing"):
+        if section.get("policy", "none") != "none":
             return (_of_config(section, kept, memory, gain),)
     command = study.run.command
     if any(word.startswith("--recompute-") for word in command):
@@ -169,7 +169,7 @@ def fixes(study: Study, kept: Kept, gain: Gain) -> tuple[Fix, ...]:
     return tuple(found)
 
 
-def _of_config(section: dict[str, Any], kept: Kept, memory: str, gain: Gain) -> Fix:
+def _of_config(section: Mapping[str, Any], kept: Kept, memory: str, gain: Gain) -> Fix:
     """Of a configuration of dsprof's engine, which says which blocks it wraps."""
     policy, left = section.get("policy"), kept.pieces - kept.fit
     place = "/activation_checkpointing"

@@ -20,13 +20,13 @@ from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent, size
 from ...whatif.work import Change, LessWork
-from ..base import LEAST_SHARE, NotConcerned, NotJudged
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, config_sections
 from ..rule import Found, Look, Rule
 
 READS: Final = ("read", "to_device")
 """Names of copies that bring what was offloaded."""
-SECTIONS: Final = {"optimizer": "offload_optimizer", "parameter": "offload_param"}
-"""What is offloaded -> the section of zero_optimization that does it."""
+SECTIONS: Final = ("offload_optimizer", "offload_param")
+"""Of zero_optimization, that offload something."""
 HIDDEN_AT_LEAST: Final = 0.5
 """Of what could be hidden at best, where nothing hides it yet: when a piece is wanted is not known beforehand."""
 USUAL_BUFFERS: Final = {"offload_optimizer": 4, "offload_param": 5}
@@ -141,10 +141,9 @@ def _stays_away(study: Study) -> bool:
 def _sections(study: Study) -> dict[str, Mapping[str, Any]]:
     """Name -> section of the job's configuration that offloads something."""
     found: dict[str, Mapping[str, Any]] = {}
-    for fact in study.facts.get("config", []):
-        zero = (fact.get("content") or {}).get("zero_optimization")
-        for name in SECTIONS.values():
-            section = zero.get(name) if isinstance(zero, Mapping) else None
+    for zero in config_sections(study, "zero_optimization"):
+        for name in SECTIONS:
+            section = zero.get(name)
             if isinstance(section, Mapping) and section.get("device") in ("cpu", "nvme"):
                 found[name] = section
     return found

@@ -22,7 +22,7 @@ from ...candidate import Candidate, Excess, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study, once
 from ...text import percent
-from ..base import NotConcerned, NotJudged, at, place_fix, script_of, settings_fix
+from ..base import NotConcerned, NotJudged, at, configurations, place_fix, script_of, settings_fix
 from ..rule import Found, Look, Rule
 
 FEWEST: Final = 3
@@ -133,11 +133,11 @@ def skipped_steps(study: Study) -> Found:
 
 
 def _fp16(study: Study) -> Mapping[str, Any] | None:
-    """The configuration that trains in fp16, as a fact; None: none does."""
-    for fact in study.facts.get("config", []):
-        section = (fact.get("content") or {}).get("fp16")
+    """The configuration that trains in fp16; None: none does."""
+    for content in configurations(study):
+        section = content.get("fp16")
         if isinstance(section, Mapping) and section.get("enabled") is True:
-            return fact
+            return content
     return None
 
 
@@ -182,7 +182,7 @@ def _when_raised(found: Overflows, window: int | None) -> bool:
 def _window(configured: Mapping[str, Any] | None, scaler: Mapping[str, Any]) -> int | None:
     """Steps without an overflow after which the scale is raised; None: it is fixed, or that is not known."""
     if configured is not None:
-        section = configured["content"]["fp16"]
+        section = configured["fp16"]
         window = section.get("loss_scale_window", 1000)
         return None if section.get("loss_scale") or not isinstance(window, (int, float)) else int(window)
     interval = scaler.get("growth_interval")
@@ -192,7 +192,7 @@ def _window(configured: Mapping[str, Any] | None, scaler: Mapping[str, Any]) -> 
 def _longer(configured: Mapping[str, Any] | None, scaler: Mapping[str, Any], window: int, gain: Gain) -> Fix:
     why = f", not {window}: the scale is raised less often"
     if configured is not None:
-        op = "replace" if "loss_scale_window" in configured["content"]["fp16"] else "add"
+        op = "replace" if "loss_scale_window" in configured["fp16"] else "add"
         patch = ({"op": op, "path": "/fp16/loss_scale_window", "value": USUAL_WINDOW},)
         knobs = (("fp16.loss_scale_window", USUAL_WINDOW),)
         return Fix("config", f"fp16.loss_scale_window: {USUAL_WINDOW}{why}", patch, gain, knobs)
@@ -205,11 +205,10 @@ def _bf16(study: Study, configured: Mapping[str, Any] | None, scaler: Mapping[st
     """bfloat16, which has the range of float32, in the job's own words."""
     needs = ", which has float32's range and needs no scale (GPUs from Ampere on)"
     if configured is not None:
-        content = configured["content"]
-        there = isinstance(content.get("bf16"), Mapping)
+        there = isinstance(configured.get("bf16"), Mapping)
         patch: tuple[dict[str, Any], ...] = (
             {"op": "replace", "path": "/fp16/enabled", "value": False},
-            {"op": "replace", "path": "/bf16/enabled", "value": True} if there and "enabled" in content["bf16"]
+            {"op": "replace", "path": "/bf16/enabled", "value": True} if there and "enabled" in configured["bf16"]
             else {"op": "add", "path": "/bf16", "value": {"enabled": True}},
         )  # fmt: skip
         knobs = (("fp16.enabled", False), ("bf16.enabled", True))
