@@ -35,11 +35,15 @@ def part(table: Measurements, chosen: Any) -> Measurements:
     return Measurements(table.steps.take(chosen), table.ms[chosen])
 
 
+def told_by(known: Measurements, others: Measurements) -> dict[str, Any]:
+    """Learn from some rows, and score others."""
+    found = calibrate(known.steps, known.ms)
+    return {"learnt": len(known.ms), **score(found, others).to_dict(), "held_out": found.held_out}
+
+
 def split(table: Measurements, learnt: Any, told: Any) -> dict[str, Any]:
     """Learn from some rows of a table, and score others."""
-    known = part(table, learnt)
-    found = calibrate(known.steps, known.ms)
-    return {"learnt": len(known.ms), **score(found, part(table, told)).to_dict(), "held_out": found.held_out}
+    return told_by(part(table, learnt), part(table, told))
 
 
 def leave_one_out(table: Measurements) -> dict[str, Any]:
@@ -84,6 +88,9 @@ def main() -> None:
     found: dict[str, Any] = {"several nodes, leave one out": leave_one_out(several)}
     for less, more in ((2, 8), (2, 4), (4, 8), (8, 2)):
         found[f"{less} GPUs tell {more}"] = split(single, gpus == less, gpus == more)
+    for tp in (4, 8):
+        found[f"2 GPUs tell tensor parallelism of {tp}"] = split(single, gpus == 2, single.steps.tp == tp)
+    found["one node tells several"] = told_by(single, several)
     found["24 layers tell others"] = split(single, layers == 24, layers != 24)
     for width in (1024, 2048):
         found[f"width {width} tells the other"] = split(single, hidden == width, hidden != width)

@@ -17,9 +17,11 @@ from typing import Final
 class Device:
     """name: as people say it. pattern: what its driver calls it, whole. tflops: format -> peak; `tf32` is float32 on
     tensor cores, which torch uses where `torch.set_float32_matmul_precision` allows it; `float8` both its formats.
-    source: where it is written, the memory and the link too. tb_a_second: of its memory. memory_gib: of the largest
-    variant. link_gb_s: to the other devices of its node, one way (half of what sheets give for both): NVLink, else the
-    PCI bus, also where pairs can be bridged. None of these three: the sheet does not say."""
+    source: where the peaks are written. tb_a_second: of its memory. memory_gib: of the largest variant, which sheets
+    give in GB. link_gb_s: to the other devices of its node, one way (half of what is given for both): NVLink, of the
+    NVL cards over their bridges; else the PCI bus, also where pairs of cards can be bridged. None of these three: not
+    known. memory_source: where these three are written. The makers' pages could not be opened when they were looked
+    up, so it names public listings that repeat them, and says what is FROM_MEMORY, and so checked against nothing."""
 
     name: str
     pattern: str
@@ -28,6 +30,7 @@ class Device:
     tb_a_second: float | None = None
     memory_gib: float | None = None
     link_gb_s: float | None = None
+    memory_source: str = ""
 
     def flops(self, dtype: str, tf32: bool) -> float | None:
         """Operations a second in torch's `dtype`; None where the sheet does not say."""
@@ -45,9 +48,19 @@ def _formats(
     return found | {name: peak for name, peak in more.items() if peak}
 
 
+FROM_MEMORY: Final = "from memory"
 A100_SHEET: Final = (
     "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-"
     "web.pdf"
+)
+A100_LISTED: Final = (
+    "https://glennklockwood.com/garden/processors/A100, which cites that sheet; of PCIe cards the memory by "
+    "https://www.thundercompute.com/blog/nvidia-a100-specs-full-guide"
+)
+H200_LISTED: Final = "https://openmetal.io/resources/blog/how-the-h200-is-built-for-memory-bound-ai-workloads/"
+PCIE_4: Final = (
+    "https://wccftech.com/nvidia-ad102-gpus-powering-next-gen-geforce-rtx-40-series-will-stick-with-pcie-gen-4-0-"
+    "protocol/"
 )
 DEVICES: Final = (
     Device(
@@ -58,6 +71,8 @@ DEVICES: Final = (
         tb_a_second=8.0,
         memory_gib=180,
         link_gb_s=900,
+        memory_source="https://www.server-parts.eu/post/nvidia-b200-gb200-blackwell-gpu-server-comparison (an eighth); "
+        "link: https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview",
     ),
     Device(
         "H200 SXM",
@@ -67,6 +82,7 @@ DEVICES: Final = (
         tb_a_second=4.8,
         memory_gib=141,
         link_gb_s=450,
+        memory_source=H200_LISTED,
     ),
     Device(
         "H200 NVL",
@@ -76,6 +92,7 @@ DEVICES: Final = (
         tb_a_second=4.8,
         memory_gib=141,
         link_gb_s=450,
+        memory_source=f"{H200_LISTED}; link: {FROM_MEMORY}",
     ),
     Device(
         "H100 SXM",
@@ -85,6 +102,7 @@ DEVICES: Final = (
         tb_a_second=3.35,
         memory_gib=80,
         link_gb_s=450,
+        memory_source=f"{H200_LISTED}; link: https://github.com/NVIDIA/nccl/issues/1264",
     ),
     Device(
         "H100 NVL",
@@ -94,6 +112,7 @@ DEVICES: Final = (
         tb_a_second=3.9,
         memory_gib=94,
         link_gb_s=300,
+        memory_source="https://www.aiminingco.com/gpu/h100-nvl/specs",
     ),
     Device(
         "H100 PCIe",
@@ -103,16 +122,17 @@ DEVICES: Final = (
         tb_a_second=2.0,
         memory_gib=80,
         link_gb_s=64,
+        memory_source=f"its rate: NVIDIA's product brief PB-11133-001_v02; size and link: {FROM_MEMORY}",
     ),
     # Of A100, each memory has its own rate; the link of a PCIe card is the bus.
     *(
-        Device("A100", pattern, _formats(312, 156, 19.5, 19.5), A100_SHEET, moves, holds, link)
+        Device("A100", pattern, _formats(312, 156, 19.5, 19.5), A100_SHEET, moves, holds, link, A100_LISTED)
         for pattern, moves, holds, link in (
             (r"(NVIDIA )?A100-(SXM4|PG509)-80GB", 2.039, 80, 300),
             (r"(NVIDIA )?A100-(SXM4|PG509)-40GB", 1.555, 40, 300),
             (r"(NVIDIA )?A100-PCIE-80GB|NVIDIA A100 80GB PCIe", 1.935, 80, 32),
             (r"(NVIDIA )?A100-PCIE-40GB", 1.555, 40, 32),
-            (r"NVIDIA A100-SXM-64GB", None, 64, None),
+            (r"NVIDIA A100-SXM-64GB", None, 64, None),  # by its name
         )
     ),
     Device(
@@ -123,6 +143,7 @@ DEVICES: Final = (
         tb_a_second=0.864,
         memory_gib=48,
         link_gb_s=32,
+        memory_source="https://www.mullet.se/product.html?product_id=355414 (table of L40 and L40S)",
     ),
     Device(
         "V100 SXM2",
@@ -132,6 +153,8 @@ DEVICES: Final = (
         tb_a_second=0.9,
         memory_gib=32,
         link_gb_s=150,
+        memory_source="http://www.manualshelf.com/manual/dell/high-performance-computing-solution-resources/reference-guide-english/"
+        "page-17.html; size: by its name",
     ),
     Device(
         "V100 PCIe",
@@ -141,6 +164,7 @@ DEVICES: Final = (
         tb_a_second=0.9,
         memory_gib=32,
         link_gb_s=16,
+        memory_source=f"link: as of V100 SXM2; size: by its name; rate: {FROM_MEMORY}",
     ),
     Device(
         "RTX 4090",
@@ -151,6 +175,8 @@ DEVICES: Final = (
         tb_a_second=1.008,
         memory_gib=24,
         link_gb_s=32,
+        memory_source="https://www.thefpsreview.com/gpu-family/nvidia-geforce-rtx-4090-gpu-family-specifications; "
+        f"link: {PCIE_4}",
     ),
     Device(
         "RTX 3090",
@@ -161,6 +187,7 @@ DEVICES: Final = (
         tb_a_second=0.936,
         memory_gib=24,
         link_gb_s=32,
+        memory_source=f"http://szpamela.com/?list_8/51.html; link, which is PCIe 4.0, too: {PCIE_4}",
     ),
 )
 

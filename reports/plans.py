@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.analyzer.text import count, ms, percent, size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from dsprof.plan.formulas import FormulaPlan
     from dsprof.plan.from_run import PlannedStep, RunPlan
@@ -61,8 +61,7 @@ def _steps(told: TableAnswer) -> list[str]:
     rows: list[tuple[str, ...]] = [("ranks", "tp", "dp", "pp", "micro-batch", "step", "90 % interval")]
     for i in range(min(len(steps), MOST_ROWS)):
         sizes = (steps.gpus[i], steps.tp[i], steps.dp[i], steps.pp[i], steps.micro_batch[i])
-        span = f"[{ms(found.low[i])}, {ms(found.high[i])}]"
-        rows.append((*(f"{one:.0f}" for one in sizes), ms(found.ms[i]), span))
+        rows.append((*(f"{one:.0f}" for one in sizes), ms(found.ms[i]), _span(found.low[i], found.high[i])))
     more = len(steps) - MOST_ROWS
     return [*table(rows, 0), *([f"and {count(more, 'more step')}: see --json"] if more > 0 else [])]
 
@@ -114,29 +113,32 @@ def render_plan(plan: FormulaPlan) -> str:
         rows.append(
             (
                 *(str(one[name]) for name in names), "yes" if one["recompute"] else "no",
-                f"{one['memory_gib']['total']:.3g} GiB", ms(one["step"]["ms"]), _span(one["step"]),
+                f"{one['memory_gib']['total']:.3g} GiB", ms(one["step"]["ms"]), _span_of(one["step"]),
             )
         )  # fmt: skip
     first = best[0]
-    lines += [*table(rows, 0), "", f"the first: {_rate(first['tokens_a_second'])} tokens a second, "]
-    lines[-1] += f"{first['tflops_a_gpu']:.3g} TFLOP/s a rank"
-    lines += ["", *_curve(plan)]
-    if plan.spending is not None:
-        lines += ["", _spent(plan.spending)]
-    lines += ["", "assumed:", *(f"  {one}" for one in plan.assumptions), "", f"to know more: {plan.tells_most}"]
-    return "\n".join(lines) + "\n"
+    says = f"{_rate(first['tokens_a_second'])} tokens a second, {first['tflops_a_gpu']:.3g} TFLOP/s a rank"
+    lines += [*table(rows, 0), "", f"the first: {says}", "", *_curve(told["curve"])]
+    return "\n".join([*lines, *_ending(plan)]) + "\n"
 
 
-def _curve(plan: FormulaPlan) -> list[str]:
+def _curve(curve: Sequence[Mapping[str, Any]]) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("ranks", "efficiency", "tokens a second", "tp x dp x pp", "step", "90 % interval", "")
     ]
-    for one in plan.to_dict()["curve"]:
+    for one in curve:
         layout = f"{one['tp']} x {one['dp']} x {one['pp']}"
         bar = "#" * round(20 * min(one["efficiency"], 1.5))
         shown = (f"{one['gpus']:,}", percent(100 * one["efficiency"]), _rate(one["tokens_a_second"]), layout)
-        rows.append((*shown, ms(one["step"]["ms"]), _span(one["step"]), bar))
+        rows.append((*shown, ms(one["step"]["ms"]), _span_of(one["step"]), bar))
     return table(rows, 0)
+
+
+def _ending(plan: FormulaPlan | RunPlan) -> list[str]:
+    """What the training costs, what was assumed, and what to measure next."""
+    cost = [] if plan.spending is None else ["", _spent(plan.spending)]
+    assumed = ["", "assumed:", *(f"  {one}" for one in plan.assumptions)]
+    return [*cost, *assumed, "", f"to know more: {plan.tells_most}"]
 
 
 def _spent(spent: Spending) -> str:
@@ -148,8 +150,12 @@ def _spent(spent: Spending) -> str:
     return text
 
 
-def _span(step: dict[str, float]) -> str:
-    return f"[{ms(step['low'])}, {ms(step['high'])}]"
+def _span_of(step: dict[str, float]) -> str:
+    return _span(step["low"], step["high"])
+
+
+def _span(low: float, high: float) -> str:
+    return f"[{ms(low)}, {ms(high)}]"
 
 
 def _rate(value: float) -> str:
@@ -163,7 +169,7 @@ def render_run_plan(plan: RunPlan) -> str:
     """A row and a bar for each rank count, what a step is made of, what was assumed, and what to measure next."""
     now, then = plan.measured, plan.asked
     lines = [
-        f"on {count(then.ranks, 'rank')} a step takes {ms(then.ms)} [{ms(then.low)}, {ms(then.high)}] (95 % interval), "
+        f"on {count(then.ranks, 'rank')} a step takes {ms(then.ms)} {_span(then.low, then.high)} (95 % interval), "
         f"and each rank does {percent(100 * then.efficiency)} of what it does on {now.ranks} ({ms(now.ms)} a step)",
         "",
     ]
@@ -171,7 +177,7 @@ def render_run_plan(plan: RunPlan) -> str:
     head = ("ranks", "step", "95 % interval", "efficiency", *(f"{name} a second" for name in rates), "")
     rows: list[tuple[str, ...]] = [head]
     for one in plan.curve:
-        cells = (f"{one.ranks:,}", ms(one.ms), f"[{ms(one.low)}, {ms(one.high)}]", percent(100 * one.efficiency))
+        cells = (f"{one.ranks:,}", ms(one.ms), _span(one.low, one.high), percent(100 * one.efficiency))
         rows.append((*cells, *(_rate(getattr(one, name)) for name in rates), "#" * round(20 * one.efficiency)))
     lines += [*table(rows, 0), "", *_parts(now, then)]
     if plan.memory_bytes is not None:
@@ -179,10 +185,7 @@ def render_run_plan(plan: RunPlan) -> str:
             "",
             f"memory: a rank had {size(plan.memory_bytes)} at most; it stays so, or shrinks where states are sharded",
         ]
-    if plan.spending is not None:
-        lines += ["", _spent(plan.spending)]
-    lines += ["", "assumed:", *(f"  {one}" for one in plan.assumptions), "", f"to know more: {plan.tells_most}"]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_ending(plan)]) + "\n"
 
 
 def _parts(now: PlannedStep, then: PlannedStep) -> list[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 from dsprof import ondisk, schema
 from dsprof.collectors import native
-from dsprof.collectors.native import build
+from dsprof.collectors.native import build, layout
 from dsprof.collectors.recorder.python_recorder import PyRecorder
 from dsprof.collectors.recorder.record import LIMIT_BYTES, Recorder
 from dsprof.ondisk import NO_SEQ, Family, Flag, State
@@ -134,6 +136,19 @@ def build_helper() -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "WARNINGS", STRICT)
         return build.ensure(Path(sys.executable), print)
+
+
+def compile_program(source: str, folder: Path, *flags: str) -> Path:
+    """A C++ program, which may include the helper's headers; skips the test where there is no compiler."""
+    compiler = build._compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    (folder / "layout.hpp").write_text(layout.header())
+    (folder / "program.cpp").write_text(source)
+    includes = [f"-I{each}" for each in (folder, Path(build.__file__).parent, sysconfig.get_path("include"))]
+    command = [*compiler, "-std=c++20", "-pthread", *flags, *includes, "program.cpp", "-o", "program"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120)
+    return folder / "program"
 
 
 PATIENT_S = 60.0

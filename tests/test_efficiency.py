@@ -15,7 +15,7 @@ from dsprof.analyzer.align.groups import find_mesh
 from dsprof.analyzer.align.topology import Topology
 from dsprof.analyzer.work.mfu import Efficiency, RankWork, judge_efficiency, sum_work
 from dsprof.analyzer.work.module_times import module_times, sum_modules
-from dsprof.data_sheets import DEVICES, find_device
+from dsprof.data_sheets import DEVICES, FROM_MEMORY, find_device
 from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import Kind
 from dsprof.trace.capture import Gap
@@ -348,5 +348,7 @@ def test_float32_is_tf32_only_where_it_is_allowed() -> None:
     assert (v100.flops("float32", True), v100.flops("bfloat16", False)) == (15.7e12, None)
 
 
-def test_every_peak_has_a_source() -> None:
+def test_every_figure_has_a_source() -> None:
     assert all(device.source.startswith("https://") for device in DEVICES)
+    told = [one for one in DEVICES if (one.tb_a_second, one.memory_gib, one.link_gb_s) != (None, None, None)]
+    assert all("http" in one.memory_source or FROM_MEMORY in one.memory_source for one in told)

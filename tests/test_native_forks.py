@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import forked_python
-import pytest
-from captures import build_helper, read_rows
+from captures import build_helper, compile_program, read_rows
 from jobs import environment
 
 from dsprof.collectors.native import build
@@ -69,13 +68,8 @@ int main() {
 
 
 def test_a_lock_that_another_thread_holds_is_not_the_childs(tmp_path: Path) -> None:
-    compiler = build._compiler()
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    (tmp_path / "held.cpp").write_text(HELD)
-    command = [*compiler, "-std=c++20", "-pthread", f"-I{NATIVE}", str(tmp_path / "held.cpp"), "-o", "held"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
-    assert subprocess.run([str(tmp_path / "held")], timeout=120, check=False).returncode == 0
+    program = compile_program(HELD, tmp_path)
+    assert subprocess.run([program], timeout=120, check=False).returncode == 0
 
 
 def test_whatever_has_a_lock_is_made_anew_in_a_child() -> None:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sysconfig
 from pathlib import Path
 
-import pytest
-
-from dsprof.collectors.native import build, layout
-
-NATIVE = Path(build.__file__).parent
+from captures import compile_program
 
 NONE_LEFT = r"""
 #include <cerrno>
@@ -36,13 +31,8 @@ int main() {
 
 
 def test_where_no_thread_can_be_had_the_jobs_own_still_gets_its_signals(tmp_path: Path) -> None:
-    compiler = build._compiler()
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    (tmp_path / "none.cpp").write_text(NONE_LEFT)
-    command = [*compiler, "-std=c++20", "-pthread", f"-I{NATIVE}", str(tmp_path / "none.cpp"), "-o", "none"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
-    assert subprocess.run([str(tmp_path / "none")], timeout=120, check=False).returncode == 0
+    program = compile_program(NONE_LEFT, tmp_path)
+    assert subprocess.run([program], timeout=120, check=False).returncode == 0
 
 
 PULSE = r"""
@@ -83,13 +73,6 @@ int main() {
 
 def test_a_stop_is_told_however_long_the_thread_has_waited_for_cores_before(tmp_path: Path) -> None:
     """0.4 s in 2 s, which is more than the stop of 0.3 s."""
-    compiler = build._compiler()
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    (tmp_path / "layout.hpp").write_text(layout.header())
-    (tmp_path / "pulse.cpp").write_text(PULSE)
-    includes = [f"-I{tmp_path}", f"-I{NATIVE}", f"-I{sysconfig.get_path('include')}"]
-    command = [*compiler, "-std=c++20", "-O1", "-pthread", *includes, str(tmp_path / "pulse.cpp"), "-o", "pulse"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
-    done = subprocess.run([str(tmp_path / "pulse")], capture_output=True, text=True, timeout=120, check=True)
+    program = compile_program(PULSE, tmp_path, "-O1")
+    done = subprocess.run([program], capture_output=True, text=True, timeout=120, check=True)
     assert 0.15 < float(done.stdout) < 0.6

@@ -15,6 +15,7 @@ from dsprof.analyzer.finding import Fix, Gain
 from dsprof.analyzer.rules.pipeline.structure_fixes import measured_fix
 from dsprof.analyzer.study import study
 from dsprof.fix import proposals
+from dsprof.knobs import flags
 from dsprof.knobs.predicted import turned
 
 KEY = "heterogeneous.speeds"
@@ -72,7 +73,7 @@ def test_samples_by_speed_are_offered_with_what_they_save() -> None:
     assert fix.gain.low < saved < fix.gain.high
     assert fix.gain.ms == pytest.approx(saved, rel=0.05)
     (one,) = (one for one in proposals(analysis.to_dict()) if one.code == "rank.straggler")
-    assert one.flags == ["--set", "heterogeneous.speeds=[1.0, 0.5]"]
+    assert flags(one.knobs.items()) == ["--set", "heterogeneous.speeds=[1.0, 0.5]"]
 
 
 @pytest.mark.parametrize(
@@ -148,3 +149,10 @@ def test_layers_and_ranks_of_a_pipeline_may_be_measured_at_the_start() -> None:
     assert measured_fix(study(job(facts=facts()).trace()), None, ideal) == []
     assert measured_fix(study(job(facts=facts()[:1]).trace()), exact, ideal) == []
     assert measured_fix(study(job().trace()), exact, ideal) == []
+
+
+def test_a_configuration_that_was_not_kept_is_not_patched() -> None:
+    """A section that it may have would be replaced by one of a single key."""
+    exact = Fix("code", "other boundaries", gain=Gain(30.0, 10.0, 25.0, 35.0))
+    without = [{**one, "content": None} if one["fact"] == "config" else one for one in facts()]
+    assert measured_fix(study(job(facts=without).trace()), exact, Gain(50.0, 17.0, 45.0, 55.0)) == []

@@ -180,14 +180,12 @@ def command(
 
     try:
         cluster = machine.cluster()
-        planned, assumed = model_of(
-            params, hidden, layers, heads, seq or SEQUENCE, vocab or VOCABULARY, sequences
-        )  # fmt: skip
+        planned, assumed = model_of(params, hidden, layers, heads, seq or SEQUENCE, vocab or VOCABULARY, sequences)
         whole = steps if tokens is None else tokens / planned.tokens
         wanted = Wanted(tp, dp, pp, micro_batch, zero_stage, recompute)
         plan = plan_from_formulas(
             planned, ranks, cluster, machine.gpus_per_node, wanted, learnt, whole, price, assumed, memory_gib
-        )  # fmt: skip
+        )
     except (UnknownGpu, NoLayout, ValueError) as error:
         raise LaunchError(str(error)) from error
     if as_json:

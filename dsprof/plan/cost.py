@@ -19,11 +19,13 @@ without. A ring over n ranks moves 2 (n-1)/n of the data; ZeRO stage 3 moves hal
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from .steps import Column, StepShapes
+
+Size = TypeVar("Size", Column, int)
 
 HBM_GB_S: Final = 1500.0
 """The traffic figures below are said in passes at this rate; only their quotient is measured."""
@@ -76,10 +78,9 @@ def parameters(steps: StepShapes) -> Column:
     return (12 * layers * steps.hidden**2 + steps.vocabulary * steps.hidden) / steps.tp
 
 
-def matrix_flops(steps: StepShapes) -> Column:
-    """Matrix products of one layer, one micro-batch, forward, all tensor-parallel ranks together."""
-    tokens = steps.micro_batch * steps.sequence
-    return 24 * tokens * steps.hidden**2 + 4 * tokens * steps.sequence * steps.hidden
+def layer_flops(tokens: Size, sequence: Size, hidden: Size) -> Size:
+    """Matrix products of one layer for so many tokens, forward, all tensor-parallel ranks together."""
+    return 24 * tokens * hidden**2 + 4 * tokens * sequence * hidden
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,8 @@ def cost(values: Column, steps: StepShapes, layer_effect: Column | float = 0.0) 
     figure = dict(zip((one.name for one in COEFFICIENTS), values, strict=True))
     s = steps
     seconds_hbm, again = HBM_GB_S * 1e9, 3 + s.recompute
-    activations = s.micro_batch * s.sequence * s.hidden * HALF
+    tokens = s.micro_batch * s.sequence
+    activations = tokens * s.hidden * HALF
     flops_s = figure["matrix_tflops"] * 1e12
     wide = s.tp > s.gpus_per_node
     link = figure["node_link_gb_s"] * 1e9
@@ -117,7 +119,7 @@ def cost(values: Column, steps: StepShapes, layer_effect: Column | float = 0.0) 
     traffic = activations / s.tp * figure["elementwise_passes"]
     scores = s.heads * s.micro_batch * s.sequence**2 * HALF / s.tp
     device = (
-        again * matrix_flops(s) / s.tp / flops_s
+        again * layer_flops(tokens, s.sequence, s.hidden) / s.tp / flops_s
         + (traffic + scores * figure["score_passes"]) / seconds_hbm
         + figure["layer_device_us"] / 1e6
     )
@@ -127,7 +129,6 @@ def cost(values: Column, steps: StepShapes, layer_effect: Column | float = 0.0) 
     ring = 2 * (s.tp - 1) / s.tp * activations / np.where(wide, network, link)
     reduced = reductions * (ring + (s.tp > 1) * figure["all_reduce_us"] / 1e6) * effect
 
-    tokens = s.micro_batch * s.sequence
     logits = (
         6 * tokens * s.hidden * s.vocabulary / s.tp / flops_s
         + tokens * s.vocabulary * HALF / s.tp * figure["logit_passes"] / seconds_hbm

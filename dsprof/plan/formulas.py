@@ -122,10 +122,9 @@ def plan_from_formulas(
     calibrated = calibrate(rows, learnt.ms if learnt is not None else np.array([]), typical, spread)
     limit = memory_gib if memory_gib is not None else cluster.gpu.memory_gib
     assert limit is not None
-    dtype = "bf16" if cluster.dtype == "bfloat16" else "fp16" if cluster.dtype == "float16" else "fp32"
 
     def best_of(count: int, free: Wanted) -> Ranked:
-        return rank_layouts(calibrated, layouts(model, count, gpus_per_node, free), limit, dtype)
+        return rank_layouts(calibrated, layouts(model, count, gpus_per_node, free), limit, cluster.dtype)
 
     best = best_of(ranks, wanted)
     curve = []
@@ -157,7 +156,7 @@ def _assumptions(cluster: Cluster, calibrated: Calibrated, nodes: bool, per_node
         )
     said.append("memory: Adam in mixed precision, attention scores not kept (flash attention), no offload")
     if nodes:
-        measured = bool(len(calibrated.measured.ranges)) and calibrated.network_measured
+        measured = calibrated.network_measured
         if cluster.network_gb_s is None and not measured:
             said.append(f"the network between nodes is a guess of {NETWORK_GB_S:.0f} GB/s a node: give --bandwidth")
         elif not measured:

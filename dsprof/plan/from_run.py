@@ -27,18 +27,16 @@ from dsprof.analyzer.work.mfu import judge_efficiency
 from dsprof.data_sheets import Device
 
 from .changes import Batch, CannotPlan, DeviceChange, batch_of, device_change
-from .hardware import NETWORK_GB_S
+from .hardware import NETWORK_GB_S, NETWORK_REACHED
 from .spending import Spending, spending
 
 PARTS: Final = ("compute", "optimizer", "data", "offload", "pause", "other", "bubble", "comm_exposed", "peer_wait")
 """Of a step's budget."""
-REACHED: Final = 0.8
-"""Share of a network's rate that large messages reach."""
 DOUBLING: Final = 0.015
 """Relative error that is expected beside the rest, a doubling of the ranks."""
 GUESSED: Final = 0.44
-"""How far off a fit on one node was over several (vTrain's tables): the error of transfers over a network that was
-never measured."""
+"""Relative error of transfers over a network that was never measured. A guess: a fit of one node misses whole steps of
+several by 72 % (`benchmarks/plan.py`, one node tells several)."""
 REPLICATED: Final = ("gradient", "parameter")
 
 
@@ -90,9 +88,9 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class _Base:
-    """What a run tells. world: its ranks. fixed: ranks of a replica. parts: budget part -> ms. transfer: of the
-    data-parallel communications, ms a step; latency, bytes_ms: how that divides. hidden: of it. noise: standard error
-    of the mean step. spread: relative error of the link."""
+    """What a run tells. world: its ranks. fixed: ranks of a replica. parts: budget part -> ms. latency, bytes_ms: what
+    the data-parallel communications take, ms a step; hidden: of both. noise: standard error of the mean step. spread:
+    relative error of the link."""
 
     world: int
     replicas: int
@@ -100,7 +98,6 @@ class _Base:
     hosts: int
     parts: Mapping[str, float]
     step_ms: float
-    transfer: float
     latency: float
     bytes_ms: float
     traffic: float
@@ -110,6 +107,11 @@ class _Base:
     spread: float
     fitted: bool
     on_gpu: bool
+
+    @property
+    def transfer(self) -> float:
+        """Of the data-parallel communications, hidden or not, ms a step."""
+        return self.latency + self.bytes_ms
 
     def crosses(self, ranks: int, network: Network) -> bool:
         """Whether so many ranks need a network between nodes that the run did not use. Its own ranks share a node."""
@@ -198,30 +200,30 @@ def _base(study: Study) -> _Base:
             "data-parallel ranks for a few steps"
         )
     steps = len(study.step_numbers)
-    transfer = latency = bytes_ms = traffic = messages = 0.0
+    latency = bytes_ms = traffic = messages = 0.0
     spread, fitted = 0.0, True
     for domain in (one.of(*REPLICATED) for one in replicated):
         groups = max(len(domain.groups), 1)
         link = fit_link(domain.table, on_device=domain.on_device)
         size = domain.table["bytes"].to_numpy(np.float64)
-        took = float(np.nansum(domain.table["transfer_ns"].to_numpy(np.float64))) / 1e6 / steps / groups
+        took = _transfer_ms(domain) / steps
         model = float(link.transfer_ms(size).sum()) / steps / groups
         share = len(size) * link.latency_ms / steps / groups / model if model > 0 else 0.0
-        transfer += took
         latency += took * share
         bytes_ms += took * (1 - share)
         traffic += _ring_bytes(domain) / steps / groups
         messages += len(size) / steps / groups
         spread, fitted = max(spread, link.spread), fitted and link.fitted
+    transfer = latency + bytes_ms
     every = sum(_transfer_ms(one) for one in domains(study)) / steps
     exposed = parts["comm_exposed"] * min(1.0, transfer / every if every > 0 else 1.0)
     deviation = (study.step_time.p90 - study.step_time.p10) / 2.56
     hosts = {process.host for process in study.run.ranks}
     return _Base(
         world=world, replicas=replicas, fixed=max(world // replicas, 1), hosts=max(len(hosts), 1), parts=parts,
-        step_ms=sum(parts.values()), transfer=transfer, latency=latency, bytes_ms=bytes_ms, traffic=traffic,
-        messages=messages, hidden=max(transfer - exposed, 0.0), noise=deviation / math.sqrt(max(steps, 1)),
-        spread=spread, fitted=fitted, on_gpu=study.on_gpu,
+        step_ms=sum(parts.values()), latency=latency, bytes_ms=bytes_ms, traffic=traffic, messages=messages,
+        hidden=max(transfer - exposed, 0.0), noise=deviation / math.sqrt(max(steps, 1)), spread=spread, fitted=fitted,
+        on_gpu=study.on_gpu,
     )  # fmt: skip
 
 
@@ -254,7 +256,7 @@ def _scale(
     if crossing and gb_s is not None:
         # Groups whose ranks lie in one node between them share its network.
         sharing = min(base.fixed, network.gpus_per_node)
-        bytes_ms = max(bytes_ms, base.traffic * (1 - 1 / replicas) * sharing / (gb_s * REACHED) / 1e6)
+        bytes_ms = max(bytes_ms, base.traffic * (1 - 1 / replicas) * sharing / (gb_s * NETWORK_REACHED) / 1e6)
     if crossing and network.latency_us is not None:
         latency += base.messages * math.log2(max(replicas, 2)) * network.latency_us / 1e3
     transfer = bytes_ms + latency if replicas > 1 else 0.0
@@ -278,25 +280,26 @@ def _scale(
     changed = abs(transfer - base.transfer)
     computed = parts["compute"] + parts["bubble"]
     unchanged = ranks == base.world and work == 1
-    errors = {
+    # Where each micro-batch gathers parameters or reduces gradients, fewer of them communicate less.
+    fewer = share != 1 and not change.batch.smaller(share)
+    of_work = {
         "the steps' own variation": base.noise * ms / base.step_ms,
+        "what grows with the ranks unseen": DOUBLING * ms * abs(math.log2(grown)),
+        "what another device does": device.uncertain * (computed + parts["optimizer"]),
+        "what another batch does": transfer * abs(1 - share) / 2 if fewer else change.batch.uncertain(share) * computed,
+    }
+    errors = {
+        **of_work,
         "the link": base.spread * changed * (1.0 if exposed > 0 else 0.5),
         "the network between nodes": GUESSED * transfer if crossing else 0.0,
         "how much of the communication is hidden": 0.0 if unchanged else abs(exposed - by_share) / 2,
         "how far the ranks are apart": abs(waiting - waited) / 2,
-        "what grows with the ranks unseen": DOUBLING * ms * abs(math.log2(grown)),
-        "what another device does": device.uncertain * (computed + parts["optimizer"]),
-        "what another batch does": change.batch.uncertain(share) * computed,
     }
-    if share != 1 and not change.batch.smaller(share):
-        # Where each micro-batch gathers parameters or reduces gradients, fewer of them communicate less.
-        errors["what another batch does"] = transfer * abs(1 - share) / 2
     wide = 1.96 * math.sqrt(sum(error**2 for error in errors.values()))
     own = share * base.step_ms / ms
     found = {what: rate * grown * own for what, rate in rates.items()}
     # Less than nothing is not communicated.
-    beside = ("the steps' own variation", *list(errors)[-3:])
-    low = max(ms - wide, ms - parts["comm_exposed"] - waiting - 1.96 * sum(errors[name] for name in beside))
+    low = max(ms - wide, ms - parts["comm_exposed"] - waiting - 1.96 * sum(of_work.values()))
     return PlannedStep(
         ranks, ms, max(low, 0.0), ms + wide, parts, own, found.get("samples"), found.get("tokens"), transfer
     ), errors  # fmt: skip

@@ -19,14 +19,15 @@ LINK_REACHED: Final = 0.7
 """Share of a link's one-way rate that a large all-reduce reaches inside a node: 210 of 300 GB/s on A100, measured by
 vTrain's tables of all-reduces."""
 NETWORK_REACHED: Final = 0.8
-"""The same of a network between nodes."""
+"""The same of a network between nodes. A guess."""
 LEARNT: Final[Mapping[str, float]] = {
     "matrix_tflops": 225, "elementwise_passes": 40, "score_passes": 25, "layer_device_us": 700, "layer_host_us": 2500,
     "all_reduce_us": 35, "logit_passes": 30, "hand_over_us": 300, "hand_over_exposed": 0.4, "gradient_bytes": 3,
     "optimizer_bytes": 25,
 }  # fmt: skip
-"""Figures of A100: between those learnt from vTrain's two tables, on one node and on several (`benchmarks/plan.py`),
-and matrix products as tables 1 and 2 of Narayanan et al. (2021) have them; so none of these tests the figures."""
+"""Figures of A100: by those learnt from vTrain's two tables, on one node and on several (`benchmarks/plan.py`), between
+the two but for the latency of an all-reduce and the passes over the logits, which are a little above both; and matrix
+products as tables 1 and 2 of Narayanan et al. (2021) have them. So none of these tests the figures."""
 
 
 def _gpu(driver: str) -> Device:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from .calibrate import Calibrated, Predicted
+from .cost import layer_flops
 from .memory import MemoryNeed, memory
 from .steps import StepShapes
 
@@ -44,7 +45,7 @@ class TransformerModel:
 
     def model_flops(self) -> float:
         """Of a step, forward and backward as the model needs them: nothing that is computed again."""
-        matrix = 24 * self.tokens * self.hidden**2 + 4 * self.tokens * self.sequence * self.hidden
+        matrix = layer_flops(self.tokens, self.sequence, self.hidden)
         return 3.0 * self.layers * matrix + 6.0 * self.tokens * self.hidden * self.vocabulary
 
 

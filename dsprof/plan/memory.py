@@ -22,8 +22,8 @@ CONTEXT_GIB: Final = 1.5
 """What the driver and the communication library take."""
 FRAGMENTED: Final = 0.08
 """What the allocator reserves beyond what is allocated, as a share."""
-STATES: Final = {"bf16": (2.0, 2.0, 12.0), "fp16": (2.0, 2.0, 12.0), "fp32": (4.0, 4.0, 8.0)}
-"""dtype -> bytes a parameter: of itself, of its gradient, of Adam's states (with a copy in fp32 where it is half)."""
+STATES: Final = {"bfloat16": (2.0, 2.0, 12.0), "float16": (2.0, 2.0, 12.0), "float32": (4.0, 4.0, 8.0)}
+"""torch's dtype -> bytes a parameter: of itself, its gradient, Adam's states (with a copy in fp32 where it is half)."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MemoryNeed:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.reserved
 
 
-def memory(steps: StepShapes, dtype: str = "bf16", flash: bool = True) -> MemoryNeed:
+def memory(steps: StepShapes, dtype: str = "bfloat16", flash: bool = True) -> MemoryNeed:
     """flash: attention scores are not kept."""
     s, size = steps, parameters(steps)
     each = STATES[dtype]

@@ -59,32 +59,39 @@ class Choice:
     says: bool = True
     """Whether this rank tells what stays as it is."""
     warn: Callable[[str], None] = lambda text: warnings.warn(text, stacklevel=2)
-    _seen: dict[str, bool] = field(default_factory=dict)
-    """Layer -> whether it took float8 when it was called first."""
-    _told: set[object] = field(default_factory=set)
+    _without: set[str] | None = field(default_factory=set)
+    """The layers called so far, if none has taken float8; None from the first one on that has, or that is called again
+    without, when it is told."""
+    _told: set[tuple[int, int]] = field(default_factory=set)
+    """Sizes of which it is told that they do not divide."""
 
     def __call__(self, name: str, m: int, k: int, n: int) -> bool:
         if not self._named(name):
             return False
         if not divides(k, n):
-            self._tell(
-                (k, n),
-                f"fp8: {name}, and layers of its sizes, compute as without float8: their weights are {n} x {k}, which "
-                f"{MULTIPLE} does not divide; pad them, or list such layers in fp8.skip",
-            )
+            if (k, n) not in self._told:
+                self._told.add((k, n))
+                self._tell(
+                    f"fp8: {name}, and layers of its sizes, compute as without float8: their weights are {n} x {k}, "
+                    f"which {MULTIPLE} does not divide; pad them, or list such layers in fp8.skip"
+                )
             return False
         if self.rates is None:
             return True
         takes = self._pays(m, k, n)
-        if name in self._seen and not any(self._seen.values()):
-            time = layer_time(m, k, n, self.rates, self.config.recipe)
-            self._tell(
-                "none",
-                f"fp8: no linear layer is faster in float8 on this device, so none takes it: {name}, of {m} rows, {k} "
-                f"inputs and {n} outputs, takes {1e3 * time.as_is:.3g} ms as it is, and {1e3 * time.float8:.3g} ms in "
-                'float8 with its casts; remove "fp8", or write "filter": "all"',
-            )
-        self._seen.setdefault(name, takes)
+        if self._without is not None:
+            if takes:
+                self._without = None
+            elif name in self._without:
+                self._without = None
+                time = layer_time(m, k, n, self.rates, self.config.recipe)
+                self._tell(
+                    f"fp8: no linear layer is faster in float8 on this device, so none takes it: {name}, of {m} rows, "
+                    f"{k} inputs and {n} outputs, takes {1e3 * time.as_is:.3g} ms as it is, and "
+                    f'{1e3 * time.float8:.3g} ms in float8 with its casts; remove "fp8", or write "filter": "all"'
+                )
+            else:
+                self._without.add(name)
         return takes
 
     @functools.cached_property
@@ -103,7 +110,6 @@ class Choice:
         rates, recipe = self.rates, self.config.recipe
         return functools.cache(lambda m, k, n: rates is not None and layer_time(m, k, n, rates, recipe).saved > 0)
 
-    def _tell(self, what: object, text: str) -> None:
-        if self.says and what not in self._told:
-            self._told.add(what)
+    def _tell(self, text: str) -> None:
+        if self.says:
             self.warn(text)

@@ -215,6 +215,13 @@ def test_auto_says_where_nothing_gains() -> None:
     assert len(told) == 1
 
 
+def test_a_layer_that_gains_at_more_rows_later_is_no_reason_to_say_so() -> None:
+    told: list[str] = []
+    choice = Choice(Fp8Config(enabled=True), QUICK, warn=told.append)
+    assert [choice("up", rows, 1024, 1024) for rows in (16, 4096, 16, 4096)] == [False, True, False, True]
+    assert told == []
+
+
 def test_auto_measures_the_device() -> None:
     by = devices.arithmetic(torch.device("cpu"), "tensorwise")
     comm: Any = type("Alone", (), {"rank": 0, "group": None})()

@@ -29,6 +29,9 @@ DDP_CALLS: Final = {
 }
 """Framework that makes the DistributedDataParallel -> the call in which its user sets an argument of it."""
 
+OWN_ENGINE: Final = "dsprof"
+"""Dialect of the configurations of dsprof's engine."""
+
 
 class NotJudged(Exception):
     """The capture does not hold what the rule needs; the message says what is missing."""
@@ -139,15 +142,22 @@ def installed(site: str | None) -> str:
     return next((site.rpartition(home)[2] for home in INSTALLED if site and home in site), "")
 
 
-def configurations(study: Study) -> list[Mapping[str, Any]]:
-    """The job's JSON configurations (DeepSpeed's, or those of dsprof's engine), as far as they were captured."""
-    contents = [fact.get("content") for fact in study.facts.get("config", [])]
+def configurations(study: Study, dialect: str | None = None) -> list[Mapping[str, Any]]:
+    """The job's JSON configurations (DeepSpeed's, or those of dsprof's engine), or those of one dialect, as far as they
+    were captured."""
+    facts = [fact for fact in study.facts.get("config", []) if dialect in (None, fact.get("dialect"))]
+    contents = [fact.get("content") for fact in facts]
     return [content for content in contents if isinstance(content, Mapping)]
 
 
 def config_sections(study: Study, name: str) -> list[Mapping[str, Any]]:
     """Their sections of a name."""
     return [one for content in configurations(study) if isinstance(one := content.get(name), Mapping)]
+
+
+def engine_config(study: Study) -> Mapping[str, Any] | None:
+    """The configuration of dsprof's engine that ran; None: it did not run, or what it says was too long to be kept."""
+    return next(iter(configurations(study, OWN_ENGINE)), None)
 
 
 def zero_stage(study: Study) -> int | None:

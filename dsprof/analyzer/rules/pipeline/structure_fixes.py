@@ -4,6 +4,7 @@ each with what it saves, by a replay of the plan that would run."""
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -22,11 +23,9 @@ from ...structure import AUTO, PipelineStructure, pipeline_that_ran, restructure
 from ...study import Study
 from ...whatif import Refused, apply
 from ...work.stage_layers import stage_layers
-from ..base import LEAST_SHARE, NotJudged, at
+from ..base import LEAST_SHARE, NotJudged, at, engine_config
 from ..run.unequal_shares import KEY, loads_by_engine
 
-OWN_ENGINE: Final = "dsprof"
-"""Dialect of the configurations of dsprof's engine."""
 SCHEDULES: Final[tuple[tuple[PipelineStructure, str], ...]] = (
     (PipelineStructure(schedule="zero-bubble"), "weight gradients are computed while the pipeline drains"),
     (
@@ -48,7 +47,7 @@ def boundaries_fix(study: Study, site: str | None, error: ModelError | None) -> 
         return None
     begin = ", ".join(f"{number} ({layers[number].name})" for number in bounds[1:-1])
     says = f"stages that begin at layers 0, {begin}, of {len(layers)}"
-    config = _own_config(study)
+    config = engine_config(study)
     if config is None:
         if any(fact.get("framework") == "deepspeed" for fact in study.facts.get("pipeline", [])):
             how = (
@@ -69,7 +68,7 @@ def measured_fix(study: Study, exact: Fix | None, ideal: Gain) -> list[Fix]:
     ideal: what an even division saves. Where a rank is slow, and not its layers heavy, those that it gives away take
     less elsewhere than they did on it: then up to that may be saved.
     """
-    config = _own_config(study)
+    config = engine_config(study)
     if exact is None or exact.gain is None or config is None or not loads_by_engine(study):
         return []
     gain = replace(exact.gain, high=max(exact.gain.high, ideal.ms))
@@ -85,7 +84,7 @@ def measured_fix(study: Study, exact: Fix | None, ideal: Gain) -> list[Fix]:
 def schedule_fixes(study: Study, error: ModelError | None) -> list[Fix] | None:
     """Other schedules where dsprof's engine runs the pipeline, the best first: those whose saving is sure. None where
     another framework does."""
-    config = _own_config(study)
+    config = engine_config(study)
     if config is None:
         return None
     found = []
@@ -132,13 +131,7 @@ def _tried(
     return (new.plan, new.boundaries, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else None
 
 
-def _own_config(study: Study) -> dict[str, Any] | None:
-    """The configuration of dsprof's engine that ran; None: it did not run."""
-    facts = (fact for fact in study.facts.get("config", []) if fact.get("dialect") == OWN_ENGINE)
-    return next((fact.get("content") or {} for fact in facts), None)
-
-
-def _in_section(config: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+def _in_section(config: Mapping[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     """A JSON patch that sets keys of the section `pipeline`."""
     if isinstance(config.get("pipeline"), dict):
         return tuple({"op": "add", "path": f"/pipeline/{key}", "value": value} for key, value in settings.items())

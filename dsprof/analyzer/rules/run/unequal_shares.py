@@ -17,11 +17,9 @@ from ...price.gains import mean_gain
 from ...study import Study
 from ...whatif import apply
 from ...whatif.work import ScaleWork
-from ..base import LEAST_SHARE, NotJudged
+from ..base import LEAST_SHARE, NotJudged, engine_config
 
 KEY: Final = "heterogeneous.speeds"
-DIALECT: Final = "dsprof"
-"""Of the configurations that have the key."""
 OF_SAMPLES: Final = 0.9
 """At least this part of a rank's compute is taken to follow its samples: calls that cost the same whatever they are
 given take the rest. It widens the interval."""
@@ -64,7 +62,7 @@ def shares_fix(study: Study, late: Float, phases: Mapping[str, tuple[float, floa
     gain = replace(gain, low=min(gain.low, less.ms))
     if now == then or gain.low <= 0 or gain.ms < LEAST_SHARE * study.step_ms:
         return None
-    there = "heterogeneous" in engine_config(study)
+    there = "heterogeneous" in _need_config(study)
     patch = (
         {"op": "add", "path": "/heterogeneous/speeds", "value": speeds}
         if there
@@ -118,7 +116,7 @@ def _shares(study: Study, speeds: Any) -> tuple[list[int], list[int]]:
         raise NotJudged("not every rank of the job was captured")
     if speeds == "measure":
         raise NotJudged("what the ranks measure at the start is not known; give the speeds as a list")
-    content, ranks = engine_config(study), len(study.ranks)
+    content, ranks = _need_config(study), len(study.ranks)
     if isinstance(content.get("heterogeneous"), Mapping) and content["heterogeneous"].get("speeds") == "measure":
         raise NotJudged("the speeds that the ranks have measured are not known")
     try:
@@ -129,10 +127,9 @@ def _shares(study: Study, speeds: Any) -> tuple[list[int], list[int]]:
     return before.shares(ranks), after.shares(ranks)
 
 
-def engine_config(study: Study) -> Mapping[str, Any]:
+def _need_config(study: Study) -> Mapping[str, Any]:
     """The configuration of dsprof's engine. Raises NotJudged where the job has none."""
-    found = [fact.get("content") for fact in study.facts.get("config", []) if fact.get("dialect") == DIALECT]
-    content = next((one for one in found if isinstance(one, Mapping)), None)
+    content = engine_config(study)
     if content is None:
         raise NotJudged("the job has no configuration of dsprof's engine, which divides a batch by speed")
     return content
