@@ -69,7 +69,7 @@ class Lanes:
         self._matches = matches or (Matches(collectives) if len(collectives) else None)
         kind, beside = rows["kind"], rows["lane"] != MAIN
         works = ((kind == "copy") | (kind == "kernel") | (kind == "phase")) & beside
-        sends = (kind == "comm") & (_on_stream(rows["lane"]) | rows["corr"].notna())
+        sends = (kind == "comm") & (on_stream(rows["lane"]) | rows["corr"].notna())
         chosen = (works | sends) & rows["dur_ns"].notna()
         self.tasks = LaneTasks.none()
         if not chosen.any():  # so it is where only the training thread matters
@@ -80,7 +80,7 @@ class Lanes:
             return
         self._lane, names = codes_of(work["lane"])
         self.names = names.tolist()
-        self._stream = _on_stream(work["lane"]).to_numpy(bool)
+        self._stream = on_stream(work["lane"]).to_numpy(bool)
         self._comm = (work["kind"] == "comm").to_numpy(bool)
         self._start = work["start_ns"].to_numpy(np.int64)
         self._end = self._start + work["dur_ns"].to_numpy(np.int64)
@@ -260,7 +260,7 @@ class Lanes:
         return steps, last
 
 
-def _on_stream(lane: pd.Series[str]) -> pd.Series[bool]:
+def on_stream(lane: pd.Series[str]) -> pd.Series[bool]:
     """Which rows are a device's."""
     names = lane.astype("category").cat.categories
     return lane.isin([name for name in names if str(name).startswith(STREAM)])

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ..arrays import Int
-from ..budget.lanes import MAIN, STREAM
+from ..budget.lanes import MAIN, on_stream
 from ..columns import may_hold
 
 PHASES: Final = ("forward", "recompute", "backward", "optimizer")
@@ -40,7 +40,7 @@ def device_phases(rows: pd.DataFrame) -> DevicePhases | None:
     timed = (rows["kind"] == "kernel") & (rows["source"] == "measured") & rows["name"].isin(PHASES)
     timed &= rows["dur_ns"].notna() & rows["issue_ns"].notna()
     table = rows[["name", "lane", "start_ns", "dur_ns", "issue_ns"]][timed]
-    table = table[table["lane"].astype(str).str.startswith(STREAM)]
+    table = table[on_stream(table["lane"])]
     if table.empty:
         return None
     spent = table.groupby(table["lane"].astype(str))["dur_ns"].sum()

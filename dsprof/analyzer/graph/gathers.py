@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from ..arrays import Bool, Float, Int
-from ..budget.lanes import STREAM
+from ..budget.lanes import on_stream
 from ..budget.stream_waits import AT_ONCE_NS
 
 QUEUED_NS: Final = 5_000
@@ -58,8 +58,7 @@ def issued_from(rows: pd.DataFrame, comm: pd.DataFrame, computes: str) -> tuple[
     """
     at, streams = np.full(len(comm), np.nan), np.full(len(comm), "", object)
     waits = rows[(rows["kind"] == "wait") & rows["seq"].notna() & rows["dur_ns"].notna() & rows["issue_ns"].notna()]
-    lane = waits["lane"].astype(str)
-    waits = waits[lane.str.startswith(STREAM) & (lane != computes)]
+    waits = waits[on_stream(waits["lane"]) & (waits["lane"] != computes)]
     if waits.empty:
         return at, streams
     keys = ["group", "seq", "issue_ns"]

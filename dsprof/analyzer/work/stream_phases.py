@@ -13,7 +13,7 @@ from dsprof.engine.schedule import COMPUTE
 
 from ..arrays import Int
 from ..budget.intervals import Intervals
-from ..budget.lanes import MAIN, STREAM
+from ..budget.lanes import MAIN, on_stream
 from ..graph.device_phases import PHASES
 from ..study import Study, once
 
@@ -32,9 +32,9 @@ def stream_phases(study: Study) -> pd.DataFrame:
 def _of_rank(study: Study, rank: int) -> pd.DataFrame:
     rows = study.trace.read(rank, READ)
     rows = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
-    on_stream = rows["lane"].astype(str).str.startswith(STREAM)
-    timed = rows[on_stream & (rows["kind"] == "kernel") & (rows["source"] == "measured") & rows["name"].isin(PHASES)]
-    found = _timed(rows[on_stream], timed) if len(timed) else _launched(rows, rows[on_stream])
+    streams = on_stream(rows["lane"])
+    timed = rows[streams & (rows["kind"] == "kernel") & (rows["source"] == "measured") & rows["name"].isin(PHASES)]
+    found = _timed(rows[streams], timed) if len(timed) else _launched(rows, rows[streams])
     return found.assign(rank=rank)[list(COLUMNS)].sort_values("start_ns", kind="stable")
 
 

@@ -20,7 +20,7 @@ from ... import signals
 from ...arrays import Float, Int
 from ...budget.intervals import Intervals
 from ...budget.irregular import FEWEST_JUDGED
-from ...budget.lanes import MAIN, STREAM
+from ...budget.lanes import MAIN, on_stream
 from ...candidate import Candidate, Price
 from ...finding import REPLAYED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
 from ...graph.chains import SYNC
@@ -160,7 +160,7 @@ def _stops(study: Study) -> pd.DataFrame:
 def _traced(rows: pd.DataFrame) -> pd.DataFrame:
     """What the device did, by its own kernels: what is measured is whole phases, by events."""
     own = rows[rows["kind"].isin(DEVICES_OWN) & rows["dur_ns"].notna() & (rows["source"] != "measured")]
-    return own[own["lane"].astype(str).str.startswith(STREAM)]
+    return own[on_stream(own["lane"])]
 
 
 def _idle_after(traced: pd.DataFrame, moments: Int) -> Float:

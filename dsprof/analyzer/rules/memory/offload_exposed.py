@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ... import signals
-from ...budget.lanes import MAIN
+from ...budget.lanes import MAIN, on_stream
 from ...candidate import Between, Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...memory.free import surely_free
@@ -63,9 +63,7 @@ def offloaded(study: Study) -> Offloaded | None:
     rows = study.trace.read(rank, ("kind", "name", "lane", "purpose", "step", "dur_ns", "bytes"))
     copies = rows[(rows["kind"] == "copy") & rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
     copies = copies[~copies["name"].astype(str).str.startswith("checkpoint")]
-    copies = copies[
-        ~copies["lane"].astype(str).str.startswith("cuda.")
-    ]  # of a device's stream, by whatever launched it
+    copies = copies[~on_stream(copies["lane"])]  # of a device's stream, by whatever launched it
     if copies.empty:
         return None
     steps = len(study.step_numbers)

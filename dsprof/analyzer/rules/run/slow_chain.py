@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from ...arrays import Bool, Float
-from ...budget.lanes import STREAM
+from ...budget.lanes import on_stream
 from ...budget.parts import OWN_WORK, TRAINING_PHASES
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.chain_work import chain_groups, chain_work, hosts
@@ -151,5 +151,5 @@ def _device_phases(study: Study, ranks: tuple[int, ...]) -> dict[str, tuple[floa
     for rank in study.ranks:
         rows = study.trace.read(rank, ("kind", "name", "lane", "step", "dur_ns", "source"))
         mine = (rows["kind"] == "kernel") & (rows["source"] == "measured")
-        of_rank[rank] = _phase_ms(rows[mine & rows["lane"].astype(str).str.startswith(STREAM)], study)
+        of_rank[rank] = _phase_ms(rows[mine & on_stream(rows["lane"])], study)
     return _by_phase(of_rank, ranks)
