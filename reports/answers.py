@@ -17,11 +17,10 @@ def render(answers: Answers) -> str:
     """The table, what changes hold of memory where they do, and what it rests on."""
     rows = [HEAD, *(_row(answers.step_ms, row) for row in answers.rows)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    lines = [
-        f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in rows
-    ]  # fmt: skip
-    for at, answered in reversed(list(enumerate(answers.rows, 1))):
-        lines[at + 1 : at + 1] = [f"    {note}" for note in answered.notes]
+    lines = []
+    for row, notes in zip(rows, [(), *(answered.notes for answered in answers.rows)], strict=True):
+        lines.append(f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip())
+        lines += [f"    {note}" for note in notes]
     held = answers.held_out
     rests = f"replayed: {count(answers.steps, 'step')}"
     if held is not None:

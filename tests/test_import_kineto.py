@@ -23,7 +23,7 @@ from dsprof.importers import import_trace, kineto
 from dsprof.importers.rank_names import rank_in
 from dsprof.run import RunError, open_run
 from dsprof.schema import COLUMNS
-from dsprof.trace.kineto import around, reader, stream
+from dsprof.trace.kineto import around, arrays, stream
 
 REAL = Path(os.environ.get("DSPROF_REAL_TRACES", Path(__file__).parents[2] / "shared" / "data" / "traces"))
 MiB = 1 << 20
@@ -495,7 +495,7 @@ def test_what_stands_around_the_events_is_bounded(tmp_path: Path, monkeypatch: p
 
 
 def test_lists_in_the_arguments_of_communications_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "MOST_TAKEN", 1 * MiB)
+    monkeypatch.setattr(arrays, "MOST_TAKEN", 1 * MiB)
     events = kt.training(args={**kt.COLLECTIVE, "Process Group Ranks": [[]] * 20_000})
     told = refusal(kt.write(tmp_path, kt.as_kineto(events)), tmp_path)
     assert "the arguments of its communications would take more than 1 MiB of memory" in told

@@ -11,7 +11,7 @@ from test_import_mapped import span, write
 from dsprof import cli
 from dsprof.analyzer.rules.registry import all_rules
 from dsprof.importers import import_trace
-from dsprof.importers.lacks import HOW, LACKS, lacking
+from dsprof.importers.lacks import HOW, LACKS, contents_of, lacking
 
 ARGS = {"Collective name": "allreduce", "Process Group Name": "0", "In msg nelems": 1000, "dtype": "Float"}
 
@@ -21,18 +21,18 @@ def test_a_whole_trace_lacks_nothing(tmp_path: Path) -> None:
         events = [*kt.training(steps=6, args=ARGS), kt.memory(5, 512, 1024)]
         about = {"distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 2}}
         kt.write(tmp_path, kt.as_kineto(events, **about), f"rank{rank}.json")
-    assert lacking(import_trace(tmp_path)) == []
+    assert lacking(contents_of(import_trace(tmp_path))) == []
 
 
 def test_what_is_not_there_is_said_with_how_to_record_it(tmp_path: Path) -> None:
     events = [kt.op("aten::linear", 0, 50), kt.op("aten::mm", 60, 50)]
     about = {"distributedInfo": {"backend": "gloo", "rank": 0, "world_size": 4}}
     trace = import_trace(kt.write(tmp_path, kt.as_kineto(events, **about)))
-    assert [one.what for one in lacking(trace)] == [
+    assert [one.what for one in lacking(contents_of(trace))] == [
         "3 of 4 ranks", "where steps begin and end", "collectives of a known group", "what a device did",
         "memory of the devices",
     ]  # fmt: skip
-    assert str(lacking(trace)[1]) == (
+    assert str(lacking(contents_of(trace))[1]) == (
         "not in the trace: where steps begin and end (for rank.straggler, data.stall, data.imbalance, pause.gc, "
         "checkpoint.stall); call profiler.step() after each step"
     )
@@ -41,7 +41,7 @@ def test_what_is_not_there_is_said_with_how_to_record_it(tmp_path: Path) -> None
 def test_few_steps_and_collectives_without_numbers(tmp_path: Path) -> None:
     for rank in (0, 1):
         kt.write(tmp_path, kt.as_kineto([*kt.training(steps=3), kt.memory(5, 512, 1024)]), f"rank{rank}.json")
-    whats = [one.what for one in lacking(import_trace(tmp_path))]
+    whats = [one.what for one in lacking(contents_of(import_trace(tmp_path)))]
     assert whats == ["enough steps (3 of 5)", "numbers of the collectives, so they are matched by their order"]
 
 

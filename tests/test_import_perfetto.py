@@ -95,6 +95,12 @@ def test_what_is_no_such_trace_is_a_sentence(tmp_path: Path, data: bytes) -> Non
         import_trace(tmp_path / "t.pftrace")
 
 
+def test_a_file_that_ends_before_a_packets_length_is_looked_at_once(tmp_path: Path) -> None:
+    """A search that went on where the last packet began would find the same ones again, for ever."""
+    (tmp_path / "t.pftrace").write_bytes(bytes.fromhex("0a 88 00 0d 08 00 08 00 08 80 00 0a"))
+    assert not looks_like_perfetto(tmp_path / "t.pftrace")
+
+
 CLEARED, UUID, PARENT, PID, TID, KIND, TRACK = 13, 1, 5, 1, 2, 9, 11
 
 

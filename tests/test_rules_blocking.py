@@ -5,18 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from findings import of
 from meshes import Call, MeshJob, Phase, Program, Work
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.finding import Finding
 
 LINE = "/home/me/train.py:40"
 METRIC, BARRIER = Call("w", "all_reduce", 4), Call("w", "barrier", 0)
-
-
-def of(analysis: Analysis, code: str) -> Finding | None:
-    return next((finding for finding in analysis.findings if finding.code == code), None)
 
 
 def job(

@@ -6,15 +6,10 @@ import random
 from typing import Any
 
 import pytest
+from findings import of
 from synthetic import Job, PerStep, constant
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.finding import Finding
-
-
-def of(analysis: Analysis, code: str) -> Finding | None:
-    return next((finding for finding in analysis.findings if finding.code == code), None)
 
 
 def recompiled(rank: int, reason: str, times: int = 40) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from findings import of
 from meshes import Call, MeshJob, Phase, Program, Work
 
 from dsprof.analyzer import analyze
@@ -63,10 +64,6 @@ def always(rank_most: int, by: float, seed: int = 1) -> Share:
         return 1 + (by + table[step]) * (1 if rank == rank_most else -1)
 
     return share
-
-
-def of(analysis: Analysis, code: str) -> Finding | None:
-    return next((finding for finding in analysis.findings if finding.code == code), None)
 
 
 def above_info(analysis: Analysis) -> list[str]:

@@ -6,17 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from findings import of
 from meshes import Call, MeshJob, Phase, Program, Wait, Work
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.finding import Finding
 
 MIB = 1 << 20
-
-
-def of(analysis: Analysis, code: str) -> Finding | None:
-    return next((finding for finding in analysis.findings if finding.code == code), None)
 
 
 def job(*, ms: float = 5.0, kept: bool = False, micro: int = 1, parameters: int = MIB, fsdp: int = 2) -> MeshJob:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from findings import of
 from synthetic import Accumulating, constant
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.ask import ask
-from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.study import study
 from dsprof.knobs.predicted import turned
 
@@ -20,10 +19,6 @@ def ddp(gradient_mib: int = 8, number: int = 1, **more: Any) -> list[dict[str, A
     fact = {"fact": "ddp", "number": number, "gradient_bytes": [gradient_mib << 20], "bucket_cap_mb": 25.0,
             "site": "train.py:12", **more}  # fmt: skip
     return [{**fact, "rank": rank} for rank in (0, 1)]
-
-
-def of(analysis: Analysis, code: str) -> Finding | None:
-    return next((finding for finding in analysis.findings if finding.code == code), None)
 
 
 def accumulating(**changes: Any) -> Accumulating:

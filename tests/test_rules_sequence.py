@@ -7,18 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import pytest
+from findings import of
 from meshes import Call, MeshJob, Phase, Wait, Work
 from synthetic import Job
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.rules.data.sequence import rings
-
-
-def of(analysis: Analysis, code: str) -> Finding | None:
-    return next((finding for finding in analysis.findings if finding.code == code), None)
-
 
 DRAW = np.random.default_rng(3)
 COST = DRAW.choice([0.1, 0.25, 0.5, 1.0], (3, 60))

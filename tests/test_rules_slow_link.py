@@ -6,20 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+from findings import of
 from meshes import Call, MeshJob, Phase, Program, Work
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.rules.comm.slow_link import slow_links
 from dsprof.analyzer.study import study
 
 PAIRS = {"r0": ((0, 1), ""), "r1": ((2, 3), "")}
 REPLICAS = {"c0": ((0, 2), ""), "c1": ((1, 3), "")}
-
-
-def of(analysis: Analysis, code: str) -> Finding | None:
-    return next((finding for finding in analysis.findings if finding.code == code), None)
 
 
 def job(

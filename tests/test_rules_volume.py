@@ -6,22 +6,17 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from findings import of
 from meshes import Call, MeshJob, Phase, Program, Wait, Work
 from synthetic import Accumulating, Job, constant
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.ask import ask
-from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.study import study
 from dsprof.knobs.predicted import turned
 from dsprof.trace import Trace
 
 MIB = 1 << 20
-
-
-def of(analysis: Analysis, code: str) -> Finding | None:
-    return next((finding for finding in analysis.findings if finding.code == code), None)
 
 
 def ddp(*mib: int, **more: Any) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from browsers import PATIENCE_S, running_browser
 from synthetic import Job, write_capture
 from werkzeug.test import Client
 
-from dsprof.analyzer.finding import Fix
+from dsprof.analyzer.finding import Evidence, Fix
 from dsprof.reports import html
 from dsprof.reports.sections import report_of
 from dsprof.reports.sections.as_json import report_json
@@ -288,8 +288,10 @@ def test_the_tab_draws_sections_with_the_words_of_the_report(browser: Any, tmp_p
               knobs=(("ddp.bucket_cap_mb", 25),))  # fmt: skip
     made = factories.straggler()
     many = ("comm.exposed", "data.stall")
+    first, *rest = made.findings
+    evidence = (*first.evidence, Evidence("cause", "not known: it neither computes more nor lacks a core", ""))
     analysis = replace(
-        made, findings=(replace(made.findings[0], fixes=(fix, *made.findings[0].fixes)), *made.findings[1:]),
+        made, findings=(replace(first, fixes=(fix, *first.fixes), evidence=evidence), *rest),
         passed=many, not_judged=dict.fromkeys(many, "too few steps"),
     )  # fmt: skip
     (tmp_path / "report.html").write_text(html.render(analysis))

@@ -48,9 +48,7 @@ def _noting(original: Any, keeps_nothing: Any) -> Any:
         site, framework = caller()
         if (site, selective) not in known:
             known.add((site, selective))
-            facts.state(
-                {"fact": CHECKPOINTED_FACT, "site": site, "framework": framework, "selective": selective}
-            )  # fmt: skip
+            facts.state({"fact": CHECKPOINTED_FACT, "site": site, "framework": framework, "selective": selective})
 
     @stands_for(original)
     def checkpoint_without_reentrant(*args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ Adapt = Callable[[Arguments, Mapping[str, Override]], Mapping[str, Any]]
 take the place of the job's; may tell an override that it is not applied."""
 
 
-def given(_: Arguments, overrides: Mapping[str, Override]) -> Mapping[str, Any]:
+def given(_: Arguments, overrides: Mapping[str, Override]) -> dict[str, Any]:
     """The values as they were asked for."""
     return {name: override.value for name, override in overrides.items()}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..hooking.uninstall import Uninstall
-from .arguments import Arguments, override_arguments
+from .arguments import Arguments, given, override_arguments
 from .override import Override
 
 USUAL: Final = "inductor"
@@ -23,7 +23,7 @@ def install(overrides: list[Override]) -> Uninstall:
 
 def _with_mode(arguments: Arguments, overrides: Mapping[str, Override]) -> Mapping[str, Any]:
     """What torch.compile takes together: it refuses a mode beside options, and only its own backend knows modes."""
-    wanted = {name: override.value for name, override in overrides.items()}
+    wanted = given(arguments, overrides)
     if "mode" not in wanted:
         return wanted
     backend = arguments.get("backend")

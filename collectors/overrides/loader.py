@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..hooking.uninstall import Uninstall
-from .arguments import Arguments, override_arguments
+from .arguments import Arguments, given, override_arguments
 from .override import Override
 
 OF_WORKERS: Final = {"prefetch_factor": None, "persistent_workers": False}
@@ -23,7 +23,7 @@ def install(overrides: list[Override]) -> Uninstall:
 
 def _with_workers(arguments: Arguments, overrides: Mapping[str, Override]) -> Mapping[str, Any]:
     """What DataLoader takes together: one without workers has neither prefetching nor persistent workers."""
-    wanted = {name: override.value for name, override in overrides.items()}
+    wanted = given(arguments, overrides)
     if wanted.get("num_workers") and not arguments.get("num_workers") and _is_read_whole(arguments.get("dataset")):
         overrides["num_workers"].not_applied(
             "an IterableDataset is read whole by each worker, so its samples would come several times; where it splits "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ..hooking.uninstall import Uninstall, in_reverse
-from .arguments import Arguments, override_arguments
+from .arguments import Arguments, given, override_arguments
 from .override import Override
 
 FUSED: Final = ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
@@ -33,7 +33,7 @@ def install(overrides: list[Override]) -> Uninstall:
 
 def _one_of_two(arguments: Arguments, overrides: Mapping[str, Override]) -> Mapping[str, Any]:
     """`fused` and `foreach` exclude each other."""
-    wanted = {name: override.value for name, override in overrides.items()}
+    wanted = given(arguments, overrides)
     for name, other in (("fused", "foreach"), ("foreach", "fused")):
         if wanted.get(name) is True and other not in wanted and arguments.get(other):
             wanted[other] = False

@@ -179,8 +179,8 @@ class Turned:
 
     says: str
     change: Callable[[Study], Effect]
-    key: str = ""
-    value: Any = None
+    key: str
+    value: Any
 
     def effect(self, study: Study) -> Effect:
         return self.change(study)

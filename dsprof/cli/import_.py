@@ -75,7 +75,7 @@ def command(
     one run.
     """
     from dsprof.importers import import_trace
-    from dsprof.importers.lacks import lacking
+    from dsprof.importers.lacks import contents_of, lacking
     from dsprof.launch.conclude import Conclusion
     from dsprof.launch.talk import Talk
 
@@ -92,7 +92,7 @@ def command(
         fail(f"{traces}: cannot be imported ({said}); its content may be damaged: record it again", UNREADABLE)
     from dsprof import trace as traces_of_runs
 
-    lacks = lacking(trace)
+    contents = contents_of(trace)
     folder = RunFolder(Path(DEFAULT_PARENT) / trace.run.id if output is None else output)
     try:
         if force:
@@ -104,11 +104,10 @@ def command(
     for warning in folder.read_info().warnings:
         talk.warn(f"warning: {warning}")
     ranks = _counted(len(trace.run.ranks), "rank")
-    numbers = (trace.read(rank, ("kind", "step")).query("kind == 'step'")["step"] for rank in trace.ranks)
-    steps = len(set().union(*numbers))
-    what = f"{ranks}, {_counted(steps, 'step')}" if steps or not trace.memory else f"the memory of {ranks}"
+    of_memory = trace.memory and not contents.steps
+    what = f"the memory of {ranks}" if of_memory else f"{ranks}, {_counted(contents.steps, 'step')}"
     talk.say(f"imported {what}")
-    for lack in lacks:
+    for lack in lacking(contents):
         talk.say(str(lack))
     print(folder.path, flush=True)
     Conclusion(folder, talk, report=report and settings.report, as_json=as_json).judge()

@@ -27,6 +27,7 @@ import importlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Final, Protocol, cast
 
@@ -35,7 +36,7 @@ from dsprof.run import RunError, RunFolder, open_run
 from dsprof.trace import Trace, load
 from dsprof.trace.kineto import head_of
 
-from .join import join_traces
+from .join import PROFILERS, join_traces
 from .mapping import EventMapping, load_mapping
 from .sources import find_files
 
@@ -43,7 +44,7 @@ FORMATS: Final = (
     "own_export", "straggler", "memory_snapshot", "flight_recorder", "nsight", "chakra", "mapped", "kineto",
 )  # fmt: skip
 """The first that recognizes a file reads it."""
-SEVERAL: Final = frozenset({"memory_snapshot", "flight_recorder", "mapped", "kineto", "nsight", "chakra"})
+SEVERAL: Final = frozenset({"memory_snapshot", "flight_recorder", "mapped", *PROFILERS})
 """Formats of which there may be several files, one a rank."""
 MOST_NAMED: Final = 8
 """Files of a folder that are named, of those one could mean."""
@@ -53,7 +54,6 @@ class Format(Protocol):
     """What the module of a format has."""
 
     DESCRIPTION: str
-    __name__: str
 
     def recognizes(self, path: Path) -> bool: ...
 
@@ -75,10 +75,14 @@ def import_trace(paths: Path | Sequence[Path], comm_kernels: Sequence[str] = (),
 
 def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str], mapping: str) -> Trace:
     by_mapping = load_mapping(mapping) if mapping else None
-    formats = [cast(Format, importlib.import_module(f".{name}", __name__)) for name in FORMATS]
+    formats = {name: cast(Format, importlib.import_module(f".{name}", __name__)) for name in FORMATS}
 
-    def known(path: Path) -> bool:
-        return bool(head_of(path)) if by_mapping else any(one.recognizes(path) for one in formats)
+    @cache
+    def kind_of(path: Path) -> str:
+        """The format that reads a file; empty: none does."""
+        if by_mapping:
+            return "mapped" if head_of(path) else ""
+        return next((name for name, one in formats.items() if one.recognizes(path)), "")
 
     where = ", ".join(map(str, given[:MOST_NAMED])) + (", ..." if len(given) > MOST_NAMED else "")
     runs = [path for path in given if path.is_dir() and RunFolder(path).is_run()]
@@ -86,28 +90,23 @@ def _imported(given: list[Path], room: Path, comm_kernels: Sequence[str], mappin
         raise RunError(f"{where}: a run of dsprof's already; name beside it what other tools recorded of its job")
     captured = [load(open_run(path)) for path in runs]
     given_files = [path for path in given if path not in runs]
-    sources = find_files(given_files, room, known)
-    mapped = [one for one in formats if one.__name__.endswith(".mapped")]
-    of_file = [
-        (file, (mapped if head_of(file) else []) if by_mapping else [one for one in formats if one.recognizes(file)])
-        for file in sources.files
-    ]
-    strange = next((file for file, of in of_file if not of), None)
-    if strange is not None or not of_file:
-        about = strange if strange is not None else where
-        can = "; ".join(each.DESCRIPTION for each in [*formats[1:], formats[0]])  # our own last
-        raise RunError(f"{about}: {_what(given, strange, sources.looked_at)}; what can be imported is {can}")
+    sources = find_files(given_files, room, lambda path: bool(kind_of(path)))
     by_kind: dict[str, list[Path]] = {}
-    for file, of in of_file:
-        by_kind.setdefault(of[0].__name__.rpartition(".")[2], []).append(file)
-    if comm_kernels and not by_kind.keys() & {"kineto", "nsight", "chakra"}:
+    for file in sources.files:
+        by_kind.setdefault(kind_of(file), []).append(file)
+    if "" in by_kind or not by_kind:
+        strange = by_kind[""][0] if by_kind else None
+        about = strange if strange is not None else where
+        can = "; ".join(formats[name].DESCRIPTION for name in [*FORMATS[1:], FORMATS[0]])  # our own last
+        raise RunError(f"{about}: {_what(given, strange, sources.looked_at)}; what can be imported is {can}")
+    if comm_kernels and not by_kind.keys() & PROFILERS:
         raise RunError(
             f"{where}: no trace of torch.profiler or Nsight Systems, which --comm-kernels is for; leave the flag out"
         )
-    files = [file for file, _ in of_file]
     if any(len(of_kind) > 1 and kind not in SEVERAL for kind, of_kind in by_kind.items()):
-        names = ", ".join(file.name for file in files[:MOST_NAMED]) + (", ..." if len(files) > MOST_NAMED else "")
-        raise RunError(f"{where}: holds {len(files)} traces ({names}); name one of them")
+        names = ", ".join(file.name for file in sources.files[:MOST_NAMED])
+        more = ", ..." if len(sources.files) > MOST_NAMED else ""
+        raise RunError(f"{where}: holds {len(sources.files)} traces ({names}{more}); name one of them")
     traces, refused = list(captured), list[RunError]()
     for kind, of_kind in by_kind.items():
         named = given[0] if len(given) == 1 and given[0].exists() else _named_after(of_kind)
@@ -133,23 +132,20 @@ def _read(
     """`named`: what the run is called after. `where`: what was typed, for what is wrong with it."""
     from . import chakra, flight_recorder, kineto, mapped, memory_snapshot, nsight, own_export, straggler
 
+    named = named if len(files) > 1 else files[0]
     if kind == "mapped":
         chosen = mapping or mapped.mapping_for(files[0])
         if chosen is None:  # somebody changed the file meanwhile
             raise RunError(f"{files[0]}: no trace that a mapping of dsprof's own is for; name one with --mapping")
-        return mapped.read_all(files, named if len(files) > 1 else files[0], chosen)
-
-    if kind == "own_export":
-        return own_export.read(files[0])
-    if kind == "chakra":
-        return chakra.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
-    if kind == "nsight":
-        return nsight.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
-    if kind == "kineto":
-        return kineto.read_all(files, named if len(files) > 1 else files[0], where, comm_kernels)
+        return mapped.read_all(files, named, chosen)
+    if kind in PROFILERS:
+        read_all = {"kineto": kineto.read_all, "nsight": nsight.read_all, "chakra": chakra.read_all}[kind]
+        return read_all(files, named, where, comm_kernels)
+    if kind == "memory_snapshot":
+        return memory_snapshot.read_all(files)
     if kind == "flight_recorder":
         return flight_recorder.read_all(files)
-    return memory_snapshot.read_all(files) if kind == "memory_snapshot" else straggler.read(files[0])
+    return own_export.read(files[0]) if kind == "own_export" else straggler.read(files[0])
 
 
 def _named_after(files: list[Path]) -> Path:

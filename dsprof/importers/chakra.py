@@ -8,14 +8,14 @@ stream that they tell, if they do. A trace without times is a workload for a sim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from dsprof.run import RunError
 from dsprof.trace import Trace
-from dsprof.trace.kineto import CommNames, TraceError, TraceText, events_of, trace_rows_of
-from dsprof.trace.kineto.protobuf import fields_of, signed, text_of, varint
+from dsprof.trace.kineto import CommNames, TraceError, beginning_of, events_of, trace_rows_of
+from dsprof.trace.kineto.protobuf import Messages, fields_of, signed, text_of, varint
 
 from .kineto import ImportedFile, keep_rows, make_trace
 from .rank_names import last_number, rank_in
@@ -24,9 +24,7 @@ DESCRIPTION: Final = "a Chakra execution trace (.et)"
 
 SUFFIXES: Final = (".et", ".et.gz", ".chakra")
 HEAD: Final = 1 << 12
-MOST_MESSAGE: Final = 16 << 20
 MOST_NODES: Final = 20_000_000
-BLOCK: Final = 1 << 14
 COMP, SEND, RECV, COLLECTIVE = 4, 5, 6, 7
 """Types of nodes that are used; also METADATA (1), MEM_LOAD (2) and MEM_STORE (3), which say nothing of time."""
 COLLECTIVES: Final = (
@@ -43,14 +41,12 @@ def recognizes(path: Path) -> bool:
     """By its name and its first message: the format has no magic number. Never raises."""
     if not path.name.lower().endswith(SUFFIXES):
         return False
+    data = beginning_of(path, HEAD)
     try:
-        for block in TraceText(path).blocks():
-            data = b"".join(block)[:HEAD]
-            length, begin = varint(data, 0)
-            return 0 < length <= HEAD and begin > 0 and data[begin : begin + 1] == VERSION
-    except (TraceError, OSError):
-        pass
-    return False
+        length, begin = varint(data, 0)
+    except TraceError:
+        return False
+    return 0 < length <= HEAD and begin > 0 and data[begin : begin + 1] == VERSION
 
 
 def read(path: Path) -> Trace:
@@ -76,17 +72,17 @@ def read_all(paths: Sequence[Path], named: Path, where: str, comm_kernels: Seque
 
 
 def _read(path: Path, target: Path, names: CommNames) -> ImportedFile:
-    notes: list[str] = []
+    messages = Messages(path, "node")
     try:
-        lists = _blocks(_nodes(path, notes))
-        events = events_of(lists, {}, comm=names)
+        events = events_of(_nodes(messages), {}, comm=names)
         if not (len(events.ops) or len(events.device)):
             return ImportedFile(
                 path, refused="none of its nodes has a time: it is a workload for a simulator",
                 advice="convert a recording: chakra_converter PyTorch, of a graph linked with a Kineto trace",
             )  # fmt: skip
         kept = keep_rows(path, events, trace_rows_of(events), target)
-        kept.notes += notes
+        if messages.breaks_off:
+            kept.notes.append("breaks off within a node: its last nodes are missing")
         return kept
     except TraceError as error:
         return ImportedFile(path, refused=str(error), advice=error.advice)
@@ -96,27 +92,9 @@ def _read(path: Path, target: Path, names: CommNames) -> ImportedFile:
         return ImportedFile(path, refused="there was not enough memory to read it")
 
 
-def _messages(path: Path, notes: list[str]) -> Iterator[bytes]:
-    rest = b""
-    for block in TraceText(path).blocks():
-        data = b"".join((rest, *block))
-        at = 0
-        while at < len(data):
-            length, begin = varint(data, at)
-            if length > MOST_MESSAGE:
-                raise TraceError(f"a node of {length:,} bytes, as no trace has")
-            if begin < 0 or begin + length > len(data):
-                break
-            yield data[begin : begin + length]
-            at = begin + length
-        rest = data[at:]
-    if rest:
-        notes.append("breaks off within a node: its last nodes are missing")
-
-
-def _nodes(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+def _nodes(messages: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """Nodes with a time, as torch.profiler's JSON would have them."""
-    for number, message in enumerate(_messages(path, notes)):
+    for number, message in enumerate(messages):
         if number > MOST_NODES:
             raise TraceError(f"more than {MOST_NODES:,} nodes; trace fewer steps")
         if not number:
@@ -176,13 +154,3 @@ def _attribute(data: bytes) -> tuple[str, Any]:
         elif field == 29:
             content = text_of(value)
     return key, content
-
-
-def _blocks(events: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    block: list[dict[str, Any]] = []
-    for event in events:
-        block.append(event)
-        if len(block) >= BLOCK:
-            yield block
-            block = []
-    yield block

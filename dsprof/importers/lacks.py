@@ -12,7 +12,7 @@ from dsprof.trace import Trace
 
 FEWEST_STEPS: Final = 5
 """Of fewer, rules that compare steps are not judged."""
-COLUMNS: Final = ("kind", "name", "lane", "step", "seq", "group", "source")
+COLUMNS: Final = ("kind", "lane", "step", "seq", "group", "source")
 DEVICE: Final = "cuda."
 COMPARE_STEPS: Final = ("rank.straggler", "data.stall", "data.imbalance", "pause.gc", "checkpoint.stall")
 OF_DEVICES: Final = ("compute.launch-bound", "comm.exposed", "compute.host-sync")
@@ -37,9 +37,11 @@ class Lack:
 
 @dataclass(frozen=True)
 class Contents:
-    """kinds: of rows. steps: of any rank. marked: by the tool. device, launches, memory, phases: whether there are any;
-    numbered: share of the collectives of a known group that have a number; None: there are none."""
+    """imported: from which format. kinds: of rows. steps: of any rank, how many; marked: by the tool. device, memory:
+    whether there is any; numbered: share of the collectives of a known group that have a number, None: there are none.
+    captured, expected: ranks."""
 
+    imported: str
     kinds: frozenset[str]
     steps: int
     marked: bool
@@ -60,23 +62,20 @@ def contents_of(trace: Trace) -> Contents:
         of_steps = rows[rows["kind"] == "step"]
         steps |= set(of_steps["step"].to_numpy(np.int64).tolist())
         marked = marked and not (of_steps["source"] == "derived").any()
-        device = device or bool(rows["lane"].astype(str).str.startswith(DEVICE).any())
+        device = device or any(str(lane).startswith(DEVICE) for lane in rows["lane"].unique())
         comm = rows[(rows["kind"] == "comm") & rows["group"].notna()]
         collectives += len(comm)
         numbered += int(comm["seq"].notna().sum())
     return Contents(
-        frozenset(kinds), len(steps), marked, device, bool(trace.memory) or "mem" in kinds,
+        trace.run.imported, frozenset(kinds), len(steps), marked, device, bool(trace.memory) or "mem" in kinds,
         numbered / collectives if collectives else None, len(trace.ranks), trace.run.world_size or len(trace.ranks),
     )  # fmt: skip
 
 
-def lacking(trace: Trace) -> list[Lack]:
+def lacking(contents: Contents) -> list[Lack]:
     """The most important first. Of a trace that has everything, and of what holds no steps by its nature (memory
     snapshots, Flight Recorder dumps), nothing."""
-    how = HOW.get(trace.run.imported)
-    if how is None:
-        return []
-    contents = contents_of(trace)
+    how = HOW.get(contents.imported, {})
     return [Lack(what(contents), codes, how[key]) for key, (is_lacking, what, codes) in LACKS.items()
             if key in how and is_lacking(contents)]  # fmt: skip
 

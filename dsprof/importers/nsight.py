@@ -52,7 +52,6 @@ PHASES: Final = (
 """What ranges are often called -> what torch.profiler calls that."""
 OPERATOR: Final = re.compile(r"([\w:.]+::[^,]*|\w+Backward\d*), ")
 """torch's own ranges have arguments behind the name."""
-BLOCK: Final = 1 << 14
 MOST_ROWS: Final = 20_000_000
 MOST_NAMES: Final = 1 << 20
 MOST_TEXT: Final = 4096
@@ -206,8 +205,7 @@ def _events(database: sqlite3.Connection, process: int | None, names: CommNames)
     base = min(begun, default=0)
     about = _about(database)
     about["baseTimeNanoseconds"] = max(base + about.pop("session_ns", 0), 0)
-    lists = _blocks(_all(database, process, strings, base))
-    return events_of(lists, about, comm=names)
+    return events_of(_all(database, process, strings, base), about, comm=names)
 
 
 def _extent(database: sqlite3.Connection, table: str) -> Iterator[tuple[int]]:
@@ -337,14 +335,3 @@ def _place(place: Sequence[Any], size: Any = None) -> dict[str, Any]:
 def _thread(told: Any) -> int:
     """The thread's number, of a serialized one."""
     return told & 0xFFFFFF if type(told) is int else 0
-
-
-def _blocks(events: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    block = []
-    for event in events:
-        block.append(event)
-        if len(block) >= BLOCK:
-            yield block
-            block = []
-    if block:
-        yield block

@@ -7,7 +7,7 @@ were and as they would be, so what neither changes needs not be known. Where a f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -157,16 +157,29 @@ def memory_with(
     """
     if not _all_known(knobs):
         return ()
-    found = []
-    for number in sorted({use.rank for use in uses}):
-        use = main_place(uses, number)
-        assert use is not None
-        own = {kind: [one for one in all_of if one.get("rank", number) == number] for kind, all_of in facts.items()}
-        more = _more(_Rank(own, world_size, use.parts, use.on_host), knobs)
+    places: dict[int, list[MemoryUse]] = {}
+    for use in uses:
+        places.setdefault(use.rank, []).append(use)
+    told, found = _by_rank(facts, places), []
+    for number in sorted(places):
+        main = main_place(places[number], number)
+        assert main is not None
+        more = _more(_Rank(told[number], world_size, main.parts, main.on_host), knobs)
         if more is None or not math.isfinite(more):
             return ()
-        found.append(RankMemory(number, use.place, use.peak, max(use.peak + more, 0.0), use.capacity))
+        found.append(RankMemory(number, main.place, main.peak, max(main.peak + more, 0.0), main.capacity))
     return tuple(found)
+
+
+def _by_rank(facts: Facts, ranks: Collection[int]) -> dict[int, dict[str, list[Mapping[str, Any]]]]:
+    """What each of these ranks says of itself, by kind, and what says of no rank that it is of it."""
+    found: dict[int, dict[str, list[Mapping[str, Any]]]] = {rank: {kind: [] for kind in facts} for rank in ranks}
+    for kind, all_of in facts.items():
+        for fact in all_of:
+            for rank in (fact["rank"],) if "rank" in fact else ranks:
+                if rank in found:
+                    found[rank][kind].append(fact)
+    return found
 
 
 def in_words_with(knobs: Mapping[str, Any], findings: Mapping[str, Any], facts: Facts) -> str:
@@ -225,8 +238,7 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
             return None
         # From stage 1 on, an optimizer has its rank's part.
         elements = float(optimizer["elements"]) * (ranks if now.zero_optimization.stage >= 1 else 1)
-        both = (held(one, elements, ranks, deepspeed=deepspeed).total for one in (now, then))
-        before, after = both
+        before, after = (held(one, elements, ranks, deepspeed=deepspeed).total for one in (now, then))
         more += after - before
     if MICRO_BATCH in knobs:
         size, wanted = now.train_micro_batch_size_per_gpu, knobs[MICRO_BATCH]

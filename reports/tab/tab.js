@@ -93,6 +93,7 @@ function drawFinding(card) {
     facts,
     ...card.fixes.map((fix, at) => drawFix(fix, card.fixes.length > 1 ? ` ${at + 1}` : "")),
     ...(card.evidence ? [drawTable(card.evidence)] : []),
+    ...(card.also ? [draw(card.also)] : []),
   ]);
   article.style.setProperty("--accent", card.color);
   return article;

@@ -3,7 +3,7 @@ where, how ranks and occasions are named, and how wide an interval is."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..candidate import Candidate
 from ..finding import Finding, Fix, Gain
 from ..graph.replay import replay
 from ..price.pricing import LEAST_SHARE as LEAST_SHARE
-from ..study import Study
+from ..study import Study, once
 from ..text import count
 from ..whatif import Refused, WhatIf, apply
 
@@ -76,10 +76,10 @@ def code_fix(
 
 def place_fix(title: str, site: str | None, gain: Gain | None = None) -> Fix:
     """A change at `site` that is no other argument of the call there."""
-    file, _, line = ("" if _installed(site) else site or "").rpartition(":")
-    if not line.isdigit():
+    file, line = _own_line(site)
+    if line is None:
         return Fix("code", title, gain=gain)
-    return Fix("code", title, ({"file": file, "line": int(line), "argument": "", "value": ""},), gain)
+    return Fix("code", title, ({"file": file, "line": line, "argument": "", "value": ""},), gain)
 
 
 def settings_fix(
@@ -87,12 +87,13 @@ def settings_fix(
 ) -> Fix:
     """A change of several arguments of one call at `site`; without a site, of flags on the command line, or of a call
     that was not seen. A call in an installed package is not the user's to change: that is said, and no place given."""
-    package = _installed(site)
+    package = installed(site)
     if package:
         title += f"; {package.partition('/')[0]} makes this call: look for a setting of its own"
-    file, _, line = ("" if package else site or "").rpartition(":")
-    where = {"file": file or None, "line": int(line) if line.isdigit() else None}
-    patch = tuple({**where, "argument": argument, "value": value} for argument, value in settings.items())
+    file, line = _own_line(site)
+    patch = tuple(
+        {"file": file, "line": line, "argument": argument, "value": value} for argument, value in settings.items()
+    )
     return Fix("code", title, patch, gain, tuple(knobs.items()))
 
 
@@ -127,10 +128,16 @@ def written(value: Any) -> str:
 
 def at(site: str | None) -> str:
     """` (train.py:12)` for a title, ` (package/module.py:12)` of an installed package's, or nothing."""
-    return f" ({_installed(site) or site.rpartition('/')[2]})" if site else ""
+    return f" ({installed(site) or site.rpartition('/')[2]})" if site else ""
 
 
-def _installed(site: str | None) -> str:
+def _own_line(site: str | None) -> tuple[str | None, int | None]:
+    """File and line of a site, where it is not an installed package's; None: not known."""
+    file, _, line = ("" if installed(site) else site or "").rpartition(":")
+    return file or None, int(line) if line.isdigit() else None
+
+
+def installed(site: str | None) -> str:
     """`package/module.py:12`, if that is where `site` is; else nothing."""
     return next((site.rpartition(home)[2] for home in INSTALLED if site and home in site), "")
 
@@ -163,6 +170,17 @@ def sharded_stage(study: Study) -> int:
     """What is divided over the data-parallel ranks, as a stage of ZeRO: 1 the optimizer's states, 2 gradients too, 3
     parameters too, as FSDP does; 0 nothing, as far as is known."""
     return 3 if study.facts.get("fsdp") else zero_stage(study) or 0
+
+
+def hosts_of(study: Study, ranks: Iterable[int]) -> set[str]:
+    """The hosts that ranks ran on, as far as they are known."""
+    host_of = _host_of(study)
+    return {host for rank in ranks if (host := host_of.get(rank))}
+
+
+@once
+def _host_of(study: Study) -> dict[int, str]:
+    return {item.rank: item.host for item in study.run.ranks}
 
 
 def listed(ranks: Sequence[int]) -> str:

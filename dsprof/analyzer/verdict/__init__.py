@@ -1,7 +1,7 @@
 """The answer.
 
-answer     what was measured and what was judged, as everything that the reports draw
-overrides  what became of the knobs that `dsprof run --set` turned, and of fixes that were tried
-headline   what holds the job back, in one sentence
+answer          what was measured and what was judged, as everything that the reports draw
+overrides       what became of the knobs that `dsprof run --set` turned, and of fixes that were tried
+headline        what holds the job back, in one sentence
 useful_by_name  what counts as computing or as the optimizer, and may be lost all the same
 """

@@ -4,8 +4,9 @@ stream   a file's events, piece by piece, whatever its size: neither the file no
 around   what stands around the events: where they begin, and the few values beside them that are used
 brackets brackets and quotes of a JSON text
 events   what of them is kept, as arrays
-reader   from text to those
-perfetto slices of a Perfetto trace (protobuf: its wire format)
+arrays   lists of events, as those
+reader   from text to lists of events, by their category
+perfetto slices of a Perfetto trace (protobuf: its wire format, which Chakra's traces have, too)
 from_perfetto  those as the events that torch.profiler's JSON has
 chrome   a file's events as they are, for traces of other tools
 names    which kernels communicate, and what collectives are called
@@ -27,11 +28,11 @@ from .pauses import launch_pauses
 from .perfetto import PerfettoTrace, Slice, Track, looks_like_perfetto
 from .reader import events_of, read_events
 from .rows import TraceRows, trace_rows_of
-from .stream import TraceError, TraceText, looks_like_trace
+from .stream import TraceError, TraceText, beginning_of, looks_like_trace
 
 __all__ = [
     "ChromeEvents", "CommNames", "Events", "PerfettoTrace", "Slice", "TraceError", "TraceRows", "TraceText",
-    "Track", "events_of",
-    "head_of", "is_computation", "launch_pauses", "looks_like_perfetto", "looks_like_trace", "read_events",
+    "Track", "beginning_of",
+    "events_of", "head_of", "is_computation", "launch_pauses", "looks_like_perfetto", "looks_like_trace", "read_events",
     "trace_rows_of",
 ]  # fmt: skip

@@ -11,11 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from .perfetto import PerfettoTrace, Slice, Track, looks_like_perfetto
+from .perfetto import PerfettoTrace, Slice, Track
 
-__all__ = ["PerfettoEvents", "looks_like_perfetto"]
-
-BLOCK: Final = 1 << 14
 CALL: Final = re.compile(r"(cuda|hip)[A-Z]|cu(Launch|Mem|Stream|Event|Graph)[A-Z]?")
 PYTHON: Final = re.compile(r"\.py\(\d+\): |^<built-in |^nn\.Module: ")
 OF_EVENTS: Final = (
@@ -23,11 +20,12 @@ OF_EVENTS: Final = (
     "Device Type", "Device Id", "Total Allocated", "Total Reserved",
 )  # fmt: skip
 COPIES: Final = {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}
+"""How names begin of what is no kernel -> `cat`."""
 STREAM: Final = re.compile(r"stream\s*\d", re.IGNORECASE)
 
 
 class PerfettoEvents:
-    """A file's events in lists. `base_ns`: to be added to their times. `cut`: as `PerfettoTrace.cut`. Raises TraceError
+    """A file's events. `base_ns`: to be added to their times. `cut`: as `PerfettoTrace.cut`. Raises TraceError
     and OSError. `more`: names of further arguments that are kept."""
 
     def __init__(self, path: Path, more: tuple[str, ...]) -> None:
@@ -35,10 +33,8 @@ class PerfettoEvents:
         self.cut = self._trace.cut
         self.base_ns = self._trace.slices[0].start_ns if self._trace.slices else 0
 
-    def lists(self) -> Iterator[list[dict[str, Any]]]:
-        slices = self._trace.slices
-        for first in range(0, len(slices), BLOCK):
-            yield [self._event(one) for one in slices[first : first + BLOCK] if one.value is None]
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self._event(one) for one in self._trace.slices if one.value is None)
 
     def _event(self, one: Slice) -> dict[str, Any]:
         track = self._trace.tracks.get(one.track, Track())
@@ -60,13 +56,7 @@ def category_of(one: Slice, track: Track) -> str:
     if "stream" in args or STREAM.match(track.name):
         if "correlation" not in args:
             return "gpu_user_annotation"
-        return (
-            "gpu_memcpy"
-            if one.name.startswith("Memcpy")
-            else "gpu_memset"
-            if one.name.startswith("Memset")
-            else "kernel"
-        )
+        return next((category for begins, category in COPIES.items() if one.name.startswith(begins)), "kernel")
     if "cbid" in args or ("correlation" in args and CALL.match(one.name)):
         return "cuda_runtime"
     return "python_function" if PYTHON.search(one.name) else "Operator"

@@ -10,18 +10,16 @@ Numbers of fields: perfetto's protos/perfetto/trace/{trace_packet,track_event/*,
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from .protobuf import Fields, double_of, fields_of, number_of, signed, text_of, varint
-from .stream import TraceError, TraceText
+from .protobuf import MOST_MESSAGE, Fields, Messages, double_of, fields_of, number_of, signed, text_of, varint
+from .stream import TraceError, beginning_of
 
-PACKET_TAG: Final = 0x0A
-MOST_PACKET: Final = 16 << 20
-"""Bytes of a packet."""
+PACKET_TAG: Final = b"\x0a"
 MOST_INTERNED: Final = 1 << 20
 MOST_TRACKS: Final = 1 << 20
 MOST_SLICES: Final = 8_000_000
@@ -59,23 +57,17 @@ class Slice:
 
 def looks_like_perfetto(path: Path) -> bool:
     """Whether a file begins like a Perfetto trace. Never raises."""
-    try:
-        for block in TraceText(path).blocks():
-            data = b"".join(block)[:HEAD]
-            return data[:1] == bytes([PACKET_TAG]) and _tells(data)
-    except (TraceError, OSError):
-        pass
-    return False
+    return _tells(beginning_of(path, HEAD))
 
 
 def _tells(head: bytes) -> bool:
     at = 0
-    while at < len(head) and head[at] == PACKET_TAG:
-        length, begin = varint(head, at + 1)
-        if length > MOST_PACKET:
-            return False
-        whole = begin + length <= len(head)
+    while head.startswith(PACKET_TAG, at):
         try:
+            length, begin = varint(head, at + len(PACKET_TAG))
+            if begin < 0 or length > MOST_MESSAGE:
+                return False
+            whole = begin + length <= len(head)
             found = fields_of(head[begin : begin + length]) if whole else []
         except TraceError:
             return False
@@ -98,8 +90,11 @@ class PerfettoTrace:
         self._wanted, self._whole = frozenset({*wanted, whole}), whole
         self._states: dict[int, _Sequence] = defaultdict(_Sequence)
         self._edges: dict[int, list[tuple[int, Slice | None]]] = defaultdict(list)
-        for packet in self._packets(path):
+        packets = Messages(path, "packet", PACKET_TAG)
+        for packet in packets:
             self._take(packet)
+        if packets.breaks_off:
+            self.cut = "breaks off within a packet: its last events are missing"
         self.left_open = sum(_end_slices(edges) for edges in self._edges.values())
         self._edges.clear()
         self.slices = [one for one in self.slices if one.dur_ns >= 0]
@@ -113,25 +108,6 @@ class PerfettoTrace:
                 return known.process if known else ""
             track = known.parent
         return ""
-
-    def _packets(self, path: Path) -> Iterator[bytes]:
-        rest = b""
-        for block in TraceText(path).blocks():
-            data = b"".join((rest, *block))
-            at = 0
-            while at < len(data):
-                if data[at] != PACKET_TAG:
-                    raise TraceError(f"no packet where one should be ({len(data) - at:,} bytes before the next block)")
-                length, begin = varint(data, at + 1)
-                if length > MOST_PACKET:
-                    raise TraceError(f"a packet of {length:,} bytes, as no trace has")
-                if begin < 0 or begin + length > len(data):
-                    break
-                yield data[begin : begin + length]
-                at = begin + length
-            rest = data[at:]
-        if rest:
-            self.cut = "breaks off within a packet: its last events are missing"
 
     def _take(self, packet: bytes) -> None:
         found = dict(fields_of(packet))  # of what is repeated in a packet nothing is used

@@ -1,15 +1,50 @@
-"""Protobuf's wire format: the fields of a message by their numbers, without a schema."""
+"""Protobuf's wire format: a file's messages, and the fields of one by their numbers, without a schema."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
-from .around import TraceError
+from .stream import TraceError, TraceText
 
 Fields = list[tuple[int, Any]]
 
 MOST_NAME: Final = 512
+MOST_MESSAGE: Final = 16 << 20
+"""Bytes of a message of a file."""
+
+
+class Messages:
+    """The messages of a file, plain or gzipped, each behind its length, and that behind `tag`, if it is told. Raises
+    TraceError and OSError. what: one of them is called in errors.
+
+    breaks_off: within its last message; told when all have been gone through
+    """
+
+    def __init__(self, path: Path, what: str, tag: bytes = b"") -> None:
+        self._path, self._what, self._tag = path, what, tag
+        self.breaks_off = False
+
+    def __iter__(self) -> Iterator[bytes]:
+        rest = b""
+        for block in TraceText(self._path).blocks():
+            data = b"".join((rest, *block))
+            at = 0
+            while at < len(data):
+                if not data.startswith(self._tag, at):
+                    left = f"{len(data) - at:,} bytes before the next block"
+                    raise TraceError(f"no {self._what} where one should be ({left})")
+                length, begin = varint(data, at + len(self._tag))
+                if length > MOST_MESSAGE:
+                    raise TraceError(f"a {self._what} of {length:,} bytes, as no trace has")
+                if begin < 0 or begin + length > len(data):
+                    break
+                yield data[begin : begin + length]
+                at = begin + length
+            rest = data[at:]
+        self.breaks_off = bool(rest)
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:

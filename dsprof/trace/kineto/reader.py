@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import numpy.typing as npt
 import orjson
 
-from ..room import taken_by_json
-from .events import COPY, FILL, KERNEL, UNKNOWN, Annotation, Events
-from .from_perfetto import PerfettoEvents, looks_like_perfetto
+from .arrays import COMM_ARGS, EventArrays
+from .events import COPY, FILL, KERNEL, Events
+from .from_perfetto import PerfettoEvents
 from .names import ANNOTATIONS, CommNames
-from .phases import SAVES_IN_PYTHON, stands_among_old_operators, stands_among_operators
+from .perfetto import looks_like_perfetto
+from .phases import SAVES_IN_PYTHON
 from .sound import (
     LATEST_US,
     Odd,
@@ -30,21 +29,13 @@ from .sound import (
     is_memory_sample,
     is_of_device,
     is_stream_wait,
-    ns_of,
-    whole,
 )
-from .stream import FIRST, LAST, MOST_TAKEN, SPLIT, TraceError, TraceText
+from .stream import FIRST, LAST, SPLIT, TraceError, TraceText
 
-Int = npt.NDArray[np.int64]
 Event = dict[str, Any]
 
-MOST_NAME: Final = 512
-"""Characters of a name that are kept."""
-MOST_DISTINCT: Final = 1 << 20
-"""Names; further ones are kept as OTHER_NAME, so that names that never repeat don't fill the memory."""
 MOST_UNKNOWN: Final = 5
 """Categories that are named, of events that are none of torch.profiler's."""
-OTHER_NAME: Final = "(too many names)"
 DEVICE_CATEGORIES: Final = {
     "kernel": KERNEL, "Kernel": KERNEL, "gpu_memcpy": COPY, "Memcpy": COPY, "gpu_memset": FILL, "Memset": FILL,
 }  # fmt: skip
@@ -61,17 +52,15 @@ PASSED_OVER: Final = ("ac2g", "fwdbwd", "async_cpu_to_gpu", "gpu_user_annotation
 LEGACY: Final = {"CPU functions": OLD_OPERATORS, "CUDA functions": "Kernel"}
 """`pid` of events without a category, as torch.autograd.profiler wrote them before torch 1.8 -> their category."""
 MEMORY: Final = "[memory]"
-COMM_ARGS: Final = (
-    "Collective name", "In msg nelems", "Out msg nelems", "Group size", "dtype", "Process Group Name",
-    "Process Group Description", "Process Group Ranks", "Seq", "seq_num", "Input Dims", "Input type",
-)  # fmt: skip
+BLOCK: Final = 1 << 14
+"""Events that are held as they came, before they become arrays."""
 
 
 def read_events(path: Path, comm: CommNames | None = None) -> Events:
     """All that is kept of a file: of Chrome's format, or of Perfetto's. Raises TraceError and OSError."""
     if looks_like_perfetto(path):
         found = PerfettoEvents(path, COMM_ARGS)
-        return events_of(found.lists(), {"baseTimeNanoseconds": found.base_ns}, found.cut, comm)
+        return events_of(found, {"baseTimeNanoseconds": found.base_ns}, found.cut, comm)
     text, reader = TraceText(path), _EventReader(comm or CommNames())
     collects = gc.isenabled()
     gc.disable()  # what is parsed has no cycles, and looking for them takes a quarter of the time
@@ -84,13 +73,11 @@ def read_events(path: Path, comm: CommNames | None = None) -> Events:
     return _on_base(reader.events, text.about, text.cut)
 
 
-def events_of(
-    lists: Iterable[list[Event]], about: dict[str, Any], cut: str = "", comm: CommNames | None = None
-) -> Events:
-    """The same of events in lists, as torch.profiler's JSON has them. `about`: what that says beside them."""
-    reader = _EventReader(comm or CommNames())
-    for events in lists:
-        reader.take_events(events)
+def events_of(found: Iterable[Event], about: dict[str, Any], cut: str = "", comm: CommNames | None = None) -> Events:
+    """The same of events as torch.profiler's JSON has them. `about`: what that says beside them."""
+    reader, found = _EventReader(comm or CommNames()), iter(found)
+    while block := list(islice(found, BLOCK)):
+        reader.take_events(block)
     return _on_base(reader.events, about, cut)
 
 
@@ -130,9 +117,7 @@ def _pass_over(text: bytes) -> None:
 class _EventReader:
     def __init__(self, comm: CommNames) -> None:
         self.events = Events()
-        self._comm = comm
-        self._names: dict[str, int] = {}
-        self._threads: dict[int | str, int] = {}
+        self._arrays = EventArrays(self.events, comm)
         # How Kineto's text of an event begins -> where it goes.
         self._takes: dict[bytes, Callable[[bytes], None]] = {}
         self._lists: dict[str, list[bytes]] = {}
@@ -142,10 +127,8 @@ class _EventReader:
                 self._takes[(layout % category.encode())[:TELLING]] = take
         for layout in LAYOUTS:
             self._takes[(layout % PYTHON.encode())[:TELLING]] = self._python
-        self._notes: list[bool] = []  # of each name, whether an operator of it is an annotation
         self._rest: list[bytes] = []
         self._broken = 0
-        self._taken_by_lists = 0
 
     def take(self, piece: memoryview) -> None:
         """Add the events in a piece of text. Raises TraceError."""
@@ -153,11 +136,29 @@ class _EventReader:
         if first is not None and bytes(piece[-len(LAST) :]) == LAST:
             self._sort_texts(SPLIT.split(piece[first.end() : -len(LAST)]))
         else:
-            self._sort_events(parse_events(bytes(piece)))
+            self.take_events(parse_events(bytes(piece)))
 
     def take_events(self, found: list[Any]) -> None:
         """Add events that are parsed."""
-        self._sort_events(found)
+        self.events.count += len(found)
+        by_category: dict[str, list[Event]] = {}
+        for event in found:
+            if not isinstance(event, dict):
+                self._leave_out(event)
+                continue
+            phase = event.get("ph")
+            category = event.get("cat")
+            if category is None:
+                category = LEGACY.get(str(event.get("pid")))
+            if phase == "X" and isinstance(category, str):
+                by_category.setdefault(category, []).append(event)
+            elif phase in ("X", "B", "b"):
+                self._note_unknown(f"phase {phase}" if category is None else category)
+            elif phase in ("i", "I") and event.get("name") == MEMORY:
+                by_category.setdefault(MEMORY, []).append(event)
+        for category, chosen in by_category.items():
+            if category not in PASSED_OVER:
+                self._take(category, chosen)
 
     def _sort_texts(self, texts: list[bytes]) -> None:
         self.events.count += len(texts)
@@ -181,7 +182,7 @@ class _EventReader:
             found = self._each_parsed(rest)
             rest.clear()
             self.events.count -= len(found)
-            self._sort_events(found)
+            self.take_events(found)
 
     def _python(self, text: bytes) -> None:
         """Of Python's functions only those are kept that save."""
@@ -204,48 +205,27 @@ class _EventReader:
                         raise error
             return found
 
-    def _sort_events(self, found: list[Any]) -> None:
-        self.events.count += len(found)
-        by_category: dict[str, list[Event]] = {}
-        for event in found:
-            if not isinstance(event, dict):
-                self._leave_out(event)
-                continue
-            phase = event.get("ph")
-            category = event.get("cat")
-            if category is None:
-                category = LEGACY.get(str(event.get("pid")))
-            if phase == "X" and isinstance(category, str):
-                by_category.setdefault(category, []).append(event)
-            elif phase in ("X", "B", "b"):
-                self._note_unknown(f"phase {phase}" if category is None else category)
-            elif phase in ("i", "I") and event.get("name") == MEMORY:
-                by_category.setdefault(MEMORY, []).append(event)
-        for category, chosen in by_category.items():
-            if category not in PASSED_OVER:
-                self._take(category, chosen)
-
     def _take(self, category: str, found: list[Event]) -> None:
         if category in OPERATORS:
             old = category == OLD_OPERATORS
-            self._try(lambda events: self._ops(events, old), has_times_and_thread, found)
+            self._try(lambda events: self._arrays.ops(events, old), has_times_and_thread, found)
         elif category in CALLS:
-            self._try(self._calls, is_call, found)
+            self._try(self._arrays.calls, is_call, found)
         elif category in DEVICE_CATEGORIES:
             what = DEVICE_CATEGORIES[category]
-            self._try(lambda events: self._device(events, what), is_of_device, found)
+            self._try(lambda events: self._arrays.device(events, what), is_of_device, found)
         elif category in ANNOTATED:
-            self._try(self._annotations, has_times_and_thread, found)
+            self._try(self._arrays.annotations, has_times_and_thread, found)
         elif category == PYTHON:
             saving = [event for event in found if SAVES_IN_PYTHON.search(str(event.get("name")))]
             if saving:
-                self._try(self._annotations, has_times_and_thread, saving)
+                self._try(self._arrays.annotations, has_times_and_thread, saving)
         elif category == SYNCHRONIZATION:
             waits = [event for event in found if event.get("name") == STREAM_WAIT]
             if waits:
-                self._try(self._stream_waits, is_stream_wait, waits)
+                self._try(self._arrays.stream_waits, is_stream_wait, waits)
         elif category == MEMORY:
-            self._try(self._memory, is_memory_sample, found)
+            self._try(self._arrays.memory, is_memory_sample, found)
         else:
             self._note_unknown(category)
 
@@ -272,126 +252,6 @@ class _EventReader:
         if not self.events.first_odd:
             self.events.first_odd = repr(event)[:160]
 
-    # --- a list of events as arrays
-
-    def _ops(self, found: list[Event], old: bool) -> None:
-        """`old`: of before torch 1.12, where all annotations stand among the operators."""
-        name, thread, start, length = zip(*map(OF_A_THREAD, found), strict=True)
-        columns = {
-            "name": self._name_codes(name), "thread": self._thread_codes(thread), "start_ns": ns_of(start),
-            "dur_ns": ns_of(length),
-        }  # fmt: skip
-        noted = np.array(self._notes)[columns["name"]]
-        if old:
-            noted |= np.array([stands_among_old_operators(one) for one in name])
-        if noted.any():
-            self._annotations([found[at] for at in np.flatnonzero(noted).tolist()])
-            columns = {key: column[~noted] for key, column in columns.items()}
-        self.events.ops.add(**columns)
-
-    def _calls(self, found: list[Event]) -> None:
-        name, thread, start, length = zip(*map(OF_A_THREAD, found), strict=True)
-        self.events.calls.add(
-            name=self._name_codes(name), thread=self._thread_codes(thread), start_ns=ns_of(start), dur_ns=ns_of(length),
-            corr=whole([event["args"].get("correlation", UNKNOWN) for event in found]),
-        )  # fmt: skip
-
-    def _device(self, found: list[Event], what: int) -> None:
-        args = [event["args"] for event in found]
-        name, start, length = zip(*map(OF_A_DEVICE, found), strict=True)
-        names, first = self._name_codes(name), len(self.events.device)
-        self.events.device.add(
-            name=names, what=np.full(len(found), what), start_ns=ns_of(start), dur_ns=ns_of(length),
-            device=whole([one.get("device", 0) for one in args]),
-            stream=whole([one.get("stream", 0) for one in args]),
-            corr=whole([one.get("correlation", UNKNOWN) for one in args]),
-            bytes=whole([one.get("bytes", UNKNOWN) for one in args]),
-        )  # fmt: skip
-        if what == KERNEL:
-            for at in np.flatnonzero(np.array([one is not None for one in self.events.collectives])[names]).tolist():
-                self.events.comm_args[first + at] = self._kept(args[at])
-
-    def _annotations(self, found: list[Event]) -> None:
-        _, thread, start, duration = zip(*map(OF_A_THREAD, found), strict=True)
-        places = self._thread_codes(thread).tolist(), ns_of(start).tolist(), ns_of(duration).tolist()
-        for event, of, begin, length in zip(found, *places, strict=True):
-            name = event["name"][:MOST_NAME]
-            args = event.get("args") if name.startswith(ANNOTATIONS) else None
-            kept = self._kept(args) if isinstance(args, dict) else {}
-            self.events.annotations.append(Annotation(name, of, begin, length, kept))
-
-    def _kept(self, args: Event) -> Event:
-        """Of a communication's arguments those that are used. Raises TraceError where lists in them take too much."""
-        kept = {}
-        for name in COMM_ARGS:
-            value = args.get(name)
-            if isinstance(value, list):
-                self._taken_by_lists += taken_by_json(orjson.dumps(value))
-            if isinstance(value, (str, int, list)):
-                kept[name] = value
-        if self._taken_by_lists > MOST_TAKEN:
-            raise TraceError(
-                f"the arguments of its communications would take more than {MOST_TAKEN >> 20} MiB of memory"
-            )
-        return kept
-
-    def _memory(self, found: list[Event]) -> None:
-        args = [event["args"] for event in found]
-        self.events.memory.add(
-            start_ns=ns_of([event["ts"] for event in found]), kind=whole([one["Device Type"] for one in args]),
-            device=whole([one["Device Id"] for one in args], least=-1),
-            allocated=whole([one.get("Total Allocated", UNKNOWN) for one in args]),
-            reserved=whole([one.get("Total Reserved", UNKNOWN) for one in args]),
-        )  # fmt: skip
-
-    def _stream_waits(self, found: list[Event]) -> None:
-        args = [event["args"] for event in found]
-        self.events.stream_waits.add(
-            start_ns=ns_of([event["ts"] for event in found]),
-            device=whole([one.get("device", 0) for one in args]),
-            stream=whole([one["stream"] for one in args]),
-            corr=whole([one.get("correlation", UNKNOWN) for one in args]),
-            of_stream=whole([one["wait_on_stream"] for one in args]),
-            of_corr=whole([one["wait_on_cuda_event_record_corr_id"] for one in args]),
-        )
-
-    def _name_codes(self, names: Sequence[Any]) -> Int:
-        codes = list(map(self._names.get, names))
-        if None in codes:
-            codes = [self._new_name(name) if code is None else code for code, name in zip(codes, names, strict=True)]
-        return np.array(codes, np.int64)
-
-    def _new_name(self, name: Any) -> int:
-        if not isinstance(name, str):
-            raise Odd
-        name = name[:MOST_NAME]
-        code = self._names.get(name)
-        if code is None:
-            if len(self._names) >= MOST_DISTINCT:
-                name = OTHER_NAME
-            code = self._names.get(name, len(self.events.names))
-            if code == len(self.events.names):
-                self.events.names.append(name)
-                self._notes.append(stands_among_operators(name))
-                self.events.collectives.append(self._comm.collective(name))
-            self._names[name] = code
-        return code
-
-    def _thread_codes(self, threads: Sequence[Any]) -> Int:
-        codes = list(map(self._threads.get, threads))
-        if None in codes:
-            codes = [self._new_thread(one) if code is None else code for code, one in zip(codes, threads, strict=True)]
-        return np.array(codes, np.int64)
-
-    def _new_thread(self, thread: Any) -> int:
-        code = self._threads.get(thread)
-        if code is None:
-            if not isinstance(thread, (int, str)) or len(self._threads) >= MOST_DISTINCT:
-                raise Odd
-            code = self._threads[thread] = len(self._threads)
-            self.events.threads.append(thread)
-        return code
-
 
 def _loaded(events: bytes) -> list[Any]:
     found: list[Any] = orjson.loads(b"[" + events + b"]")
@@ -409,7 +269,3 @@ def parse_events(events: bytes) -> list[Any]:
         return _loaded(mended)
     except orjson.JSONDecodeError as error:
         raise TraceError(f"an event is no JSON ({str(error)[:120]})") from error
-
-
-OF_A_THREAD: Final = itemgetter("name", "tid", "ts", "dur")
-OF_A_DEVICE: Final = itemgetter("name", "ts", "dur")

@@ -52,6 +52,14 @@ KNOWN: Final = (QUOTED, b'"schemaVersion"', b'"deviceProperties"', b'"distribute
 """Of these one stands at the beginning of most traces."""
 
 
+def beginning_of(path: Path, size: int) -> bytes:
+    """The first bytes of a file, unpacked; empty where it cannot be read. Never raises."""
+    try:
+        return b"".join(next(TraceText(path).blocks(), ()))[:size]
+    except (TraceError, OSError):
+        return b""
+
+
 def looks_like_trace(path: Path) -> bool:
     """Whether a file is like a trace of torch.profiler: by how it begins, else by a list of events that it holds.
     Never raises."""

@@ -1,6 +1,5 @@
 """Communication: comm.small-messages, comm.large-bucket, comm.exposed, comm.tensor-parallel, comm.redundant-reduce,
-comm.buffers, comm.volume, comm.slow-link, comm.blocking,
-comm.redundant-gather. Each dimension of the job by itself.
+comm.buffers, comm.volume, comm.slow-link, comm.blocking, comm.redundant-gather. Each dimension of the job by itself.
 
 collectives       which of the following each dimension is asked
 dimensions        what is communicated in each dimension, and how long ranks wait for it

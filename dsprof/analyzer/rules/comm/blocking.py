@@ -20,7 +20,7 @@ from ...study import Study, once
 from ...text import count, ms
 from ...whatif.communications import WithoutCommunications
 from ...whatif.select import Communications
-from ..base import INSTALLED, LEAST_SHARE, NotConcerned, at, code_fix
+from ..base import LEAST_SHARE, NotConcerned, at, code_fix, installed
 from ..rule import Found, Look, Rule
 from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 
@@ -112,7 +112,7 @@ def _calls_of(study: Study, rank: int, group: str) -> list[Calls]:
                 continue  # such are communicated elsewhere, too
             issue_such = (marks["purpose"] == name) & (marks["bytes"].isin(sizes) | (name == BARRIER))
             lines = {str(site) for site in marks["site"][issue_such]}
-            own = tuple(sorted(line for line in lines if not any(home in line for home in INSTALLED)))
+            own = tuple(sorted(line for line in lines if not installed(line)))
             if lines and not own:
                 continue  # a framework's own
             found.append(

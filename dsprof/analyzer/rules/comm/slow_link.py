@@ -18,7 +18,7 @@ from ...text import ms, size
 from ...text import ranks as ranks_in_words
 from ...whatif.communications import ScaleLink
 from ...whatif.select import Communications
-from ..base import NotConcerned, NotJudged
+from ..base import NotConcerned, NotJudged, hosts_of
 from ..rule import Found, Look, Rule
 from .dimensions import Domain, domains, need_every_rank
 
@@ -170,14 +170,9 @@ def _candidate(study: Study, link: SlowLink) -> Candidate:
 
 
 def _fixes(study: Study, link: SlowLink, price: Price) -> tuple[Fix, ...]:
-    host_of = {item.rank: item.host for item in study.run.ranks}
-
-    def hosts(ranks: tuple[int, ...]) -> list[str]:
-        return sorted({host_of.get(rank) or "" for rank in ranks} - {""})
-
-    mine = hosts(link.ranks)
+    mine = sorted(hosts_of(study, link.ranks))
     teams = link.domain.dimension.teams if link.domain.dimension is not None else ()
-    others = [hosts(team) for team in teams if set(team) != set(link.ranks)]
+    others = [hosts_of(study, team) for team in teams if set(team) != set(link.ranks)]
     gain = price.gain
     if len(mine) > 1 and all(len(one) < 2 for one in others):
         title = (

@@ -23,7 +23,7 @@ from ...text import ms, percent, size
 from ...whatif import WhatIf, apply
 from ...whatif.communications import ScaleLink, WithoutCommunications
 from ...whatif.select import Communications
-from ..base import NotConcerned, NotJudged, sharded_stage
+from ..base import NotConcerned, NotJudged, hosts_of, sharded_stage
 from ..rule import Look, Rule
 from .ddp_buckets import best_division
 from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
@@ -264,9 +264,8 @@ def _formats(study: Study) -> dict[str, str]:
 
 def _over_a_network(study: Study, domain: Domain) -> bool:
     """Whether some process group of the dimension has ranks on several hosts."""
-    host_of = {item.rank: item.host for item in study.run.ranks}
     members = [study.run.group(group).get("ranks") or study.ranks for group in domain.groups]
-    return any(len({host_of.get(int(rank)) for rank in ranks} - {None, ""}) > 1 for ranks in members)
+    return any(len(hosts_of(study, map(int, ranks))) > 1 for ranks in members)
 
 
 RULES = (

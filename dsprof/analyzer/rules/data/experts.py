@@ -27,7 +27,7 @@ from ...text import percent
 from ...whatif.work import Change, Spans, within
 from ..base import NotConcerned, NotJudged, at, place_fix, settings_fix
 from ..rule import Rule, fault
-from .routed_tokens import Routed, routed_tokens
+from .routed_tokens import Routed, places_of_teams, routed_tokens
 
 LEAST_CHANGE: Final = 0.002
 """Standard deviation of a rank's share over the steps, of its mean. A router learns and its inputs differ; shares that
@@ -100,7 +100,7 @@ def _varies(routed: Routed) -> bool:
 
 def _sent_alike(study: Study, routed: Routed) -> bool:
     """Whether all ranks send as much in every step: then who exchanges more got more."""
-    teams = [[place for place, rank in enumerate(study.ranks) if rank in team] for team in routed.dimension.teams]
+    teams = places_of_teams(study, routed.dimension)
     return all(_is_sent(routed.shares[places].min(axis=0)) for places in teams if len(places) > 1)
 
 
@@ -111,7 +111,7 @@ def _is_sent(least: Float) -> bool:
 
 def _in_both_passes(study: Study, routed: Routed) -> bool:
     """Whether a rank exchanges in its forwards and in its backwards."""
-    rank = next(rank for team in routed.dimension.teams for rank in team if rank in study.ranks)
+    rank = _one_rank(study, routed)
     rows = study.trace.read(rank, ("kind", "name", "group", "step", "start_ns", "issue_ns"))
     mine = (rows["kind"] == "comm") & (rows["name"] == EXCHANGE) & rows["step"].isin(study.step_numbers)
     mine &= rows["group"].astype(str).isin(routed.dimension.groups)
@@ -119,6 +119,11 @@ def _in_both_passes(study: Study, routed: Routed) -> bool:
     phases = study.training_phases
     phases = phases[phases["rank"] == rank]
     return all(_any_within(issued, phases[phases["name"] == name]) for name in ("forward", "backward"))
+
+
+def _one_rank(study: Study, routed: Routed) -> int:
+    """The first captured one that exchanges tokens: what a rank does in its program the others do as well."""
+    return next(rank for team in routed.dimension.teams for rank in team if rank in study.ranks)
 
 
 def _any_within(moments: np.ndarray[Any, Any], phases: pd.DataFrame) -> bool:
@@ -276,8 +281,7 @@ def _of_mean(study: Study, routed: Routed) -> Float:
     came is as much in the mean of the ranks.
     """
     found = np.ones_like(routed.shares)
-    for team in routed.dimension.teams:
-        places = [place for place, rank in enumerate(study.ranks) if rank in team]
+    for places in places_of_teams(study, routed.dimension):
         mine = routed.shares[places]
         if not len(places) or not mine.any():
             continue
@@ -319,7 +323,7 @@ def _fixes(study: Study, routed: Routed, alone: Gain, *, always: bool) -> tuple[
 
 def _site(study: Study, routed: Routed) -> str | None:
     """The line of the script that exchanges tokens; None: it was not seen."""
-    rank = next(rank for team in routed.dimension.teams for rank in team if rank in study.ranks)
+    rank = _one_rank(study, routed)
     rows = study.trace.read(rank, ("kind", "name", "purpose", "site"))
     marks = rows[(rows["kind"] == "mark") & (rows["name"] == CALL_SITE) & (rows["purpose"] == EXCHANGE)]
     sites = marks["site"].dropna().astype(str)

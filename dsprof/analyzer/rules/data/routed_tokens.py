@@ -62,8 +62,7 @@ def routed_tokens(study: Study) -> Routed | None:
         table = mine.groupby(["rank", "step"])["bytes"].sum().unstack()
         wide: Float = table.reindex(index=study.ranks, columns=study.step_numbers).fillna(0.0).to_numpy(np.float64)
         beyond, spread = np.zeros_like(wide), 0.0
-        for team in dimension.teams:
-            places = [place for place, rank in enumerate(study.ranks) if rank in team]
+        for places in places_of_teams(study, dimension):
             if len(places) < 2:
                 continue
             mean = wide[places].mean(axis=0)
@@ -75,14 +74,19 @@ def routed_tokens(study: Study) -> Routed | None:
     return found
 
 
+def places_of_teams(study: Study, dimension: Dimension) -> list[list[int]]:
+    """Of each team the rows that its captured ranks have in [R, S]."""
+    place_of = {rank: place for place, rank in enumerate(study.ranks)}
+    return [sorted(place_of[rank] for rank in team if rank in place_of) for team in dimension.teams]
+
+
 def _follows_input(study: Study, dimension: Dimension, beyond: Float) -> bool:
     """Whether ranks exchange more since their inputs are larger."""
     sizes = study.input_sizes
     if sizes is None:
         return False
     given = np.zeros_like(beyond)
-    for team in dimension.teams:
-        places = [place for place, rank in enumerate(study.ranks) if rank in team]
+    for places in places_of_teams(study, dimension):
         if places:
             given[places] = sizes[places] - sizes[places].mean(axis=0)
     both = float((given**2).sum() * (beyond**2).sum())

@@ -152,25 +152,18 @@ def _finding(study: Study, found: Overflows, gain: Gain) -> Finding:
             if np.isfinite(scale)
         ),
     )
-    raised = _when_raised(found, _window(_fp16(study), next(iter(study.facts.get(SCALER_FACT, [])), {})))
+    configured, scaler = _fp16(study), next(iter(study.facts.get(SCALER_FACT, [])), {})
+    window = _window(configured, scaler)
+    raised = _when_raised(found, window)
     why = f", one about every {found.every:g} steps, whenever the scale of the loss was raised" if raised else ""
     title = f"{percent(share)} of the steps are skipped as their gradients overflow in fp16{why}"
     where = Where(op="optimizer", steps=(int(found.steps[0]), int(found.steps[-1])))
-    return Finding("precision.overflow", title, "info", where, evidence, gain, _fixes(study, found, gain))
-
-
-def _fixes(study: Study, found: Overflows, gain: Gain) -> tuple[Fix, ...]:
-    configured = _fp16(study)
-    scaler = next(iter(study.facts.get(SCALER_FACT, [])), {})
-    window = _window(configured, scaler)
-    bf16 = _bf16(study, configured, scaler, gain)
-    fewer: list[Fix] = []
-    if window is not None and window < USUAL_WINDOW and _when_raised(found, window):
-        fewer.append(_longer(configured, scaler, window, gain))
-    lower = Fix(
-        "code", "or find what makes gradients so large: a lower learning rate, gradient clipping, a longer warm-up"
-    )
-    return (*fewer, bf16, lower)
+    fixes = [_bf16(study, configured, scaler, gain)]
+    if raised and window is not None and window < USUAL_WINDOW:
+        fixes.insert(0, _longer(configured, scaler, window, gain))
+    lower = "or find what makes gradients so large: a lower learning rate, gradient clipping, a longer warm-up"
+    fixes.append(Fix("code", lower))
+    return Finding("precision.overflow", title, "info", where, evidence, gain, tuple(fixes))
 
 
 def _when_raised(found: Overflows, window: int | None) -> bool:
