@@ -22,7 +22,7 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -179,7 +179,7 @@ def main() -> None:
             continue
         base = run(setup, PipelineStructure(), None)
         for wanted in left:
-            case = judged(base, setup, replace(wanted))
+            case = judged(base, setup, wanted)
             cases[f"{name} {wanted.says}"] = case
             print(name, wanted.says, json.dumps(case), flush=True)
             found = {**earlier, "summary": summary(cases), "of_cases": cases}

@@ -53,13 +53,8 @@ class Layer(nn.Module):
         return y
 
 
-class Plain(nn.Module):
+class Plain(Layer):
     """The same under torch, whose backward does not divide: a weight that autograd reaches by itself."""
-
-    def __init__(self, ms: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(WIDTH))
-        self.ms = ms
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = PlainSleep.apply(x * (1.0 + self.weight), self.ms)

@@ -15,10 +15,7 @@ import argparse
 import json
 import os
 import platform
-import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -29,14 +26,16 @@ from typing import Any, Final
 import torch
 
 HERE: Final = Path(__file__).parent
-ROOT: Final = HERE.parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from jobs import profile  # noqa: E402
+
 RESULTS: Final = HERE / "results" / "unequal.json"
 JOB: Final = HERE / "prediction_jobs" / "unequal.py"
 WARM_UP: Final = 6
 """Steps that do not count."""
 SAMPLE_MS: Final = 80.0
 STEPS: Final = 30
-TIMEOUT_S: Final = 400
 KEY: Final = "heterogeneous.speeds"
 
 
@@ -63,32 +62,22 @@ CASES: Final[Mapping[str, Case]] = {"2 ranks": Case(2, 12), "4 ranks": Case(4, 2
 
 def run(case: Case, folder: Path, settings: Sequence[str]) -> tuple[float, dict[str, Any]]:
     """The median step, ms, and what dsprof found."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     config = folder / "ds.json"
     config.write_text(json.dumps({
         "train_batch_size": case.samples, "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
         "zero_optimization": {"stage": 2},
     }))  # fmt: skip
-    drop = ("DSPROF", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "PET_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
-    environment |= {
-        "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }  # fmt: skip
-    command = [
-        sys.executable, "-m", "dsprof", "run", "-q", "--no-report", "-o", str(folder / "run"), *settings,
-        "--nproc-per-node", str(case.ranks), str(JOB), "--steps", str(STEPS), "--sample-ms", str(SAMPLE_MS),
-        "--deepspeed_config", str(config), "--log", str(folder / "steps.json"),
-    ]  # fmt: skip
-    ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    if ended.returncode:
-        sys.exit(f"{shlex.join(command)}: exit status {ended.returncode}\n{ended.stderr[-4000:]}")
+    finished = profile(
+        folder, JOB, "--steps", str(STEPS), "--sample-ms", str(SAMPLE_MS), "--deepspeed_config", str(config),
+        "--log", str(folder / "steps.json"), ranks=case.ranks, flags=("-q", "--no-report", *settings),
+        variables={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    if finished.status:
+        sys.exit(f"{case}: exit status {finished.status}\n{finished.stderr[-4000:]}")
     at = json.loads((folder / "steps.json").read_text())
     steps = [1e3 * (later - earlier) for earlier, later in zip(at[WARM_UP:], at[WARM_UP + 1 :], strict=False)]
-    return statistics.median(steps), json.loads((folder / "run" / "findings.json").read_text())
+    return statistics.median(steps), finished.findings
 
 
 def advised(findings: Mapping[str, Any]) -> dict[str, Any]:

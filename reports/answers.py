@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dsprof.analyzer.memory.rank_memory import in_words, most
-from dsprof.analyzer.text import count, ms, percent, unit_of
+from dsprof.analyzer.text import aligned, count, ms, percent, unit_of
 
 if TYPE_CHECKING:
     from dsprof.analyzer.ask import Answered, Answers
@@ -16,11 +16,9 @@ HEAD = ("asked", "step now", "then", "saved a step, with 95 % interval")
 def render(answers: Answers) -> str:
     """The table, what changes hold of memory where they do, and what it rests on."""
     rows = [HEAD, *(_row(answers.step_ms, row) for row in answers.rows)]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = []
-    for row, notes in zip(rows, [(), *(answered.notes for answered in answers.rows)], strict=True):
-        lines.append(f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip())
-        lines += [f"    {note}" for note in notes]
+    for line, notes in zip(aligned(rows), [(), *(answered.notes for answered in answers.rows)], strict=True):
+        lines += [line, *(f"    {note}" for note in notes)]
     held = answers.held_out
     rests = f"replayed: {count(answers.steps, 'step')}"
     if held is not None:

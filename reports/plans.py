@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from dsprof.analyzer.text import count, ms, percent, size
+from dsprof.analyzer.text import aligned, count, ms, percent, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,17 +19,6 @@ MOST_ROWS: Final = 40
 """Predicted steps that are printed; all are in the JSON."""
 
 
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Columns under each other, the first `left` of them and the last set left."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return [
-        "  ".join(
-            [*(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row[:-1])), row[-1]]
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def render_calibration(told: TableAnswer) -> str:
     """The hardware's figures, how well they predict, and the steps that were asked for."""
     lines = [f"learnt from {count(told.calibrated.rows, 'measured step')}", ""]
@@ -38,7 +27,7 @@ def render_calibration(told: TableAnswer) -> str:
         span = f"[{_short(one['low'])}, {_short(one['high'])}]"
         value = f"{_short(one['value'])} {one['unit']}".rstrip()
         rows.append((one["says"], value, span, "" if one["measured"] else "hardly measured: as is typical"))
-    lines += table(rows)
+    lines += aligned(rows)
     held = told.calibrated.held_out
     if not math.isnan(held):
         lines += [
@@ -63,7 +52,7 @@ def _steps(told: TableAnswer) -> list[str]:
         sizes = (steps.gpus[i], steps.tp[i], steps.dp[i], steps.pp[i], steps.micro_batch[i])
         rows.append((*(f"{one:.0f}" for one in sizes), ms(found.ms[i]), _span(found.low[i], found.high[i])))
     more = len(steps) - MOST_ROWS
-    return [*table(rows, 0), *([f"and {count(more, 'more step')}: see --json"] if more > 0 else [])]
+    return [*aligned(rows, 0), *([f"and {count(more, 'more step')}: see --json"] if more > 0 else [])]
 
 
 def _learnt_too(told: TableAnswer) -> str:
@@ -118,7 +107,7 @@ def render_plan(plan: FormulaPlan) -> str:
         )  # fmt: skip
     first = best[0]
     says = f"{_rate(first['tokens_a_second'])} tokens a second, {first['tflops_a_gpu']:.3g} TFLOP/s a rank"
-    lines += [*table(rows, 0), "", f"the first: {says}", "", *_curve(told["curve"])]
+    lines += [*aligned(rows, 0), "", f"the first: {says}", "", *_curve(told["curve"])]
     return "\n".join([*lines, *_ending(plan)]) + "\n"
 
 
@@ -131,7 +120,7 @@ def _curve(curve: Sequence[Mapping[str, Any]]) -> list[str]:
         bar = "#" * round(20 * min(one["efficiency"], 1.5))
         shown = (f"{one['gpus']:,}", percent(100 * one["efficiency"]), _rate(one["tokens_a_second"]), layout)
         rows.append((*shown, ms(one["step"]["ms"]), _span_of(one["step"]), bar))
-    return table(rows, 0)
+    return aligned(rows, 0)
 
 
 def _ending(plan: FormulaPlan | RunPlan) -> list[str]:
@@ -179,7 +168,7 @@ def render_run_plan(plan: RunPlan) -> str:
     for one in plan.curve:
         cells = (f"{one.ranks:,}", ms(one.ms), _span(one.low, one.high), percent(100 * one.efficiency))
         rows.append((*cells, *(_rate(getattr(one, name)) for name in rates), "#" * round(20 * one.efficiency)))
-    lines += [*table(rows, 0), "", *_parts(now, then)]
+    lines += [*aligned(rows, 0), "", *_parts(now, then)]
     if plan.memory_bytes is not None:
         lines += [
             "",
@@ -194,4 +183,4 @@ def _parts(now: PlannedStep, then: PlannedStep) -> list[str]:
     for part, value in now.parts.items():
         if max(value, then.parts[part]) >= 0.005 * now.ms:
             rows.append((part, ms(value), ms(then.parts[part]), ""))
-    return table(rows)
+    return aligned(rows)

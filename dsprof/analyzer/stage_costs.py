@@ -108,6 +108,11 @@ def present_boundaries(layers: Sequence[StageLayer]) -> tuple[int, ...]:
     return (*(stages.index(stage) for stage in sorted(set(stages))), len(stages))
 
 
+def begins(layers: Sequence[StageLayer], bounds: Sequence[int]) -> str:
+    """`layers 0, 4 (blocks.3), 8 (head)`: where stages with these boundaries begin."""
+    return "layers " + ", ".join(["0", *(f"{number} ({layers[number].name})" for number in bounds[1:-1])])
+
+
 def best_boundaries(
     layers: Sequence[StageLayer], parts: int, step_ms: Callable[[tuple[int, ...]], float]
 ) -> tuple[int, ...]:

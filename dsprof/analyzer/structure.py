@@ -18,7 +18,7 @@ from dsprof.words import did_you_mean
 from .effect import Effect
 from .graph.replay import replay
 from .rules.base import NotJudged
-from .stage_costs import Taken, best_boundaries, divided_alike, of_layers, stage_ms
+from .stage_costs import Taken, begins, best_boundaries, divided_alike, of_layers, stage_ms
 from .study import Study, once
 from .text import number
 from .whatif import apply
@@ -261,8 +261,7 @@ def _times(stages: Stages, plan: Plan, part: float) -> Stages:
 
 def _of_boundaries(study: Study, bounds: tuple[int, ...]) -> str:
     layers = _need_layers(study)
-    begin = ", ".join(f"{at} ({layers[at].name})" for at in bounds[1:-1])
-    return f"stages begin at layers 0, {begin} of {len(layers)}: boundaries {','.join(map(str, bounds))}"
+    return f"stages begin at {begins(layers, bounds)} of {len(layers)}: boundaries {','.join(map(str, bounds))}"
 
 
 def _in_flight(plan: Plan) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Numbers and names in words, the same in a verdict and in every report."""
+"""Numbers and names in words and words in columns, the same in a verdict and in every report."""
 
 from __future__ import annotations
 
@@ -128,3 +128,14 @@ def ranks(values: Sequence[int]) -> str:
 def count(value: int, noun: str, plural: str = "s") -> str:
     """`1 step`, `40 steps`; `plural` is what is added: `count(4, "micro-batch", "es")`."""
     return f"{value:,} {noun}" if value == 1 else f"{value:,} {noun}{plural}"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """A line for each row, columns under each other; the first `left` of them and the last are set left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    return [
+        "  ".join(
+            [*(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row[:-1])), row[-1]]
+        ).rstrip()
+        for row in rows
+    ]

@@ -147,14 +147,15 @@ def _tell(folder: RunFolder, place: Path, journal: Journal) -> None:
 
 def table(journal: Journal) -> list[str]:
     """A line for each change that was tried: what was predicted, how trials corrected that, and what was measured."""
+    from dsprof.analyzer.text import aligned
+
     if not journal.attempts:
         return ["nothing was tried"]
     rows: list[tuple[str, ...]] = [
         ("change", "predicted", "corrected", "measured, with 95 % interval", "outcome", "in interval")
     ]
     rows += [_row(one) for one in journal.attempts]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows, left=len(rows[0]))
     return [line for pair in zip(lines, ["", *map(_why, journal.attempts)], strict=True) for line in pair if line]
 
 

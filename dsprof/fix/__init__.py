@@ -3,8 +3,8 @@
 proposals  the changes that a run's findings offer, as knobs
 files      the files of the user's that a change is made in: a diff, and the changed texts
 edit_json  another value for a key of a JSON text, which otherwise stays as it is
-batch_sizes  of a configuration, that belong together
 edit_call  another value for an argument of a call in a Python text, likewise
+batch_sizes  the third of a configuration's batch sizes, where two are changed or given
 turns      original and changed job in turns, until the paired difference decides
 decide     kept, withdrawn or undecided: the statistics
 trial      one job of a comparison, from its run folder

@@ -1,5 +1,5 @@
 """What rules share: how a rule declines, how it replays collectives in other pieces, how a fix names what to type and
-where, how ranks and occasions are named, and how wide an interval is."""
+where, what the job's configuration and hosts are, and how ranks and occasions are named."""
 
 from __future__ import annotations
 

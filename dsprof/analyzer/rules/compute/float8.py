@@ -20,7 +20,7 @@ from ... import signals
 from ...finding import FROM_SHAPES, Evidence, Finding, Fix, Gain, Where
 from ...study import Study
 from ...text import clean, count, ms, percent
-from ..base import NotConcerned, NotJudged, code_fix, script_of
+from ..base import OWN_ENGINE, NotConcerned, NotJudged, code_fix, script_of
 from ..rule import Look, Rule
 
 CODE: Final = "precision.fp8"
@@ -120,7 +120,7 @@ def _fixes(study: Study, patterns: Sequence[str], gain: Gain) -> tuple[Fix, ...]
 
 
 def _by_engine(study: Study) -> bool:
-    return any(fact.get("dialect") == "dsprof" for fact in study.facts.get("config", []))
+    return any(fact.get("dialect") == OWN_ENGINE for fact in study.facts.get("config", []))
 
 
 # --- what is known

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import pandas as pd
 
 from dsprof.schema import CALL_SITE
 
 from ... import signals
 from ...align.groups import EXCHANGE
 from ...arrays import Bool, Float
+from ...budget.label import spans_of
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.step_graph import WAKE_UP_DELAY, Steps
 from ...price.calibration import ModelError
@@ -118,21 +118,13 @@ def _in_both_passes(study: Study, routed: Routed) -> bool:
     issued = rows["issue_ns"].where(rows["issue_ns"].notna(), rows["start_ns"])[mine].to_numpy(np.int64)
     phases = study.training_phases
     phases = phases[phases["rank"] == rank]
-    return all(_any_within(issued, phases[phases["name"] == name]) for name in ("forward", "backward"))
+    passes = (spans_of(phases[phases["name"] == name]) for name in ("forward", "backward"))
+    return all(of.holds(issued).any() for of in passes)
 
 
 def _one_rank(study: Study, routed: Routed) -> int:
     """The first captured one that exchanges tokens: what a rank does in its program the others do as well."""
     return next(rank for team in routed.dimension.teams for rank in team if rank in study.ranks)
-
-
-def _any_within(moments: np.ndarray[Any, Any], phases: pd.DataFrame) -> bool:
-    begin = phases["start_ns"].to_numpy(np.int64)
-    if not len(begin) or not len(moments):
-        return False
-    end = begin + phases["dur_ns"].to_numpy(np.int64)
-    place = np.searchsorted(begin, moments, "right") - 1
-    return bool(((place >= 0) & (moments <= end[np.maximum(place, 0)])).any())
 
 
 @once

@@ -19,6 +19,7 @@ from ...price.calibration import ModelError
 from ...price.certainty import with_all_errors
 from ...price.gains import mean_gain
 from ...signals import Absent
+from ...stage_costs import begins
 from ...structure import AUTO, PipelineStructure, pipeline_that_ran, restructured
 from ...study import Study
 from ...whatif import Refused, apply
@@ -45,8 +46,7 @@ def boundaries_fix(study: Study, site: str | None, error: ModelError | None) -> 
     _, bounds, gain = found
     if bounds is None:
         return None
-    begin = ", ".join(f"{number} ({layers[number].name})" for number in bounds[1:-1])
-    says = f"stages that begin at layers 0, {begin}, of {len(layers)}"
+    says = f"stages that begin at {begins(layers, bounds)}, of {len(layers)}"
     config = engine_config(study)
     if config is None:
         if any(fact.get("framework") == "deepspeed" for fact in study.facts.get("pipeline", [])):
@@ -126,7 +126,7 @@ def _tried(
         return None
     gain = mean_gain(study, before - after[0])
     ends = [float(np.mean(before - other)) for other in after[1:]]
-    gain = Gain(gain.ms, gain.percent, min([gain.low, *ends]), max([gain.high, *ends]))
+    gain = replace(gain, low=min([gain.low, *ends]), high=max([gain.high, *ends]))
     gain = with_all_errors(study, gain, error)
     return (new.plan, new.boundaries, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else None
 

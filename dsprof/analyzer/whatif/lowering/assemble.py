@@ -245,9 +245,9 @@ class _Assembly:
         plan = self._plan
         micro = source_microbatch(was.microbatches, plan.microbatches, need.microbatch)
         like = Action(need.op, source_stage(was, plan, need.stage), micro)
-        found = next((tasks for (made, _), tasks in messages.items() if made == like), None)
+        found = messages.get(like)
         if found is None:
-            alike = {made.stage: tasks for (made, _), tasks in messages.items() if made[::2] == like[::2]}
+            alike = {made.stage: tasks for made, tasks in messages.items() if made[::2] == like[::2]}
             nearest = min(alike, key=lambda stage: (abs(stage - like.stage), stage), default=None)
             found = None if nearest is None else alike[nearest]
         if found is None:
@@ -258,7 +258,7 @@ class _Assembly:
         """The measured messages of activations, and those of gradients."""
         found: dict[str, list[int]] = defaultdict(list)
         for messages in self._measured.messages:
-            for (action, _), tasks in messages.items():
+            for action, tasks in messages.items():
                 found[action.op] += tasks
         return list(found.values())
 

@@ -20,7 +20,7 @@ from dsprof.engine.schedule import Action, Plan
 
 from ...arrays import Bool, Float, Int
 from ...graph.step_graph import Steps, Structure
-from .program import MeasuredPlan, need_elsewhere
+from .program import MeasuredPlan, need_elsewhere, needed_by
 
 Posted = Mapping[Action, int]
 """Of each action that needs something of another rank: before which of its rank's actions the receive is posted, 0:
@@ -57,16 +57,17 @@ def habits(structure: Structure, measured: MeasuredPlan) -> Habits:
     posted: list[tuple[Action, int]] = []
     plan = measured.plan
     for pipeline, messages in zip(measured.pipelines, measured.messages, strict=True):
-        for (action, stage), tasks in messages.items():
+        for action, tasks in messages.items():
+            stage = needed_by(plan, action)
+            assert stage is not None  # it was sent to it
             receiver = pipeline.programs[plan.owner(stage)]
             at = [s for task in tasks for s in issues.get((receiver.thread, task), ())]
             if at:
                 done = sum(block.ends <= min(at) for block in receiver.blocks)
                 posted.append((Action(action.op, stage, action.microbatch), done))
-        sent = {action: tasks for (action, _), tasks in messages.items()}
         for program in pipeline.programs:
             for block, following in pairwise(program.blocks):
-                tasks = sent.get(block.action, ())
+                tasks = messages.get(block.action, ())
                 if tasks:
                     until = following.begins
                     soon = any(block.ends <= s <= until for t in tasks for s in waits.get((program.thread, t), ()))

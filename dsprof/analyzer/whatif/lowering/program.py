@@ -69,12 +69,12 @@ class Pipeline:
 class MeasuredPlan:
     """The pipelines of like-shaped steps, which all run the same plan.
 
-    messages: of each pipeline, (action that made it, stage that needs it) -> its tasks
+    messages: of each pipeline, the action that made it -> its tasks; `needed_by` tells which stage needs it
     carried:  every task that is a message of one of them
     """
 
     pipelines: tuple[Pipeline, ...]
-    messages: tuple[Mapping[tuple[Action, int], tuple[int, ...]], ...]
+    messages: tuple[Mapping[Action, tuple[int, ...]], ...]
     carried: frozenset[int]
 
     @property
@@ -198,7 +198,7 @@ def _connected(structure: Structure, acting: Sequence[int], sent: Sequence[_Sent
 
 def _pipeline(
     structure: Structure, threads: Sequence[int], raw: Mapping[int, Sequence[_Acted]], sent: Sequence[_Sent]
-) -> tuple[Pipeline, Mapping[tuple[Action, int], tuple[int, ...]]]:
+) -> tuple[Pipeline, Mapping[Action, tuple[int, ...]]]:
     order = sorted(threads, key=lambda thread: min(one.stage for one in raw[thread]))
     numbers = sorted({one.microbatch for thread in threads for one in raw[thread]})
     number = {microbatch: i for i, microbatch in enumerate(numbers)}
@@ -208,7 +208,7 @@ def _pipeline(
     plan = _whole_plan(actions, len(numbers))
     mine = [one for one in sent if int(structure.thread[one.segment]) in threads]
     programs = []
-    carried: dict[tuple[Action, int], tuple[int, ...]] = {}
+    carried: dict[Action, tuple[int, ...]] = {}
     for position, thread in enumerate(order):
         program, made = _program(structure, plan, position, thread, order, raw[thread], mine)
         programs.append(program)
@@ -244,25 +244,23 @@ def _program(
     order: Sequence[int],
     acted: Sequence[_Acted],
     sent: Sequence[_Sent],
-) -> tuple[RankProgram, Mapping[tuple[Action, int], tuple[int, ...]]]:
+) -> tuple[RankProgram, Mapping[Action, tuple[int, ...]]]:
     """A rank's program, and what it sends."""
     mine = structure.of_thread(thread)
     actions = plan.actions[position]
     ends = [one.ends for one in acted]
-    carried: dict[tuple[Action, int], list[int]] = defaultdict(list)
+    carried: dict[Action, list[int]] = defaultdict(list)
     stop = list(ends)
     for one in sent:
         if structure.thread[one.segment] != thread:
             continue
         to = order.index(one.receiver)
         made = int(np.searchsorted(ends, one.segment + 1, "right")) - 1
-        while made >= 0 and _needed_by(plan, actions[made], to) is None:
+        while made >= 0 and not _is_needed_on(plan, actions[made], to):
             made -= 1
         if made < 0:
             raise NotLowered("the pipeline's ranks send each other what no action has made")
-        needed = _needed_by(plan, actions[made], to)
-        assert needed is not None
-        carried[actions[made], needed].append(one.task)
+        carried[actions[made]].append(one.task)
         following = acted[made + 1].begins if made + 1 < len(acted) else mine.stop
         if one.segment < following:
             stop[made] = max(stop[made], one.segment + 1)
@@ -275,17 +273,20 @@ def _program(
         blocks.append(ActionBlock(action, first if i else waits, waits, done.begins, done.ends, stop[i]))
     return (
         RankProgram(thread, mine.start, mine.stop, tuple(blocks)),
-        {key: tuple(tasks) for key, tasks in carried.items()},
+        {action: tuple(tasks) for action, tasks in carried.items()},
     )
 
 
-def _needed_by(plan: Plan, action: Action, rank: int) -> int | None:
-    """The stage on another rank that needs what an action makes; None: `rank` does not."""
+def needed_by(plan: Plan, action: Action) -> int | None:
+    """The other stage that needs what an action makes; None: none does."""
     step = {"F": 1, "B": -1}.get(action.op, 0)
     stage = action.stage + step
-    if not step or not 0 <= stage < plan.stages or plan.owner(stage) != rank:
-        return None
-    return stage
+    return stage if step and 0 <= stage < plan.stages else None
+
+
+def _is_needed_on(plan: Plan, action: Action, rank: int) -> bool:
+    stage = needed_by(plan, action)
+    return stage is not None and plan.owner(stage) == rank
 
 
 def need_elsewhere(plan: Plan, action: Action) -> Action | None:
