@@ -28,6 +28,25 @@ def test_a_healthy_run() -> None:
     assert verdict.headline == "nothing found that is sure to shorten the 175 ms step"
 
 
+def test_what_most_likely_saves_much_is_named_though_it_is_no_problem() -> None:
+    """A rank that is 10 % slower than 63 others: the interval begins below 1 % of the step, and above the noise."""
+    healthy = factories.healthy()
+    assert healthy.step_ms is not None
+    late = factories.straggler().findings[0]
+    share = healthy.step_ms.mean / 100
+    gain = replace(late.gain, ms=4.7 * share, percent=4.7, low=0.8 * share, high=8.6 * share)
+    late = replace(late, severity="info", gain=gain, title="rank 32 arrives late", by_rank={}, together=None)
+    verdict = verdict_of(replace(healthy, findings=(late,), noise_ms=0.5 * share))
+    assert verdict.status == "inconclusive"
+    assert verdict.headline == (
+        "rank 32 arrives late; fixing it most likely saves 8.21 ms of each 175 ms step (4.7 %), at least 1.40 ms and "
+        "at most 15.0 ms: make the change and run it: `dsprof compare` of the two runs tells"
+    )
+    in_noise = verdict_of(replace(healthy, findings=(late,), noise_ms=0.9 * share))
+    little = replace(late, gain=replace(gain, ms=2.9 * share, percent=2.9))
+    assert in_noise.status == verdict_of(replace(healthy, findings=(little,), noise_ms=0.5 * share)).status == "healthy"
+
+
 @pytest.mark.parametrize("part", ["bubble", "peer_wait", "other"])
 def test_a_large_loss_that_no_rule_explains_is_not_healthy(part: str) -> None:
     verdict = verdict_of(with_part(part, 0.4))

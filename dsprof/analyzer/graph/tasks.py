@@ -53,6 +53,12 @@ class Tasks:
             return EVERYONE
         return OWN + rank
 
+    def views(self, row: Int, rank: Int) -> Int:
+        """`view` of many at once."""
+        everyone = (self.needs == "all")[row] | ((self.root[row] >= 0) & (rank == self.root[row]))
+        found: Int = np.where(everyone, EVERYONE, OWN + rank)
+        return found
+
     def views_of(self, row: int, rank: int, ranks: int) -> tuple[int, ...]:
         """The ends that depend on the arrival of `rank`."""
         sends = self.needs[row] == "root" and rank == self.root[row]

@@ -11,7 +11,7 @@ from ... import signals
 from ...align.groups import REPLICATE
 from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain
-from ...memory.use_by_step import main_place
+from ...memory.free import least_free
 from ...price.calibration import ModelError
 from ...study import Study
 from ...text import ms, size
@@ -26,8 +26,6 @@ from .shards import GATHER, gathers_parameters
 MATTERS: Final = 0.05
 """Share of the step that keeping parameters saves, from which on it is the bottleneck. Less is what it costs to hold a
 model in shards, and a healthy run may pay it."""
-MOST_USED: Final = 0.9
-"""Of the capacity, that may be used once all parameters are kept."""
 AGAIN: Final = 1.2
 """So many times the bytes of the first forward are gathered in a step, from which on some are gathered again."""
 
@@ -86,18 +84,14 @@ def _gathered(study: Study, domain: Domain) -> _Gathered | None:
 
 
 def _fit(study: Study, gathered: _Gathered) -> bool:
-    """Whether every rank has room for all parameters at its peak. Raises NotJudged where that is not known."""
-    uses = [use for rank in study.ranks if (use := main_place(study.memory_uses, rank)) is not None]
-    if not uses or any(use.share is None or not use.capacity for use in uses):
+    """Whether every rank surely has room for all parameters at its peak. Raises NotJudged where that is not known."""
+    free = least_free(study.memory, study.memory_uses, study.ranks)
+    if free is None:
         raise NotJudged(
             f"parameters are gathered {gathered.times:.1f} times in a step, and whether they could be kept is not "
             "known: how much memory is used, and how much there is, was not captured"
         )
-    for use in uses:
-        on_place = sum(other.place == use.place for other in uses) if use.on_host else 1
-        if (use.share or 0.0) + on_place * gathered.whole_bytes / (use.capacity or 1) > MOST_USED:
-            return False
-    return True
+    return gathered.whole_bytes <= free
 
 
 def _candidate(study: Study, gathered: _Gathered) -> Candidate:

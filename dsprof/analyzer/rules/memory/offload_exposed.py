@@ -14,8 +14,7 @@ from ... import signals
 from ...budget.lanes import MAIN, on_stream
 from ...candidate import Between, Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...memory.free import surely_free
-from ...memory.use_by_step import main_place
+from ...memory.free import least_free
 from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent, size
@@ -87,7 +86,7 @@ def exposed(study: Study) -> Found:
     waited = study.work("offload")
     if waited.mean() < LEAST_SHARE * study.step_ms:
         return []
-    room = _room(study)
+    room = least_free(study.memory, study.memory_uses, study.ranks)
     fits = room is not None and 0 < found.brought <= room and not _stays_away(study)
     hidden = 1.0 if fits else _could_be_hidden(study, found)
     if hidden <= 0:
@@ -115,18 +114,6 @@ def _could_be_hidden(study: Study, found: Offloaded) -> float:
     least = max(study.step_ms - found.exposed, found.busy)
     part = (study.step_ms - least) / found.exposed
     return part if part * found.exposed >= LEAST_SHARE * study.step_ms else 0.0
-
-
-def _room(study: Study) -> int | None:
-    """Bytes that are surely free where ranks keep their tensors, on the one with least; None: not known."""
-    free = []
-    for rank in study.ranks:
-        use = main_place(study.memory_uses, rank)
-        room = None if use is None else surely_free(study.memory, study.memory_uses, use)
-        if room is None:
-            return None
-        free.append(room)
-    return min(free, default=None)
 
 
 def _stays_away(study: Study) -> bool:
