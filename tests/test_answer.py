@@ -7,7 +7,7 @@ from dataclasses import replace
 import factories
 import pytest
 
-from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.analysis import Analysis, Verdict
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.verdict.headline import verdict_of
 
@@ -36,15 +36,18 @@ def test_what_most_likely_saves_much_is_named_though_it_is_no_problem() -> None:
     share = healthy.step_ms.mean / 100
     gain = replace(late.gain, ms=4.7 * share, percent=4.7, low=0.8 * share, high=8.6 * share)
     late = replace(late, severity="info", gain=gain, title="rank 32 arrives late", by_rank={}, together=None)
-    verdict = verdict_of(replace(healthy, findings=(late,), noise_ms=0.5 * share))
+
+    def of(finding: Finding, noise: float) -> Verdict:
+        return verdict_of(replace(healthy, findings=(finding, *healthy.findings), noise_ms=noise * share))
+
+    verdict = of(late, 0.5)
     assert verdict.status == "inconclusive"
     assert verdict.headline == (
         "rank 32 arrives late; fixing it most likely saves 8.21 ms of each 175 ms step (4.7 %), at least 1.40 ms and "
         "at most 15.0 ms: make the change and run it: `dsprof compare` of the two runs tells"
     )
-    in_noise = verdict_of(replace(healthy, findings=(late,), noise_ms=0.9 * share))
-    little = replace(late, gain=replace(gain, ms=2.9 * share, percent=2.9))
-    assert in_noise.status == verdict_of(replace(healthy, findings=(little,), noise_ms=0.5 * share)).status == "healthy"
+    assert of(late, 0.9).status == "healthy"  # the low end may be noise
+    assert of(replace(late, gain=replace(gain, ms=2.9 * share, percent=2.9)), 0.5).status == "healthy"
 
 
 @pytest.mark.parametrize("part", ["bubble", "peer_wait", "other"])
