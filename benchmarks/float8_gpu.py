@@ -2,10 +2,11 @@
 
     python benchmarks/float8_gpu.py --output benchmarks/results/float8_gpu.json      # three minutes, one GPU
 
-For each layer of inputs [M, K] and a weight [N, K] in bf16, forward and backward: as it is, in float8 by dsprof's engine,
-and by torchao (compiled) where it is installed. Arms take turns; each figure is the median of what the device took while
-the host was ahead of it. `predicted` is what `dsprof.engine.precision.gain` says from the device's data sheet, as the
-finding precision.fp8 and `fp8.filter: auto` do: at least, as expected, at most.
+For each layer of inputs [M, K] and a weight [N, K] in bf16, forward and backward: as it is, in float8 by dsprof's
+engine, and by torchao (compiled) where it is installed. Arms take turns; each figure is the median of what the device
+took while the host was ahead of it. `predicted` is what `dsprof.engine.precision.gain` says from the device's data
+sheet, as the finding precision.fp8 and `fp8.filter: auto` do: at least, as expected, at most. Writes after each shape,
+and goes on where it was.
 """
 
 from __future__ import annotations
@@ -133,8 +134,10 @@ def main() -> None:
     args = parser.parse_args()
     jobs: list[tuple[tuple[int, int, int], Recipe]] = [(shape, "tensorwise") for shape in SHAPES]
     jobs += [(shape, "rowwise") for shape in BY_ROWS]
-    each = []
+    each = json.loads(args.output.read_text())["each"] if args.output.exists() else []
     for shape, recipe in jobs:
+        if any((one["m"], one["k"], one["n"], one["recipe"]) == (*shape, recipe) for one in each):
+            continue
         each.append(measured(*shape, recipe))
         print(json.dumps(each[-1]), flush=True)
         result = {
