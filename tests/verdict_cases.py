@@ -110,7 +110,8 @@ def slow_edge(draw: Draw) -> Job:
 
 def many_units(draw: Draw) -> Job:
     args = words(draw, layers=draw.one(60, 40, 50, 70), width=draw.one(32, 16, 64))
-    return Job("fsdp.py", args, draw.one(2, 3), 36, "comm.small-messages", also=("comm.exposed",))
+    also = ("comm.exposed", "comm.redundant-gather")
+    return Job("fsdp.py", args, draw.one(2, 3), 36, "comm.small-messages", also=also)
 
 
 def checkpoints(draw: Draw) -> Job:
