@@ -74,8 +74,8 @@ def _overlapped(steps: Steps, ranks: tuple[int, ...], waited: Mapping[int, Bool]
         now = steps.costs
         work, transfer = now.work.copy(), now.transfer.copy()
         work[unwoken, :, WAKE_UP_DELAY] = 0.0
-        for mine in of_lane.values() if seen is not None else ():
-            if seen[mine].any():
+        for mine in of_lane.values():
+            if seen is not None and seen[mine].any():
                 transfer[mine] = np.where(seen[mine], transfer[mine], transfer[mine][seen[mine]].mean())
         return Costs(work, transfer, now.wire, now.size)
 
