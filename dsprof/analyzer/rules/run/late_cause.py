@@ -7,6 +7,7 @@ peers have of the same. Where none is, that is said, with what it is not.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -82,6 +83,9 @@ def without_core(late: Late) -> Cause | None:
         words = f"it may use {count(mine, 'core')} only ({others} elsewhere), and waits {ms(waited)} a step for one"
         bind = f"bind {late.who} to as many cores as the others (taskset, numactl, --cpus-per-task, cpuset.cpus)"
         return Cause("affinity", words, tuple(evidence), (Fix("code", bind),))
+    own = python_thread(late)
+    if own is not None:  # what has its core, and the lock that it wants, is its own process
+        return replace(own, evidence=(*own.evidence, *evidence))
     fix = (
         f"something else runs on the cores of {late.who} (workers, the job's own threads, another process): "
         "give each rank cores of its own"
