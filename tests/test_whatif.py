@@ -29,6 +29,7 @@ from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.lowering import Lower, Stages
 from dsprof.analyzer.whatif.merge import Merge
 from dsprof.analyzer.whatif.needless import GatheredOnce, InLastBackward, WithoutBuffers
+from dsprof.analyzer.whatif.overlapped_messages import OverlappedMessages
 from dsprof.analyzer.whatif.prefetched import Prefetched
 from dsprof.analyzer.whatif.rebucket import Rebucket, reduced_in_backwards
 from dsprof.analyzer.whatif.schedule import Reschedule, makespan, schedule_graph
@@ -219,6 +220,7 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: Reschedule(schedule.make_plan("1f1b", RANKS, 4)),
     lambda: Reschedule(schedule.make_plan("zero-bubble", RANKS, 4)),
     lambda: Lower(),
+    lambda: OverlappedMessages(),
     lambda: Relayout(costs(), Layout(pp=2, dp=2, zero=1, micro_batches=3), Assumed()),
     lambda: Lower(schedule.make_plan("1f1b", RANKS, 7)),
     lambda: Lower(schedule.make_plan("zero-bubble", RANKS, 3), Stages({(1, "F"): 0.5, (1, "B"): 0.7})),
@@ -253,7 +255,7 @@ def test_every_what_if_there_is_is_drawn() -> None:
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [29, 31, 25]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [30, 32, 26]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])
