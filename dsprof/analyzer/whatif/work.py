@@ -229,7 +229,7 @@ def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[
         parts = [k for part in change.removed for k in within(part)]
         waited = stood[:, chosen] if OFFLOAD in change.removed else np.zeros((structure.segments, len(chosen)))
         some = np.asarray(removed).any(axis=1)
-        taken = _Taken(steps, chosen, parts, waited)
+        taken = _TakenByThreads(steps, chosen, parts, waited)
         for r in np.flatnonzero(some).tolist():
             group = next(number for number, peer_group in enumerate(peer_groups) if peer_group[r])
             usual = taken.usual(group, structure.programs[r], np.flatnonzero(peer_groups[group] & ~some))
@@ -257,7 +257,7 @@ def within(part: str) -> list[int]:
     return [PARTS.index(part), SHARDING_PART] if part == "compute" else [PARTS.index(part)]
 
 
-class _Taken:
+class _TakenByThreads:
     """What threads take of `parts`: work of each segment, then how long it was stood still for, [2 * segments, S].
 
     stood: [W, S] ms"""
@@ -282,7 +282,7 @@ class _Taken:
 
 
 def _beyond_peers(taken: Float, usual: Float | None, removed: Float) -> tuple[Float, Float]:
-    """Which share goes of what a thread takes (`_Taken.by`), of its work and of how long it stood still, [segments, S],
+    """Which share goes of what a thread takes (`_TakenByThreads.by`), of its work and of how long it stood still, [segments, S],
     for `removed` ms of each step, [S], to go from where it takes longer than its peers usually do between the same
     points; where they do other things (None), from all of it in proportion."""
     share = taken / np.maximum(taken.sum(axis=0), 1e-9)
