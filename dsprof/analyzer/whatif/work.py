@@ -282,9 +282,9 @@ class _TakenByThreads:
 
 
 def _beyond_peers(taken: Float, usual: Float | None, removed: Float) -> tuple[Float, Float]:
-    """Which share goes of what a thread takes (`_TakenByThreads.by`), of its work and of how long it stood still, [segments, S],
-    for `removed` ms of each step, [S], to go from where it takes longer than its peers usually do between the same
-    points; where they do other things (None), from all of it in proportion."""
+    """Which share goes of what a thread takes (`_TakenByThreads.by`), of its work and of how long it stood still,
+    [segments, S], for `removed` ms of each step, [S], to go from where it takes longer than its peers usually do
+    between the same points; where they do other things (None), from all of it in proportion."""
     share = taken / np.maximum(taken.sum(axis=0), 1e-9)
     if usual is not None:
         more = np.clip(taken.mean(axis=1) - usual, 0, None)
