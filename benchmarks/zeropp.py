@@ -91,7 +91,7 @@ def rank_main(rank: int, port: int, steps: int, output: str) -> None:
         loss = sum(found["losses"][-last:]) / last
         row = {"first loss": round(found["losses"][0], 4), "loss": round(loss, 4), "bytes of a step": found["bytes"]}
         first = results["arms"].setdefault("stage 3", row)
-        row["beside stage 3, percent"] = round(100 * (loss / first["loss"] - 1), 2)
+        row["beside stage 3, percent"] = round(100 * (row["loss"] / first["loss"] - 1), 2)
         results["arms"][arm] = row
     if rank == 0:
         Path(output).write_text(json.dumps(results, indent=1) + "\n")
