@@ -118,14 +118,15 @@ def end(running: Running) -> dict[str, Any]:
     if status != 0 or not path.exists():
         return {"status": status, "output": said[-2000:]}
     found: dict[str, Any] = json.loads(path.read_text())
-    return {"status": 0, "output": said[-6000:], **found, "own_ms": float((running.folder / "done").read_text())}
+    return {"status": 0, "output": said[-6000:], **found, "own": json.loads((running.folder / "done").read_text())}
 
 
 def brief(found: dict[str, Any]) -> dict[str, Any]:
     if found["status"] != 0:
         return {"failed": found["output"]}
     return {
-        "own_step_ms": round(found["own_ms"], 3),
+        "own_step_ms": round(found["own"]["mean_ms"], 3),
+        "own_longest_ms": found["own"]["longest"],
         "step_ms": round(found["run"]["step_ms"]["mean"], 3),
         "verdict": found["verdict"]["status"],
         "headline": found["verdict"]["headline"],
@@ -155,13 +156,13 @@ def judged(pair: Pair, fault: dict[str, Any], mended: dict[str, Any] | None) -> 
     result["right"] = said is not None if pair.remark else first == pair.first
     if mended is None:
         return result
-    saved = fault["own_ms"] - mended["own_ms"]
+    saved = fault["own"]["mean_ms"] - mended["own"]["mean_ms"]
     result["saved_ms"] = round(saved, 3)
     result["twin_accused"] = [one["code"] for one in mended["findings"] if one["severity"] != "info"]
     if said is not None:
         gain = said["gain"]
         result["predicted_ms"] = [round(gain[key], 3) for key in ("low", "ms", "high")]
-        result["error_percent_of_step"] = round(100 * abs(gain["ms"] - saved) / fault["own_ms"], 2)
+        result["error_percent_of_step"] = round(100 * abs(gain["ms"] - saved) / fault["own"]["mean_ms"], 2)
         result["holds"] = gain["low"] <= saved <= gain["high"]
     return result
 

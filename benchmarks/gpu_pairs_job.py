@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import json
 import os
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,15 +45,18 @@ class Times:
         else:
             self.ends.append(time.perf_counter())
 
-    def mean_ms(self) -> float:
+    def told(self) -> dict[str, Any]:
+        """Mean step of those that are counted, and the three longest after the first ten, with their numbers; ms."""
         if GPU:
             torch.cuda.synchronize()
-        took = [
-            before.elapsed_time(after) if GPU else 1e3 * (after - before)
-            for before, after in zip(self.ends[:-1], self.ends[1:], strict=True)
-        ]
+        pairs = zip(self.ends[:-1], self.ends[1:], strict=True)
+        took = [b.elapsed_time(e) if GPU else 1e3 * (e - b) for b, e in pairs]
         counted = [took[step - 1] for step in COUNTED if step - 1 < len(took)]
-        return sum(counted) / len(counted)
+        longest = sorted(range(10, len(took) + 1), key=lambda step: -took[step - 1])[:3]
+        return {
+            "mean_ms": sum(counted) / len(counted), "median_ms": statistics.median(took[9:]),
+            "longest": [[step, round(took[step - 1], 2)] for step in longest],
+        }  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
@@ -203,9 +208,9 @@ def main() -> None:
         model = wrapped(GPT(args).to(device, torch.bfloat16), args)
         times = Times()
         (with_engine if args.by == "engine" else with_torch)(model, args, device, times)
-        mean_ms = times.mean_ms()
+        told = times.told()
         if args.done:
-            args.done.with_suffix(".new").write_text(str(mean_ms))
+            args.done.with_suffix(".new").write_text(json.dumps(told))
             args.done.with_suffix(".new").rename(args.done)
     gc.collect()
 
