@@ -48,7 +48,7 @@ class Sent:
     def end(self, span: Span) -> None:
         if span.kind == "comm" and span.purpose in ("parameter", "gradient") and span.lane:
             place = self.of_step.setdefault(span.step, {})
-            name = f"{span.purpose}, {span.lane.removeprefix('comm.')}"
+            name = f"{span.purpose}, {span.lane.removeprefix('comm.').removeprefix('gradients.')}"
             place[name] = place.get(name, 0) + (span.bytes or 0)
 
 

@@ -41,6 +41,7 @@ from ..zero.gather import Agreement
 from ..zero.packed import Nodes
 from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
+from ..zero.zero import GRADIENTS
 from . import arguments
 from .parallelize import arrange, shard_layers, share_parameters, stages_of
 from .sync import broadcast_model, check_same_config, check_same_model
@@ -278,7 +279,8 @@ def _open_comms(config: Config, parallel: Parallel, device: torch.device, hooks:
     machines = ranks_by_machine(replicas) if zero.zero_quantized_gradients else None
     if machines is not None:
         across = [list(ranks) for of_replica in machines for ranks in zip(*of_replica, strict=True)]
-        nodes = Nodes(comm("near", [ranks for each in machines for ranks in each]), comm("far", across))
+        within = [ranks for of_replica in machines for ranks in of_replica]
+        nodes = Nodes(comm(GRADIENTS[1], within), comm(GRADIENTS[2], across))
     hosts = None if parallel.data_hosts is parallel.data else parallel.data_hosts
     return Comms(comm("gradients", replicas), comm("parameters", replicas), near, nodes, hosts)
 

@@ -149,7 +149,8 @@ class QuantizedReduction:
         """Send each rank its part of `values` [ranks, rows, width] and of `flags` [ranks, rows, n]."""
         packed = _INT4.nbytes(self._width)
         sent = values.new_zeros(*values.shape[:2], packed + _aligned(flags.shape[-1]), dtype=torch.uint8)
-        _INT4.encode(values, sent[..., :packed])
+        for part, into in zip(values, sent, strict=True):  # each by itself, as it is widened to float32 meanwhile
+            _INT4.encode(part, into[..., :packed])
         sent[..., packed : packed + flags.shape[-1]] = flags != 0
         arrived = torch.empty_like(sent)
         self._flags = flags.shape[-1]
