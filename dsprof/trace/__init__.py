@@ -5,7 +5,8 @@ records  its records as arrays, of every format there was
 derive/  records as rows, and what they imply; table to table, whoever recorded them
 kineto/  traces of torch.profiler
 deep     such a trace of a few steps, as rows of a capture
-merge    captures into Parquet files and run.json
+merge    captures into Parquet files and run.json (merge_rank: what is of one rank)
+map_ranks  what is of one rank, done for all of them by an executor
 memory   side tables: segments, blocks and history of a device's allocator
 snapshot reads them from what torch dumps (plain_pickle: pickles that hold nothing but data)
 files    how the folder's files are written

@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from dsprof.trace.files import brief
+from .files import brief
 
 Result = TypeVar("Result")
 
