@@ -154,6 +154,7 @@ THIRD_PARTY: Final = {
 THIRD_PARTY_EXCEPTIONS: Final = {
     "dsprof.engine.config": {"pydantic"},
     "dsprof.reports.export.parquet": {"pyarrow"},
+    "dsprof.trace.dask_cluster": {"distributed"},
     "dsprof.reports.export.perfetto": {"perfetto"},
 }
 """Module or package -> packages that it alone of its layer may import."""

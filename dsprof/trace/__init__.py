@@ -12,6 +12,7 @@ snapshot reads them from what torch dumps (plain_pickle: pickles that hold nothi
 files    how the folder's files are written
 load     a run folder as a Trace, whose ranks are read one at a time
 process_pool  processes in which the ranks of a large trace are analyzed
+dask_cluster  workers of a Dask cluster that do it (cluster_worker: what they must have in common with this process)
 save     a Trace as a run folder, for importers
 strings  how pandas holds strings meanwhile
 """
