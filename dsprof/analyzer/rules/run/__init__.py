@@ -8,6 +8,7 @@ slow_chain         the same where devices lead: its host is late, or its device 
 unequal_shares     samples by speed, which the engine can give a slow rank
 late_cause         why a rank is late: a CPU quota, no core, its other threads, want of memory, a disk
 late               who of several takes longer for the same work
+late_pattern       when: always, for a while, in turn, or now and then
 gc_and_stops       garbage collection, and stops that are none of the known kinds
 checkpoint_stall   saving checkpoints while training stands still
 uneven_evaluation  evaluation that some ranks do while the others wait

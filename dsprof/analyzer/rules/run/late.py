@@ -9,11 +9,7 @@ import numpy as np
 
 from ...arrays import Bool, Float
 from ...price.confidence_interval import intervals
-from ...text import count, ms
 
-LEAST_OF_LATE: Final = 0.4
-"""A step in which a rank is less late than this share of what is typical where it is late is not one in which it was
-struck. Typical is what the steps that carry half of the lateness reach, so that one stall is not the measure."""
 LEAST_OF_WORST: Final = 0.1
 """A rank this much less late than the latest is not named beside it."""
 MOST_OF_WORK: Final = 0.95
@@ -63,13 +59,3 @@ def mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:
     """Mean of the slow ranks, and median of the others, of what is known [R]: 0 where nothing is."""
     mine, others = (of[np.isfinite(of)] for of in (by_rank[slow], by_rank[~slow]))
     return float(mine.mean()) if len(mine) else 0.0, float(np.median(others)) if len(others) else 0.0
-
-
-def lateness(late: Float) -> str:
-    """`50.0 ms late in every step`, or in how many steps; `late` is by how much in each, ms, [S]."""
-    falling = -np.sort(-np.clip(late, 0, None))
-    carried = np.cumsum(falling)
-    struck = late > LEAST_OF_LATE * falling[np.searchsorted(carried, carried[-1] / 2)]
-    if struck.mean() > 0.75:
-        return f"{ms(late.mean())} late in every step"
-    return f"{ms(late[struck].mean())} late in {struck.sum()} of {count(len(late), 'step')}"

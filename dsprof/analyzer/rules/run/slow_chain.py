@@ -19,7 +19,8 @@ from ..base import LEAST_SHARE
 from ..compute.recompile import compiling
 from ..data.experts import explained_by_tokens
 from ..data.unequal_input import explained_by_input
-from .late import late_ones, lateness, typical
+from .late import late_ones, typical
+from .late_pattern import find_pattern
 from .unequal_shares import shares_fix
 
 HOST: Final = "host"
@@ -99,12 +100,13 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
         if value - expected < 0.5 * (mine - typically):
             where = None  # most of it lies between the phases
     who = ranks_in_words(ranks)
-    late_by = lateness(late[named].mean(axis=0))
-    title = f"the {whose} of {who}{study.mesh.words(ranks)} is {late_by} and the other ranks wait"
+    pattern = find_pattern(late[named], ranks, graph.judged_steps)
+    evidence.append(Evidence("when", pattern.when, ""))
+    title = f"the {whose} of {who}{study.mesh.words(ranks)} is {pattern.late} and the other ranks wait"
     fixes = _fixes(who, where, on_device)
     by_speed = shares_fix(study, late[named].mean(axis=0), phases) if on_device else None
     fixes = fixes if by_speed is None else (*fixes, by_speed)
-    at = Where(ranks=ranks, op=where, steps=study.step_range)
+    at = Where(ranks=ranks, op=where, steps=pattern.steps or study.step_range)
     return Finding("rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share)
 
 
