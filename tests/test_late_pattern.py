@@ -11,6 +11,7 @@ from synthetic import Job
 from dsprof.analyzer import analyze
 from dsprof.analyzer.arrays import Float
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.rules.run.late import in_a_spell
 from dsprof.analyzer.rules.run.late_pattern import Pattern, find_pattern
 
 STEPS = 40
@@ -86,6 +87,8 @@ def straggler(forward: Callable[[int, int], float], ranks: int = 5) -> Finding |
     (lambda rank, step: 60 if rank == 2 else 40, (2,), "late in every step", "chronic: in every step"),
     (lambda rank, step: 90 if rank < 2 and step % 2 == rank else 40, (0, 1), "late in turn, in 30 of 30 steps,",
      "rotating: rank 0 in 15, rank 1 in 15 of 30 steps"),
+    (lambda rank, step: 90 if rank == 2 and 18 <= step < 26 else 40, (2,), "from step 18 to 25, and the others wait",
+     "transient: from step 18 to 25"),
 ])  # fmt: skip
 def test_the_finding_says_when(
     forward: Callable[[int, int], float], ranks: tuple[int, ...], title: str, when: str
@@ -96,6 +99,26 @@ def test_the_finding_says_when(
     assert title in found.title
     (said,) = (item.value for item in found.evidence if item.metric == "when")
     assert str(said).startswith(when)
+
+
+def test_a_passing_straggler_is_a_remark_as_it_may_not_come_again() -> None:
+    found = straggler(lambda rank, step: 90 if rank == 2 and 18 <= step < 26 else 40)
+    assert found is not None
+    assert found.severity == "info"
+    assert found.where.steps == (18, 25)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_that_are_disturbed_at_random_have_no_spell(seed: int) -> None:
+    drawn = np.random.default_rng(seed)
+    took = 40 + drawn.exponential(4, (5, STEPS)) + 30 * (drawn.random((5, STEPS)) < 0.04)
+    late = took - np.median(took, axis=0)
+    everyone = np.ones(5, bool)
+    assert not any(in_a_spell(late[rank], everyone, rank, took) for rank in range(5))
+    took = 40 + drawn.exponential(4, (5, STEPS))
+    took[3, 20:26] += 60
+    late = took - np.median(took, axis=0)
+    assert [rank for rank in range(5) if in_a_spell(late[rank], everyone, rank, took)] == [3]
 
 
 def test_a_healthy_job_has_no_late_rank_of_any_kind() -> None:

@@ -47,7 +47,7 @@ def find_pattern(late: Float, ranks: Sequence[int], steps: Int) -> Pattern:
 
     late: [R, S] ms, by how much each of `ranks` is late in each of `steps`, which are their numbers
     """
-    each = np.array([_struck(of_rank) for of_rank in late])
+    each = np.array([struck_steps(of_rank) for of_rank in late])
     someone: Bool = np.any(each, axis=0)
     if len(ranks) > 1 and each.any(axis=1).all() and _in_turn(each, someone):
         by = ms(float(late[each].mean()))
@@ -57,13 +57,13 @@ def find_pattern(late: Float, ranks: Sequence[int], steps: Int) -> Pattern:
             "rotating", f"{by} late in turn, in {someone.sum()} {of},", f"rotating: {', '.join(counts)} {of}"
         )
     mean = late.mean(axis=0)
-    struck = _struck(mean)
+    struck = struck_steps(mean)
     often = f"{struck.sum()} of {count(len(steps), 'step')}"
     if struck.mean() > CHRONIC:
         told = "in every step" if struck.all() else f"in {often}"
         return Pattern("chronic", f"{ms(float(mean.mean()))} late in every step", f"chronic: {told}")
     by = f"{ms(float(mean[struck].mean()))} late in {often}"
-    spell = _spell(struck)
+    spell = spell_of(struck)
     if spell is None:
         return Pattern("intermittent", by, f"now and then: in {often}, all over the run")
     first, last = spell
@@ -76,7 +76,7 @@ def find_pattern(late: Float, ranks: Sequence[int], steps: Int) -> Pattern:
     return Pattern("transient", f"{by}, {said},", f"transient: {said}", (int(steps[first]), int(steps[last])))
 
 
-def _struck(late: Float) -> Bool:
+def struck_steps(late: Float) -> Bool:
     """The steps in which a rank that is late by so much, ms, [S], was struck."""
     falling = -np.sort(-np.clip(late, 0, None))
     carried = np.cumsum(falling)
@@ -92,7 +92,7 @@ def _in_turn(each: Bool, someone: Bool) -> bool:
     )
 
 
-def _spell(struck: Bool) -> tuple[int, int] | None:
+def spell_of(struck: Bool) -> tuple[int, int] | None:
     """The shortest part of the run that has nearly all the struck steps, if it is a part and dense; first and last."""
     at = np.flatnonzero(struck)
     wanted = int(np.ceil(WITHIN * len(at)))
