@@ -114,6 +114,7 @@ EXCEPTIONS: Final = {
     },
     "dsprof.interactive.profiled": {"dsprof.collectors.arming.in_process", "dsprof.collectors.spans"},
     "dsprof.cli.fix": {"dsprof.analyzer.text"},
+    "dsprof.cli.report": {"dsprof.analyzer.analysis"},
     "dsprof.cli.tune": {"dsprof.analyzer.text"},
     "dsprof.cli.live": {"dsprof.collectors.capture.scratch"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
