@@ -16,7 +16,7 @@ from dsprof.run import DEFAULT_PARENT, RunError
 from .runs import UNREADABLE, USAGE, RunArgument, fail, find_run, reading
 
 if TYPE_CHECKING:
-    from dsprof import Analysis
+    from dsprof.analyzer.analysis import Analysis
 
 
 def command(
