@@ -15,6 +15,7 @@ from dsprof.analyzer.budget.activity import BUFFER
 from dsprof.analyzer.effect import Effect
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
+from dsprof.analyzer.rules.comm.fetched_parameters import with_live_parameters, with_prefetch_bucket
 from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
 from dsprof.analyzer.rules.comm.volume import with_short_gradients
@@ -87,6 +88,8 @@ def _dynamic(study: Study, value: Any) -> Effect:
 CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "ddp.bucket_cap_mb": with_cap,
     "zero_optimization.reduce_bucket_size": _bucket_size,
+    "zero_optimization.stage3_prefetch_bucket_size": with_prefetch_bucket,
+    "zero_optimization.stage3_max_live_parameters": with_live_parameters,
     "ddp.accumulate": _accumulate,
     "ddp.comm_hook": lambda study, value: with_short_gradients(study),
     "ddp.broadcast_buffers": _broadcast,

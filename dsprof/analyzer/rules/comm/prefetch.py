@@ -37,7 +37,7 @@ def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
     best, ahead = Gain(0.0, 0.0, 0.0, 0.0), 0
     before = _replay(study, domain, 0)
     for tried in AHEAD:
-        gain = mean_gain(study, _saved(study, before, _replay(study, domain, tried)))
+        gain = mean_gain(study, hidden_beside(study, before, before - _replay(study, domain, tried)))
         if gain.ms > best.ms + LEAST_SHARE * study.step_ms:
             best, ahead = gain, tried
     # No public setting of torch's does it where collectives run on the CPU: a remark.
@@ -68,10 +68,11 @@ def _replay(study: Study, domain: Domain, ahead: int) -> Float:
     return replay_divided(study, changes, "gathering earlier was not tried")
 
 
-def _saved(study: Study, before: Float, after: Float) -> Float:
-    """ms saved in each step, [S]: as much as there are cores for, since a backend needs them, too."""
-    saved: Float = before - beside_other_work(study, before, after)
-    return np.where(saved > 0, kept_of_overlap(study) * saved, saved)
+def hidden_beside(study: Study, before: Float, saved: Float) -> Float:
+    """Of ms that are saved in each step, [S], by gathering beside computation: as much as there are cores for, since a
+    backend needs them, too."""
+    left: Float = before - beside_other_work(study, before, before - saved)
+    return np.where(left > 0, kept_of_overlap(study) * left, left)
 
 
 def _fix(study: Study, domain: Domain, ahead: int, gain: Gain) -> Fix:
