@@ -344,6 +344,17 @@ ELSEWHERE = {
     "ddp.accumulate": ("test_rules_redundant.py", "ddp.accumulate"),
     "ddp.comm_hook": ("test_rules_volume.py", 'turned("ddp.comm_hook", "bf16", "RUN")'),
     "ddp.broadcast_buffers": ("test_rules_redundant.py", "ddp.broadcast_buffers"),
+    "zero_optimization.stage3_prefetch_bucket_size": ("test_zero_knobs.py", "saved(job(config(dialect, **ALONE)), PREFETCH"),
+    "zero_optimization.stage3_max_live_parameters": ("test_zero_knobs.py", "saved(job(facts), LIVE"),
+    "zero_optimization.stage": ("test_zero_knobs.py", "saved(made, STAGE, 1)"),
+    "zero_optimization.overlap_comm": ("test_zero_knobs.py", "OVERLAP, True)"),
+    "zero_optimization.offload_optimizer": ("test_rules_offload.py", "zero_optimization.offload_optimizer"),
+    "zero_optimization.offload_optimizer.device": ("test_rules_offload.py", "zero_optimization.offload_optimizer.device"),
+    "zero_optimization.offload_param": ("test_rules_offload.py", "zero_optimization.offload_param"),
+    "zero_optimization.offload_param.device": ("test_rules_offload.py", "zero_optimization.offload_param.device"),
+    "fsdp2.reshard_after_forward": ("test_zero_knobs.py", '"fsdp2.reshard_after_forward", False'),
+    "fsdp2.forward_prefetch": ("test_zero_knobs.py", "fsdp2.forward_prefetch"),
+    "fsdp2.backward_prefetch": ("test_zero_knobs.py", "fsdp2.backward_prefetch"),
     "heterogeneous.speeds": ("test_unequal_shares.py", "heterogeneous.speeds"),
 }
 """Key -> the file where its what-if is tested on a run that is not made up as easily, and by which words."""

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from .apply import Turn, WhatIf
 from .communications import without
 from .edit import Recut, followed_by
 from .issue_order import issue_edges
-from .merge import by_backward, merged
+from .merge import merged
 from .rebucket import Division, NotRebucketed
 from .select import Communications
 
@@ -49,7 +49,9 @@ none of them is still there when it is needed, and not gathered."""
 
 
 class Fetching(ABC):
-    """A policy of fetching."""
+    """A policy of fetching. stays: what was gathered in the first pass of a step is there in the others."""
+
+    stays: ClassVar[bool] = False
 
     @abstractmethod
     def starts(self, needs: Sequence[Need]) -> Starts:
@@ -143,6 +145,18 @@ class DeepSpeedFetching(Fetching):
         return found
 
 
+@dataclass(frozen=True)
+class GatheredWhole(Fetching):
+    """All parameters gathered together before the first module of the step, as stages 1 and 2 do when the optimizer has
+    updated them."""
+
+    stays: ClassVar[bool] = True
+
+    def starts(self, needs: Sequence[Need]) -> Starts:
+        units = {need.unit: place for place, need in reversed(list(enumerate(needs)))}
+        return [(0, sorted(units.values()))] if units else []
+
+
 def _needed_within(needs: Sequence[Need], place: int, distance: float) -> bool:
     """Whether what is needed at a place is needed again after at most so many elements."""
     between = 0.0
@@ -184,10 +198,10 @@ class FetchedBy(WhatIf):
         structure = steps.structure
         at_of, waits = issue_edges(structure), structure.first_waits
         source, packs, kept = structure.edges.source.copy(), list[list[int]](), list[int]()
-        for needs in passes(steps, self.of, self.element_bytes):
-            starts = self.policy.starts(needs)
+        for number, needs in enumerate(passes(steps, self.of, self.element_bytes)):
+            starts = [] if number and self.policy.stays else self.policy.starts(needs)
             gathered = {number for _, batch in starts for number in batch}
-            kept += [need.task for number, need in enumerate(needs) if number not in gathered]
+            kept += [need.task for place, need in enumerate(needs) if place not in gathered]
             for place, batch in starts:
                 packs.append([needs[number].task for number in batch])
                 for thread in range(structure.threads):
@@ -210,38 +224,50 @@ class FetchedBy(WhatIf):
 def passes(steps: Steps, of: Communications, element_bytes: int = 1) -> list[list[Need]]:
     """What each pass through the model, a forward and its backward, needs in order.
 
-    What is gathered of what the optimizer has updated (`of_update`) is of no pass. Backward needs modules in reverse;
-    of its first ones, which are the last of forward, nothing may be gathered again. Raises NotRebucketed where what is
-    gathered in a backward is not what was gathered in its forward.
+    Backward needs modules in reverse; of its first ones, which are the last of forward, nothing may be gathered again.
+    Raises NotRebucketed where what is gathered in a backward is not what was gathered in its forward.
     """
-    structure = steps.structure
-    families: dict[int, list[int]] = {}
-    after = set(of_update(steps, of).tolist())
-    for (begun, _, _), tasks in by_backward(steps, of).items():
-        families.setdefault(begun, []).extend(c for c in tasks if c not in after)
-    if not any(families.values()):
-        return []
-    some = next(tasks[0] for tasks in families.values() if tasks)
-    thread = int(structure.thread[structure.issues[structure.issues[:, 1] == some, 0]].min())
-    before = int(structure.backward[: structure.of_thread(thread).start].sum())
-    backwards = int(structure.backward[structure.of_thread(thread)].sum())
-    order = {begun - before: _as_waited_for(steps, tasks, thread) for begun, tasks in families.items()}
-    whole = order.get(0, [])
-    if not whole or not backwards:
-        raise NotRebucketed("not all of a pass, a forward and its backward, is in the step")
-    elements = np.mean(steps.size, axis=1) / element_bytes
-    found, forward = [], whole
-    for begun in range(1, backwards + 1):
-        tasks = order.get(begun, [])
-        again = len(tasks) - (len(whole) if begun < backwards else 0)
-        if not 0 <= again <= len(whole):
-            raise NotRebucketed("parameters are not gathered alike in each forward")
+    elements, found = np.mean(steps.size, axis=1) / element_bytes, []
+    for forward, backward in forwards_and_backwards(steps, of):
         needs = [Need(c, unit, float(elements[c])) for unit, c in enumerate(forward)]
-        for unit, c in zip(range(again - 1, -1, -1), tasks[:again], strict=True):
+        for unit, c in zip(range(len(backward) - 1, -1, -1), backward, strict=True):
             if abs(elements[c] - needs[unit].elements) > ALIKE * needs[unit].elements:
                 raise NotRebucketed("backward does not gather what forward did, in reverse")
             needs.append(Need(c, unit, needs[unit].elements))
         found.append(needs)
+    return found
+
+
+def forwards_and_backwards(steps: Steps, of: Communications) -> list[tuple[list[int], list[int]]]:
+    """Of each pass, the gathers that its forward needs and those that its backward does, in the order in which the
+    first rank of their group waits for them, or issues those that it is not seen to wait for.
+
+    What is gathered of what the optimizer has updated (`of_update`) is of no pass. Raises NotRebucketed where forwards
+    are not alike.
+    """
+    structure, after = steps.structure, set(of_update(steps, of).tolist())
+    chosen = set(of.of(structure).tolist()) - after
+    issued = [(segment, c) for segment, c in structure.issues.tolist() if c in chosen]
+    if not issued:
+        return []
+    thread = int(structure.thread[min(issued)[0]])
+    whole = structure.of_thread(thread)
+    mine = {c: segment + 1 for segment, c in issued if structure.thread[segment] == thread}
+    needed = {c: structure.first_waits.get((thread, c), begun) for c, begun in mine.items()}
+    begun = np.cumsum(structure.backward[whole])
+    order: dict[int, list[int]] = {}
+    for c in sorted(needed, key=lambda c: (needed[c], mine[c])):
+        order.setdefault(int(begun[min(needed[c] - whole.start, len(begun) - 1)]), []).append(c)
+    forward, backwards = order.get(0, []), int(begun[-1])
+    if not forward or not backwards:
+        raise NotRebucketed("not all of a pass, a forward and its backward, is in the step")
+    found, width = [], len(forward)
+    for number in range(1, backwards + 1):
+        tasks = order.get(number, [])
+        again = len(tasks) - (width if number < backwards else 0)
+        if not 0 <= again <= width:
+            raise NotRebucketed("parameters are not gathered alike in each forward")
+        found.append((forward, tasks[:again]))
         forward = tasks[again:]
     return found
 
@@ -260,11 +286,3 @@ def of_update(steps: Steps, of: Communications) -> Int:
             last[thread] = issued[c] if last[thread] == structure.segments else max(last[thread], issued[c])
     found = [c for c in of.of(structure).tolist() if c in issued and issued[c] > last[structure.thread[issued[c]]]]
     return np.array(found, np.int64)
-
-
-def _as_waited_for(steps: Steps, tasks: list[int], thread: int) -> list[int]:
-    """In the order in which a thread waits for them. Raises NotRebucketed where it does not wait for one."""
-    waits = steps.structure.first_waits
-    if any((thread, c) not in waits for c in tasks):
-        raise NotRebucketed("where parameters are waited for was not seen of each gather")
-    return sorted(tasks, key=lambda c: waits[thread, c])

@@ -69,7 +69,8 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
         raise NotJudged("no parameters were seen to be gathered in steps: they are all whole, or were kept")
     prefetch, live = (float(value), live) if key == PREFETCH else (prefetch, float(value))
     policy = (OwnFetching if is_own_engine(study) else DeepSpeedFetching)(prefetch, live, reuse)
-    links = {domain: _links(domain) for domain in sharded}
+    need_passes(study, sharded)
+    links = {domain: links_of_shards(domain) for domain in sharded}
     most = max(len(around) for of in links.values() for around in of.values())
     pairs = [_variant(study, links, policy if value != now else None, place) for place in range(most)]
     fewer, notes = _fewer(study, sharded, policy if value != now else None)
@@ -84,7 +85,7 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
     return Effect("comm.exposed", then, as_it_is, tuple(others), correct=correct, counts_cores=True, notes=notes)
 
 
-def _links(domain: Domain) -> dict[str, list[Link]]:
+def links_of_shards(domain: Domain) -> dict[str, list[Link]]:
     """Each group's link, and others that it may as well be. What one group moves may be all of one size: groups of the
     same ranks share their wires, so what another of them moves tells its latency from its bandwidth."""
     shards = domain.table[is_of_shards(domain.table)]
@@ -114,8 +115,7 @@ def _variant(
 
 
 def _fewer(study: Study, sharded: list[Domain], policy: Fetching | None) -> tuple[float, tuple[str, ...]]:
-    """The share of the collectives that there are no more, and what is to be said of it. Raises NotJudged where the
-    order in which parameters are needed is not seen."""
+    """The share of the gathers that there are no more, and what is to be said of it."""
     before = after = 0.0
     kept = 0.0
     for domain in sharded:
@@ -131,9 +131,22 @@ def _fewer(study: Study, sharded: list[Domain], policy: Fetching | None) -> tupl
                 after += len(steps.numbers) * sum(map(len, starts))
                 gathered = sum(len(batch) for of in starts for _, batch in of)
                 kept += len(steps.numbers) * (sum(map(len, needs)) - gathered)
-    if not before:
-        raise NotJudged("in which order a forward and its backward need parameters is not told by what they gather")
     a_step = len(study.need_graph().numbers)
     told_of = f"{count(round(after / a_step), 'gather')} a step instead of {round(before / a_step)}"
     told_of += f"; {round(kept / a_step)} are not needed, as what they gather is still there" if kept else ""
     return 1 - after / before, (told_of,)
+
+
+def need_passes(study: Study, sharded: list[Domain]) -> None:
+    """Raises NotJudged where the order in which modules need their parameters is not seen in most steps."""
+    for domain in sharded:
+        for group in domain.groups:
+            reasons: dict[str, int] = {}
+            for steps in study.need_graph().templates:
+                try:
+                    passes(steps, Communications(kinds=(GATHER,), groups=(group,)))
+                except NotRebucketed as reason:
+                    reasons[str(reason)] = reasons.get(str(reason), 0) + len(steps.numbers)
+            if 2 * sum(reasons.values()) > len(study.need_graph().numbers):
+                why = max(reasons, key=reasons.__getitem__)
+                raise NotJudged(f"the order in which modules need parameters is not seen: {why}")

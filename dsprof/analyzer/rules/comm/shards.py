@@ -127,7 +127,7 @@ def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) 
 def _units(study: Study, domain: Domain, replicas: Sequence[Domain]) -> _ShardUnits:
     table = domain.table[is_of_shards(domain.table)]
     a_step = len(table) / len(study.step_numbers) / table["group"].nunique()
-    worked = _sharding_ms(study)
+    worked = sharding_ms(study)
     # Where the work for units was seen, the calls to issue are in it.
     host_ms = 0.0 if worked else study.host_ms("gradient", "parameter")
     return _ShardUnits(domain, table, tuple(one.of("gradient") for one in replicas), a_step, worked, host_ms)
@@ -231,7 +231,7 @@ def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Lin
 
 
 @once
-def _sharding_ms(study: Study) -> float:
+def sharding_ms(study: Study) -> float:
     """What FSDP itself works for its units in a step, mean over ranks and steps; 0 where that is not recorded."""
     graph = study.need_graph()
     whole = sum(float(steps.work[..., SHARDING_PART].sum()) for steps in graph.templates)
