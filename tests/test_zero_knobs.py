@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from synthetic import BACKWARD, BROADCAST, FORWARD, OPTIMIZER, Accumulating, _collective, _record, _waited
 
-from dsprof.analyzer import analyze
 from dsprof.analyzer.ask import Answered, ask
 from dsprof.analyzer.study import study
 from dsprof.knobs.predicted import turned
@@ -83,7 +82,8 @@ class Layered(Accumulating):
         rows = trace.rows.astype({"name": object, "purpose": object})
         for kind in ("comm", "wait"):
             of_kind = rows["kind"] == kind
-            gradient = of_kind & rows["seq"].isin(rows["seq"][(rows["kind"] == "comm") & (rows["bytes"] != ELEMENTS * 4)])
+            reduces = (rows["kind"] == "comm") & (rows["bytes"] != ELEMENTS * 4)
+            gradient = of_kind & rows["seq"].isin(rows["seq"][reduces])
             rows.loc[of_kind, ["name", "purpose"]] = ["all_gather", "parameter"]
             rows.loc[gradient, ["name", "purpose"]] = ["reduce_scatter", "gradient"]
         return Trace.of(trace.run, rows)
@@ -186,7 +186,7 @@ def test_reductions_beside_backward() -> None:
     assert rows[0].gain is not None
     assert rows[0].gain.ms == 0
     assert rows[0].gain.high > 0
-    assert rows[0].notes == ("on CPUs DeepSpeed waits for each reduction where it issues it, whatever overlap_comm says",)
+    assert "waits for each reduction where it issues it, whatever overlap_comm says" in rows[0].notes[0]
 
 
 FSDP = [{"fact": "fsdp", "rank": r, "version": 2, "units": 4, "bytes": LAYERS * ELEMENTS * 4, "site": "train.py:9"}
@@ -196,8 +196,9 @@ FSDP = [{"fact": "fsdp", "rank": r, "version": 2, "units": 4, "bytes": LAYERS * 
 def test_fsdp2_keeps_what_forward_has_gathered() -> None:
     (kept,) = saved(job(FSDP), "fsdp2.reshard_after_forward", False)
     assert kept == pytest.approx(4 * GATHER_MS, rel=0.1)
-    assert "does not tell where backward would wait" in reason(job(FSDP, again=False), "fsdp2.reshard_after_forward", True)
-    assert "on 2 ranks" in reason(job(FSDP), "fsdp2.reshard_after_forward", 2)
+    key = "fsdp2.reshard_after_forward"
+    assert "does not tell where backward would wait" in reason(job(FSDP, again=False), key, True)
+    assert "on 2 ranks" in reason(job(FSDP), key, 2)
 
 
 @pytest.mark.parametrize("key", ["fsdp2.forward_prefetch", "fsdp2.backward_prefetch"])

@@ -82,7 +82,7 @@ def with_prefetch(backward: bool) -> Callable[[Study, Any], Effect]:
 def _gathers(study: Study) -> Communications:
     """Those of units. Raises NotJudged where fully_shard was not seen, or nothing is gathered."""
     if not any(fact.get("version") == 2 for fact in study.facts.get("fsdp", [])):
-        raise NotJudged("no fully_shard was seen in this run")
+        raise NotJudged("no call of fully_shard was seen in this run")
     groups = [group for one in domains(study) if gathers_parameters(one) for group in one.groups]
     if not groups:
         raise NotJudged("no unit was seen to gather its parameters in a step")

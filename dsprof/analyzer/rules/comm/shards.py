@@ -137,7 +137,7 @@ def with_modules_per_unit(study: Study, together: int) -> Effect:
     """FSDP2's units of so many of the present ones each. Raises NotJudged where fully_shard was not seen, or the run's
     own units are not of one module."""
     if not any(fact.get("version") == 2 for fact in study.facts.get("fsdp", [])):
-        raise NotJudged("no fully_shard was seen in this run")
+        raise NotJudged("no call of fully_shard was seen in this run")
     if MODULES in study.run.knobs:
         raise NotJudged(f"this run had --set {MODULES} itself; ask of a run without it")
     every = domains(study)
