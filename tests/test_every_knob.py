@@ -356,6 +356,8 @@ ELSEWHERE = {
     "fsdp2.forward_prefetch": ("test_zero_knobs.py", "fsdp2.forward_prefetch"),
     "fsdp2.backward_prefetch": ("test_zero_knobs.py", "fsdp2.backward_prefetch"),
     "heterogeneous.speeds": ("test_unequal_shares.py", "heterogeneous.speeds"),
+    "fp8": ("test_rules_float8.py", 'answered(trace, "fp8", '),
+    "fp8.enabled": ("test_rules_float8.py", 'answered(trace, "fp8.enabled", True)'),
 }
 """Key -> the file where its what-if is tested on a run that is not made up as easily, and by which words."""
 

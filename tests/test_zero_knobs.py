@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from synthetic import BACKWARD, BROADCAST, FORWARD, OPTIMIZER, Accumulating, _collective, _record, _waited
 
+from dsprof.analyzer import analyze
 from dsprof.analyzer.ask import Answered, ask
 from dsprof.analyzer.study import study
 from dsprof.knobs.predicted import turned
@@ -214,3 +215,10 @@ def test_fsdp2_on_cpus_hides_nothing_by_prefetching(key: str) -> None:
 def test_offloading_that_a_run_does_not_do(key: str) -> None:
     value = {"device": "cpu"} if key.endswith("optimizer") else "cpu"
     assert "is not told by a run that offloads nothing" in reason(job(config("dsprof")), key, value)
+
+
+def test_the_finding_of_the_engine_offers_its_key() -> None:
+    """As much ahead as the next module has, by the name of its key."""
+    analysis = analyze(job(config("dsprof", **ALONE)).sharded())
+    knobs = [dict(fix.knobs) for one in analysis.findings for fix in one.fixes]
+    assert any(PREFETCH in of for of in knobs), [one.title for one in analysis.findings]

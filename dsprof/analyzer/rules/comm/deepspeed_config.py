@@ -45,8 +45,18 @@ def stage_of(study: Study) -> int | None:
 
 
 def told(study: Study, setting: str) -> int:
-    """What DeepSpeed was told of a bucket's size, elements; 0: that is not known."""
-    return int(_told(study, setting) or 0)
+    """What the engine was told of a bucket's size, elements; 0: that is not known."""
+    if not is_own_engine(study):
+        return int(_told(study, setting) or 0)
+    config = zero_config(study)
+    if config is None:
+        return 0
+    zero = config.zero_optimization
+    return {
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "allgather_bucket_size": zero.allgather_bucket_size,
+        "prefetch_bucket_size": zero.stage3_prefetch_bucket_size,
+    }[setting]
 
 
 def elements(study: Study, size: float) -> int:

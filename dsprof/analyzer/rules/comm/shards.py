@@ -23,8 +23,8 @@ from ...text import count, size
 from ...whatif import WhatIf
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, at, code_fix, replay_divided, zero_stage
-from .deepspeed_config import elements, told, zero_fix
+from ..base import LEAST_SHARE, NotJudged, at, code_fix, replay_divided
+from .deepspeed_config import elements, stage_of, told, zero_fix
 from .dimensions import Domain, domains, waited_ms
 
 TOGETHER: Final = (2, 4, 8, 16)
@@ -255,7 +255,7 @@ def _fixes(study: Study, domain: Domain, best: _Merged) -> tuple[Fix, ...]:
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
         knobs = {MODULES: best.together} if fact.get("version") == 2 else {}
         return (code_fix(title, grouped, "", site, best.gain, knobs),)
-    if zero_stage(study) is not None:
+    if stage_of(study) is not None:
         return (_bucket_fix(study, domain, best),)
     return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)
 
