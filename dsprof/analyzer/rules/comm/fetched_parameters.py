@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import numpy as np
+
 from ...arrays import Float
 from ...effect import Effect
 from ...graph.link import Link, fit_link
+from ...graph.step_graph import WAKE_UP_DELAY
 from ...price.contention import freed_ms
 from ...study import Study
 from ...text import count
@@ -15,7 +18,7 @@ from ...whatif.fetching import DeepSpeedFetching, FetchedBy, Fetching, OwnFetchi
 from ...whatif.merge import Merge
 from ...whatif.rebucket import NotRebucketed
 from ...whatif.select import Communications
-from ..base import NotJudged
+from ..base import NotJudged, replay_divided
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
 from .dimensions import Domain, domains
 from .prefetch import hidden_beside
@@ -23,6 +26,8 @@ from .shards import GATHER, gathers_parameters, is_of_shards, links_around
 
 PREFETCH: Final = "stage3_prefetch_bucket_size"
 LIVE: Final = "stage3_max_live_parameters"
+FAR: Final = 2.0
+"""So many times larger, another collective tells more of the bytes of what is gathered together than gathers do."""
 SCATTER: Final = "reduce_scatter gradient"
 
 
@@ -82,7 +87,13 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
         return found
 
     (as_it_is, then), *others = pairs
-    return Effect("comm.exposed", then, as_it_is, tuple(others), correct=correct, counts_cores=True, notes=notes)
+    modelled = replay_divided(study, as_it_is, "no other limit was tried")
+    # Of both it is not told whether the job itself is the cause, or what else runs on its cores: that would stay.
+    unsure = fewer * (woken_late_ms(study) + freed_ms(study, modelled, moved))
+    return Effect(
+        "comm.exposed", then, as_it_is, tuple(others), correct=correct, counts_cores=True, unsure_ms=max(unsure, 0.0),
+        notes=notes,
+    )  # fmt: skip
 
 
 def links_of_shards(domain: Domain) -> dict[str, list[Link]]:
@@ -92,8 +103,13 @@ def links_of_shards(domain: Domain) -> dict[str, list[Link]]:
     together, found = fit_link(shards, on_device=domain.on_device), {}
     for group, table in shards.groupby(shards["group"].astype(str), sort=False):
         link = fit_link(table, on_device=domain.on_device)
-        link = together if together.fitted and not link.fitted else link
-        found[str(group)] = links_around(link, float(table["bytes"].median()))
+        larger = FAR * float(table["bytes"].max()) < float(shards["bytes"].max())
+        link = together if together.fitted and (larger or not link.fitted) else link
+        median = float(table["bytes"].median())
+        # What is gathered together is larger than all that was measured: it may be the bytes that take long.
+        whole = float(link.transfer_ms(np.array(median)))
+        of_bytes = Link(0.0, whole / max(median, 1.0), link.fitted, link.spread)
+        found[str(group)] = [*links_around(link, median), of_bytes]
     return found
 
 
@@ -135,6 +151,13 @@ def _fewer(study: Study, sharded: list[Domain], policy: Fetching | None) -> tupl
     told_of = f"{count(round(after / a_step), 'gather')} a step instead of {round(before / a_step)}"
     told_of += f"; {round(kept / a_step)} are not needed, as what they gather is still there" if kept else ""
     return 1 - after / before, (told_of,)
+
+
+def woken_late_ms(study: Study) -> float:
+    """How much later threads go on than what they waited for has ended, ms a step, mean over ranks."""
+    graph = study.need_graph()
+    whole = sum(float(steps.work[..., WAKE_UP_DELAY].sum()) for steps in graph.templates)
+    return whole / max(len(graph.numbers) * graph.leads, 1)
 
 
 def need_passes(study: Study, sharded: list[Domain]) -> None:
