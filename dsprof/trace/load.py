@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -14,6 +15,7 @@ from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS
 
 from .files import brief, open_parquet
+from .map_ranks import Observer
 from .memory import Memory, StoredMemory
 from .merge import bring_up_to_date, derive_anew, parquet_files, warn
 
@@ -64,10 +66,12 @@ class Trace:
         return concat_rows([self.read(rank) for rank in self.ranks])
 
 
-def load(folder: RunFolder) -> Trace:
-    """The run's trace, merged first if it is not. Raises RunError where there is nothing to read."""
-    info, unwritten = bring_up_to_date(folder)
-    return Trace(info, _Stored(folder, info, parquet_files(folder), unwritten), StoredMemory(folder))
+def load(folder: RunFolder, executor: Executor | None = None, observer: Observer | None = None) -> Trace:
+    """The run's trace, merged first if it is not. Raises RunError where there is nothing to read. `executor`,
+    `observer`: as in `map_ranks`, for the merging."""
+    info, unwritten = bring_up_to_date(folder, executor, observer)
+    here = RunFolder(folder.path.absolute())  # another process may have another working directory
+    return Trace(info, _Stored(here, info, parquet_files(here), unwritten), StoredMemory(folder))
 
 
 def concat_rows(tables: Sequence[pd.DataFrame], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
@@ -122,7 +126,7 @@ class _Stored:
         self, folder: RunFolder, info: RunInfo, files: Mapping[int, Path], unwritten: Mapping[int, pd.DataFrame]
     ) -> None:
         self._folder, self._info = folder, info
-        self._files = {rank: path.absolute() for rank, path in files.items()}
+        self._files = dict(files)
         self._held = {rank: _typed(rows) for rank, rows in unwritten.items()}
 
     @property

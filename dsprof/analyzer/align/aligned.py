@@ -17,10 +17,10 @@ import pandas as pd
 from dsprof.run import RunInfo, last_processes
 from dsprof.trace import Trace, concat_rows
 from dsprof.trace.load import EVERY_COLUMN
+from dsprof.trace.map_ranks import Observer, map_ranks
 from dsprof.trace.merge import warn
 
 from ..arrays import Int
-from ..map_ranks import Observer, map_ranks
 from .clock import Clocks, find_clocks, find_jumps
 from .numbering import number_by_order
 from .steps import late_beginnings, renumber_steps
