@@ -18,8 +18,9 @@ from ...text import ms, size
 from ...whatif.merge import by_backward
 from ...whatif.needless import GatheredOnce
 from ...whatif.select import Communications
-from ..base import NotConcerned, NotJudged, at, code_fix, config_sections, zero_stage
+from ..base import NotConcerned, NotJudged, at, code_fix, config_sections
 from ..rule import Found, Look, Rule
+from .deepspeed_config import stage_of
 from .dimensions import Domain, domains, need_every_rank, waited_ms
 from .shards import GATHER, gathers_parameters
 
@@ -71,16 +72,17 @@ def _gathered(study: Study, domain: Domain) -> _Gathered | None:
     """None where nothing is gathered again after the first forward."""
     steps = max(study.need_graph().templates, key=lambda of: len(of.numbers))
     first = every = 0.0
+    groups = 0
     for group in domain.groups:
         families = by_backward(steps, Communications(kinds=(GATHER,), groups=(group,)))
         if not families:
             continue
+        groups += 1
         earliest = min(begun for begun, _, _ in families)
         for (begun, _, _), tasks in families.items():
             moved = float(np.sum(steps.size[tasks].mean(axis=1)))
             first, every = first + moved * (begun == earliest), every + moved
-    groups = max(len(domain.groups), 1)
-    return _Gathered(domain, first / groups, every / first) if first and every >= AGAIN * first else None
+    return _Gathered(domain, first / max(groups, 1), every / first) if first and every >= AGAIN * first else None
 
 
 def _fit(study: Study, gathered: _Gathered) -> bool:
@@ -132,7 +134,7 @@ def _fix(study: Study, gathered: _Gathered, gain: Gain) -> Fix:
         title += ", and model.set_reshard_after_backward(False) in all micro-batches but the last" if again else ""
         knobs = {} if again else {"fsdp2.reshard_after_forward": False}
         return code_fix(f"{title}: {costs}", "reshard_after_forward", False, site, gain, knobs)
-    if zero_stage(study) is not None:
+    if stage_of(study) is not None:
         return _lower_stage(study, gathered, gain)
     return Fix("code", f"keep parameters from forward to backward: {costs}", gain=gain)
 

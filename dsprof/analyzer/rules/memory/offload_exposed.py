@@ -80,7 +80,7 @@ def exposed(study: Study) -> Found:
     signals.steps(study)
     found = offloaded(study)
     if found is None:
-        if not _sections(study):
+        if not offloading_sections(study):
             raise NotConcerned
         raise NotJudged("states or parameters are offloaded, and what is copied for that was not recorded")
     waited = study.work("offload")
@@ -119,11 +119,11 @@ def _could_be_hidden(study: Study, found: Offloaded) -> float:
 def _stays_away(study: Study) -> bool:
     """Whether more is offloaded than is brought: states that a host's optimizer updates where they are. What memory
     must hold without that is then several times what is copied."""
-    optimizer = _sections(study).get("offload_optimizer")
+    optimizer = offloading_sections(study).get("offload_optimizer")
     return optimizer is not None and optimizer.get("device") == "cpu"
 
 
-def _sections(study: Study) -> dict[str, Mapping[str, Any]]:
+def offloading_sections(study: Study) -> dict[str, Mapping[str, Any]]:
     """Name -> section of the job's configuration that offloads something."""
     found: dict[str, Mapping[str, Any]] = {}
     for zero in config_sections(study, "zero_optimization"):
@@ -154,7 +154,7 @@ def _finding(study: Study, found: Offloaded, price: Price, room: int | None, hid
 
 
 def _fixes(study: Study, gain: Gain, room: int | None, hidden: float) -> Iterator[Fix]:
-    sections = _sections(study)
+    sections = offloading_sections(study)
     if room is not None:
         for name in sections:
             yield _set(name, "device", "none", "keep it where it is used", gain)
