@@ -10,12 +10,14 @@ from made_up_layout import ONCE, OPTIMIZER, B, F, costs
 
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.layout import Assumed, Layout, Wire, step_of
+from dsprof.analyzer.layout.held_bytes import activations_at_once
 from dsprof.analyzer.layout.relayout import LayoutWanted, effect_of
 from dsprof.analyzer.layout.stage_work import stage_work
 from dsprof.analyzer.layout.step_lowered import MOST_MICROBATCHES, lowered
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.whatif import Refused, apply
 from dsprof.analyzer.whatif.work import ScaleWork
+from dsprof.engine.schedule import make_plan, peak_activations
 from dsprof.knobs import KnobError
 from dsprof.knobs.layouts import read_layout
 from dsprof.plan.network import Network
@@ -193,3 +195,17 @@ def test_how_it_is_typed() -> None:
     ):
         with pytest.raises(KnobError, match=says):
             read_layout(**{**nothing, **word})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)]
+)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_activations_that_ranks_hold_at_once_are_those_of_the_whole_plan(
+    schedule: str, chunks: int, stages: int
+) -> None:
+    """Of any number of micro-batches: GPipe holds all of them."""
+    for count in (stages, 4 * stages, 8 * stages, 20 * stages):
+        whole = make_plan(schedule, stages, count, chunks)
+        layout = Layout(pp=stages, schedule=schedule, chunks=chunks, micro_batches=count)
+        assert activations_at_once(layout) == peak_activations(whole, "B"), count
