@@ -7,14 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from made_up_layout import ONCE, OPTIMIZER, B, F, costs
+from made_up_pipeline import MadeUpPipeline
 
 from dsprof.analyzer.graph.replay import replay
-from dsprof.analyzer.layout import Assumed, Layout, Wire, step_of
+from dsprof.analyzer.layout import Assumed, Layout, Wire, layout_costs, step_of
 from dsprof.analyzer.layout.held_bytes import activations_at_once
 from dsprof.analyzer.layout.relayout import LayoutWanted, effect_of
 from dsprof.analyzer.layout.stage_work import stage_work
 from dsprof.analyzer.layout.step_lowered import MOST_MICROBATCHES, lowered
 from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.study import study
 from dsprof.analyzer.whatif import Refused, apply
 from dsprof.analyzer.whatif.work import ScaleWork
 from dsprof.engine.schedule import make_plan, peak_activations
@@ -209,3 +211,16 @@ def test_activations_that_ranks_hold_at_once_are_those_of_the_whole_plan(
         whole = make_plan(schedule, stages, count, chunks)
         layout = Layout(pp=stages, schedule=schedule, chunks=chunks, micro_batches=count)
         assert activations_at_once(layout) == peak_activations(whole, "B"), count
+
+
+def test_messages_whose_sizes_were_not_told_take_what_they_took() -> None:
+    """As in traces of other tools: none is said to be empty, and none to take no time."""
+    job = MadeUpPipeline(stages=2, bytes=None, link=lambda source, target: 6.0)
+    found = layout_costs(study(job.trace()))
+    assert found.activation_bytes is None
+    assert found.stages.ms(0.0, 2) == pytest.approx(6.0, rel=0.01)
+    told = layout_costs(study(job.with_(bytes=1 << 20).trace()))
+    four = Layout(pp=4, micro_batches=8)
+    assert step_of(found, four) == pytest.approx(step_of(told, four), rel=0.01)
+    (note,) = [note for note in effect_of(found, four).notes if "hand on" in note]
+    assert note.endswith("was not seen: messages between stages are taken to take as long as in the run")

@@ -50,7 +50,8 @@ def in_words(costs: LayoutCosts, *layouts: Layout) -> list[str]:
     if any(_uneven(costs, one) for one in layouts):
         said.append("layers were not timed: stages are even parts of those that ran, give or take 15 %")
     if any(one.pp > 1 for one in layouts) and costs.activation_bytes is None:
-        said.append("what layers hand on was not seen: messages between stages are taken to be small")
+        sizes = "are taken to take as long as in the run" if costs.stages.measured else "are taken to be small"
+        said.append(f"how much layers hand on was not seen: messages between stages {sizes}")
     if any(one.dp > 1 for one in layouts) and not costs.replicas.measured:
         said.append("the run has no replicas: what they would exchange is taken to go over the link between stages")
     if any(one.tp != ran.tp for one in layouts):
