@@ -79,6 +79,20 @@ def test_activations_computed_again_take_a_forward_more() -> None:
     assert step_of(again, again.ran) - step_of(again, layout) == pytest.approx(8 * F)
 
 
+def test_of_a_run_that_computes_a_part_again_only_that_part_is_saved() -> None:
+    """A quarter of forward: without, each micro-batch takes so much less; of uneven stages each what is its own, and no
+    backward less than nothing."""
+    ran = Layout(dp=2, micro_batches=8, recompute=True)
+    partly = costs(ran=ran, recompute_ms=F / 4, taken={(0, "F"): F, (0, "B"): B + F / 4})
+    assert step_of(partly, ran) == pytest.approx(8 * (F + B + F / 4) + ONCE + OPTIMIZER)
+    assert step_of(partly, ran) - step_of(partly, replace(ran, recompute=False)) == pytest.approx(8 * F / 4)
+    assert "25 % of forward is computed again, as in the run" in effect_of(partly, replace(ran, micro_batches=4)).notes
+    taken = {(0, "F"): 2.0, (0, "B"): 6.0, (1, "F"): 18.0, (1, "B"): 54.0}
+    uneven = costs(ran=replace(ran, pp=2), recompute_ms=10.0, taken=taken, layers=None, model_bytes=(4e6, 4e6))
+    assert stage_work(uneven, 2).backward == pytest.approx((4.0, 36.0))
+    assert min(stage_work(replace(uneven, taken={**taken, (0, "B"): 1.0}), 2).backward) == 0.0
+
+
 def test_many_micro_batches_take_as_long_as_if_all_were_lowered() -> None:
     for layout in (
         Layout(pp=4, dp=2, zero=1, micro_batches=2 * MOST_MICROBATCHES + 3),

@@ -113,6 +113,12 @@ class LayoutCosts:
     def stage_count(self) -> int:
         return self.ran.pp * self.ran.chunks
 
+    @property
+    def computed_again(self) -> float:
+        """Of a forward, what a backward computes again in a layout that does: as in the run, or all."""
+        forward = sum(self.taken[stage, "F"] for stage in range(self.stage_count)) / self.stage_count
+        return self.recompute_ms / forward if self.recompute_ms and forward else 1.0
+
 
 @once
 def layout_costs(study: Study) -> LayoutCosts:
