@@ -74,7 +74,8 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "pipelining": Collector(
         "loop.pipelining", LOOP, "torch.distributed.pipelining: each stage's micro-batches, and the schedule",
-        judges=("pipeline.bubble", "pipeline.imbalance", "rank.straggler", "data.imbalance"), each_call=True,
+        judges=("pipeline.bubble", "pipeline.imbalance", "pipeline.stall", "rank.straggler", "data.imbalance"),
+        each_call=True,
     ),
     "checkpoints": Collector(
         "loop.checkpoints", LOOP, "saving checkpoints: torch.save, DCP, safetensors and trainers",

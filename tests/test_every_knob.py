@@ -345,6 +345,8 @@ ELSEWHERE = {
     "ddp.comm_hook": ("test_rules_volume.py", 'turned("ddp.comm_hook", "bf16", "RUN")'),
     "ddp.broadcast_buffers": ("test_rules_redundant.py", "ddp.broadcast_buffers"),
     "heterogeneous.speeds": ("test_unequal_shares.py", "heterogeneous.speeds"),
+    "fp8": ("test_rules_float8.py", 'answered(trace, "fp8", '),
+    "fp8.enabled": ("test_rules_float8.py", 'answered(trace, "fp8.enabled", True)'),
 }
 """Key -> the file where its what-if is tested on a run that is not made up as easily, and by which words."""
 

@@ -227,6 +227,19 @@ def test_the_configuration_is_stated_where_nothing_is_asked_for(turn: Turn, grou
     assert (fact["dialect"], fact["path"], fact["content"]) == ("dsprof", None, config)
 
 
+def test_float8_reaches_the_engine(turn: Turn, group: None) -> None:
+    """Its layer rounds inputs to three bits of mantissa: 1.03 is 1 there."""
+    facts = turn({"fp8.enabled": True, "fp8.filter": "all"})
+    module = importlib.import_module("dsprof.engine.setup.initialize")
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    layer = nn.Linear(16, 16, bias=False)
+    nn.init.ones_(layer.weight)
+    engine = module.initialize(model=layer, config=config)[0]
+    assert engine(torch.full((1, 16), 1.03)).tolist() == [[16.0] * 16]
+    engine.destroy()
+    assert (told(facts, "fp8.enabled")["value"], told(facts, "fp8.enabled")["was"]) == (True, None)
+
+
 def test_an_argument_that_is_not_there_is_told(turn: Turn) -> None:
     facts = turn({"loader.nun_workers": 2})
     assert told(facts, "loader.nun_workers")["why"] == "DataLoader has no argument nun_workers; it has num_workers"

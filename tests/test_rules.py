@@ -134,7 +134,7 @@ def test_what_is_absent_is_said_by_the_signal_and_not_by_the_rule(measured: Stud
 
 
 def test_who_explains_a_part() -> None:
-    assert explaining("bubble") == ("pipeline.imbalance", "pipeline.bubble")
+    assert explaining("bubble") == ("pipeline.imbalance", "pipeline.stall", "pipeline.bubble")
     assert explaining("peer_wait") == ("rank.straggler", "data.imbalance", "moe.imbalance", "compute.recompile")
     assert explaining("memory") == ()
     assert rule_of("no.such") is None

@@ -10,10 +10,16 @@ from made_up_device import DeviceJob
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.ask import ask
+from dsprof.analyzer.finding import Finding, Gain
 from dsprof.analyzer.rules.compute.float8 import covering
+from dsprof.analyzer.study import study
 from dsprof.engine.precision.gain import layer_time, listed_rates
+from dsprof.fix import proposals
+from dsprof.knobs import flags, parse_settings
+from dsprof.knobs.predicted import turned
 from dsprof.schema import COUNTED, FLOPS, LINEAR_FACT
+from dsprof.trace import Trace
 
 H100: Final = "NVIDIA H100 80GB HBM3"
 ROWS: Final = 8192
@@ -26,6 +32,10 @@ SMALL: Final = [["blocks.0.gate", 1024, 256, "bfloat16"], ["head", 8192, 50_257,
 def analyzed(
     layers: list[list[Any]], *more: dict[str, Any], device: str | None = H100, counted: bool = True
 ) -> Analysis:
+    return analyze(job(layers, *more, device=device, counted=counted))
+
+
+def job(layers: list[list[Any]], *more: dict[str, Any], device: str | None = H100, counted: bool = True) -> Trace:
     """A job of two ranks whose forward calls each layer once, with ROWS rows."""
     trace, _ = DeviceJob(steps=24, item_every=1).run()
     before, rows = trace.rows, []
@@ -53,7 +63,7 @@ def analyzed(
     for fact in whole.run.facts:
         if fact["fact"] == "device" and device is not None:
             fact["name"] = device
-    return analyze(whole)
+    return whole
 
 
 def of(analysis: Analysis) -> Finding | None:
@@ -82,11 +92,75 @@ def test_large_layers_in_bf16() -> None:
 
 
 def test_the_engines_configuration_is_given() -> None:
-    found = of(analyzed(LARGE, {"fact": "config", "rank": 0, "dialect": "dsprof", "content": {}}))
+    analysis = analyzed(LARGE, of_engine({"fp8": {"enabled": False, "skip": ["head"]}}))
+    found = of(analysis)
     assert found is not None
-    assert [dict(one) for one in found.fixes[0].patch] == [
-        {"op": "add", "path": "/fp8", "value": {"enabled": True, "filter": ["blocks.*.up"]}}
-    ]
+    section = {"enabled": True, "skip": ["head"], "filter": ["blocks.*.up"]}
+    assert [dict(one) for one in found.fixes[0].patch] == [{"op": "add", "path": "/fp8", "value": section}]
+    (one,) = (one for one in proposals(analysis.to_dict()) if one.code == "precision.fp8")
+    assert one.knobs == {"fp8": section}
+    (_, word) = flags(one.knobs.items())
+    assert parse_settings([word]) == {"fp8": section}  # as it is typed
+
+
+def of_engine(content: Any) -> dict[str, Any]:
+    return {"fact": "config", "rank": 0, "dialect": "dsprof", "path": "ds.json", "content": content}
+
+
+def test_a_configuration_that_was_not_kept_is_not_patched() -> None:
+    found = of(analyzed(LARGE, of_engine(None)))
+    assert found is not None
+    assert [(fix.kind, fix.patch, fix.knobs) for fix in found.fixes] == [("config", (), ())]
+
+
+def test_an_engine_that_computes_in_float8_is_not_told_to() -> None:
+    analysis = analyzed(LARGE, of_engine({"fp8": {"enabled": True}}))
+    assert of(analysis) is None
+    assert "precision.fp8" not in {*analysis.passed, *analysis.not_judged}
+
+
+# --- asked about
+
+
+def answered(trace: Trace, key: str, value: Any) -> Gain | str:
+    (row,) = ask(study(trace), [[turned(key, value, "RUN")]]).rows
+    return row.reason if row.gain is None else row.gain
+
+
+def test_what_float8_would_save_can_be_asked() -> None:
+    """As long as the device leads, all that its layers save."""
+    trace = job([*LARGE, *SMALL], of_engine({}))
+    rates = listed_rates(H100, "bfloat16")
+    assert rates is not None
+    least, expected, most = (2e3 * layer_time(ROWS, 8192, 28_672, one).saved for one in rates)
+    found = answered(trace, "fp8.enabled", True)
+    assert isinstance(found, Gain), found
+    assert found.ms == pytest.approx(expected, rel=0.02)
+    assert found.low <= least * 1.02
+    assert found.high >= most * 0.98
+    one = answered(trace, "fp8", {"enabled": True, "filter": ["blocks.0.*"]})
+    assert isinstance(one, Gain)
+    assert one.ms == pytest.approx(expected / 2, rel=0.02)
+    none = answered(trace, "fp8", {"enabled": True, "skip": ["blocks.*.up"]})
+    assert isinstance(none, Gain)
+    assert none.ms == pytest.approx(0, abs=1e-6)
+    loses = answered(trace, "fp8", {"enabled": True, "filter": "all", "skip": ["blocks.*.up"]})
+    assert isinstance(loses, Gain)
+    assert loses.ms < 0  # a small layer
+
+
+@pytest.mark.parametrize(
+    ("layers", "content", "device", "value", "says"),
+    [
+        (LARGE, None, H100, True, "no configuration of dsprof's engine"),
+        (LARGE, {}, H100, False, "float8 off"),
+        (LARGE, {"fp8": {"enabled": True}}, H100, False, "which does not tell what they take without"),
+        (LARGE, {}, "NVIDIA A100-SXM4-80GB", True, "not predicted: NVIDIA A100-SXM4-80GB has no float8"),
+        ([], {}, H100, True, "the sizes of linear layers are not known"),
+    ],
+)
+def test_what_is_not_told_is_said(layers: list[list[Any]], content: Any, device: str, value: bool, says: str) -> None:
+    assert says in str(answered(job(layers, of_engine(content), device=device), "fp8.enabled", value))
 
 
 @pytest.mark.parametrize("layers", [SMALL[:1], SMALL[1:]])

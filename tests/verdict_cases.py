@@ -89,9 +89,29 @@ def short_pipeline(draw: Draw) -> Job:
     return Job("pipeline.py", args, stages, 40, "pipeline.bubble")
 
 
+def slow_edge(draw: Draw) -> Job:
+    """What one stage sends to the next goes over a link that the kernel paces."""
+    stages, micro_batches = draw.one(3, 4), draw.one(12, 8, 16)
+    source, link = draw.place(1, stages - 1), draw.between(10.0, 6.0, 14.0)
+    args = words(
+        draw, schedule=draw.one("1F1B", "GPipe"), micro_batches=micro_batches, rows=2048, slow_edge=source, link=link,
+        forward_ms=4,
+    )  # fmt: skip
+
+    def under_way_ms(outcome: Outcome) -> float:
+        return micro_batches * 2048 * 32 * 4 / link / 1e3
+
+    # A part of it hides behind the computation; and some of each message goes out at once.
+    return Job(
+        "pipeline.py", args, stages, 30, "pipeline.stall", {"ranks": [source, source + 1], "stage": source + 1},
+        ("pipeline.bubble",), (gains_in_all(under_way_ms, 0.35, 1.1),),
+    )  # fmt: skip
+
+
 def many_units(draw: Draw) -> Job:
     args = words(draw, layers=draw.one(60, 40, 50, 70), width=draw.one(32, 16, 64))
-    return Job("fsdp.py", args, draw.one(2, 3), 36, "comm.small-messages", also=("comm.exposed",))
+    also = ("comm.exposed", "comm.redundant-gather")
+    return Job("fsdp.py", args, draw.one(2, 3), 36, "comm.small-messages", also=also)
 
 
 def checkpoints(draw: Draw) -> Job:
@@ -242,6 +262,7 @@ def experts(draw: Draw) -> Job:
 FAMILIES: Final[dict[str, Callable[[Draw], Job]]] = {
     "uneven pipeline": uneven_pipeline,
     "pipeline with few micro-batches": short_pipeline,
+    "slow link between stages": slow_edge,
     "FSDP2 with many units": many_units,
     "checkpoints": checkpoints,
     "evaluation on rank 0": lone_evaluation,

@@ -19,6 +19,7 @@ from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
 from dsprof.analyzer.rules.comm.volume import with_short_gradients
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
+from dsprof.analyzer.rules.compute.float8 import with_float8
 from dsprof.analyzer.rules.data.data_stall import supply
 from dsprof.analyzer.rules.run.unequal_shares import with_speeds
 from dsprof.analyzer.study import Study
@@ -96,6 +97,8 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "gc.every": _collect_every,
     "loader.num_workers": _workers,
     "heterogeneous.speeds": with_speeds,
+    "fp8": with_float8,
+    "fp8.enabled": with_float8,
 }
 """Key -> (study, value) -> what that changes. Raises NotJudged where this run does not tell."""
 

@@ -296,7 +296,7 @@ class PipelineEngine(BaseEngine):
     def _mean(self, losses: list[Any], microbatches: int, weight: float) -> Tensor:
         """Over the ranks of the last stage, where the losses are, each counted by its replica's `weight`."""
         total = torch.zeros((), dtype=torch.float64, device=self.state.device)
-        for loss in losses:
+        for loss in losses if weight else ():  # what is not finite would stay so times 0
             total.add_(loss.double().mean(), alpha=weight)
         self.parallel.everyone.all_reduce(total, "pipeline").wait()
         mesh = self.parallel.mesh

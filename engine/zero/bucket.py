@@ -28,6 +28,12 @@ def travels_in(param: ShardedParam, config: Config) -> torch.dtype:
     return DTYPES.get(config.communication_data_type or "", param.dtype)
 
 
+def has_samples(config: Config) -> bool:
+    """Whether gradients of this rank count: not those of one whose share of each micro-batch is 0 (`heterogeneous`). It
+    sends zeros in their place, since what is not finite in them would stay so times 0."""
+    return config.train_micro_batch_size_per_gpu > 0
+
+
 def adds_up_in(param: ShardedParam, config: Config) -> torch.dtype:
     """The dtype in which its gradients of several micro-batches are added up, in every stage: its master's, which is
     fp32 for half precisions, unless the configuration says otherwise."""

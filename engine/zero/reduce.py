@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..comm.comm import Comm
 from ..comm.consensus import any_rank
 from ..config import Config
-from .bucket import Bucket, BucketExchange, MicrobatchSums, await_host_copies, divide, read_flags, scales
+from .bucket import Bucket, BucketExchange, MicrobatchSums, await_host_copies, divide, has_samples, read_flags, scales
 from .bucket_layout import BackwardPart, BucketLayout
 from .placeholder import no_torch_function
 from .ready import ReadyGradients
@@ -51,6 +51,7 @@ class Reducer:
         self._late: list[ShardedParam] = []
         self.local = comm.size == 1
         """Leave gradients as this rank has them: it is alone, or the optimizer communicates (stage 0 only)."""
+        self._counts = has_samples(config)
         self._ever_used: set[ShardedParam] = set()
         self._next = 0
         """The first bucket that has not been sent in this backward."""
@@ -329,6 +330,8 @@ class Reducer:
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
+        if not self._counts:
+            bucket.absent = list(range(len(bucket.params)))
         if self._hosts is not None:
             self._sent.update(bucket.params[at] for at in bucket.present)
         bucket.flag(self._exchange.rows(bucket), bool(self._late))

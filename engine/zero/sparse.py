@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..config import Config
-from .bucket import MicrobatchSums, travels_in
+from .bucket import MicrobatchSums, has_samples, travels_in
 from .shard import ShardedParam
 
 
@@ -55,6 +55,8 @@ class SparseReducer:
         rows = [_rows(self._accumulated.pop(param, param.param.grad)) for param in self._params]
         for param in self._params:
             param.param.grad = None
+        if not has_samples(self._config):
+            rows = [None] * len(rows)
         device = self._params[0].param.device
         counts = torch.empty(self._comm.size, len(rows), dtype=torch.int64, device=device)
         mine = [-1 if row is None else len(row[0]) for row in rows]

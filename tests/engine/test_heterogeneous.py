@@ -178,6 +178,73 @@ def test_replicas_of_a_pipeline_have_unequal_shares(
     assert len({evaluated for _, (evaluated,), _ in found}) == 1
 
 
+class Spoilt(nn.Module):
+    """A model whose loss is NaN on `spoils`, if it says so, as a logarithm of nothing is."""
+
+    def __init__(self, spoils: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(5, WIDTH, dtype=torch.float64)
+        self.inner = Whole()
+        self.factor = torch.nan if spoils else 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = self.table(torch.arange(len(x)) % 5)
+        loss: Tensor = self.inner(x.to(rows.dtype) + rows, y) * self.factor
+        return loss
+
+
+def train_spoilt(rank: int, spoils: bool, keys: dict[str, Any]) -> tuple[list[Tensor], Any]:
+    """The weights, and the last norm of the gradients; the last of three ranks has no samples."""
+    config = configuration([1, 2, None], 3, **keys)
+    engine = quiet_initialize(model=Spoilt(spoils and rank == 2), config=config, training_data=Points())
+    batches = RepeatingLoader(engine.training_dataloader)
+    for _ in range(2 * ACCUMULATE):
+        engine.backward(engine(*next(batches)))
+        engine.step()
+    norm = float(engine.get_global_grad_norm())
+    engine.destroy()
+    return [param.detach().clone() for param in engine.module.parameters()], norm
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"zero_optimization": {"stage": 0}},
+        {"zero_optimization": {"stage": 1, "contiguous_gradients": False}, "sparse_gradients": True},
+        {"zero_optimization": {"stage": 2, "reduce_bucket_size": 30, "reduce_scatter": False}},
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "bf16": {"enabled": True}},
+    ],
+    ids=["stage 0", "stage 1, rows", "stage 2", "stage 3, bf16"],
+)
+def test_a_loss_that_is_not_a_number_of_a_rank_without_samples_does_not_count(
+    ranks: Ranks, keys: dict[str, Any]
+) -> None:
+    found = ranks.run(3, train_spoilt, True, keys)
+    expected = ranks.run(3, train_spoilt, False, keys)
+    for (weights, norm), (others, other) in zip(found, expected, strict=True):
+        assert norm == other
+        assert all(torch.equal(a, b) for a, b in zip(weights, others, strict=True))
+
+
+def train_spoilt_pipeline(rank: int, spoils: bool) -> tuple[list[float], list[Tensor]]:
+    """The second replica has no samples."""
+    factor = torch.nan if spoils and rank % 2 == 1 else 1.0
+    model = PipelineModule([*layers(), lambda x: x * factor], loss_fn=nn.functional.mse_loss, seed_layers=True)
+    config = configuration([3, 1, 3, None], 3, zero_optimization={"stage": 2}, pipeline={"stages": 2})
+    engine = quiet_initialize(model=model, config=config, training_data=Points())
+    losses = [engine.train_batch().item() for _ in range(2)]
+    engine.destroy()
+    return losses, [param.detach().clone() for param in engine.module.parameters()]
+
+
+def test_nor_does_that_of_a_pipeline_without_samples(ranks: Ranks) -> None:
+    found, expected = ranks.run(4, train_spoilt_pipeline, True), ranks.run(4, train_spoilt_pipeline, False)
+    for (losses, weights), (others, their) in zip(found, expected, strict=True):
+        assert losses == others
+        assert all(torch.equal(a, b) for a, b in zip(weights, their, strict=True))
+
+
 def evaluate(rank: int, speeds: Speeds, as_shared: bool) -> float:
     """The mean loss where the first replica's is 1 and the second's 4, of 1 and 2 samples, or of 3 on each."""
     config = configuration(list(speeds), 3, pipeline={"stages": 2})

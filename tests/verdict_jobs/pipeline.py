@@ -1,8 +1,10 @@
-"""A stage a rank under torch.distributed.pipelining; one stage may take longer than the others."""
+"""A stage a rank under torch.distributed.pipelining; one stage may take longer than the others, or the link between two
+of them be slow."""
 
 import torch
 import torch.nn.functional as F
-from common import Log, arguments, finish, mlp, start
+from common import HURRY, Log, arguments, finish, mlp, start
+from paced_link import pace
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
@@ -15,6 +17,9 @@ def main():
     parser.add_argument("--forward-ms", type=float, default=2.0, help="of one micro-batch in one stage")
     parser.add_argument("--slow-stage", type=int)
     parser.add_argument("--slow-by", type=float, default=2.2)
+    parser.add_argument("--rows", type=int, default=4, help="of a micro-batch: 128 bytes each are sent")
+    parser.add_argument("--slow-edge", type=int, help="stage whose activations go over a slow link to the next one")
+    parser.add_argument("--link", type=float, default=10.0, help="what that moves, MB/s")
     args = parser.parse_args()
     rank, stages = start(args.seed)
     log = Log(args)
@@ -25,8 +30,10 @@ def main():
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.1)
 
     batches = torch.Generator().manual_seed(args.seed)
-    for _ in range(args.steps):
-        inputs = torch.randn(4 * args.micro_batches, 32, generator=batches)
+    for number in range(args.steps):
+        if number == 1 and args.slow_edge is not None and not HURRY:
+            pace(args.slow_edge, args.slow_edge + 1, int(args.link * 1e6))
+        inputs = torch.randn(args.rows * args.micro_batches, 32, generator=batches)
         losses = []
         if rank == 0:
             schedule.step(inputs)

@@ -15,7 +15,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..arrays import Int
+from ..arrays import Bool, Int
 from ..columns import Words, codes_of
 from .backends import by_backend
 
@@ -33,8 +33,16 @@ SEND_RECV: Final = "send_recv"
 PAIR: Final = r" (\d+)>(\d+)(?: #\d+)?$"
 """How the group of a message ends."""
 
+BOTH_SIDES: Final = ("all", "handed")
+"""What `needs` says where nothing arrives anywhere before all have come."""
+
 INFORMATIVE_NS: Final = 200_000
 """A wait for a message that took less says that the message was there already, not when it came."""
+EARLY_NS: Final = 1_000_000
+"""Where senders go on so much sooner than what they sent is there, in the median of a pair's messages, they wait only
+until they have handed it over, as gloo does with what fits into the socket's buffer."""
+FEWEST: Final = 8
+"""Messages of a pair that tell so."""
 
 
 def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
@@ -45,7 +53,7 @@ def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.Data
     ranks issued it.
     `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known.
     `needs` says whose arrival a participant depends on: `all`, `root` (the root on all, the others on it), `to-root`
-    (the root on all),
+    (the root on all), `handed` (all on all, but the root, which sends, goes on once it has handed the message over),
     `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
     `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
     """
@@ -144,6 +152,7 @@ class _Sorted:
 
 NOT_ENDED: Final = np.iinfo(np.int64).min
 NOT_TOLD: Final = NOT_ENDED
+NEVER: Final = np.iinfo(np.int64).max
 
 
 def _sorted(comm: pd.DataFrame, codes: Int, names: Words) -> _Sorted:
@@ -264,7 +273,11 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     long = pd.DataFrame({"group": matched_group(waits, run), "seq": waits["seq"], "rank": waits["rank"]})
     mine = pd.DataFrame({"group": matched_group(comm, run), "seq": comm["seq"], "rank": comm["rank"]})
     informative = pd.MultiIndex.from_frame(mine).isin(pd.MultiIndex.from_frame(long))[of.order]
-    told = np.where(informative & (of.end != NOT_ENDED), of.end, np.iinfo(np.int64).max)
+    told = np.where(informative & (of.end != NOT_ENDED), of.end, NEVER)
+    sends = (comm["name"] == "send").to_numpy(bool)[of.order]
+    handed = _handed_over(of, sends, informative)
+    of_message = np.repeat(handed, np.diff(np.append(of.begins, len(of.seq))))
+    told = np.where(of_message & sends, NEVER, told)
     by_rank = np.lexsort((of.rank, np.repeat(np.arange(len(of.begins)), np.diff(np.append(of.begins, len(of.seq))))))
     other = np.append(True, np.diff(of.rank[by_rank]) != 0)
     other[of.begins] = True
@@ -273,15 +286,29 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
             **of.table(comm),
             "ranks": np.add.reduceat(other.astype(np.int64), of.begins),
             "told_ns": np.minimum.reduceat(told, of.begins),
+            "needs": np.where(handed, "handed", "all"),
+            "root_rank": np.where(handed, np.maximum.reduceat(np.where(sends, of.rank, -1), of.begins), -1),
         }
     )
     matched = matched[(matched["end_ns"] != NOT_ENDED) & (matched["ranks"] == 2)].reset_index(drop=True)
     if matched.empty:
         return matched
-    ended = matched["told_ns"].where(matched["told_ns"] != np.iinfo(np.int64).max, matched["last_ns"])
-    return matched.assign(
-        name=SEND_RECV, needs="all", root_rank=-1, root_ns=-1, transfer_ns=(ended - matched["last_ns"]).clip(lower=0)
-    )
+    ended = matched["told_ns"].where(matched["told_ns"] != NEVER, matched["last_ns"])
+    return matched.assign(name=SEND_RECV, root_ns=-1, transfer_ns=(ended - matched["last_ns"]).clip(lower=0))
+
+
+def _handed_over(of: _Sorted, sends: Bool, informative: Bool) -> Bool:
+    """Of which messages the senders do not wait until they are there, but until they have handed them over: of all of a
+    pair, or of none. The arguments are of each participant; one for each message comes back."""
+    ended = of.end != NOT_ENDED
+    sent = np.maximum.reduceat(np.where(sends & ended, of.end, NOT_ENDED), of.begins)
+    come = np.maximum.reduceat(np.where(~sends & ended & informative, of.end, NOT_ENDED), of.begins)
+    known = (sent != NOT_ENDED) & (come != NOT_ENDED)
+    sooner = pd.Series(np.where(known, come - np.where(known, sent, 0), 0)[known])
+    by_pair = sooner.groupby(of.group[known])
+    early = by_pair.median()[by_pair.size() >= FEWEST] > EARLY_NS
+    found: Bool = np.isin(of.group, early.index[early].to_numpy(object))
+    return found
 
 
 def _transfer(matched: pd.DataFrame, run: RunInfo | None) -> Int:
@@ -344,7 +371,7 @@ def arrivals(table: pd.DataFrame, rank: npt.NDArray[np.int64]) -> npt.NDArray[np
     needs = table["needs"].to_numpy(object)
     root = table["root_rank"].to_numpy(np.int64)
     last, first = table["last_ns"].to_numpy(np.int64), table["root_ns"].to_numpy(np.int64)
-    everyone = (needs == "all") | (np.isin(needs, ["root", "to-root"]) & (rank == root))
+    everyone = np.isin(needs, BOTH_SIDES) | (np.isin(needs, ["root", "to-root"]) & (rank == root))
     of_root = (needs == "root") & (rank != root)
     result: npt.NDArray[np.int64] = np.where(everyone, last, np.where(of_root, first, -1))
     return result

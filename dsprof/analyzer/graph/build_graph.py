@@ -137,7 +137,7 @@ class _Builder:
         # Tasks that keep a worker of their lane beyond their own step: step -> lane -> until when, ns.
         self.overhanging: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         after = np.append(self.reference, np.iinfo(np.int64).max)[tasks.home + 1]
-        keeps = (tasks.home >= 0) & (tasks.end > after) & (tasks.workers > 0) & (tasks.needs == "all")
+        keeps = (tasks.home >= 0) & (tasks.end > after) & (tasks.workers > 0) & tasks.shared
         for index in np.flatnonzero(keeps).tolist():
             later, until = int(tasks.home[index]) + 1, int(tasks.end[index])
             while later < len(numbers) and follows[later] and until > self.reference[later]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from ..align.backends import backend_of
-from ..align.match import SEND_RECV
+from ..align.match import BOTH_SIDES, SEND_RECV
 from ..arrays import Float, Int
 from ..budget.lane_tasks import LaneTasks
 from .chains import Flows, RankChains
@@ -21,7 +22,10 @@ from .events import ISSUE, ProgramEvents
 
 EVERYONE, OWN = 0, 1
 """Whose arrival the end of a task depends on, as a rank sees it: on that of all; OWN + i: on that of rank i itself and,
-where a root sends, on the root's."""
+where a root sends, on the root's. Of a message whose sender goes on once it has handed it over, OWN + i is that moment,
+for which the receiver must have come, too."""
+HANDED: Final = "hand_over pipeline"
+"""Kind of the task that is: the pipeline's message until its sender goes on."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,22 @@ class Tasks:
 
     def view(self, row: int, rank: int) -> int:
         """Which end of a communication a rank waits for: EVERYONE, or OWN + rank."""
+        if self.needs[row] == "handed":
+            return OWN + rank if rank == self.root[row] else EVERYONE
         if self.needs[row] == "all" or (self.root[row] >= 0 and rank == self.root[row]):
             return EVERYONE
         return OWN + rank
 
+    @property
+    def shared(self) -> npt.NDArray[np.bool_]:
+        """Whether nothing of it arrives anywhere before all have come."""
+        found: npt.NDArray[np.bool_] = np.isin(self.needs, BOTH_SIDES)
+        return found
+
     def views_of(self, row: int, rank: int, ranks: int) -> tuple[int, ...]:
         """The ends that depend on the arrival of `rank`."""
+        if self.needs[row] == "handed":
+            return EVERYONE, OWN + int(self.root[row])
         sends = self.needs[row] == "root" and rank == self.root[row]
         return (EVERYONE, *(OWN + i for i in (range(ranks) if sends else (rank,))))
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import Bool, Int
 from .events import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, ProgramEvents, actions_of
 from .step_graph import Edges, Structure, Task
-from .tasks import EVERYONE, Tasks
+from .tasks import EVERYONE, HANDED, Tasks
 
 END, ISSUED = "end", "issue"
 """What a step is supplied with by others."""
@@ -50,7 +50,7 @@ def find_template(
     """
     threads = len(leads)
     gradients = _waited_gradients(events, table.gradient)
-    views = {*awaited, *((i, EVERYONE) for i in np.flatnonzero(here).tolist() if table.needs[i] == "all")}
+    views = {*awaited, *((i, EVERYONE) for i in np.flatnonzero(here & table.shared).tolist())}
     views |= {(index, table.view(index, int(leads[rank]))) for _, rank, index in gradients if here[index]}
     found = _EdgeFinder(table, here, sorted(views), len(events.rank) + threads, leads)
     # The events of a thread lie between its segments: one ends at each, and the next begins.
@@ -117,10 +117,11 @@ class _EdgeFinder:
 
 def _task(table: Tasks, index: int, view: int) -> Task:
     workers = int(table.workers[index])
-    takes_worker = view == EVERYONE and table.needs[index] == "all" and workers > 0
+    takes_worker = view == EVERYONE and bool(table.shared[index]) and workers > 0
+    handed = view != EVERYONE and table.needs[index] == "handed"
     return Task(
         lane=str(table.lane[index]),
-        kind=str(table.kind[index]),
+        kind=HANDED if handed else str(table.kind[index]),
         gradient=bool(table.gradient[index]),
         workers=workers if takes_worker else None,
         owner=int(table.owner[index]),

@@ -12,6 +12,7 @@ without_flows   no chain waits for another of its rank
 communications  collectives and messages removed, added, or moved over another link
 needless        reductions and broadcasts that a step can do without
 prefetched      gathers issued earlier
+overlapped_messages  what a pipeline's stages send each other goes beside their computation
 issue_order     in which order a lane takes tasks that are issued elsewhere
 rebucket        gradients in other buckets
 merge           neighbouring collectives in one

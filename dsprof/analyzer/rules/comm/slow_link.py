@@ -93,7 +93,7 @@ def _compared(study: Study, domain: Domain, table: pd.DataFrame, group: str) -> 
             whole, peers_whole = whole + float(alike["ms"].sum()), peers_whole + usual * len(alike)
             if most is None or alike["ms"].sum() > most[0]:
                 most = float(alike["ms"].sum()), str(name), bytes_, typical, usual
-    if most is None or peers_whole <= 0 or _wants_cores(study, domain, group):
+    if most is None or peers_whole <= 0 or wants_cores(study, _ranks_of(study, group)):
         return None
     members = study.mesh.of_group(group)
     ranks = _ranks_of(study, group) if members is not None else ()
@@ -118,8 +118,8 @@ def _ranks_of(study: Study, group: str) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in known)) if known else ()
 
 
-def _wants_cores(study: Study, domain: Domain, group: str) -> bool:
-    """Whether ranks of the group wait longer for a core than others, by as much as matters: on CPUs their backend's
+def wants_cores(study: Study, ranks: tuple[int, ...]) -> bool:
+    """Whether one of these ranks waits longer for a core than the others, by as much as matters: on CPUs its backend's
     threads do, too."""
     if study.contended is None:
         return False
@@ -127,7 +127,7 @@ def _wants_cores(study: Study, domain: Domain, group: str) -> bool:
     if wanted.shape[0] != len(study.ranks) or not np.isfinite(wanted).any():
         return False
     each = np.nanmean(np.where(np.isfinite(wanted), wanted, np.nan), axis=1)
-    mine: Bool = np.isin(study.ranks, _ranks_of(study, group))
+    mine: Bool = np.isin(study.ranks, ranks)
     if not mine.any() or mine.all():
         return False
     more = float(np.nanmax(each[mine]) - np.nanmedian(each[~mine]))

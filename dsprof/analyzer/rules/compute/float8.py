@@ -12,15 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from dsprof.data_sheets import find_device
-from dsprof.engine.precision.gain import LayerTime, Rates, divides, layer_time, listed_rates
+from dsprof.engine.precision.gain import LayerTime, Rates, Recipe, divides, layer_time, listed_rates
 from dsprof.schema import LINEAR_FACT
+from dsprof.words import fits
 
 from ... import signals
+from ...arrays import Float
+from ...effect import Effect
 from ...finding import FROM_SHAPES, Evidence, Finding, Fix, Gain, Where
 from ...study import Study
 from ...text import clean, count, ms, percent
-from ..base import OWN_ENGINE, NotConcerned, NotJudged, code_fix, script_of
+from ...whatif.work import Change, LessWork
+from ..base import OWN_ENGINE, NotConcerned, NotJudged, code_fix, engine_config, script_of
 from ..rule import Look, Rule
 
 CODE: Final = "precision.fp8"
@@ -33,16 +39,17 @@ MOST_NAMED: Final = 8
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A layer of one rank. m: rows of a call, mean; calls: a step."""
+    """A layer of one rank. m: rows of a call, mean; calls: a step; recipe: by which it would be scaled."""
 
     name: str
     m: int
     k: int
     n: int
     calls: float
+    recipe: Recipe = "tensorwise"
 
     def times(self, rates: Rates) -> LayerTime:
-        return layer_time(self.m, self.k, self.n, rates)
+        return layer_time(self.m, self.k, self.n, rates, self.recipe)
 
     def saved_ms(self, rates: Rates) -> float:
         """A step; negative: float8 is slower."""
@@ -55,18 +62,15 @@ class LinearLayer:
 
 def layers_in_float8(study: Study) -> list[Finding]:
     """The layers that gain, those that do not, and what all of them gain."""
+    if _section(engine_config(study) or {}).get("enabled"):
+        raise NotConcerned("the engine computes in float8 already")
     every = _rates(study)
     expected = every[1]
     by_rank = _layers(study)
     gaining = {rank: [one for one in layers if one.saved_ms(expected) > 0] for rank, layers in by_rank.items()}
     if not any(gaining.values()):
         return []
-    share = {rank: sum(one.as_is_ms(expected) for one in layers) for rank, layers in by_rank.items()}
-    if max(share.values()) > study.step_ms:
-        raise NotJudged(
-            f"linear layers would take {ms(max(share.values()))} by their shapes, and the step takes "
-            f"{ms(study.step_ms)}: the step that was counted is not like the others"
-        )
+    share = _shares(study, by_rank, expected)
     sums = [[sum(one.saved_ms(rates) for one in layers) for layers in gaining.values()] for rates in every]
     # A device that its host keeps waiting does not end the step sooner by what it computes sooner.
     idle = min(study.unseen_idle_ms, study.step_ms) / study.step_ms if study.led_by_devices else 1.0
@@ -75,6 +79,64 @@ def layers_in_float8(study: Study) -> list[Finding]:
     gain = Gain(mean, 100 * mean / study.step_ms, min(low, mean), max(*sums[2], mean), method=FROM_SHAPES)
     rank = max(gaining, key=lambda one: sum(layer.saved_ms(expected) for layer in gaining[one]))
     return [_finding(study, by_rank[rank], gaining[rank], expected, gain, share[rank])]
+
+
+def with_float8(study: Study, value: Any) -> Effect:
+    """What `fp8` of the engine's configuration does. value: the section, or its `enabled`; what it leaves out is as the
+    job has it. Raises NotJudged where that is not known."""
+    content = engine_config(study)
+    if content is None:
+        raise NotJudged("the job has no configuration of dsprof's engine, whose section fp8 is")
+    now = _section(content)
+    if now.get("enabled"):
+        raise NotJudged("layers compute in float8 in this run, which does not tell what they take without")
+    then = {**now, **value} if isinstance(value, Mapping) else {**now, "enabled": value}
+    if not then.get("enabled"):
+        raise NotJudged("that is what the run had: float8 off")
+    try:
+        every = _rates(study)
+    except NotConcerned as without:
+        raise NotJudged(f"what it takes is not predicted: {without}") from None
+    by_rank = _layers(study, then.get("recipe", "tensorwise"))
+    _shares(study, by_rank, every[1])
+    taken = {rank: _taken(layers, then, every[1]) for rank, layers in by_rank.items()}
+    of_rates = [
+        (LessWork("what float8 saves", Change({"compute": _saved(study, taken, rates)}), study.peer_groups),)
+        for rates in (every[1], every[0], every[2])
+    ]
+    note = "by the sizes of the layers and the device's data sheet"
+    return Effect(CODE, of_rates[0], others=(((), of_rates[1]), ((), of_rates[2])), notes=(note,))
+
+
+def _section(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`fp8` of a configuration; empty where there is none."""
+    return content["fp8"] if isinstance(content.get("fp8"), Mapping) else {}
+
+
+def _taken(layers: Sequence[LinearLayer], section: Mapping[str, Any], rates: Rates) -> list[LinearLayer]:
+    """Those that the engine would choose, by the section's `filter` and `skip`."""
+    chosen, skipped = section.get("filter", "auto"), section.get("skip", ())
+    left = [one for one in layers if not any(fits(one.name, pattern) for pattern in skipped)]
+    if isinstance(chosen, str):
+        return [one for one in left if chosen == "all" or one.saved_ms(rates) > 0]
+    return [one for one in left if any(fits(one.name, pattern) for pattern in chosen)]
+
+
+def _saved(study: Study, taken: Mapping[int, Sequence[LinearLayer]], rates: Rates) -> Float:
+    """[R, S] ms of each rank's compute in each judged step."""
+    of_rank = [sum(one.saved_ms(rates) for one in taken.get(rank, ())) for rank in study.ranks]
+    return np.repeat(np.array(of_rank)[:, None], study.work("compute").shape[1], axis=1)
+
+
+def _shares(study: Study, by_rank: Mapping[int, Sequence[LinearLayer]], rates: Rates) -> dict[int, float]:
+    """Rank -> what the products of all its linear layers take, ms a step. Raises NotJudged if that cannot be."""
+    share = {rank: sum(one.as_is_ms(rates) for one in layers) for rank, layers in by_rank.items()}
+    if max(share.values(), default=0.0) > study.step_ms:
+        raise NotJudged(
+            f"linear layers would take {ms(max(share.values()))} by their shapes, and the step takes "
+            f"{ms(study.step_ms)}: the step that was counted is not like the others"
+        )
+    return share
 
 
 def _finding(
@@ -108,19 +170,19 @@ def _finding(
 def _fixes(study: Study, patterns: Sequence[str], gain: Gain) -> tuple[Fix, ...]:
     further = len(patterns) - MOST_NAMED
     shown = ", ".join(map(clean, patterns[:MOST_NAMED])) + (f" and {further} more" if further > 0 else "")
-    if _by_engine(study):
-        section = {"enabled": True, "filter": list(patterns)}
+    content = engine_config(study)
+    if content is not None or any(fact.get("dialect") == OWN_ENGINE for fact in study.facts.get("config", [])):
         title = f'"fp8": {{"enabled": true, "filter": [...]}} in the engine\'s configuration, of {shown}'
-        return (Fix("config", title, ({"op": "add", "path": "/fp8", "value": section},), gain),)
+        if content is None:  # too long to be kept: a section that it may have would be replaced
+            return (Fix("config", title, gain=gain),)
+        section = {**_section(content), "enabled": True, "filter": list(patterns)}
+        patch = {"op": "add", "path": "/fp8", "value": section}
+        return (Fix("config", title, (patch,), gain, (("fp8", section),)),)
     title = (
         "torchao.float8.convert_to_float8_training(model, module_filter_fn=...), which takes these layers alone, and "
         f"torch.compile, which fuses the casts: {shown}"
     )
     return (code_fix(title, "module_filter_fn", list(patterns), script_of(study), gain),)
-
-
-def _by_engine(study: Study) -> bool:
-    return any(fact.get("dialect") == OWN_ENGINE for fact in study.facts.get("config", []))
 
 
 # --- what is known
@@ -143,7 +205,7 @@ def _rates(study: Study) -> tuple[Rates, Rates, Rates]:
     return min((rates for rates in found.values() if rates is not None), key=lambda rates: rates[1].float8)
 
 
-def _layers(study: Study) -> dict[int, list[LinearLayer]]:
+def _layers(study: Study, recipe: Recipe = "tensorwise") -> dict[int, list[LinearLayer]]:
     """Rank -> its linear layers that float8 could compute, and that compute in half precision now."""
     if not study.facts.get(LINEAR_FACT):
         raise NotJudged(f"the sizes of linear layers are not known: {FULL}")
@@ -160,7 +222,7 @@ def _layers(study: Study) -> dict[int, list[LinearLayer]]:
             calls, flops = summary.modules.loc[name, ["calls", "flops"]]
             rows = round(flops / (OPERATIONS * k * n * calls)) if calls > 0 else 0
             if rows > 0:
-                layers.append(LinearLayer(name, rows, k, n, float(calls)))
+                layers.append(LinearLayer(name, rows, k, n, float(calls), recipe))
         if layers:
             found[rank] = layers
     if not found and any(sizes.values()):

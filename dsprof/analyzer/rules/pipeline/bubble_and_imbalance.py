@@ -22,6 +22,7 @@ from ...whatif.work import Change
 from ...work.stream_phases import stream_phases
 from ..base import LEAST_SHARE, NotJudged, at, code_fix
 from ..rule import Found, Look, Rule, fault
+from .bubble_causes import bubble_causes, first_of, mostly, parts_of
 from .structure_fixes import boundaries_fix, measured_fix, schedule_fixes
 
 MULTIPLES: Final = (2, 4)
@@ -182,12 +183,13 @@ def bubble(study: Study) -> Found:
         if own is None and interleaved is not None and price.tried[-1].ms >= LEAST_SHARE * study.step_ms:
             other = f"or an interleaved schedule, with {VIRTUAL} parts of the model on each rank{at(site)}"
             fixes.append(code_fix(other, "ScheduleInterleaved1F1B", "", site, price.tried[-1]))
-        fixes += own or []
-        evidence = _evidence(study, shape, waited, ideal, MULTIPLES[price.chosen])
+        fixes = [*first_of(causes), *fixes, *(own or [])]
+        evidence = (*_evidence(study, shape, waited, ideal, MULTIPLES[price.chosen]), *parts_of(causes))
         return Finding("pipeline.bubble", title, "info", where, evidence, price.gain, tuple(fixes))
 
+    causes = bubble_causes(study)
     title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
-    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {shape.stages_in_words}"
+    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {shape.stages_in_words}{mostly(causes)}"
     where = Where(ranks=study.ranks, steps=study.step_range)
     choice = OneOf(larger, () if interleaved is None else (interleaved,))
     return [Candidate("pipeline.bubble", choice, say)]
@@ -340,7 +342,7 @@ RULES = (
         explains=("bubble",),
         exhausts=("bubble",),
         looks=(Look(bubble, needs=(signals.replay,)),),
-        outranked_by=("pipeline.imbalance", "rank.straggler"),
+        outranked_by=("pipeline.imbalance", "pipeline.stall", "rank.straggler"),
         error=BUBBLE_ERROR,
         came_true=(22, 25),
         place=110,

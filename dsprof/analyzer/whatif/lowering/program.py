@@ -14,6 +14,7 @@ import numpy as np
 from dsprof.engine.schedule import COMPUTE, Action, Plan
 
 from ...graph.step_graph import Structure, Task
+from ...graph.tasks import HANDED
 
 MESSAGE: Final = "send_recv pipeline"
 """Kind of the tasks that carry activations and their gradients from stage to stage."""
@@ -103,6 +104,8 @@ def measured_plan(structure: Structure) -> MeasuredPlan:
     if len(shapes) > 1:
         raise NotLowered("the replicas of the pipeline do not run the same actions in the same order")
     every = frozenset(task for of in messages for tasks in of.values() for task in tasks)
+    # A sender that waits until it has handed a message over goes on at once in another plan.
+    every |= {number for number, task in enumerate(structure.tasks) if task.kind == HANDED}
     return MeasuredPlan(tuple(pipelines), tuple(messages), every)
 
 

@@ -1,0 +1,268 @@
+"""pipeline.stall: stages wait for what is on its way to them, or until what they sent has been taken: beyond what the
+schedule's bubble and unequal stages explain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ... import signals
+from ...arrays import Float
+from ...candidate import Candidate, Price
+from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...graph.replay import replay
+from ...price.calibration import ModelError
+from ...price.certainty import with_all_errors
+from ...price.gains import mean_gain
+from ...study import Study, once
+from ...text import ms, size
+from ...whatif import Refused, apply
+from ...whatif.communications import ScaleLink
+from ...whatif.lowering.messages import awaited
+from ...whatif.lowering.program import is_message
+from ...whatif.overlapped_messages import OverlappedMessages, pair_of
+from ...whatif.select import Communications
+from ..base import LEAST_SHARE, NotJudged, at, hosts_of
+from ..comm.slow_link import wants_cores
+from ..rule import Found, Look, Rule
+
+SLOWER: Final = 1.5
+"""So many times what the messages of the other pairs take, in the median."""
+FEWEST: Final = 8
+"""Messages of a pair that someone waited for."""
+ALIKE: Final = 0.02
+"""What is smaller by no more than this share is as large."""
+SURE: Final = 0.25
+"""All but this share of a slow pair's messages take longer than all but this share of what the others' usually do."""
+STALL_ERROR: Final = ModelError(of_gain=0.175, of_step=0.03, busy=0.036)
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """What one rank sends to another in a pipeline's steps.
+
+    lane:     of its messages in the graph
+    took:     what those took that someone waited for, ms, each
+    bytes:    of one, median
+    count:    how many there are a step
+    """
+
+    lane: str
+    source: int
+    target: int
+    took: Float
+    bytes: float
+    count: float
+
+    @property
+    def typical_ms(self) -> float:
+        return float(np.median(self.took))
+
+
+@dataclass(frozen=True)
+class SlowPair:
+    """A pair whose messages take longer than those of the others of the pipeline do, which take usual_ms."""
+
+    pair: Pair
+    usual_ms: float
+
+    @property
+    def times(self) -> float:
+        return self.pair.typical_ms / max(self.usual_ms, 1e-3)
+
+
+@once
+def pairs_of(study: Study) -> tuple[Pair, ...]:
+    """The pairs of ranks between which activations and their gradients go, by rank."""
+    graph = study.need_graph()
+    took: dict[str, list[Float]] = {}
+    sizes: dict[str, list[Float]] = {}
+    ends: dict[str, tuple[int, int]] = {}
+    for steps in graph.templates:
+        judged = np.isin(steps.numbers, graph.judged_steps)
+        waited = awaited(steps)
+        for number, task in enumerate(steps.structure.tasks):
+            pair = pair_of(task)
+            if pair is None or not is_message(task) or not judged.any():
+                continue
+            ends[task.lane] = pair
+            took.setdefault(task.lane, []).append(steps.transfer[number, judged & waited[number]])
+            sizes.setdefault(task.lane, []).append(steps.size[number, judged])
+    found = [
+        Pair(
+            lane, *ends[lane], np.concatenate(took[lane]), float(np.median(np.concatenate(sizes[lane]))),
+            sum(len(of) for of in sizes[lane]) / len(graph.judged_steps),
+        )
+        for lane in took
+    ]  # fmt: skip
+    return tuple(sorted(found, key=lambda pair: (pair.source, pair.target, pair.lane)))
+
+
+def slow_pairs(study: Study) -> list[SlowPair]:
+    """The pairs whose messages are slow beside those of the others that are as large or larger; the worst first."""
+    every = [pair for pair in pairs_of(study) if len(pair.took) >= FEWEST and pair.bytes > 0]
+    found = []
+    for pair in every:
+        others = [other for other in every if other is not pair and other.bytes >= (1 - ALIKE) * pair.bytes]
+        if not others:
+            continue
+        usual = float(np.median([other.typical_ms for other in others]))
+        longest = float(np.median([np.quantile(other.took, 1 - SURE) for other in others]))
+        apart = pair.typical_ms - usual > 2 * study.clock_error_ms  # from one rank's arrival to another's end
+        surely = np.quantile(pair.took, SURE) > longest and apart
+        # A receiver that waits for a core goes on late after every message.
+        if pair.typical_ms > SLOWER * usual and surely and not wants_cores(study, (pair.target,)):
+            found.append(SlowPair(pair, usual))
+    return sorted(found, key=lambda slow: -(slow.pair.typical_ms - slow.usual_ms) * slow.pair.count)
+
+
+def stall(study: Study) -> Found:
+    """Each pair whose link is slow; where none is, what all stages lose by waiting for messages that could go beside
+    the computation."""
+    signals.stages(study)
+    if study.ranks_missing:
+        raise NotJudged("not every stage of the pipeline was captured")
+    if not pairs_of(study):
+        raise NotJudged("no message between stages was seen on both of its ranks")
+    slow = slow_pairs(study)
+    if slow:
+        return [_slow(study, one) for one in slow]
+    return [Candidate("pipeline.stall", OverlappedMessages(), lambda price: _blocked(study, price), a_trade=True)]
+
+
+def _slow(study: Study, slow: SlowPair) -> Candidate:
+    pair = slow.pair
+    change = ScaleLink(latency=1 / slow.times, bandwidth=slow.times, of=Communications(groups=(pair.lane,)))
+    evidence = (
+        Evidence(f"a message of {size(pair.bytes)}", round(pair.typical_ms, 3), "ms", round(slow.usual_ms, 3)),
+        Evidence("such messages a step", round(pair.count, 1), "count"),
+        Evidence("waiting for another stage, mean of the ranks", round(_bubble_ms(study), 3), "ms"),
+    )
+
+    elsewhere = "between the other stages" if len(study.topology.stage_of) > 2 else "the other way"
+
+    def say(price: Price) -> Finding:
+        title = (
+            f"{_stage(study, pair.target)} waits for what {_stage(study, pair.source)} sends: {size(pair.bytes)} are "
+            f"{ms(pair.typical_ms)} on their way, and {ms(slow.usual_ms)} {elsewhere}"
+        )
+        fixes = (_network(study, pair, price.gain), *_beside_if_sure(study), _smaller())
+        return Finding(
+            "pipeline.stall", title, "info", _where(study, pair), evidence, price.gain, fixes, share=price.share
+        )
+
+    return Candidate("pipeline.stall", change, say)
+
+
+def _blocked(study: Study, price: Price) -> Finding:
+    worst = max(pairs_of(study), key=_waited_ms)
+    evidence = (
+        Evidence("waiting for another stage, mean of the ranks", round(_bubble_ms(study), 3), "ms"),
+        Evidence(f"messages from {_stage(study, worst.source)} on their way a step", round(_waited_ms(worst), 3), "ms"),
+        Evidence("messages of that pair a step", round(worst.count, 1), "count"),
+        Evidence("bytes of one", round(worst.bytes), "B"),
+    )
+    title = (
+        f"stages stand still for {ms(price.gain.ms)} a step while messages are sent and taken, most of all "
+        f"from {_stage(study, worst.source)} to {_stage(study, worst.target)}: they could go beside the computation"
+    )
+    fixes = (*_beside(study, price.gain), _smaller())
+    return Finding("pipeline.stall", title, "info", _where(study, worst), evidence, price.gain, fixes)
+
+
+def _waited_ms(pair: Pair) -> float:
+    """What a pair's messages take a step."""
+    return float(pair.took.mean()) * pair.count if len(pair.took) else 0.0
+
+
+def _bubble_ms(study: Study) -> float:
+    return float(study.ordinary["bubble"].mean())
+
+
+def _stage(study: Study, rank: int) -> str:
+    held = study.topology.stage_of.get(rank, ())
+    replicas = sum(stages == held for stages in study.topology.stage_of.values())
+    if len(held) != 1:
+        return f"rank {rank}"
+    return f"stage {held[0]}" + (f" (rank {rank})" if replicas > 1 else "")
+
+
+def _where(study: Study, pair: Pair) -> Where:
+    held = study.topology.stage_of.get(pair.target, ())
+    return Where(
+        ranks=tuple(sorted((pair.source, pair.target))), stage=held[0] if len(held) == 1 else None, group=pair.lane,
+        op="send_recv", steps=study.step_range,
+    )  # fmt: skip
+
+
+def _network(study: Study, pair: Pair, gain: Gain) -> Fix:
+    hosts = [sorted(hosts_of(study, (rank,))) for rank in (pair.source, pair.target)]
+    whom = f"rank {pair.source} to rank {pair.target}"
+    backend = str(study.run.group(pair.lane.partition(" ")[0]).get("backend") or "")
+    if hosts[0] != hosts[1]:
+        name = "NCCL_SOCKET_IFNAME, NCCL_IB_HCA" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
+        title = (
+            f"the network from {' '.join(hosts[0])} to {' '.join(hosts[1])}: which interface it goes over ({name}), "
+            "its speed, lost packets; or place neighbouring stages on one host"
+        )
+    elif "nccl" in backend:
+        title = f"the link of {whom} (`nvidia-smi topo -m`): place neighbouring stages on GPUs with NVLink between them"
+    else:
+        title = f"the link of {whom}, which are on one host: its interface (GLOO_SOCKET_IFNAME), a limit of its speed"
+    return Fix("code", title, gain=gain)
+
+
+def _beside_if_sure(study: Study) -> list[Fix]:
+    """Messages beside the computation, where that is sure to save something."""
+    graph = signals.replay(study)
+    try:
+        saved = replay(graph).durations - replay(apply(graph, [OverlappedMessages()])).durations
+    except Refused:
+        return []
+    gain = with_all_errors(study, mean_gain(study, saved), STALL_ERROR)
+    return _beside(study, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else []
+
+
+def _beside(study: Study, gain: Gain) -> list[Fix]:
+    """What lets messages go beside the computation, in the words of who makes them."""
+    facts: Sequence[dict[str, object]] = study.facts.get("pipeline", [])
+    site = next((str(fact["site"]) for fact in facts if fact.get("site")), None)
+    if not facts:
+        title = (
+            "ask for the next micro-batch (dist.irecv) before computing this one, and send with dist.isend, which you "
+            "wait for only when its buffer is needed again; a process group of its own for each direction, so that "
+            "neither waits for the other"
+        )
+    elif any(fact.get("framework") == "deepspeed" for fact in facts):
+        title = (
+            "DeepSpeed's pipeline sends and receives between its actions: larger micro-batches have fewer messages; a "
+            "schedule of torch.distributed.pipelining with several stages a rank asks for what it receives early"
+        )
+    else:
+        title = (
+            f"a schedule with several stages a rank (ScheduleInterleaved1F1B){at(site)}: torch then asks for what it "
+            "receives ahead, and waits for what it sends at the end of the step only"
+        )
+    return [Fix("code", title, gain=gain)]
+
+
+def _smaller() -> Fix:
+    return Fix("code", "send less: activations in bf16, or fewer layers' borders between hosts; micro-batches whose "
+               "message takes less than their computation hide it")  # fmt: skip
+
+
+RULES = (
+    Rule(
+        "pipeline.stall",
+        "stages of a pipeline wait for messages longer than its schedule needs",
+        explains=("bubble", "comm_exposed"),
+        looks=(Look(stall, needs=(signals.replay,)),),
+        needs=(signals.communications,),
+        outranked_by=("pipeline.imbalance", "rank.straggler"),
+        error=STALL_ERROR,
+        place=109,
+    ),
+)

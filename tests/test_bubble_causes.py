@@ -1,0 +1,52 @@
+"""Why stages of a made-up pipeline wait: parts that sum to the bubble, and which of them is the largest."""
+
+from __future__ import annotations
+
+import pytest
+from made_up_pipeline import MadeUpPipeline
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.rules.pipeline.bubble_causes import bubble_causes
+from dsprof.analyzer.study import study
+
+SOUND = MadeUpPipeline(jitter=0.0, link=lambda source, target: 0.01)
+"""Three stages, eight micro-batches of 5 and 10 ms: each stage stands still for two of both, 30 ms."""
+
+
+@pytest.mark.parametrize(
+    ("job", "largest", "ms"),
+    [
+        (SOUND, "schedule", 30.0),
+        (SOUND.with_(forward=lambda s, _: 9.0 if s == 1 else 5.0, backward=lambda s, _: 18.0 if s == 1 else 10.0),
+         "imbalance", None),
+        (SOUND.with_(link=lambda a, b: 20.0 if (a, b) == (1, 2) else 0.01), "communication", None),
+        # 100 ms on the first of three ranks, for which two of them wait.
+        (SOUND.with_(data=lambda s, _: 100.0 if s == 0 else 0.0), "data", 200 / 3),
+        (SOUND.with_(forward=lambda s, step: 30.0 if s == 1 and step % 3 == 0 else 5.0), "straggler", None),
+    ],
+    ids=["schedule", "imbalance", "communication", "data", "straggler"],
+)  # fmt: skip
+def test_what_stages_wait_for(job: MadeUpPipeline, largest: str, ms: float | None) -> None:
+    of_job = study(job.trace())
+    causes = bubble_causes(of_job)
+    assert causes is not None
+    assert next(iter(causes)) == largest
+    assert sum(causes.values()) == pytest.approx(float(of_job.work("bubble").mean()))
+    if ms is not None:
+        assert causes[largest] == pytest.approx(ms, rel=0.03)
+
+
+def test_the_largest_part_is_in_the_title_and_the_first_fix() -> None:
+    uneven = SOUND.with_(forward=lambda s, _: 9.0 if s == 1 else 5.0, backward=lambda s, _: 18.0 if s == 1 else 10.0)
+    (bubble,) = [one for one in analyze(uneven.trace()).findings if one.code == "pipeline.bubble"]
+    assert "; but of the 85.2 ms that stages wait a step, " in bubble.title
+    assert bubble.title.endswith("are for stages of unequal work")
+    assert bubble.fixes[0].title.startswith("first give the stages equal work (`pipeline.imbalance`): ")
+    rows = {row.metric: row.value for row in bubble.evidence if row.metric.startswith("of the waiting, for ")}
+    assert sum(map(float, rows.values())) == pytest.approx(85.2, abs=0.1)
+
+
+def test_of_a_schedule_that_is_the_reason_nothing_else_is_said() -> None:
+    (bubble,) = [one for one in analyze(SOUND.trace()).findings if one.code == "pipeline.bubble"]
+    assert bubble.title == "the pipeline fills and drains for 20 % of the step: 8 micro-batches for 3 stages"
+    assert bubble.fixes[0].title.startswith("n_microbatches=32 (train.py:29) with 4 times the batch")

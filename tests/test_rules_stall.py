@@ -1,0 +1,80 @@
+"""pipeline.stall on made-up pipelines: a slow link between two stages, messages that nobody asks for early; and what is
+neither."""
+
+from __future__ import annotations
+
+import pytest
+from findings import of
+from made_up_pipeline import MadeUpPipeline
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.finding import Finding
+
+SOUND = MadeUpPipeline()
+
+
+def slow_link(source: int, target: int, ms: float = 20.0) -> MadeUpPipeline:
+    return SOUND.with_(link=lambda a, b: ms if (a, b) == (source, target) else 0.3)
+
+
+def first(job: MadeUpPipeline) -> Finding:
+    return analyze(job.trace()).findings[0]
+
+
+@pytest.mark.plants("pipeline.stall")
+@pytest.mark.parametrize("handed", [True, False], ids=["sender goes on", "sender waits"])
+def test_the_link_between_two_stages_is_slow(handed: bool) -> None:
+    """Whether its sender waits for a message until it is there, or until it is on its way."""
+    slow = slow_link(1, 2).with_(handed=handed, hosts=("a", "a", "b"))
+    found = first(slow)
+    assert (found.code, found.severity, found.where.ranks, found.where.stage) == ("pipeline.stall", "high", (1, 2), 2)
+    assert found.title == (
+        "stage 2 waits for what stage 1 sends: 1.00 MiB are 20.0 ms on their way, and 0.30 ms between the other stages"
+    )
+    true = slow.step_ms() - SOUND.step_ms()
+    assert found.gain.ms == pytest.approx(true, rel=0.02)
+    assert found.fixes[0].title.startswith("the network from a to b: which interface it goes over (GLOO_SOCKET_IFNAME)")
+    beside = found.fixes[1]
+    assert beside.title.startswith("a schedule with several stages a rank (ScheduleInterleaved1F1B) (train.py:29)")
+    assert beside.gain is not None
+    assert beside.gain.low < slow.step_ms() - slow.with_(early=True).step_ms() < beside.gain.high
+
+
+def test_of_two_stages_the_other_way_is_what_it_is_compared_with() -> None:
+    found = first(slow_link(0, 1, 12.0).with_(stages=2))
+    assert found.title == (
+        "stage 1 waits for what stage 0 sends: 1.00 MiB are 12.0 ms on their way, and 0.30 ms the other way"
+    )
+
+
+def test_gradients_that_come_back_slowly() -> None:
+    found = first(slow_link(2, 1).with_(schedule="gpipe"))
+    assert (found.code, found.where.ranks, found.where.stage) == ("pipeline.stall", (1, 2), 1)
+
+
+def test_messages_that_could_go_beside_the_computation() -> None:
+    """All links are alike: what is lost is that a stage asks for a message only when it needs it."""
+    job = SOUND.with_(link=lambda source, target: 6.0)
+    found = first(job)
+    assert (found.code, found.severity) == ("pipeline.stall", "medium")
+    assert "they could go beside the computation" in found.title
+    assert found.gain.ms == pytest.approx(job.step_ms() - job.with_(early=True).step_ms(), rel=0.05)
+    assert "torch then asks for what it receives ahead" in found.fixes[0].title
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        SOUND,
+        SOUND.with_(schedule="gpipe"),
+        SOUND.with_(link=lambda source, target: 6.0, early=True, microbatches=16),  # nobody waits for them
+        SOUND.with_(forward=lambda stage, step: 9.0 if stage == 1 else 5.0),
+        SOUND.with_(link=lambda source, target: 0.4 if source else 0.3),
+    ],
+    ids=["sound", "gpipe", "early", "unequal stages", "a little"],
+)
+def test_what_is_no_stall(job: MadeUpPipeline) -> None:
+    analysis = analyze(job.trace())
+    found = of(analysis, "pipeline.stall")
+    assert found is None or found.severity == "info"
+    assert "pipeline.stall" in analysis.passed
