@@ -400,7 +400,8 @@ def test_batches_of_transformers() -> None:
          "sequence_parallel_size: 2, which does not go together with tensor_parallel.autotp_size; remove one of them"),
         ({"sequence_parallel_size": 2, "heterogeneous": {"speeds": [1, 2]}}, 2,
          "sequence_parallel_size: 2, which does not go together with heterogeneous.speeds; remove one of them"),
-        ({"sequence_parallel_size": 0}, 2, "sequence_parallel_size: 0 is not a whole number at least 1; the default is 1"),
+        ({"sequence_parallel_size": 0}, 2,
+         "sequence_parallel_size: 0 is not a whole number at least 1; the default is 1"),
     ],
 )  # fmt: skip
 def test_configurations_that_cannot_be(more: dict[str, Any], world: int, says: str) -> None:
