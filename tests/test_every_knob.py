@@ -277,7 +277,8 @@ def test_its_change_is_written_or_told_by_hand(key: str, tmp_path: Path) -> None
 
 def a_value(key: str) -> Any:
     """One that a key of a JSON configuration takes."""
-    for value in (True, 3, 1024, "cpu", "bf16", "gpipe", "every_k", "uniform", 0.5, [1.0, 2.0], {"device": "cpu"}):
+    words = ("cpu", "bf16", "gpipe", "every_k", "uniform", "ring", "zigzag")
+    for value in (True, 3, 1024, *words, 0.5, [1.0, 2.0], {"device": "cpu"}):
         with suppress(KnobError):
             return find(key).read(json.dumps(value) if not isinstance(value, str) else value)
     raise AssertionError(f"no value for {key}")
@@ -345,6 +346,7 @@ ELSEWHERE = {
     "ddp.comm_hook": ("test_rules_volume.py", 'turned("ddp.comm_hook", "bf16", "RUN")'),
     "ddp.broadcast_buffers": ("test_rules_redundant.py", "ddp.broadcast_buffers"),
     "heterogeneous.speeds": ("test_unequal_shares.py", "heterogeneous.speeds"),
+    "context_parallel.order": ("test_rules_sequence.py", "context_parallel.order"),
     "fp8": ("test_rules_float8.py", 'answered(trace, "fp8", '),
     "fp8.enabled": ("test_rules_float8.py", 'answered(trace, "fp8.enabled", True)'),
 }

@@ -47,6 +47,14 @@ class ContextParallelConfig(Section):
     """dsprof's own. How ranks that share a sequence (`sequence_parallel_size`) compute its attention
     (`dsprof.engine.sequence`)."""
 
+    attention: Literal["ulysses", "ring"] = "ulysses"
+    """`ulysses`: all-to-alls bring each rank the whole sequence for some of the heads; `ring`: keys and values go round
+    the ranks, for any number of heads."""
+
+    order: Literal["contiguous", "zigzag"] = "zigzag"
+    """Which positions a rank has, with `ring`. `contiguous`: one piece, of which under a causal mask the last costs
+    most, 1 : 3 : 5 : 7 of four ranks; `zigzag`: two, one from the front and one from the back, which cost all alike."""
+
     check: bool = True
     """Before the first micro-batch, run the model on a few of its positions, whole and divided, and raise an error
     where the results differ: with attention that the engine does not see, or positions that a rank counts from 0."""

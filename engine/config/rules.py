@@ -316,6 +316,9 @@ def ranks_of_a_sequence(config: Config, world_size: int) -> Iterator[Remark]:
     ranks = data_parallel_ranks(config, world_size)
     if ranks % size and not any(beside.values()):
         yield Remark(where, f"{size} does not divide the {ranks} data-parallel ranks; write {divisors(ranks)}")
+    if section.attention == "ulysses":
+        why = 'it is for "attention": "ring"; with "ulysses" every rank has all positions of its heads'
+        yield from without_effect(section, "context_parallel", ("order",), why)
 
 
 # --- ranks of unequal speed -----------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -35,17 +34,14 @@ class Layout:
         return torch.cat([torch.arange(start, stop, device=device) for start, stop in self.pieces[rank]])
 
 
-def divide(length: int, ranks: int) -> Layout:
-    """One piece for each rank. Raises ValueError if a rank would have no position."""
-    if length < ranks:
+def divide(length: int, ranks: int, *, zigzag: bool = False) -> Layout:
+    """One piece for each rank, or in `zigzag` two: of 2 P pieces, rank r of P has the r-th from the front and the r-th
+    from the back. Raises ValueError if one would be empty."""
+    number = 2 * ranks if zigzag else ranks
+    if length < number:
         raise ValueError(
-            f"a sequence of {length} positions cannot be divided over {ranks} ranks (sequence_parallel_size): give "
-            "them longer ones, or write fewer ranks"
+            f"a sequence of {length} positions cannot be divided over {ranks} ranks{' in zigzag' * zigzag} "
+            f"(sequence_parallel_size): give them {number} or more, or write fewer ranks"
         )
-    return of_sizes([length * (rank + 1) // ranks - length * rank // ranks for rank in range(ranks)])
-
-
-def of_sizes(sizes: list[int]) -> Layout:
-    """One piece for each rank, of so many positions."""
-    bounds = [0, *accumulate(sizes)]
-    return Layout(bounds[-1], tuple((piece,) for piece in pairwise(bounds)))
+    pieces = [(length * at // number, length * (at + 1) // number) for at in range(number)]
+    return Layout(length, tuple((pieces[r], pieces[-1 - r]) if zigzag else (pieces[r],) for r in range(ranks)))

@@ -17,6 +17,7 @@ from ..config.parallel import ContextParallelConfig
 from ..tensor.check_data import check_same
 from ..tree import each_tensor, leaves
 from .layout import Layout, divide
+from .ring import ring
 from .ulysses import ulysses
 
 IGNORED: Final = -100
@@ -52,6 +53,8 @@ class SequenceParallel:
         """What this rank's mean loss counts in that of the whole batch, beside an equal share."""
         self.calls = 0
         """Attentions that were computed so far."""
+        self._ring = config.attention == "ring"
+        self._zigzag = self._ring and config.order == "zigzag"
         self._model = model
         self._places = _places_of_attention(model)
 
@@ -70,7 +73,7 @@ class SequenceParallel:
         if isinstance(batch, Mapping):
             batch = self._for_transformers(dict(batch), shift)
         length = found[0].shape[dim]
-        self.layout, self.dim = divide(length, self.comm.size), dim
+        self.layout, self.dim = divide(length, self.comm.size, zigzag=self._zigzag), dim
         self.weight = self._weight(batch)
         layout, rank = self.layout, self.comm.rank
 
@@ -159,6 +162,15 @@ class SequenceParallel:
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         self.calls += 1
+        if self._ring:
+            for what in [
+                name for name, given in (("a mask", attn_mask is not None), ("dropout", dropout_p > 0)) if given
+            ]:
+                raise ValueError(
+                    f"the attention got {what}, which keys and values that go round the ranks do not take: write "
+                    '"context_parallel": {"attention": "ulysses"}, or for a causal mask pass is_causal=True alone'
+                )
+            return ring(self.comm, self.layout, query, key, value, is_causal, scale)
         return ulysses(
             _TORCH, self.comm, self.layout, query, key, value, attn_mask,
             dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,

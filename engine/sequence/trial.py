@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..tree import each_tensor, leaves
-from .layout import Layout, of_sizes
+from .layout import Layout, divide
 from .parallel import SequenceParallel, has_positions
 
 POSITIONS: Final = 4
@@ -33,7 +33,7 @@ def hold_against_whole(shared: SequenceParallel, model: nn.Module, args: Any, kw
     assert shared.layout is not None
     comm, layout, dim = shared.comm, shared.layout, shared.dim
     few = min(POSITIONS, *layout.lengths)
-    small = of_sizes([few] * comm.size)
+    small = divide(few * comm.size, comm.size)
     mine = layout.positions(comm.rank)
 
     seen: list[bool] = []

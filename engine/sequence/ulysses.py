@@ -33,7 +33,7 @@ def ulysses(
         fits = [number for number in range(1, heads + 1) if heads % number == 0]
         raise ValueError(
             f"attention of {heads} heads cannot be divided over {ranks} ranks (sequence_parallel_size): every rank "
-            f"computes as many of them; write one of {fits}"
+            f'computes as many of them; write one of {fits}, or "context_parallel": {{"attention": "ring"}}'
         )
     shared = heads // key.shape[1]  # queries that a key has
     copies = next(n for n in range(1, shared + 1) if shared % n == 0 and key.shape[1] * n % ranks == 0)

@@ -172,6 +172,24 @@ def test_ulysses_trains_as_one_process(
     compare(ranks, size, world, stage, kind, accumulate)
 
 
+@pytest.mark.parametrize(
+    ("size", "world", "stage", "kind", "accumulate", "order"),
+    [
+        (2, 2, 3, {"groups": 2, "recompute": True}, 2, "zigzag"),
+        (4, 4, 0, {"groups": 1, "heads": 2}, 1, "zigzag"),
+        (4, 4, 1, {"groups": 2}, 1, "contiguous"),
+        (2, 4, 2, {"causal": False, "groups": 2}, 1, "contiguous"),
+        (4, 4, 3, {"causal": False}, 1, "zigzag"),
+    ],
+)
+def test_a_ring_trains_as_one_process(
+    ranks: Ranks, size: int, world: int, stage: int, kind: dict[str, Any], accumulate: int, order: str
+) -> None:
+    """The same; also with fewer heads than ranks."""
+    keys = {"attention": "ring", "order": order}
+    compare(ranks, size, world, stage, kind, accumulate, context_parallel=keys)
+
+
 def half(rank: int, folder: str) -> tuple[list[float], list[float], float]:
     """Losses in bf16 of ranks that share sequences, and on from a checkpoint, by `train_batch`; the largest difference
     of a weight from the ranks' that go on, in another stage and each with sequences of its own."""
@@ -336,6 +354,40 @@ def test_an_attention_takes_two_all_to_alls_each_way(ranks: Ranks) -> None:
                for length, comms, _ in ranks.run(2, seen, configuration(1), False))  # fmt: skip
 
 
+@alive("context_parallel.attention", "context_parallel.order")
+def test_keys_and_values_go_round_once_and_back_with_their_gradients(ranks: Ranks) -> None:
+    """Of two ranks: one exchange in a layer's forward; in its backward that again, and two of gradients. Which
+    positions a rank has, the order says."""
+    for order, lengths in (("contiguous", [5, 6]), ("zigzag", [5, 6])):
+        keys = {"attention": "ring", "order": order}
+        for (length, comms, _), expected in zip(
+            ranks.run(2, seen, configuration(2, context_parallel=keys), False), lengths, strict=True
+        ):
+            assert length == expected
+            assert [name for name, purpose, _ in comms if purpose == "context-parallel"] == ["all_to_all"] * 2 * (1 + 3)
+    in_order = [ranks.run(2, held, configuration(2, context_parallel={"attention": "ring", "order": order}))
+                for order in ("contiguous", "zigzag")]  # fmt: skip
+    assert in_order == [[[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 6, 7], [2, 3, 4, 5]]]
+
+
+def held(rank: int, config: dict[str, Any]) -> list[int]:
+    """The positions of 8 that are this rank's."""
+    engine = ds.initialize(model=language(), config=config)[0]
+    mine: list[int] = engine.shard_sequence(torch.arange(8)[None])[0].tolist()
+    engine.destroy()
+    return mine
+
+
+def test_what_a_ring_does_not_take() -> None:
+    config = ContextParallelConfig(attention="ring", order="contiguous")
+    shared = SequenceParallel(Comm(None, None), config, nn.Linear(1, 1))
+    x = shared.divide(torch.zeros(1, 4, 8)).view(1, 2, 4, 4)
+    with shared.running():
+        for what, more in (("dropout", {"dropout_p": 0.1}), ("a mask", {"attn_mask": torch.ones(4, 4).bool()})):
+            with pytest.raises(ValueError, match=f"the attention got {what}, which keys and values that go round"):
+                F.scaled_dot_product_attention(x, x, x, **more)  # type: ignore[arg-type]
+
+
 @alive("context_parallel.check")
 def test_positions_that_each_rank_counts_from_zero_are_found(ranks: Ranks) -> None:
     says = [error for _, _, error in ranks.run(2, seen, configuration(2), True)]
@@ -368,6 +420,10 @@ def test_lengths_that_do_not_divide() -> None:
     assert [layout.positions(rank).tolist() for rank in range(4)] == [[0, 1], [2, 3, 4], [5, 6, 7], [8, 9, 10]]
     with pytest.raises(ValueError, match="a sequence of 3 positions cannot be divided over 4 ranks"):
         divide(3, 4)
+    layout = divide(11, 2, zigzag=True)
+    assert [layout.positions(rank).tolist() for rank in range(2)] == [[0, 1, 8, 9, 10], [2, 3, 4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="a sequence of 3 positions cannot be divided over 2 ranks in zigzag"):
+        divide(3, 2, zigzag=True)
 
 
 class DialogForCausalLM(nn.Module):
