@@ -83,17 +83,17 @@ def device_ms(call: Arm) -> float:
     return float(begin.elapsed_time(end)) / CALLS
 
 
-def measured(m: int, k: int, n: int, recipe: Recipe) -> dict[str, Any]:
+def measured(m: int, k: int, n: int, recipe: Recipe, torchao: bool) -> dict[str, Any]:
     arms: dict[str, Arm] = {"bf16": arm(layer(k, n), m, k, n)}
     engine = layer(k, n)
     linear.install(engine, arithmetic(torch.device("cuda"), recipe), lambda *_: True)
     arms["engine"] = arm(engine, m, k, n)
     missing = None
-    torchao = by_torchao(k, n, recipe)
-    if isinstance(torchao, str):
-        missing = torchao
+    other = by_torchao(k, n, recipe) if torchao else "not asked for"
+    if isinstance(other, str):
+        missing = other
     else:
-        arms["torchao"] = arm(torchao, m, k, n)
+        arms["torchao"] = arm(other, m, k, n)
     for name, call in list(arms.items()):
         try:
             for _ in range(3):
@@ -107,49 +107,68 @@ def measured(m: int, k: int, n: int, recipe: Recipe) -> dict[str, Any]:
     for _ in range(ROUNDS):
         for name, call in arms.items():
             times[name].append(device_ms(call))
-    found = {name: statistics.median(of) for name, of in times.items()}
-    rates = listed_rates(torch.cuda.get_device_name(), "bfloat16")
-    assert rates is not None, "no data sheet is known of this device"
-    predicted = [layer_time(m, k, n, one, recipe) for one in rates]
-    saved = found["bf16"] - found["engine"]
-    low, expected, high = (1e3 * one.saved for one in predicted)
     return {
         "recipe": recipe, "m": m, "k": k, "n": n,
-        "ms": {name: round(value, 4) for name, value in found.items()},
-        "tflops_as_it_is": round(6 * m * k * n / found["bf16"] / 1e9, 1),
-        "times_as_fast": {name: round(found["bf16"] / value, 3) for name, value in found.items() if name != "bf16"},
-        "predicted_times_as_fast": [round(one.as_is / one.float8, 3) for one in predicted],
-        "predicted_ms_as_it_is": round(1e3 * predicted[1].as_is, 4),
-        "predicted_saved_ms": [round(one, 4) for one in (low, expected, high)], "saved_ms": round(saved, 4),
-        "error_percent_of_layer": round(100 * abs(expected - saved) / found["bf16"], 1),
-        "holds": min(low, expected) <= saved <= max(high, expected),
-        "chosen_rightly": (expected > 0) == (saved > 0),
+        "ms": {name: round(statistics.median(of), 4) for name, of in times.items()},
         **({"torchao": missing} if missing else {}),
     }  # fmt: skip
+
+
+def beside(one: dict[str, Any], device: str) -> dict[str, Any]:
+    """What was measured, with what is predicted."""
+    m, k, n, recipe, took = (one[key] for key in ("m", "k", "n", "recipe", "ms"))
+    rates = listed_rates(device, "bfloat16")
+    assert rates is not None, "no data sheet is known of this device"
+    predicted = [layer_time(m, k, n, each, recipe) for each in rates]
+    low, expected, high = (1e3 * each.saved for each in predicted)
+    saved = took["bf16"] - took["engine"]
+    return {
+        **{key: one[key] for key in ("recipe", "m", "k", "n", "ms", "torchao") if key in one},
+        "tflops_as_it_is": round(6 * m * k * n / took["bf16"] / 1e9, 1),
+        "times_as_fast": {name: round(took["bf16"] / value, 3) for name, value in took.items() if name != "bf16"},
+        "predicted_times_as_fast": [round(each.as_is / each.float8, 3) for each in predicted],
+        "predicted_ms_as_it_is": round(1e3 * predicted[1].as_is, 4),
+        "predicted_saved_ms": [round(each, 4) for each in (low, expected, high)], "saved_ms": round(saved, 4),
+        "error_percent_of_layer": round(100 * abs(expected - saved) / took["bf16"], 1),
+        "holds": min(low, expected) <= saved <= max(high, expected),
+        "chosen_rightly": (expected > 0) == (saved > 0),
+    }  # fmt: skip
+
+
+def write(path: Path, machine: dict[str, str], measured: list[dict[str, Any]]) -> None:
+    each = [beside(one, machine["device"]) for one in measured]
+    result = {
+        "machine": machine,
+        "holds": f"{sum(one['holds'] for one in each)} of {len(each)}",
+        "chosen_rightly": f"{sum(one['chosen_rightly'] for one in each)} of {len(each)}",
+        "median_error_percent_of_layer": statistics.median(one["error_percent_of_layer"] for one in each),
+        "each": each,
+    }
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--without-torchao", action="store_true")
+    parser.add_argument("--predict", action="store_true", help="anew, of what was measured: needs no GPU")
     args = parser.parse_args()
+    before: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {"each": []}
+    if args.predict:
+        write(args.output, before["machine"], before["each"])
+        return
+    machine = {
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version()
+    }  # fmt: skip
     jobs: list[tuple[tuple[int, int, int], Recipe]] = [(shape, "tensorwise") for shape in SHAPES]
     jobs += [(shape, "rowwise") for shape in BY_ROWS]
-    each = json.loads(args.output.read_text())["each"] if args.output.exists() else []
+    each = before["each"]
     for shape, recipe in jobs:
         if any((one["m"], one["k"], one["n"], one["recipe"]) == (*shape, recipe) for one in each):
             continue
-        each.append(measured(*shape, recipe))
+        each.append(measured(*shape, recipe, torchao=not args.without_torchao))
         print(json.dumps(each[-1]), flush=True)
-        result = {
-            "machine": {
-                "device": torch.cuda.get_device_name(), "torch": torch.__version__, "python": platform.python_version(),
-            },
-            "holds": f"{sum(one['holds'] for one in each)} of {len(each)}",
-            "chosen_rightly": f"{sum(one['chosen_rightly'] for one in each)} of {len(each)}",
-            "median_error_percent_of_layer": statistics.median(one["error_percent_of_layer"] for one in each),
-            "each": each,
-        }  # fmt: skip
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.output, machine, each)
 
 
 if __name__ == "__main__":

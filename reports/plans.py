@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from dsprof.plan.formulas import FormulaPlan
     from dsprof.plan.from_run import PlannedStep, RunPlan
+    from dsprof.plan.ranked import RankedLayouts
+    from dsprof.plan.run_answer import RunAnswer
     from dsprof.plan.spending import Spending
     from dsprof.plan.told import TableAnswer
 
@@ -175,6 +177,33 @@ def render_run_plan(plan: RunPlan) -> str:
             f"memory: a rank had {size(plan.memory_bytes)} at most; it stays so, or shrinks where states are sharded",
         ]
     return "\n".join([*lines, *_ending(plan)]) + "\n"
+
+
+def render_run_answer(answer: RunAnswer) -> str:
+    """The run with more replicas, and the fastest layouts, or why there is none of them."""
+    if answer.scaled is not None:
+        text = render_run_plan(answer.scaled)
+    else:
+        text = f"more replicas of what the run does are not told: {answer.not_scaled}\n"
+    if answer.layouts is None:
+        return f"{text}\nother layouts are not ranked: {answer.no_layouts}\n"
+    return f"{text}\n{_ranked(answer.layouts)}\n"
+
+
+def _ranked(found: RankedLayouts) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("tp", "dp", "pp", "ZeRO", "micro-batches", "size", "schedule", "recompute", "memory", "step", "95 % interval")
+    ]
+    for one in found.best:
+        at = one.layout
+        schedule = "-" if at.pp == 1 else f"{at.schedule} x{at.chunks}" if at.chunks > 1 else at.schedule
+        cells = (str(at.tp), str(at.dp), str(at.pp), str(at.zero), str(at.micro_batches), f"{at.micro_batch:g}x")
+        held = "?" if one.memory_bytes is None else size(one.memory_bytes)
+        again = "yes" if at.recompute else "no"
+        rows.append((*cells, schedule, again, held, ms(one.ms), _span(one.low, one.high)))
+    few = f", of which {count(found.too_large, 'layout')} are too large" if found.too_large else ""
+    head = f"{count(found.tried, 'layout')} looked at{few}, {found.replayed:,} replayed; the fastest:"
+    return "\n".join([head, "", *aligned(rows, 0), "", *(f"  {one}" for one in found.notes)])
 
 
 def _parts(now: PlannedStep, then: PlannedStep) -> list[str]:

@@ -153,6 +153,7 @@ THIRD_PARTY: Final = {
 
 THIRD_PARTY_EXCEPTIONS: Final = {
     "dsprof.engine.config": {"pydantic"},
+    "dsprof.engine.precision.triton_casts": {"triton"},
     "dsprof.reports.export.parquet": {"pyarrow"},
     "dsprof.reports.export.perfetto": {"perfetto"},
 }

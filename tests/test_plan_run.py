@@ -13,8 +13,9 @@ from synthetic import Job, constant, write_capture
 from dsprof.analyzer.study import Study, study
 from dsprof.cli import main
 from dsprof.plan.changes import Batch, CannotPlan
-from dsprof.plan.from_run import Network, plan_from_run
+from dsprof.plan.from_run import plan_from_run
 from dsprof.plan.hardware import GPUS
+from dsprof.plan.network import Network
 
 LINK = Job(backward=constant(200), buckets=(8 << 20, 24 << 20), latency_ms=4, jitter=0.0)
 """Two ranks. Of two transfers, 4 ms of latency and 1 ms a MiB each, the first is hidden and the step waits 28 ms for
@@ -188,13 +189,32 @@ def test_the_verb(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out)
     assert told["asked"]["ranks"] == 8
     assert told["scaling"] == "weak"
+    assert told["layouts"]["best"][0]["layout"]["dp"] == 8
+
+
+def test_the_fastest_layouts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without layers that were timed, and with nothing seen between layers, replicas and even parts of the model."""
+    assert main(["plan", str(run), "--ranks", "4", "--global-batch", "same"]) == 0
+    said = capsys.readouterr().out
+    assert "layouts looked at" in said
+    assert "each is replayed beside the layout that ran (tp 1, dp 2, pp 1, ZeRO 0, 1 micro-batch)" in said
+    assert main(["plan", str(run), "--ranks", "8", "--zero-stage", "1", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["layouts"]["best"]
+    assert {one["layout"]["zero"] for one in best} == {1}
+    assert all(one["low"] < one["ms"] < one["high"] for one in best)
+
+
+def test_layouts_that_cannot_be_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(run), "--ranks", "8", "--tp", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "other layouts are not ranked: no layout of 8 ranks with tp 2 can be told from the run's" in said
 
 
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
         ([], 2, "--ranks is not given"),
-        (["--ranks", "8", "--tp", "2"], 2, "of a RUN the model and the layout stay as they are; leave out --tp"),
+        (["--ranks", "8", "--hidden", "2"], 2, "of a RUN the model stays as it is; leave out --hidden"),
         (["--ranks", "8", "--gpu", "h10"], 2, "--gpu h10: is not known"),
         (["--ranks", "8", "--gpu", "h100"], 4, "so --gpu cannot be compared with them; leave out --gpu"),
         (["--ranks", "8", "--bandwidth", "quick"], 2, "'quick' is no rate"),

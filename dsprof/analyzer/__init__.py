@@ -23,6 +23,7 @@ The rooms; the docstring of each is its table of contents:
     budget/      where the time went
     graph/       the step graph, its replay, and whether to believe it
     whatif/      what-ifs, which compose
+    layout/      another layout of a measured job, lowered to a graph: what a step takes, what ranks hold
     price/       from a what-if to a gain with an interval
     rules/       what is known of each finding: one record a code
     device/      what devices' streams did, where their kernels were traced; NVML

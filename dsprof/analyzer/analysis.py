@@ -26,6 +26,7 @@ from .rules.registry import ends_run, rule_of
 from .work.layer_costs import LayerCost
 from .work.mfu import Efficiency
 from .work.module_times import COLUMNS as MODULE_COLUMNS
+from .work.stack_difference import StackDifference
 
 FINDINGS_SCHEMA = 1
 WAITING: Final = ("comm_exposed", "peer_wait", "bubble")
@@ -94,6 +95,8 @@ class Analysis:
     memory_steps: what the ranks had after each step (`use_by_step.COLUMNS`), and
     memory_uses: the most of it, by rank and place.
     device:      what the devices' streams did; None where their kernels were not traced.
+    stack_difference: in which lines the ranks that the worst finding names differ from their peers; of a run without
+                 such a finding, the slowest rank. None where none of these was sampled.
     critical_path: what the length of some ordinary steps is made of; None where no replay of them can be believed.
     findings:    worst first.
     passed:      codes of the rules that ran and found nothing above `info`.
@@ -132,6 +135,7 @@ class Analysis:
     efficiency: Efficiency | None = None
     device: Devices | None = None
     critical_path: PathSummary | None = None
+    stack_difference: StackDifference | None = None
 
     @property
     def rows(self) -> pd.DataFrame:

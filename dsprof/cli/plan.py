@@ -19,6 +19,7 @@ from .runs import UNREADABLE, fail, find_run, reading
 
 if TYPE_CHECKING:
     from dsprof.plan.hardware import Cluster
+    from dsprof.plan.layouts import Wanted
     from dsprof.plan.table import Measurements
 
 NOT_TOLD: Final = 4
@@ -147,14 +148,19 @@ def command(
     if tokens is not None and steps is not None:
         raise LaunchError("--tokens and --steps both say how long the training is; give one of them")
     machine = ClusterOptions(gpu, dtype, gpus_per_node or 8, bandwidth, latency)
+    from dsprof.plan.layouts import Wanted
+
     if run is not None:
+        layout = {"tp", "dp", "pp", "zero-stage", "recompute"}
+        of_model = {name: value for name, value in model.items() if name not in layout}
         _refuse(
-            "of a RUN the model and the layout stay as they are",
-            {**model, "calibrate": calibrate, "predict": predict, "dtype": dtype},
+            "of a RUN the model stays as it is",
+            {**of_model, "calibrate": calibrate, "predict": predict, "dtype": dtype},
         )
-        return _answer_run(run, ranks, machine, global_batch, steps, tokens, price, as_json)
+        fixed = Wanted(tp=tp, dp=dp, pp=pp, zero=zero_stage, recompute=recompute)
+        return _answer_run(run, ranks, machine, fixed, global_batch, steps, tokens, price, as_json)
     from dsprof.plan.hardware import UnknownGpu
-    from dsprof.plan.layouts import NoLayout, Wanted
+    from dsprof.plan.layouts import NoLayout
 
     learnt, asked = _tables(calibrate, predict)
     if ranks is None:
@@ -251,20 +257,21 @@ def _whole(word: str) -> int | None:
 
 
 def _answer_run(
-    run: Path, ranks: int | None, machine: ClusterOptions, global_batch: str | None, steps: float | None,
-    tokens: float | None, price: float | None, as_json: bool,
+    run: Path, ranks: int | None, machine: ClusterOptions, wanted: Wanted, global_batch: str | None,
+    steps: float | None, tokens: float | None, price: float | None, as_json: bool,
 ) -> int:  # fmt: skip
     from dsprof import reports
     from dsprof.plan.changes import CannotPlan
-    from dsprof.plan.from_run import Network, plan_from_run
     from dsprof.plan.hardware import UnknownGpu, find_gpu
-    from dsprof.reports.plans import render_run_plan
+    from dsprof.plan.network import Network
+    from dsprof.plan.run_answer import answer_run
+    from dsprof.reports.plans import render_run_answer
 
     if ranks is None:
         raise LaunchError("--ranks is not given: for how many ranks to plan")
     batch = None if global_batch is None else _whole(global_batch)
     try:
-        network = Network(machine.gpus_per_node, *machine.rates())
+        network = Network.of_words(machine.gpus_per_node, machine.bandwidth, machine.latency)
         gpu = None if machine.gpu is None else find_gpu(machine.gpu)
     except (UnknownGpu, ValueError) as error:
         raise LaunchError(str(error)) from error
@@ -275,10 +282,10 @@ def _answer_run(
     except RunError as error:
         fail(error, UNREADABLE)
     try:
-        plan = plan_from_run(study, ranks, network, gpu, batch, global_batch == SAME, steps, tokens, price)
+        found = answer_run(study, ranks, network, wanted, gpu, batch, global_batch == SAME, steps, tokens, price)
     except CannotPlan as error:
         raise LaunchError(f"{folder.path}: {error}", status=NOT_TOLD) from error
-    sys.stdout.write(json.dumps(plan.to_dict(), indent=1) + "\n" if as_json else render_run_plan(plan))
+    sys.stdout.write(json.dumps(found.to_dict(), indent=1) + "\n" if as_json else render_run_answer(found))
     return 0
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from dsprof.plan.from_run import Network, RunPlan, plan_from_run
-from dsprof.plan.hardware import read_latency, read_rate
+from dsprof.plan.from_run import RunPlan, plan_from_run
+from dsprof.plan.network import Network
 
 if TYPE_CHECKING:
     from dsprof.analyzer.study import Study
@@ -48,9 +48,4 @@ class PlannedRun:
 def plan(study: Study, ranks: int, bandwidth: str | None, latency: str | None, ranks_per_node: int) -> PlannedRun:
     """bandwidth: of a node's network, such as 400Gb; latency: such as 5us. Raises ValueError for what is neither, and
     dsprof.plan.from_run.CannotPlan where the run does not tell."""
-    network = Network(
-        ranks_per_node,
-        None if bandwidth is None else read_rate(bandwidth),
-        None if latency is None else read_latency(latency),
-    )
-    return PlannedRun(plan_from_run(study, ranks, network))
+    return PlannedRun(plan_from_run(study, ranks, Network.of_words(ranks_per_node, bandwidth, latency)))

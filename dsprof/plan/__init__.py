@@ -9,6 +9,9 @@ memory     how much memory a rank needs
 layouts    the layouts of a model on N ranks that fit, and how fast each is
 formulas   a plan without a run
 from_run   a plan from a measured run: more replicas of what it does
+ranked     the layouts of a measured run on N ranks, the fastest first, by lowering and replay
+run_answer what `dsprof plan RUN` answers: both
+network    the network between nodes, as a user tells of it
 changes    what else changes then: the device, the batch of a rank
 spending   what a training costs
 table      a table of measured steps, read

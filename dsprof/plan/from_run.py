@@ -28,6 +28,7 @@ from dsprof.data_sheets import Device
 
 from .changes import Batch, CannotPlan, DeviceChange, batch_of, device_change
 from .hardware import NETWORK_GB_S, NETWORK_REACHED
+from .network import Network
 from .spending import Spending, spending
 
 PARTS: Final = ("compute", "optimizer", "data", "offload", "pause", "other", "bubble", "comm_exposed", "peer_wait")
@@ -38,15 +39,6 @@ GUESSED: Final = 0.44
 """Relative error of transfers over a network that was never measured. A guess: a fit of one node misses whole steps of
 several by 72 % (`benchmarks/plan.py`, one node tells several)."""
 REPLICATED: Final = ("gradient", "parameter")
-
-
-@dataclass(frozen=True)
-class Network:
-    """gpus_per_node: ranks that share the run's link. gb_s: rate of a node's network, None: not told. latency_us."""
-
-    gpus_per_node: int
-    gb_s: float | None = None
-    latency_us: float | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,7 @@ def plan_from_run(
         raise CannotPlan(
             f"--ranks {ranks} is not a multiple of the {base.fixed} ranks of a replica (tensor parallel and pipeline)"
         )
-    rates = _rates(study, base)
+    rates = _rates(study, base.step_ms)
     of_run = rates["samples"] * base.step_ms / 1e3 if "samples" in rates else None
     change = _Change(device_change(study, gpu), batch_of(study, of_run, global_batch, same_batch))
     change.batch.check(ranks // base.fixed)
@@ -305,10 +297,16 @@ def _scale(
     ), errors  # fmt: skip
 
 
-def _rates(study: Study, base: _Base) -> Mapping[str, float]:
+def samples_of_step(study: Study) -> float | None:
+    """Samples of the run's step, all ranks together; None: not recorded."""
+    rate = _rates(study, study.step_ms).get("samples")
+    return None if rate is None else rate * study.step_ms / 1e3
+
+
+def _rates(study: Study, step_ms: float) -> Mapping[str, float]:
     """Samples and tokens a second of the run, where they are known."""
     work = {rank: one.work for rank, one in study.summaries.items() if one.work is not None}
-    efficiency = judge_efficiency(study.run, work, base.step_ms, study.mesh, study.topology)
+    efficiency = judge_efficiency(study.run, work, step_ms, study.mesh, study.topology)
     every = efficiency.throughput if efficiency is not None else ()
     return {one.what: one.a_second for one in every if one.a_second is not None}
 

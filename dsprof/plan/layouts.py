@@ -102,10 +102,10 @@ def _rows(model: TransformerModel, ranks: int, per_node: int, wanted: Wanted) ->
         "hidden": model.hidden, "heads": model.heads, "layers": model.layers, "sequence": model.sequence,
         "vocabulary": model.vocabulary, "global_batch": model.global_batch, "gpus_per_node": per_node,
     }  # fmt: skip
-    for tp in [wanted.tp] if wanted.tp else [size for size in _divisors(ranks) if size <= per_node]:
+    for tp in [wanted.tp] if wanted.tp else [size for size in divisors(ranks) if size <= per_node]:
         if model.heads % tp or model.hidden % tp:
             continue
-        for pp in [wanted.pp] if wanted.pp else _divisors(ranks // tp):
+        for pp in [wanted.pp] if wanted.pp else divisors(ranks // tp):
             dp, left = divmod(ranks, tp * pp)
             if left or pp > model.layers or (wanted.dp is not None and dp != wanted.dp):
                 continue
@@ -122,7 +122,8 @@ def _rows(model: TransformerModel, ranks: int, per_node: int, wanted: Wanted) ->
                         }  # fmt: skip
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Ascending."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
 

@@ -225,12 +225,9 @@ class Comm:
     def _exchange(self, send: list[Tensor], receive: list[Tensor], tag: int = 0) -> None:
         """Send `send[r]` to each other rank r, and get what it sends into `receive[r]`."""
         assert self.group is not None
-        works = []
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            works.append(dist.irecv(receive[source], group=self.group, group_src=source, tag=tag))
-            works.append(dist.isend(send[to], group=self.group, group_dst=to, tag=tag))
-        wait_all(works)
+        ahead = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        behind = [(self.rank - distance) % self.size for distance in range(1, self.size)]
+        pass_on(self.group, [(send[to], to) for to in ahead], [(receive[of], of) for of in behind], tag)
 
     def _scratch_like(self, rows: Tensor) -> Tensor:
         """A buffer that is kept: fresh pages cost as much as the exchange. For the lane alone, one job at a time."""
@@ -238,6 +235,31 @@ class Comm:
         if self._scratch is None or self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8, device=rows.device)
         return self._scratch[:size].view(rows.dtype).view(rows.shape)
+
+
+def pass_on(
+    group: dist.ProcessGroup, sent: Iterable[tuple[Tensor, int]], received: Iterable[tuple[Tensor, int]], tag: int = 0
+) -> None:
+    """Send tensors to ranks of `group` and have those that others send written into `received`, and wait for all.
+
+    gloo sends what is in host memory: a device's tensors go through it.
+    """
+    works, kept, landed = [], [], []
+    for tensor, source in received:
+        into = torch.empty_like(tensor, device="cpu") if _by_host(tensor, group) else tensor
+        works.append(dist.irecv(into, group=group, group_src=source, tag=tag))
+        landed.append((into, tensor))
+    for tensor, to in sent:
+        kept.append(tensor.cpu() if _by_host(tensor, group) else tensor)
+        works.append(dist.isend(kept[-1], group=group, group_dst=to, tag=tag))
+    wait_all(works)
+    for into, tensor in landed:
+        if into is not tensor:
+            tensor.copy_(into)
+
+
+def _by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    return tensor.is_cuda and dist.get_backend(group) == "gloo"
 
 
 def wait_all(works: Iterable[dist.Work | None]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol, Unpack
 
 import torch
+import torch.distributed as dist
 
 from ..hooks import Attributes, Hooks, Position
 
@@ -166,6 +167,31 @@ class CpuLane(Lane):
     def close(self) -> None:
         self._jobs.put(None)
         self._thread.join()
+
+
+class HostLane(CpuLane):
+    """A thread that runs communications of a device's tensors which block the host, as gloo's do: they begin when the
+    computation has come as far as it was when they were submitted, and have ended on the device when they are done."""
+
+    def __init__(self, name: str, hooks: Hooks, device: torch.device, link: float | None = None) -> None:
+        super().__init__(name, hooks, link)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(
+        self, work: Work, name: str, at: Position | None = None, *, fresh: bool = False,
+        **attributes: Unpack[Attributes],
+    ) -> LaneTicket:  # fmt: skip
+        ready = None if fresh else torch.cuda.current_stream(self._device).record_event()
+
+        def run() -> None:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                if ready is not None:
+                    self._stream.wait_event(ready)
+                work()
+                self._stream.synchronize()
+
+        return super().submit(run, name, at, **attributes)
 
 
 def _run_jobs(
@@ -320,7 +346,9 @@ class Inline(Lane):
 
 
 def open_lane(name: str, device: torch.device, hooks: Hooks, link: float | None = None) -> CpuLane | CudaLane:
-    """The lane for tensors on `device`. `link` (bytes/s) is for CPU only."""
+    """The lane for tensors on `device`, for groups of the job's backend. `link` (bytes/s) is for threads only."""
     if device.type == "cuda":
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            return HostLane(name, hooks, device, link)
         return CudaLane(name, hooks)
     return CpuLane(name, hooks, link)

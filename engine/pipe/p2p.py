@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm.comm import break_connections, close_group, open_group, open_host_group, wait_all
+from ..comm.comm import break_connections, close_group, open_group, open_host_group, pass_on, wait_all
 from ..comm.lane import CpuLane, Ticket, open_lane
 from ..comm.mesh import Mesh
 from ..hooks import Attributes, Hooks, Position
@@ -161,7 +161,7 @@ class Link:
 
         def work() -> None:
             heads = self._post(_heads(message, at))
-            wait_all([dist.isend(_bytes(t), group=self.group, group_dst=self._to) for t in tensors if t.numel()])
+            pass_on(self.group, [(_bytes(tensor), self._to) for tensor in tensors if tensor.numel()], [])
             wait_all(heads)
 
         return self._out.submit(work, "send", at, **self._attributes("send", self._to, message))
@@ -188,8 +188,7 @@ class Link:
             ((numbers, form),) = heads
             message, microbatch = _empty(numbers, self._device)
             message.form = form or message.form
-            parts = [_bytes(tensor) for tensor in message.tensors if tensor.numel()]
-            wait_all([dist.irecv(part, group=self.group, group_src=self._from) for part in parts])
+            pass_on(self.group, [], [(_bytes(tensor), self._from) for tensor in message.tensors if tensor.numel()])
             if microbatch != at[1]:
                 raise PipelineError(
                     f"stage {at[2]} of the pipeline got micro-batch {microbatch} where its plan has {at[1]}: the "
@@ -261,7 +260,7 @@ class Link:
         that would, and 1F1B cannot go on if it does: it waits in `settle`, at the end of the step.
         """
         works = [dist.isend(part, group=self._host_group, group_dst=self._to) for part in parts]
-        if self._device.type == "cpu":
+        if isinstance(self._out, CpuLane):
             return works
         self._posted += [(work, part) for work, part in zip(works, parts, strict=True) if work is not None]
         return []

@@ -13,7 +13,7 @@ from ..comm.comm import Comm
 from ..comm.consensus import failing_together, gather_objects
 from .gain import CAPABILITY, Rates, Recipe, listed_rates
 from .linear import Arithmetic
-from .scaling import E4M3, FusedCasts, cast, product
+from .scaling import E4M3, cast, product
 
 _SIZES: Final = {"cpu": 256, "cuda": 4096}
 """Rows and columns of the matrices that are multiplied to measure a device that no data sheet is known of."""
@@ -36,13 +36,15 @@ def arithmetic(device: torch.device, recipe: Recipe) -> Arithmetic:
         raise ValueError(
             f'fp8.recipe: torch {torch.__version__} does not multiply "{recipe}" on {_name(device)}; write "{other}"'
         )
-    fused = FusedCasts()
     try:
-        fused(torch.ones(16, 16, dtype=torch.bfloat16, device=device), E4M3, recipe)
-    except Exception as error:  # no compiler, as Triton's: whatever it says, casts work without
-        warnings.warn(f"fp8: casts are not compiled, and slower: {type(error).__name__}: {error}", stacklevel=2)
+        from .triton_casts import triton_cast, triton_turned
+
+        triton_cast(torch.ones(16, 16, dtype=torch.bfloat16, device=device), E4M3, recipe)
+    except Exception as error:  # no Triton, or no compiler for it: whatever it says, casts work without
+        said = f"{type(error).__name__}: {error}"
+        warnings.warn(f"fp8: casts take several kernels each, and are slower: {said}", stacklevel=2)
         return Arithmetic(recipe)
-    return Arithmetic(recipe, fused, fused=True)
+    return Arithmetic(recipe, triton_cast, triton_turned, fused=True)
 
 
 _OFF: Final = 'write "fp8": {"enabled": false}'

@@ -31,7 +31,7 @@ class Rates:
     flops: operations a second of products as they are; float8: of those in float8; bytes: a second, read or written
     launch: seconds that a small kernel takes at least
     item_bytes: of an element as it is
-    fused: whether a cast is one kernel, as torch.compile makes it, or one for each operation
+    fused: whether a cast is one kernel, or one for each operation
     """
 
     flops: float
@@ -89,7 +89,7 @@ def _cast(recipe: Recipe, item: int, fused: bool, turned_again: bool) -> tuple[i
     """Bytes moved for an element of a tensor that is cast, and kernels: for a product in forward, or of the gradient of
     inputs, and `turned` for another one. What is scaled as a whole needs its largest element once; by rows, those of
     its columns, too. `turned_again`: it is cast from the tensor itself; else what was cast is copied."""
-    largest, of_largest = item, 2 if fused else 7
+    largest, of_largest = item, 3 if fused else 7
     cast, of_cast = (item + 1, 1) if fused else (3 * item + 1, 2)
     copied = 0 if fused and turned_again else 2
     turned, of_turned = (cast + copied, of_cast + copied // 2) if turned_again else (2, 1)

@@ -36,9 +36,10 @@ class Arithmetic:
 
     recipe: Recipe
     cast: Cast = plain_cast
+    turned: Callable[[Scaled], Scaled] = Scaled.turned
     emulated: bool = False
     fused: bool = False
-    """Whether `cast` is compiled."""
+    """Whether a cast is one kernel."""
 
     @property
     def of_gradients(self) -> torch.dtype:
@@ -155,7 +156,7 @@ class _Float8Linear(torch.autograd.Function):
         def of_the_weight() -> Tensor:
             rows = inputs.reshape(-1, inputs.shape[-1])
             features = _turned(by, rows, E4M3, of_inputs)
-            outputs = cast_out.turned() if of_inputs is not None else _turned(by, out, by.of_gradients, None)
+            outputs = by.turned(cast_out) if of_inputs is not None else _turned(by, out, by.of_gradients, None)
             pair = (features, outputs) if transposed else (outputs, features)
             found: Tensor = by.product(*pair, dtype, forward=False)
             return found

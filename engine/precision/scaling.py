@@ -8,9 +8,7 @@ found in gradients as without float8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Final
 
 import torch
@@ -23,7 +21,7 @@ E4M3: Final = torch.float8_e4m3fn
 E5M2: Final = torch.float8_e5m2
 """Two bits of mantissa, up to 57344: for gradients, whose elements differ more."""
 
-_SMALLEST: Final = 1e-30
+SMALLEST: Final = 1e-30
 """Largest elements are taken to be this, at least: a scale for zeros is finite."""
 
 
@@ -48,31 +46,12 @@ def cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, scale: Tensor | None = N
     if scale is None:
         dims = (-1,) if recipe == "rowwise" else (0, 1)
         largest = torch.linalg.vector_norm(x, torch.inf, dims, keepdim=recipe == "rowwise", dtype=torch.float32)
-        fitting = torch.finfo(dtype).max / largest.clamp(min=_SMALLEST)
+        fitting = torch.finfo(dtype).max / largest.clamp(min=SMALLEST)
         scale = torch.exp2(-torch.floor(torch.log2(fitting)))
     factor = scale.reciprocal()
     # fp16 cannot hold all of these factors, and a tensor of one element does not make the product float32.
     scaled = x.float() * factor if x.dtype is torch.float16 else x * factor.to(x.dtype)
     return Scaled(scaled.to(dtype).contiguous(), scale)
-
-
-class FusedCasts:
-    """`cast`, compiled, so that it is one kernel, or two where a scale is to be found.
-
-    Each kind of call has a function of its own: torch.compile gives up on one that it has compiled in eight ways.
-    """
-
-    def __init__(self, backend: str = "inductor") -> None:
-        self._backend = backend
-        self._compiled: dict[object, Callable[..., Scaled]] = {}
-
-    def __call__(self, x: Tensor, dtype: torch.dtype, recipe: Recipe, scale: Tensor | None = None) -> Scaled:
-        kind = x.dtype, x.is_contiguous(), dtype, recipe, scale is None
-        if kind not in self._compiled:
-            name = f"cast_{len(self._compiled)}"
-            alike = FunctionType(cast.__code__.replace(co_name=name), cast.__globals__, name, cast.__defaults__)
-            self._compiled[kind] = torch.compile(alike, dynamic=True, backend=self._backend)
-        return self._compiled[kind](x, dtype, recipe, scale)
 
 
 def padded(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ findings        what to do, worst first
 time_and_step   where the run goes, and where a step
 over_steps      who was slower and when, one step as a timeline, step by step, collectives
 pipeline        one step of a pipeline, measured above ideal
+lines_of_ranks  in which lines a rank's step goes, and in which it differs from its peers
 on_devices      what devices did and told, how well they are used
 ranks_table     one line a rank
 memory_tables   what memory was for, what allocators held
@@ -26,6 +27,7 @@ from dsprof.analyzer.analysis import Analysis
 from . import (
     findings,
     judged,
+    lines_of_ranks,
     memory_tables,
     modules_table,
     on_devices,
@@ -42,6 +44,7 @@ MAKERS: Final[tuple[Maker, ...]] = (
     time_and_step.STEP,
     time_and_step.TIME,
     over_steps.HEATMAP,
+    lines_of_ranks.LINES,
     pipeline.PIPELINE,
     over_steps.TIMELINE,
     over_steps.STEPS,

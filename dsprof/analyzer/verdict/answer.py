@@ -27,6 +27,7 @@ from ..text import ms
 from ..work.layer_costs import layer_costs
 from ..work.mfu import judge_efficiency
 from ..work.module_times import module_times
+from ..work.stack_difference import StackDifference, stack_difference
 from ..work.stacks import outside_phases
 from .headline import verdict_of
 from .overrides import applied_knobs, lost_knobs, verified_fixes
@@ -104,7 +105,18 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         crowded=_waiting_for_cores(study),
         untold=untold_work(study, judgement),
     )
-    return replace(analysis, verdict=verdict)
+    return replace(analysis, verdict=verdict, stack_difference=_stack_difference(study, analysis))
+
+
+def _stack_difference(study: Study, analysis: Analysis) -> StackDifference | None:
+    """Of the ranks of the worst finding that names some of several; else of the rank that is slowest."""
+    if len(study.ranks) < 2:
+        return stack_difference(study, study.ranks)
+    named = [finding.where.ranks or () for finding in analysis.problems]
+    some = [ranks for ranks in named if 0 < len(ranks) < len(study.ranks)]
+    slowest = () if analysis.slowest_rank is None else (analysis.slowest_rank,)
+    found = (stack_difference(study, ranks) for ranks in (*some, slowest))
+    return next((one for one in found if one is not None), None)
 
 
 def _critical_path(study: Study) -> PathSummary | None:

@@ -8,6 +8,7 @@ micro_batches whether micro-batches are of unequal length, by what they take
 stream_phases what devices took for each phase that their hosts launched
 recomputed    what backward computes again of forward
 stacks        in which lines training threads were: where ranks differ, and what lies between phases
+stack_difference  the samples of some ranks beside those of their peers, as a tree
 pipeline_step one step of a pipeline, measured and ideal
 layer_costs   what each layer of the engine's pipelines takes
 stage_layers  the layers of any pipeline's stages, at which they can be divided

@@ -121,7 +121,7 @@ def differing_line(study: Study, slow: Bool, late_ms: float) -> Line | None:
     others = [stacks[rank] for rank in study.ranks_where(~slow) if rank in stacks]
     if not mine or not others:
         return None
-    each = [_by_prefix(one, one.own) for one in (*mine, *others)]
+    each = [by_prefix(one, one.own) for one in (*mine, *others)]
 
     def spent(path: Path) -> tuple[float, float]:
         of = [counts.get(path, 0) * one.a_sample_ms for counts, one in zip(each, (*mine, *others), strict=True)]
@@ -144,7 +144,7 @@ def differing_line(study: Study, slow: Bool, late_ms: float) -> Line | None:
     return Line(path, *spent(path))
 
 
-def _by_prefix(stacks: Stacks, chosen: Bool) -> dict[Path, int]:
+def by_prefix(stacks: Stacks, chosen: Bool) -> dict[Path, int]:
     """How many of the chosen samples are in each line, or below it."""
     found: dict[Path, int] = defaultdict(int)
     for path, counts in zip(stacks.paths, chosen.tolist(), strict=True):
@@ -182,7 +182,7 @@ def outside_phases(study: Study) -> Line | None:
     known = [name for name, part in PHASE_PART.items() if part != "other"]
     phases = phases[(phases["rank"] == rank) & phases["name"].isin([*known, "checkpoint", "compile"])]
     outside = one.own & ~_within(one.start_ns, phases)
-    counts = _by_prefix(one, outside)
+    counts = by_prefix(one, outside)
     path = _innermost(set(counts), lambda path: counts[path])
     if path is None or counts[path] < FEWEST or counts[path] < MOST_OF * int(outside.sum()):
         return None

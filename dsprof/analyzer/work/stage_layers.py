@@ -1,4 +1,4 @@
-"""What each layer of a pipeline takes for one micro-batch, in the model's order: what stages can be divided at.
+"""What each layer of a model takes for one micro-batch, in the model's order: what stages can be divided at.
 
 The engine times its layers in every run. Of torch's pipelines the modules are timed at level full: there a stage's
 layers are the modules directly below the outermost one that calls several.
@@ -60,10 +60,33 @@ def stage_layers(study: Study) -> tuple[StageLayer, ...] | None:
     return tuple(found) or None
 
 
+@once
+def model_layers(study: Study) -> tuple[StageLayer, ...] | None:
+    """The layers of the whole model: those of all stages; without a pipeline, of level full, those of the lowest rank,
+    all of stage 0. None where they were not timed."""
+    if study.topology.stage_of:
+        return stage_layers(study)
+    if not study.ranks:
+        return None
+    rows = study.trace.read(study.ranks[0], COLUMNS)
+    done = rows[rows["dur_ns"].notna() & rows["step"].isin(study.step_numbers) & (rows["lane"] == "main")]
+    passes = done[(done["kind"] == "phase") & done["name"].isin(["forward", "backward"])]
+    forwards = passes[passes["name"] == "forward"].sort_values("start_ns")
+    backward_ns = float(passes.loc[passes["name"] == "backward", "dur_ns"].sum())
+    layers = _layers(done, forwards, backward_ns, 0)
+    return tuple(layers) if len(layers) > 1 else None
+
+
 def _of_stage(rows: pd.DataFrame, stage: int, steps: Int) -> list[StageLayer]:
     done = rows[rows["dur_ns"].notna() & rows["step"].isin(steps) & (rows["lane"] == "main")]
     acted = done[(done["kind"] == "pipe") & (done["stage"] == stage)]
     forwards = acted[acted["name"] == "F"].sort_values("start_ns")
+    backward_ns = float(acted.loc[acted["name"].isin(["B", "W"]), "dur_ns"].sum())
+    return _layers(done, forwards, backward_ns, stage)
+
+
+def _layers(done: pd.DataFrame, forwards: pd.DataFrame, backward_ns: float, stage: int) -> list[StageLayer]:
+    """Of these forwards. done: rows of their thread that ended; backward_ns: what all their backwards took."""
     if forwards.empty:
         return []
     modules = done[(done["kind"] == "module") & (done["name"] != SHARDING)].sort_values("start_ns")
@@ -79,7 +102,7 @@ def _of_stage(rows: pd.DataFrame, stage: int, steps: Int) -> list[StageLayer]:
         return []
     forward = {name: np.mean([sum(ns for n, ns in call if n == name) for call in per_call]) / 1e6 for name in order}
     total = float(forwards["dur_ns"].mean()) / 1e6
-    backward = float(acted.loc[acted["name"].isin(["B", "W"]), "dur_ns"].sum()) / 1e6 / len(forwards)
+    backward = backward_ns / 1e6 / len(forwards)
     times = backward / total if total else 0.0
     return [StageLayer(name, stage, float(ms), float(ms) * times) for name, ms in forward.items()]
 

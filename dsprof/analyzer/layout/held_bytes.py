@@ -1,0 +1,147 @@
+"""What each rank of a pipeline holds in another layout, in bytes, beside what it held in the run.
+
+Parameters, gradients and the optimizer's states are those of its stages, shared by the replicas as the ZeRO stage says,
+with the buffers that its engine communicates through (`dsprof.engine.config.held`, where the configuration that ran is
+known). Activations are what was measured of a micro-batch, times those that the schedule holds at once. What is left of
+the rank's peak, such as the process itself, stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dsprof.engine.config import ELEMENT_BYTES, Config, as_far_as_known, held
+from dsprof.engine.schedule import make_plan, peak_activations
+
+from ..memory.use_by_step import MemoryUse, main_place
+from ..rules.base import configurations, engine_config
+from ..study import Study
+from .job_layout import Layout
+from .layout_costs import LayoutCosts
+from .stage_work import stage_work
+
+CHECKPOINTED: Final = 0.15
+"""What is kept of a layer's activations that are computed again: its input, and the one layer that is computed. A
+guess."""
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """states: parameters, gradients, optimizer and buffers; activations: None: not known; rest: of the peak, that is
+    neither. capacity: of the device; None: not known, or the host's, which ranks share."""
+
+    states: float
+    activations: float | None
+    rest: float
+    capacity: int | None
+
+    @property
+    def total(self) -> float:
+        return self.states + (self.activations or 0.0) + self.rest
+
+    @property
+    def fits(self) -> bool:
+        return self.capacity is None or self.total <= self.capacity
+
+
+class HeldBytes:
+    """What ranks of a run's job hold in any layout."""
+
+    def __init__(self, study: Study, costs: LayoutCosts) -> None:
+        self._costs, self._content = costs, next(iter(configurations(study)), None)
+        self._deepspeed = engine_config(study) is None
+        self._configs: dict[int, Config] = {}
+        self._uses = _by_stage_rank(study, costs)
+        self._known = bool(costs.model_bytes) and len(self._uses) == costs.ran.pp
+        self._optimizer = self._optimizer_times()
+        self._rest: list[float] = []
+        if self._known:
+            now = self._modelled(costs.ran)
+            self._rest = [
+                max(use.peak - states - (activations or 0.0), 0.0)
+                for use, (states, activations) in zip(self._uses, now, strict=True)
+            ]
+
+    def of(self, layout: Layout) -> tuple[RankBytes, ...] | None:
+        """Of each rank of a pipeline; None: memory was not recorded, or not how large the model is."""
+        if not self._known:
+            return None
+        same = layout.pp == self._costs.ran.pp
+        capacity = min((use.capacity for use in self._uses if use.capacity and not use.on_host), default=None)
+        return tuple(
+            RankBytes(states, activations, self._rest[rank] if same else max(self._rest), capacity)
+            for rank, (states, activations) in enumerate(self._modelled(layout))
+        )
+
+    def most(self, layout: Layout) -> RankBytes | None:
+        """The rank that would hold most."""
+        return max(self.of(layout) or (), key=lambda one: one.total, default=None)
+
+    def _modelled(self, layout: Layout) -> list[tuple[float, float | None]]:
+        """Bytes of states and of activations of each rank."""
+        costs, ran = self._costs, self._costs.ran
+        plan = make_plan(layout.schedule, layout.pp, min(layout.micro_batches, 4 * layout.pp * layout.chunks),
+                         layout.chunks)  # fmt: skip
+        work = stage_work(costs, plan.stages)
+        held_at_once = peak_activations(plan, "B")
+        each = self._of_a_micro_batch()
+        found: list[tuple[float, float | None]] = []
+        for rank in range(layout.pp):
+            mine = [stage for stage in range(plan.stages) if plan.owner(stage) == rank]
+            model = sum(work.model_bytes[stage] for stage in mine) * ran.tp / layout.tp
+            layers = sum(work.layers[stage] for stage in mine) / len(mine)
+            activations = None
+            if each is not None:
+                times = layout.micro_batch * ran.tp / layout.tp * held_at_once[rank] * layers
+                kept = (CHECKPOINTED if layout.recompute else 1.0) / (CHECKPOINTED if ran.recompute else 1.0)
+                activations = each * times * kept
+            found.append((self._states(model, layout), activations))
+        return found
+
+    def _of_a_micro_batch(self) -> float | None:
+        """Activations of a stage of the run and one micro-batch, mean over the ranks; None: not known. Of a host it is
+        what the process had grown by, which says nothing."""
+        ran = self._costs.ran
+        plan = make_plan(ran.schedule, ran.pp, ran.micro_batches, ran.chunks)
+        told = [use.parts.get("activations") for use in self._uses]
+        if any(use.on_host for use in self._uses) or None in told:
+            return None
+        at_once = peak_activations(plan, "B")
+        return sum((one or 0) / held for one, held in zip(told, at_once, strict=True)) / len(told)
+
+    def _states(self, model: float, layout: Layout) -> float:
+        """Of a rank whose parameters are so large."""
+        if self._content is not None:
+            config = self._config(self._content, layout.zero)
+            elements = model / ELEMENT_BYTES[config.communication_type]
+            return held(config, elements, layout.dp, deepspeed=self._deepspeed).total
+        shared = layout.share(3) + layout.share(2) + self._optimizer * layout.share(1)
+        gathered = 2 / max(self._costs.units, 1) if layout.zero == 3 else 0.0
+        return model * (shared + gathered)
+
+    def _config(self, content: Mapping[str, Any], stage: int) -> Config:
+        if stage not in self._configs:
+            section = content.get("zero_optimization")
+            zero = {**(section if isinstance(section, Mapping) else {}), "stage": stage}
+            self._configs[stage] = as_far_as_known({**content, "zero_optimization": zero})
+        return self._configs[stage]
+
+    def _optimizer_times(self) -> float:
+        """What an optimizer keeps, times its parameters, as was measured; two of each where that is not known."""
+        ran = self._costs.ran
+        states = sum(use.parts.get("optimizer_states", 0) for use in self._uses) / ran.share(1)
+        own = sum(self._costs.model_bytes)
+        return states / own if states and own else 2.0
+
+
+def _by_stage_rank(study: Study, costs: LayoutCosts) -> list[MemoryUse]:
+    """Of each rank of a pipeline, that of its replicas which took most."""
+    held = study.topology.stage_of or dict.fromkeys(study.ranks, (0,))
+    found: dict[int, MemoryUse] = {}
+    for rank, stages in held.items():
+        use, position = main_place(study.memory_uses, rank), min(stages) % costs.ran.pp
+        if use is not None and (position not in found or found[position].peak < use.peak):
+            found[position] = use
+    return [found[position] for position in sorted(found)]

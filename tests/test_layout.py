@@ -1,0 +1,148 @@
+"""Layouts lowered to the graph of a replica's ranks: closed forms, what replicas exchange, and the search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dsprof.analyzer.graph.replay import replay
+from dsprof.analyzer.layout import Assumed, Layout, LayoutCosts, Wire, step_of
+from dsprof.analyzer.layout.stage_work import stage_work
+from dsprof.analyzer.layout.step_lowered import MOST_MICROBATCHES, lowered
+from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.work.stage_layers import StageLayer
+from dsprof.plan.network import Network
+from dsprof.plan.ranked import Search
+
+NOTHING = Wire(0.0, 0.0, 2, 0.1)
+F, B, ONCE, OPTIMIZER = 10.0, 20.0, 3.0, 2.0
+"""Of the whole model, 8 layers, and a micro-batch; ms."""
+
+
+def costs(wire: Wire = NOTHING, **more: object) -> LayoutCosts:
+    layers = tuple(StageLayer(f"layers.{i}", 0, F / 8, B / 8) for i in range(8))
+    ran = Layout(dp=2, micro_batches=8)
+    found = LayoutCosts(
+        ran=ran, taken={(0, "F"): F, (0, "B"): B}, layers=layers, recompute_ms=0.0, once_ms=ONCE, data_ms=0.0,
+        optimizer_ms=OPTIMIZER, waiting_ms=0.0, step_ms=8 * (F + B) + ONCE + OPTIMIZER, steps=np.ones(4), noise_ms=0.1,
+        model_bytes=(8e6,), buckets=4, units=8, rounds=1, replicas=wire, stages=NOTHING, tensor=NOTHING,
+        activation_bytes=1e5, tensor_calls=0.0, on_gpu=False,
+    )  # fmt: skip
+    return replace(found, **more)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_pipeline_without_communication(stages: int, schedule: str) -> None:
+    """(m + p - 1) (F + B) / p, what is done once, and the rank's part of the optimizer."""
+    found = step_of(costs(), Layout(pp=stages, micro_batches=8, schedule=schedule))
+    assert found == pytest.approx((8 + stages - 1) * (F + B) / stages + ONCE + OPTIMIZER / stages, rel=1e-9)
+
+
+def test_zero_bubble_and_interleaved() -> None:
+    """ZB-H1's bubble is (p - 1) (F + B - W), of a backward that is half W; that of v parts is v times smaller."""
+    stages, f, b = 4, F / 4, B / 8
+    zero = step_of(costs(), Layout(pp=stages, micro_batches=8, schedule="zero-bubble"))
+    assert zero == pytest.approx(8 * (f + 2 * b) + (stages - 1) * f + ONCE + OPTIMIZER / stages, rel=1e-9)
+    parts = step_of(costs(), Layout(pp=stages, micro_batches=8, schedule="interleaved", chunks=2))
+    assert parts == pytest.approx((8 + (stages - 1) / 2) * (F + B) / 4 + ONCE + OPTIMIZER / stages, rel=1e-9)
+
+
+def test_a_reduction_is_hidden_but_for_its_last_piece() -> None:
+    """16 MB pass the ring of an all-reduce of 8 MB. At 0.5 ms each quarter hides under 5 ms of backward, the last one
+    is waited for; at 8 ms each all but the first piece of backward are."""
+    step = 8 * (F + B) + ONCE + OPTIMIZER
+    small, large = (Wire(0.0, quarter * 4 / 16e6, 2, 0.1) for quarter in (0.5, 8.0))
+    layout = Layout(dp=2, micro_batches=8)
+    assert step_of(costs(small), layout) == pytest.approx(step + 0.5, rel=1e-9)
+    assert step_of(costs(large), layout) == pytest.approx(step + 4 * 8.0 - 3 * B / 4, rel=1e-9)
+
+
+def test_what_the_stages_of_zero_exchange() -> None:
+    """A byte takes 1 ns on the ring: 8 MB take 8 ms. Stage 1 reduces half as much as stage 0 and gathers parameters
+    after the optimizer, whose half it has; stage 2 reduces with each micro-batch, beside the next one's forward."""
+    wire = Wire(0.0, 1e-6, 2, 0.1)
+    layout = Layout(dp=2, micro_batches=8)
+    step = 8 * (F + B) + ONCE
+    assert step_of(costs(wire), replace(layout, zero=1)) == pytest.approx(step + 2.0 + OPTIMIZER / 2 + 8.0, rel=1e-9)
+    assert step_of(costs(wire), replace(layout, zero=2)) == pytest.approx(step + 2.0 + OPTIMIZER / 2 + 8.0, rel=1e-9)
+
+
+def test_stage_3_waits_for_gathers_that_take_longer_than_what_they_hide_under() -> None:
+    """A quarter of the parameters takes 4 ms, a quarter of a forward 2.5, of a backward 5. So forwards wait for
+    gathers, and backwards hide them but for what follows a forward."""
+    wire = Wire(0.0, 16 / 8e6, 2, 0.1)
+    found = step_of(costs(wire), Layout(dp=2, micro_batches=8, zero=3))
+    assert found > 8 * (4 * 4.0 + B) + ONCE
+    assert found < 8 * (4 * 4.0 + B + 5.0) + ONCE + 16.0
+
+
+def test_activations_computed_again_take_a_forward_more() -> None:
+    layout = Layout(dp=2, micro_batches=8)
+    assert step_of(costs(), replace(layout, recompute=True)) - step_of(costs(), layout) == pytest.approx(8 * F)
+    again = costs(ran=replace(layout, recompute=True), recompute_ms=F, taken={(0, "F"): F, (0, "B"): B + F})
+    assert step_of(again, again.ran) - step_of(again, layout) == pytest.approx(8 * F)
+
+
+def test_many_micro_batches_take_as_long_as_if_all_were_lowered() -> None:
+    for layout in (
+        Layout(pp=4, dp=2, zero=1, micro_batches=2 * MOST_MICROBATCHES + 3),
+        Layout(pp=2, micro_batches=2 * MOST_MICROBATCHES, schedule="interleaved", chunks=2),
+        Layout(pp=4, micro_batches=MOST_MICROBATCHES + 1, schedule="zero-bubble"),
+    ):
+        one = costs(Wire(0.1, 1e-6, 2, 0.1))
+        whole = float(replay(lowered(one, layout, steps=np.ones(1))).durations[0])
+        assert step_of(one, layout) == pytest.approx(whole, rel=1e-3)
+
+
+def test_steps_differ_as_they_were_measured_to() -> None:
+    found = replay(lowered(costs(), Layout(dp=2, micro_batches=8), steps=np.array([0.9, 1.1]))).durations
+    assert found[1] / found[0] == pytest.approx(1.1 / 0.9)
+
+
+def test_stages_of_layers_and_of_what_was_not_timed() -> None:
+    assert stage_work(costs(), 4).forward == pytest.approx((F / 4,) * 4)
+    assert stage_work(costs(layers=None), 4).backward == pytest.approx((B / 4,) * 4)
+    with pytest.raises(NotJudged, match="16 stages for 8 layers; each needs one"):
+        stage_work(costs(), 16)
+    two = costs(
+        ran=Layout(pp=2, micro_batches=8), layers=None, model_bytes=(6e6, 2e6),
+        taken={(0, "F"): 6.0, (0, "B"): 12.0, (1, "F"): 4.0, (1, "B"): 8.0},
+    )  # fmt: skip
+    assert stage_work(two, 1).forward == pytest.approx((10.0,))
+    assert stage_work(two, 4).model_bytes == pytest.approx((3e6, 3e6, 1e6, 1e6))
+    with pytest.raises(NotJudged, match="3 stages can be told from the 2 that ran only with what each layer takes"):
+        stage_work(two, 3)
+
+
+def test_no_layout_is_faster_than_what_it_is_pruned_by() -> None:
+    """Else the search could leave out the best."""
+    one = costs(Wire(0.1, 1e-6, 2, 0.1))
+    search = Search(one, Network(8))
+    for pp in (1, 2, 4, 8):
+        for dp in (1, 2, 4):
+            for schedule, chunks in (("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2)):
+                if pp * chunks > 8 or (pp == 1 and schedule != "1f1b"):
+                    continue
+                for zero in (0, 1, 3):
+                    layout = Layout(pp=pp, dp=dp, zero=zero, micro_batches=8, schedule=schedule, chunks=chunks)
+                    assert search.at_least(layout) <= search.step_ms(layout) + 1e-9, layout.says
+
+
+def test_a_network_is_only_crossed_by_groups_that_do_not_fit_in_a_node() -> None:
+    one = costs(Wire(0.0, 1e-6, 2, 0.1), activation_bytes=0.0)
+    search, alone = Search(one, Network(4, gb_s=0.1)), Search(one, Network(64))
+    inside = Layout(pp=2, dp=4, micro_batches=8)
+    assert search.step_ms(inside) == pytest.approx(alone.step_ms(inside))
+    across = Layout(pp=1, dp=8, micro_batches=8)
+    assert search.step_ms(across) > 1.2 * alone.step_ms(across)
+
+
+def test_assumptions_widen_the_interval() -> None:
+    search = Search(costs(), Network(8))
+    told, guessed = (search.ranked(Layout(dp=4, micro_batches=4, micro_batch=size), 1.0) for size in (1.0, 2.0))
+    assert told.low <= told.ms <= told.high
+    assert guessed.high - guessed.low > 2 * (told.high - told.low)
+    assert step_of(costs(), Layout(micro_batch=2.0), Assumed(fixed=0.0)) == pytest.approx(60 + ONCE + OPTIMIZER)
