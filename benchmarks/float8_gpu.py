@@ -6,7 +6,7 @@ For each layer of inputs [M, K] and a weight [N, K] in bf16, forward and backwar
 engine, and by torchao (compiled) where it is installed. Arms take turns; each figure is the median of what the device
 took while the host was ahead of it. `predicted` is what `dsprof.engine.precision.gain` says from the device's data
 sheet, as the finding precision.fp8 and `fp8.filter: auto` do: at least, as expected, at most. Writes after each shape,
-and goes on where it was.
+and goes on where it was. `casts` says which ones the engine had: of `torch.compile`'s, or its own in Triton.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def measured(m: int, k: int, n: int, recipe: Recipe, torchao: bool) -> dict[str,
         for name, call in arms.items():
             times[name].append(device_ms(call))
     return {
-        "recipe": recipe, "m": m, "k": k, "n": n,
+        "recipe": recipe, "m": m, "k": k, "n": n, "casts": "triton",
         "ms": {name: round(statistics.median(of), 4) for name, of in times.items()},
         **({"torchao": missing} if missing else {}),
     }  # fmt: skip
@@ -121,29 +121,41 @@ def beside(one: dict[str, Any], device: str) -> dict[str, Any]:
     assert rates is not None, "no data sheet is known of this device"
     predicted = [layer_time(m, k, n, each, recipe) for each in rates]
     low, expected, high = (1e3 * each.saved for each in predicted)
-    saved = took["bf16"] - took["engine"]
+    saved = {name: took["bf16"] - value for name, value in took.items() if name != "bf16"}
     return {
-        **{key: one[key] for key in ("recipe", "m", "k", "n", "ms", "torchao") if key in one},
+        **{key: one[key] for key in ("recipe", "m", "k", "n", "casts", "ms", "torchao") if key in one},
         "tflops_as_it_is": round(6 * m * k * n / took["bf16"] / 1e9, 1),
-        "times_as_fast": {name: round(took["bf16"] / value, 3) for name, value in took.items() if name != "bf16"},
+        "times_as_fast": {name: round(took["bf16"] / took[name], 3) for name in saved},
         "predicted_times_as_fast": [round(each.as_is / each.float8, 3) for each in predicted],
-        "predicted_ms_as_it_is": round(1e3 * predicted[1].as_is, 4),
-        "predicted_saved_ms": [round(each, 4) for each in (low, expected, high)], "saved_ms": round(saved, 4),
-        "error_percent_of_layer": round(100 * abs(expected - saved) / took["bf16"], 1),
-        "holds": min(low, expected) <= saved <= max(high, expected),
-        "chosen_rightly": (expected > 0) == (saved > 0),
+        "saved_ms": {name: round(value, 4) for name, value in saved.items()},
+        "predicted_saved_ms": [round(each, 4) for each in (low, expected, high)],
+        "error_percent_of_layer": {
+            name: round(100 * abs(expected - value) / took["bf16"], 1) for name, value in saved.items()
+        },
+        "holds": {name: min(low, expected) <= value <= max(high, expected) for name, value in saved.items()},
+        "chosen_rightly": {name: (expected > 0) == (value > 0) for name, value in saved.items()},
     }  # fmt: skip
 
 
 def write(path: Path, machine: dict[str, str], measured: list[dict[str, Any]]) -> None:
     each = [beside(one, machine["device"]) for one in measured]
+    arms = sorted({name for one in each for name in one["saved_ms"]})
+
+    def of(key: str, name: str) -> list[Any]:
+        return [one[key][name] for one in each if name in one[key]]
+
     result = {
         "machine": machine,
-        "holds": f"{sum(one['holds'] for one in each)} of {len(each)}",
-        "chosen_rightly": f"{sum(one['chosen_rightly'] for one in each)} of {len(each)}",
-        "median_error_percent_of_layer": statistics.median(one["error_percent_of_layer"] for one in each),
+        "summary": {
+            name: {
+                "holds": f"{sum(of('holds', name))} of {len(of('holds', name))}",
+                "chosen_rightly": f"{sum(of('chosen_rightly', name))} of {len(of('chosen_rightly', name))}",
+                "median_error_percent_of_layer": statistics.median(of("error_percent_of_layer", name)),
+            }
+            for name in arms
+        },
         "each": each,
-    }
+    }  # fmt: skip
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 

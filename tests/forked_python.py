@@ -41,6 +41,8 @@ MODULES_ONLY: Final = "FORKED_PYTHON_MODULES_ONLY"
 PRELOADED: Final = (
     "numpy", "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data", "pandas", "scipy.special", "typer",
     "dsprof.cli.run", "dsprof.launch.conclude", "dsprof.analyzer", "dsprof.trace", "dsprof.reports.terminal",
+    "typer._adapters", "pydantic.type_adapter", "concurrent.futures.process", "dsprof.trace.process_pool",
+    "dsprof.live.kernel_waits", "dsprof.reports.diffs", "dsprof.analyzer.rules.registry",
 )  # fmt: skip
 """torch._dynamo comes with the first optimizer; what follows torch.utils.data is what `dsprof run` imports."""
 PR_SET_PDEATHSIG: Final = 1
@@ -81,7 +83,7 @@ class ForkedPopen(subprocess.Popen[Any]):
             return
         asked = {
             "words": words, "command": list(map(str, args)), "env": environment, "cwd": os.path.abspath(cwd or "."),
-            "session": start_new_session, "parent": os.getpid(),
+            "session": start_new_session, "parent": os.getpid(), "umask": umask if umask != -1 else umask_here(),
         }  # fmt: skip
         streams = [given if given != -1 else usual for usual, given in enumerate((p2cread, c2pwrite, errwrite))]
         self._status = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -129,6 +131,12 @@ def program(args: Any, environment: dict[str, str]) -> list[str] | None:
     if any(Path(entry, "sitecustomize.py").exists() for entry in environment.get(PATH, "").split(os.pathsep)):
         return None
     return words
+
+
+def umask_here() -> int:
+    """This process's; the system's call for it would set another."""
+    said = Path("/proc/self/status").read_text()
+    return int(said.partition("\nUmask:")[2].split(maxsplit=1)[0], 8)
 
 
 def ends_with_launcher(before: Any) -> bool:
@@ -310,6 +318,7 @@ def become(asked: dict[str, Any]) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if asked["session"]:
         os.setsid()
+    os.umask(asked["umask"])
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
@@ -340,12 +349,15 @@ def main(name: str, alive: str) -> None:
     subprocess.Popen = ForkedPopen  # type: ignore[misc]  # before anything takes it from there
     ending = Ending()
     sys.path.pop(0)
+    gc.disable()  # nothing that is imported is garbage
     for module in PRELOADED:
         importlib.import_module(module)
+    sys.modules["dsprof.analyzer.rules.registry"].all_rules()  # it imports each: a third of what a small run takes
     assert len(os.listdir("/proc/self/task")) == 1, "a child would lack a thread"
     ending.imported()
     gc.collect()
     gc.freeze()
+    gc.enable()
     forker = Forker(name, int(alive))
     print("ready", flush=True)
     os.dup2(2, 1)

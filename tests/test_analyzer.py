@@ -259,6 +259,19 @@ def test_many_small_buckets_that_stand_in_the_way() -> None:
     assert first.fixes[0].patch[0]["argument"] == "bucket_cap_mb"
 
 
+def test_a_group_of_one_rank_is_told_nothing_about_its_buckets() -> None:
+    """It moves nothing: a device copies within its memory, where it does anything."""
+    sizes = (2048, 4096, 512, 8192) * 60
+    ddp = {"fact": "ddp", "rank": 0, "site": "/home/me/train.py:9", "gradient_bytes": list(sizes)}
+    group = {"fact": "group", "rank": 0, "name": "0", "ranks": [0]}
+    codes = [
+        {finding.code for finding in analyze(Job(ranks=1, buckets=sizes, latency_ms=1.2, facts=facts).trace()).findings}
+        for facts in ([ddp], [ddp, group])
+    ]
+    assert "comm.small-messages" in codes[0]
+    assert not {code for code in codes[1] if code.startswith("comm.")}
+
+
 @pytest.mark.plants("comm.large-bucket")
 def test_one_huge_bucket_that_overlaps_nothing() -> None:
     ddp = {"fact": "ddp", "rank": 0, "site": None, "gradient_bytes": [1 << 20] * 60}

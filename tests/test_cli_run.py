@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import launcher
@@ -328,3 +330,22 @@ def test_version_and_module(tmp_path: Path) -> None:
 def test_shell_completion_knows_the_verbs(tmp_path: Path) -> None:
     env = {"_DSPROF_COMPLETE": "complete_bash", "COMP_WORDS": "dsprof ru", "COMP_CWORD": "1"}
     assert "run" in launcher.run([], tmp_path, env).stdout.split()
+
+
+def test_of_a_verb_that_is_typed_only_its_module_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of them take longer than many a command; what is no verb is looked for among all."""
+    imported: list[str] = []
+    real = importlib.import_module
+
+    def noted(name: str, package: str | None = None) -> ModuleType:
+        imported.append(name)
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", noted)
+    assert main(["runs", str(tmp_path / "nothing")]) == 3
+    assert [name for name in imported if name.startswith("dsprof.cli.")] == ["dsprof.cli.runs"]
+    assert main(["rums"]) == 2
+    assert "dsprof.cli.tune" in imported
+    assert "No such command 'rums'" in capsys.readouterr().err

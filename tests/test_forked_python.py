@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from jobs import environment
 SCRIPT = """
 import os, sys, tempfile
 def typed(x: int) -> None: ...
-print(typed.__annotations__, __name__, globals().get("__file__"), sys.argv, sys.path[:2], os.getcwd())
+print(os.umask(0o77), typed.__annotations__, __name__, globals().get("__file__"), sys.argv, sys.path[:2], os.getcwd())
 print(os.environ["MINE"], tempfile.gettempdir(), os.getsid(0) == os.getpid(), "torch" in sys.modules or "own")
 """
 FORMS = {
@@ -29,20 +30,25 @@ def test_it_finds_what_an_interpreter_has(form: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "tmp").mkdir()
     env = environment(MINE="set", PYTHONPATH=str(tmp_path / "tmp"), TMPDIR=str(tmp_path / "tmp"))
-    said = [
-        forked_python.run(
-            [sys.executable, *FORMS[form]],
-            env=env,
-            cwd=tmp_path,
-            capture_output=True,
-            start_new_session=True,
-            fresh=fresh,
-        )
-        for fresh in (False, True)
-    ]
+    before = os.umask(0o27)
+    try:
+        said = [
+            forked_python.run(
+                [sys.executable, *FORMS[form]],
+                env=env,
+                cwd=tmp_path,
+                capture_output=True,
+                start_new_session=True,
+                fresh=fresh,
+            )
+            for fresh in (False, True)
+        ]
+    finally:
+        os.umask(before)
     assert [(one.returncode, one.stderr) for one in said] == [(0, "")] * 2
     forked, own = (one.stdout.splitlines() for one in said)
     assert forked[0] == own[0]
+    assert forked[0].startswith(f"{0o27} ")
     assert forked[1].rpartition(" ")[0] == own[1].rpartition(" ")[0]
     assert (forked[1].split()[-1], own[1].split()[-1]) == ("True", "own")
 

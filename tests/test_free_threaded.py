@@ -26,6 +26,7 @@ JOB = """
 import sys
 sys._is_gil_enabled = lambda: False
 import torch, torch.distributed as dist
+{arm}
 from torch.autograd import graph
 from torch.nn import Module
 from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
@@ -48,6 +49,11 @@ ours = [
 print(hooked, len(hooks), ours, "trained", "dsprof_native" in sys.modules)
 """
 ALONE, GROUP = "", 'dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)'
+ARM = "from dsprof.collectors.arm import autoload; autoload()"
+"""What torch does at the end of its import, for a program forked from a process that has it: it says that it is
+free-threaded when that is over."""
+NO_ARM = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+"""With this nothing else arms it."""
 
 
 def said() -> str:
@@ -72,9 +78,10 @@ def test_how_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free_threaded.refusal() == said()
 
 
-@pytest.mark.parametrize("join", [ALONE, GROUP])
-def test_a_job_is_left_alone(join: str, tmp_path: Path) -> None:
-    done: subprocess.CompletedProcess[str] = train(tmp_path, JOB.format(join=join), native="", fresh=True)
+@pytest.mark.parametrize(("join", "fresh"), [(ALONE, True), (GROUP, False)])
+def test_a_job_is_left_alone(join: str, fresh: bool, tmp_path: Path) -> None:
+    job = JOB.format(join=join, arm="" if fresh else ARM)
+    done: subprocess.CompletedProcess[str] = train(tmp_path, job, native="", fresh=fresh, **({} if fresh else NO_ARM))
     assert (done.returncode, done.stdout, done.stderr) == (0, "1 0 [] trained False\n", "")
     (left,) = (tmp_path / "run").iterdir()
     assert left.read_text() == f"{said()}\n"
@@ -84,7 +91,8 @@ def test_a_job_is_left_alone(join: str, tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_no_rank_leaves_no_word(tmp_path: Path) -> None:
-    done = train(tmp_path, "import sys\nsys._is_gil_enabled = lambda: False\nimport torch", native="", fresh=True)
+    job = f"import sys\nsys._is_gil_enabled = lambda: False\nimport torch\n{ARM}"
+    done = train(tmp_path, job, native="", **NO_ARM)
     assert (done.returncode, done.stderr) == (0, "")
     assert list((tmp_path / "run").iterdir()) == []
 

@@ -70,6 +70,14 @@ def test_fewer_cores_than_the_others() -> None:
     assert cause(found).startswith("not known")  # all wait in proportion to what they do, rank 1 too little longer
 
 
+def test_a_thread_of_its_own_that_has_its_core() -> None:
+    """Where cores are few, the training thread waits for one while another of its process computes."""
+    found = late({gauges.PYTHON_THREAD + "prefetch": on(60.0)}, core_wait=0.8)
+    assert cause(found) == "python-thread, probably"
+    assert any(item.metric == "ready to run without a core, more than peers" for item in found.evidence)
+    assert cause(late({gauges.PYTHON_THREAD + "prefetch": on(5.0)}, core_wait=0.8)) == "no-core"
+
+
 @pytest.mark.parametrize(
     "measured",
     [

@@ -6,31 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from made_up_layout import ONCE, OPTIMIZER, B, F, costs
 
 from dsprof.analyzer.graph.replay import replay
-from dsprof.analyzer.layout import Assumed, Layout, LayoutCosts, Wire, step_of
+from dsprof.analyzer.layout import Assumed, Layout, Wire, step_of
+from dsprof.analyzer.layout.relayout import LayoutWanted, effect_of
 from dsprof.analyzer.layout.stage_work import stage_work
 from dsprof.analyzer.layout.step_lowered import MOST_MICROBATCHES, lowered
 from dsprof.analyzer.rules.base import NotJudged
-from dsprof.analyzer.work.stage_layers import StageLayer
+from dsprof.analyzer.whatif import Refused, apply
+from dsprof.analyzer.whatif.work import ScaleWork
+from dsprof.knobs import KnobError
+from dsprof.knobs.layouts import read_layout
 from dsprof.plan.network import Network
 from dsprof.plan.ranked import Search
-
-NOTHING = Wire(0.0, 0.0, 2, 0.1)
-F, B, ONCE, OPTIMIZER = 10.0, 20.0, 3.0, 2.0
-"""Of the whole model, 8 layers, and a micro-batch; ms."""
-
-
-def costs(wire: Wire = NOTHING, **more: object) -> LayoutCosts:
-    layers = tuple(StageLayer(f"layers.{i}", 0, F / 8, B / 8) for i in range(8))
-    ran = Layout(dp=2, micro_batches=8)
-    found = LayoutCosts(
-        ran=ran, taken={(0, "F"): F, (0, "B"): B}, layers=layers, recompute_ms=0.0, once_ms=ONCE, data_ms=0.0,
-        optimizer_ms=OPTIMIZER, waiting_ms=0.0, step_ms=8 * (F + B) + ONCE + OPTIMIZER, steps=np.ones(4), noise_ms=0.1,
-        model_bytes=(8e6,), buckets=4, units=8, rounds=1, replicas=wire, stages=NOTHING, tensor=NOTHING,
-        activation_bytes=1e5, tensor_calls=0.0, on_gpu=False,
-    )  # fmt: skip
-    return replace(found, **more)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
@@ -146,3 +135,61 @@ def test_assumptions_widen_the_interval() -> None:
     assert told.low <= told.ms <= told.high
     assert guessed.high - guessed.low > 2 * (told.high - told.low)
     assert step_of(costs(), Layout(micro_batch=2.0), Assumed(fixed=0.0)) == pytest.approx(60 + ONCE + OPTIMIZER)
+
+
+def test_what_is_not_asked_stays_as_it_ran() -> None:
+    wanted = LayoutWanted(zero_stage=2, dp=4, recompute="full")
+    assert wanted.says == "dp=4 zero-stage=2 recompute=full"
+    assert wanted.layout(costs()) == Layout(dp=4, zero=2, micro_batches=8, recompute=True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "more", "says"),
+    [
+        (LayoutWanted(recompute="selective"), {}, "was not timed by itself; ask with --recompute full or none"),
+        (LayoutWanted(offload="none"), {}, "nothing is offloaded in this run"),
+        (LayoutWanted(offload="optimizer"), {}, "is only told by a run that offloads"),
+        (LayoutWanted(tp=2), {"activation_bytes": None}, "what tensor parallelism would exchange is not known"),
+        (LayoutWanted(tp=2), {"layers": None}, "run again with --level full"),
+        (LayoutWanted(pp=16), {}, "16 stages for 8 layers; each needs one"),
+        (LayoutWanted(dp=1, zero_stage=2), {}, "there is nothing that ZeRO could share"),
+        (LayoutWanted(zero_stage=1), {"model_bytes": ()}, "how large the model is was not recorded"),
+        (LayoutWanted(pp=2, chunks=2), {}, '"1f1b" knows one stage a rank'),
+    ],
+)
+def test_layouts_that_cannot_be_told(wanted: LayoutWanted, more: dict[str, object], says: str) -> None:
+    with pytest.raises(NotJudged, match=says):
+        wanted.layout(costs(**more))
+
+
+def test_what_the_model_lacks_of_the_measured_step_is_in_every_layout() -> None:
+    """A step of 300 ms of which the model knows 245: with twice the replicas and twice the batch it takes 300 ms."""
+    one = costs(step_ms=300.0)
+    effect = effect_of(one, Layout(dp=4, micro_batches=8))
+    graph = lowered(one, one.ran)
+    now, then = (float(replay(apply(graph, whatifs)).durations.mean()) for whatifs in (effect.now, effect.then))
+    assert (now, then) == pytest.approx((300.0, 300.0))
+    assert effect.per_batch == 2.0
+
+
+def test_another_layout_is_asked_about_by_itself() -> None:
+    effect = effect_of(costs(), Layout(dp=4, micro_batches=8))
+    with pytest.raises(Refused, match="another layout is a model of the whole step"):
+        apply(lowered(costs(), Layout()), [*effect.then, ScaleWork({"compute": 0.5})])
+
+
+def test_how_it_is_typed() -> None:
+    nothing = dict.fromkeys(
+        ("pp", "dp", "tp", "zero_stage", "recompute", "offload", "schedule", "micro_batches", "chunks", "boundaries")
+    )
+    assert read_layout(**nothing) is None
+    assert read_layout(**{**nothing, "schedule": "gpipe"}) is None
+    vpp = read_layout(**{**nothing, "pp": 4, "schedule": "VPP"})
+    assert vpp == LayoutWanted(pp=4, schedule="interleaved", chunks=2)
+    for word, says in (
+        ({"recompute": "some"}, "--recompute some: write one of none, selective, full"),
+        ({"pp": 2, "boundaries": "0,4,8"}, "another layout's stages are divided by their layers"),
+        ({"pp": 2, "schedule": "gpip"}, "did you mean gpipe?"),
+    ):
+        with pytest.raises(KnobError, match=says):
+            read_layout(**{**nothing, **word})

@@ -73,6 +73,10 @@ def test_one_that_is_too_hot_and_late_for_it() -> None:
     assert finding.gain.ms == pytest.approx(late.gain.ms)
     assert (finding.severity, late.severity) == ("high", "high")
     assert late.fixes[0].title == f"see compute.throttle: {finding.title}"
+    assert late.title.endswith(
+        ": its GPU runs 39 % below the clock of its peers, held down by heat (the driver lowers the clock)"
+    )
+    assert measured(late)["cause"] == ("gpu-clock, probably", None)
 
 
 def test_a_late_rank_of_another_device_is_another_matter() -> None:
@@ -82,6 +86,7 @@ def test_a_late_rank_of_another_device_is_another_matter() -> None:
     assert (finding.severity, finding.gain.ms, finding.where.ranks) == ("info", 0.0, (1,))
     (late,) = [item for item in analysis.findings if item.code == "rank.straggler"]
     assert not any("compute.throttle" in fix.title for fix in late.fixes)
+    assert measured(late)["cause"][0].startswith("not known")
 
 
 def test_all_at_their_power_limit() -> None:

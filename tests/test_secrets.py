@@ -83,7 +83,7 @@ def test_no_secret_of_a_job_is_in_what_is_written_and_it_is_the_users_alone(
     try:
         if shared:
             flags += ("--scratch", str(tmp_path / "disk"))
-        finished = profile(tmp_path, tmp_path / "train.py", *TYPED, ranks=None, flags=flags, fresh=True)
+        finished = profile(tmp_path, tmp_path / "train.py", *TYPED, ranks=None, flags=flags, fresh=not shared)
     finally:
         os.umask(before)
     assert finished.status == 1, finished.stderr

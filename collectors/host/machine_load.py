@@ -24,7 +24,7 @@ from ..capture.side_thread import Poller, SideThread, import_on_side_thread
 from ..hooking.uninstall import Uninstall
 from ..system import proc
 from ..system.clock import now_ns
-from . import hindrances
+from . import hindrances, machine_pace
 
 MOST_WORKERS: Final = 64
 """That are looked at."""
@@ -47,6 +47,7 @@ def looks(capture: OpenCapture, first: bool, stopping: Callable[[], bool], root:
     """first: of the ranks on this machine, so that it reads what the machine does."""
     recorder = capture.recorder
     hindrances.state_limit(root)
+    machine_pace.state_machine(root)
     refused: tuple[type[Exception], ...] = (OSError, NotImplementedError, AttributeError, LookupError, ValueError)
     # Each with how many looks there are to one reading.
     readers = [(functools.partial(read, root), 1) for read in OF_PROCESS]
@@ -150,4 +151,4 @@ def _states(root: str, pids: Iterable[int]) -> Iterator[tuple[int, str]]:
             yield pid, fields[proc.STATE].decode()
 
 
-OF_PROCESS: Final = (_memory, _switches, _files, read_workers, *hindrances.READERS)
+OF_PROCESS: Final = (_memory, _switches, _files, read_workers, *hindrances.READERS, *machine_pace.READERS)

@@ -17,9 +17,9 @@ TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 
 """In which /proc/<pid>/stat counts time."""
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 """Bytes."""
-STATE, USER_TICKS, SYSTEM_TICKS, START_TICKS = 0, 11, 12, 19
+STATE, USER_TICKS, SYSTEM_TICKS, START_TICKS, LAST_CORE = 0, 11, 12, 19, 36
 """Fields of `stat`: R runs or wants to, D waits and cannot be interrupted, Z and X have ended; CPU time of the process
-itself; when it began, since the host did."""
+itself; when it began, since the host did; the core that it ran on last."""
 UNLIMITED: Final = 1 << 60
 """Bytes. What cgroup v1 writes for no limit is near 2**63."""
 ONCE: Final = 1 << 10

@@ -88,6 +88,32 @@ def command(
             help="Of a pipeline: layers at which stages begin, and their number; auto: where the step is shortest.",
         ),
     ] = None,
+    zero_stage: Annotated[
+        int | None,
+        typer.Option("--zero-stage", metavar="0-3", min=0, max=3, show_default=False, help="Another stage of ZeRO."),
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option("--tp", metavar="N", min=1, show_default=False, help="So many tensor-parallel ranks.")
+    ] = None,
+    dp: Annotated[
+        int | None,
+        typer.Option("--dp", metavar="N", min=1, show_default=False, help="So many replicas, each with its batch."),
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option("--pp", metavar="N", min=1, show_default=False, help="So many pipeline stages.")
+    ] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(
+            "--recompute", metavar="full|none", show_default=False, help="Activations computed again in backward."
+        ),
+    ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            "--offload", metavar="none", show_default=False, help="Nothing in the host's memory between its uses."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="The answers as JSON, on stdout.")] = False,
 ) -> int:
     """Say what changes would save, by a replay of the run's steps: each alone, and all together.
@@ -102,10 +128,15 @@ def command(
         fail(error, UNREADABLE)
     from dsprof import reports
     from dsprof.knobs import KnobError
+    from dsprof.knobs.layouts import read_layout
     from dsprof.knobs.questions import NotAnswered, answer_questions, read_questions, read_structure
 
     try:
-        structure = read_structure(schedule, micro_batches, chunks, boundaries)
+        layout = read_layout(
+            pp=pp, dp=dp, tp=tp, zero_stage=zero_stage, recompute=recompute, offload=offload, schedule=schedule,
+            micro_batches=micro_batches, chunks=chunks, boundaries=boundaries,
+        )  # fmt: skip
+        structure = layout or read_structure(schedule, micro_batches, chunks, boundaries)
         questions = read_questions(without or (), scale or (), settings or (), sweep or (), str(run), structure)
     except KnobError as error:
         raise LaunchError(str(error)) from error

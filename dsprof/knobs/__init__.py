@@ -7,6 +7,7 @@ ddp fsdp2 loader pipelining optimizer compilation host trainers
 predicted    those whose effect on a run's steps is predicted
 memory       what values hold of each rank's memory
 structures   those that change the plan of a pipeline
+layouts      another layout of a job, and what ranks would hold in another structure
 questions    how `dsprof whatif`'s words are read
 json_config  any key of a JSON configuration of DeepSpeed or of dsprof's engine
 

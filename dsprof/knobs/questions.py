@@ -8,11 +8,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from dsprof.analyzer.ask import Answers, Misasked, Request, Scaled, Turned, Without, ask
+from dsprof.analyzer.layout.relayout import LayoutWanted
+from dsprof.analyzer.memory.rank_memory import RankMemory
 from dsprof.analyzer.signals import Missing
 from dsprof.analyzer.structure import AUTO, PipelineStructure
 from dsprof.analyzer.study import Study
 
 from .knob import KnobError
+from .layouts import held_in_structure
 from .memory import memory_with
 from .predicted import turned
 from .registry import find, parse_settings, typed
@@ -32,7 +35,7 @@ def read_questions(
     settings: Sequence[str],
     sweeps: Sequence[str],
     run: str,
-    structure: PipelineStructure | None = None,
+    structure: PipelineStructure | LayoutWanted | None = None,
 ) -> list[Question]:
     """Each change alone, then all together; of sweeps, each value of each beside all that is not swept.
 
@@ -55,7 +58,8 @@ def read_questions(
     if not base and not swept:
         raise KnobError(
             "nothing to ask: give --without CODE, --scale PART=FACTOR, --set KEY=VALUE or --sweep KEY=VALUE,VALUE; "
-            "of a pipeline --schedule, --micro-batches, --chunks or --boundaries"
+            "of a pipeline --schedule, --micro-batches, --chunks or --boundaries; of a layout --zero-stage, --tp, "
+            "--dp, --pp, --recompute or --offload"
         )
     if swept:
         whole = [tuple(base)] if base else []
@@ -92,10 +96,12 @@ def answer_questions(study: Study, questions: Sequence[Question]) -> Answers:
     except Missing as missing:
         raise NotAnswered(str(missing)) from None
     facts, ranks = study.facts, study.run.world_size or len(study.ranks)
-    rows = [
-        replace(row, memory=memory_with(_knobs(question), study.memory_uses, facts, ranks))
-        for row, question in zip(answers.rows, questions, strict=True)
-    ]
+
+    def memory(question: Question) -> tuple[RankMemory, ...]:
+        known = held_in_structure(study, question)
+        return known or memory_with(_knobs(question), study.memory_uses, facts, ranks)
+
+    rows = [replace(row, memory=memory(question)) for row, question in zip(answers.rows, questions, strict=True)]
     return replace(answers, rows=tuple(rows))
 
 

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from dsprof.analyzer.layout import Assumed, Layout, LayoutCosts, Wire, layout_costs, step_of
+from dsprof.analyzer.layout.alternatives import alternatives, in_words
 from dsprof.analyzer.layout.held_bytes import HeldBytes
+from dsprof.analyzer.layout.relayout import waiting_times
 from dsprof.analyzer.layout.stage_work import stage_work
 from dsprof.analyzer.layout.step_lowered import plan_of, stage_times
 from dsprof.analyzer.rules.base import NotJudged
@@ -29,13 +31,6 @@ BEST: Final = 3
 SIZES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Of micro-batches, times those of the run."""
 MOST_STAGES: Final = 64
-FIXED: Final = (0.0, 0.4)
-"""What of a micro-batch may not depend on its size: the ends of the interval."""
-WEIGHTS: Final = (1 / 3, 0.6)
-"""What of a backward may be weight gradients."""
-UNEVEN: Final = 0.15
-TENSOR: Final = (0.0, 0.2)
-"""What of the computation tensor-parallel ranks may not share."""
 MODEL: Final = 0.05
 """Relative error of a layout's step that is expected where the layout is another one."""
 ALIKE: Final = 0.01
@@ -220,9 +215,7 @@ class Search:
         ran = self._costs.ran
         now = self._unmodelled if assumed is None else self._costs.step_ms - step_of(self._costs, ran, assumed)
         ms = step_of(self._on_wires(layout, network), layout, assumed) + now
-        waited = self._costs.waiting_ms
-        grown = math.sqrt(math.log(layout.ranks) / math.log(max(ran.ranks, 2))) if layout.ranks > 1 else 0.0
-        return max(ms + waited * (grown - 1), 0.0)
+        return max(ms + self._costs.waiting_ms * (waiting_times(ran, layout) - 1), 0.0)
 
     def at_least(self, layout: Layout) -> float:
         """A time that no order of its actions is faster than: the rank with most to do, and what comes before it."""
@@ -273,27 +266,14 @@ class Search:
     def ranked(self, layout: Layout, batch: float) -> RankedLayout:
         """With its interval: what is assumed is taken to its ends, and what was fitted is off by its error."""
         costs, ms = self._costs, self.step_ms(layout)
-        ran, ends = costs.ran, list[tuple[Assumed, Assumed]]()
-        base = Assumed()
-        if layout.micro_batch != 1:
-            ends.append((replace(base, fixed=FIXED[0]), replace(base, fixed=FIXED[1])))
-        if plan_of(layout).splits:
-            ends.append((replace(base, weight=WEIGHTS[0]), replace(base, weight=WEIGHTS[1])))
-        if costs.layers is None and layout.pp * layout.chunks != costs.stage_count:
-            ends.append((replace(base, uneven=UNEVEN), replace(base, uneven=-UNEVEN)))
-        if layout.tp != ran.tp:
-            ends.append((replace(base, tensor=TENSOR[0]), replace(base, tensor=TENSOR[1])))
-        spread = max(costs.replicas.spread, costs.stages.spread if layout.pp > 1 else 0.0,
-                     costs.tensor.spread if layout.tp > 1 else 0.0)  # fmt: skip
-        ends.append((replace(base, links=max(1 - spread, 0.0)), replace(base, links=1 + spread)))
         below = above = 0.0
-        for pair in ends:
+        for pair in alternatives(costs, layout):
             off = [self.step_ms(layout, one) - ms for one in pair]
             below, above = math.hypot(below, min(*off, 0.0)), math.hypot(above, max(*off, 0.0))
         if self.crosses(layout):
             off_network = self.step_ms(layout, network=1 + CROSSES) - ms
             below, above = math.hypot(below, 1.96 * off_network), math.hypot(above, 1.96 * off_network)
-        of_model = 0.0 if layout == ran else MODEL * ms + abs(self._unmodelled) / 2
+        of_model = 0.0 if layout == costs.ran else MODEL * ms + abs(self._unmodelled) / 2
         beside = math.hypot(1.96 * costs.noise_ms * ms / costs.step_ms, of_model)
         return RankedLayout(
             layout, ms, max(ms - math.hypot(below, beside), 0.0), ms + math.hypot(above, beside), batch
@@ -306,19 +286,4 @@ class Search:
             f"each is replayed beside the layout that ran ({costs.ran.says}), whose replay takes {told:.0f} % of what "
             "was measured"
         ]
-        if costs.layers is None:
-            said.append("layers were not timed: no other stages are told but even parts of those that ran")
-        if costs.activation_bytes is None:
-            said.append(
-                "what layers hand on was not seen: tensor parallelism stays, and stages send no more than a message"
-            )
-        if not costs.replicas.measured:
-            said.append("the run has no replicas: what they would exchange is taken to go over the link between stages")
-        if any(one.layout.tp != costs.ran.tp for one in best):
-            said.append(
-                "other tensor parallelism was not measured: 5 % of the computation is taken not to be shared, and each "
-                "layer to exchange what it hands on twice in forward and twice in backward"
-            )
-        if any(one.layout.micro_batch != 1 for one in best):
-            said.append("a micro-batch of another size: a fifth of what it takes is taken not to depend on its size")
-        return said
+        return [*said, *in_words(costs, *(one.layout for one in best))]

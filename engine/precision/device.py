@@ -39,7 +39,9 @@ def arithmetic(device: torch.device, recipe: Recipe) -> Arithmetic:
     try:
         from .triton_casts import triton_cast, triton_turned
 
-        triton_cast(torch.ones(16, 16, dtype=torch.bfloat16, device=device), E4M3, recipe)
+        tried = triton_cast(torch.ones(16, 16, dtype=torch.bfloat16, device=device), E4M3, recipe)
+        if recipe == "tensorwise":
+            triton_turned(tried)
     except Exception as error:  # no Triton, or no compiler for it: whatever it says, casts work without
         said = f"{type(error).__name__}: {error}"
         warnings.warn(f"fp8: casts take several kernels each, and are slower: {said}", stacklevel=2)

@@ -5,6 +5,7 @@ job_layout   what a layout is
 layout_costs what a run tells of any layout: its stages, its layers, its links, and what it does once a step
 stage_work   what the stages of another layout compute
 step_lowered a layout -> the graph of the ranks of a replica, for replay
+alternatives what a prediction assumes, to its ends and in words
 held_bytes   what each rank holds
 relayout     the what-if, and what a user asks about
 

@@ -52,8 +52,9 @@ class HeldBytes:
     def __init__(self, study: Study, costs: LayoutCosts) -> None:
         self._costs, self._content = costs, next(iter(configurations(study)), None)
         self._deepspeed = engine_config(study) is None
-        self._configs: dict[int, Config] = {}
+        self._configs: dict[tuple[int, bool], Config] = {}
         self._uses = _by_stage_rank(study, costs)
+        self._on_host = any(use.on_host for use in self._uses)
         self._known = bool(costs.model_bytes) and len(self._uses) == costs.ran.pp
         self._optimizer = self._optimizer_times()
         self._rest: list[float] = []
@@ -84,7 +85,7 @@ class HeldBytes:
         costs, ran = self._costs, self._costs.ran
         plan = make_plan(layout.schedule, layout.pp, min(layout.micro_batches, 4 * layout.pp * layout.chunks),
                          layout.chunks)  # fmt: skip
-        work = stage_work(costs, plan.stages)
+        work = stage_work(costs, plan.stages, layout.boundaries)
         held_at_once = peak_activations(plan, "B")
         each = self._of_a_micro_batch()
         found: list[tuple[float, float | None]] = []
@@ -106,7 +107,7 @@ class HeldBytes:
         ran = self._costs.ran
         plan = make_plan(ran.schedule, ran.pp, ran.micro_batches, ran.chunks)
         told = [use.parts.get("activations") for use in self._uses]
-        if any(use.on_host for use in self._uses) or None in told:
+        if self._on_host or None in told:
             return None
         at_once = peak_activations(plan, "B")
         return sum((one or 0) / held for one, held in zip(told, at_once, strict=True)) / len(told)
@@ -114,19 +115,22 @@ class HeldBytes:
     def _states(self, model: float, layout: Layout) -> float:
         """Of a rank whose parameters are so large."""
         if self._content is not None:
-            config = self._config(self._content, layout.zero)
+            config = self._config(self._content, layout)
             elements = model / ELEMENT_BYTES[config.communication_type]
             return held(config, elements, layout.dp, deepspeed=self._deepspeed).total
         shared = layout.share(3) + layout.share(2) + self._optimizer * layout.share(1)
         gathered = 2 / max(self._costs.units, 1) if layout.zero == 3 else 0.0
         return model * (shared + gathered)
 
-    def _config(self, content: Mapping[str, Any], stage: int) -> Config:
-        if stage not in self._configs:
+    def _config(self, content: Mapping[str, Any], layout: Layout) -> Config:
+        key = layout.zero, layout.offload
+        if key not in self._configs:
             section = content.get("zero_optimization")
-            zero = {**(section if isinstance(section, Mapping) else {}), "stage": stage}
-            self._configs[stage] = as_far_as_known({**content, "zero_optimization": zero})
-        return self._configs[stage]
+            zero = {**(section if isinstance(section, Mapping) else {}), "stage": layout.zero}
+            if not layout.offload or self._on_host:
+                zero |= {"offload_optimizer": None, "offload_param": None}
+            self._configs[key] = as_far_as_known({**content, "zero_optimization": zero})
+        return self._configs[key]
 
     def _optimizer_times(self) -> float:
         """What an optimizer keeps, times its parameters, as was measured; two of each where that is not known."""

@@ -16,7 +16,9 @@ class Layout:
     micro_batch:   its size, times that of the run
     micro_batches: of a replica's step
     recompute:     whether backward computes activations again
+    offload:       whether something is in the host's memory between its uses
     schedule, chunks: of a pipeline: its name in `dsprof.engine.schedule`, and parts of the model on each rank
+    boundaries:    layers at which stages begin, and the number of all; None: as they ran, or the lightest there are
     """
 
     pp: int = 1
@@ -26,8 +28,10 @@ class Layout:
     micro_batch: float = 1.0
     micro_batches: int = 1
     recompute: bool = False
+    offload: bool = False
     schedule: str = "1f1b"
     chunks: int = 1
+    boundaries: tuple[int, ...] | None = None
 
     @property
     def ranks(self) -> int:
@@ -51,4 +55,5 @@ class Layout:
             parts[-1] += f" {number(self.micro_batch)} times as large"
         if self.pp > 1:
             parts.append(self.schedule + (f" with {self.chunks} parts a rank" if self.chunks > 1 else ""))
-        return ", ".join([*parts, *(["recompute"] if self.recompute else [])])
+        said = {"recompute": self.recompute, "offload": self.offload}
+        return ", ".join([*parts, *(name for name, is_so in said.items() if is_so)])

@@ -71,7 +71,8 @@ class LayoutCosts:
     taken:        (stage, `F` or `B`) -> what it computes for a micro-batch, ms; B is all of the backward
     layers:       of the whole model, in order; None: they were not timed
     recompute_ms: of the backward what computes activations again, a micro-batch and stage; 0: nothing
-    once_ms:      of a step, beside micro-batches and optimizer; data_ms: of that, what loads input
+    once_ms:      of a step, beside micro-batches and optimizer; data_ms, offload_ms: of that, what loads input, and
+                  what waits for copies to and from the host's memory
     optimizer_ms: of a step
     waiting_ms:   that ranks of equal work wait for one another in a step
     step_ms:      mean ordinary step; steps: [S] of the replayed ones, by their mean
@@ -91,6 +92,7 @@ class LayoutCosts:
     recompute_ms: float
     once_ms: float
     data_ms: float
+    offload_ms: float
     optimizer_ms: float
     waiting_ms: float
     step_ms: float
@@ -151,7 +153,8 @@ def layout_costs(study: Study) -> LayoutCosts:
     return LayoutCosts(
         ran=ran, taken=taken, layers=layers,
         recompute_ms=0.0 if again is None else float(again.mean()) / ran.micro_batches / max(ran.chunks, 1),
-        once_ms=once_ms, data_ms=parts["data"], optimizer_ms=parts["optimizer"], waiting_ms=parts["peer_wait"],
+        once_ms=once_ms, data_ms=parts["data"], offload_ms=parts["offload"], optimizer_ms=parts["optimizer"],
+        waiting_ms=parts["peer_wait"],
         step_ms=study.step_ms, steps=durations / max(float(durations.mean()), 1e-9),
         noise_ms=spread / math.sqrt(max(len(study.step_numbers), 1)),
         model_bytes=model, buckets=max(round(gradient.count / rounds), 1),
@@ -178,7 +181,7 @@ def _layout_that_ran(study: Study) -> Layout:
     return Layout(
         pp=plan.ranks, dp=replicas, tp=ranks, zero=_zero(study),
         micro_batches=plan.microbatches, recompute=again is not None and float(again.mean()) > 0,
-        schedule=plan.schedule, chunks=plan.virtual_stages,
+        offload=float(np.nanmean(study.work("offload"))) > 0, schedule=plan.schedule, chunks=plan.virtual_stages,
     )  # fmt: skip
 
 

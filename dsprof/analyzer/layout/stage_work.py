@@ -42,13 +42,16 @@ class StageWork:
         return StageWork(of(self.forward), of(self.backward), self.model_bytes, self.layers, self.divided)
 
 
-def stage_work(costs: LayoutCosts, stages: int) -> StageWork:
-    """Of so many stages: those that ran; or of layers, divided so that the heaviest is lightest; or, where layers were
-    not timed, even parts of those that ran or several of them together. Raises NotJudged."""
+def stage_work(costs: LayoutCosts, stages: int, boundaries: Sequence[int] | None = None) -> StageWork:
+    """Of so many stages, with these boundaries between layers. Without, those that ran; or of layers, divided so that
+    the heaviest is lightest; or, where layers were not timed, even parts of those that ran or several of them together.
+    Raises NotJudged."""
     count = costs.stage_count
     forward = [costs.taken[stage, "F"] for stage in range(count)]
     backward = [costs.taken[stage, "B"] - costs.recompute_ms for stage in range(count)]
     model = list(costs.model_bytes or [0.0] * count)
+    if boundaries is not None:
+        return _of_layers(costs, stages, forward, backward, model, boundaries)
     if stages == count:
         return StageWork(tuple(forward), tuple(backward), tuple(model), (1.0,) * count, False)
     if costs.layers is not None:
@@ -70,12 +73,17 @@ def stage_work(costs: LayoutCosts, stages: int) -> StageWork:
 
 
 def _of_layers(
-    costs: LayoutCosts, stages: int, forward: Sequence[float], backward: Sequence[float], model: Sequence[float]
+    costs: LayoutCosts,
+    stages: int,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    model: Sequence[float],
+    boundaries: Sequence[int] | None = None,
 ) -> StageWork:
     layers = costs.layers or ()
     if len(layers) < stages:
         raise NotJudged(f"{stages} stages for {len(layers)} layers; each needs one")
-    bounds = balance([layer.ms for layer in layers], stages)
+    bounds = boundaries or balance([layer.ms for layer in layers], stages)
     held = [sum(layer.stage == stage for layer in layers) for stage in range(costs.stage_count)]
     there = _with_rest([layer.forward_ms for layer in layers], layers, forward)
     back = _with_rest([layer.backward_ms for layer in layers], layers, backward)

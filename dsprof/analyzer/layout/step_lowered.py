@@ -143,13 +143,14 @@ def lowered(
     Raises NotJudged, and ValueError of the schedule."""
     assumed = assumed or Assumed()
     plan = plan_of(layout)
-    work = stage_work(costs, plan.stages)
+    work = stage_work(costs, plan.stages, layout.boundaries)
     if work.divided and costs.layers is None:
         work = work.uneven(assumed.uneven)
     times = stage_times(costs, layout, plan, work, assumed)
     loading = costs.data_ms * (layout.micro_batches * layout.micro_batch / costs.ran.micro_batches - 1)
     program = _Program(plan, layout, times, _rounds(costs, layout))
-    return program.graph(costs.once_ms + loading, costs.steps if steps is None else steps)
+    copied = costs.offload_ms if costs.ran.offload and not layout.offload else 0.0
+    return program.graph(costs.once_ms + loading - copied, costs.steps if steps is None else steps)
 
 
 def _rounds(costs: LayoutCosts, layout: Layout) -> bool:

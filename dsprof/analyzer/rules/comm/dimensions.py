@@ -81,7 +81,7 @@ def domains(study: Study) -> list[Domain]:
     parts_of_it = table["group"].nunique()
     together = table["ranks"] > 1
     # A group of one rank moves nothing: shards of a mesh whose shard dimension has size 1 are gathered in such.
-    table = table[together] if together.any() else table
+    table = table[together] if together.any() else table[~table["group"].isin(_of_one_rank(study))]
     of_group = {group: study.mesh.of_group(str(group)) for group in table["group"].unique()}
     number = {group: id(one) if one is not None else group for group, one in of_group.items()}
     parts = [part for _, part in table.groupby(table["group"].map(number), sort=False)]
@@ -93,6 +93,15 @@ def domains(study: Study) -> list[Domain]:
         alone = len(parts) == 1 and part["group"].nunique() == parts_of_it
         found.append(Domain(dimension, name, part, alone, study.on_gpu))
     return sorted(found, key=lambda one: -float(one.table["bytes"].sum()))
+
+
+def _of_one_rank(study: Study) -> set[str]:
+    """Names of the groups that are known to have no other rank."""
+    return {
+        str(fact["name"])
+        for fact in study.facts.get("group", [])
+        if isinstance(fact.get("ranks"), list) and len(fact["ranks"]) == 1
+    }
 
 
 @once

@@ -114,11 +114,11 @@ def held_down(study: Study) -> dict[int, Clock]:
 def _slow_clocks(study: Study) -> list[Finding]:
     """One finding of the devices that are slower than others of their kind; else one of all that are held down."""
     held = held_down(study)
-    behind = {rank: clock for rank, clock in held.items() if _lag(study, clock) >= LEAST_LOWER}
+    behind = {rank: clock for rank, clock in held.items() if lag(study, clock) >= LEAST_LOWER}
     chosen = behind or held
     if not chosen:
         return []
-    worst = max(chosen.values(), key=lambda clock: _lag(study, clock) if behind else clock.lower)
+    worst = max(chosen.values(), key=lambda clock: lag(study, clock) if behind else clock.lower)
     peers = _peers_mean(study, worst)
     why = " and ".join(gauges.CLOCK_REASON[bit] for bit in _main_reasons(worst))
     evidence = [
@@ -140,7 +140,7 @@ def _slow_clocks(study: Study) -> list[Finding]:
     if behind:
         title = (
             f"{worst.device} (rank {worst.device.rank}) runs at {number(worst.mean)} MHz, "
-            f"{percent(100 * _lag(study, worst))} below its peers: held down by {why}"
+            f"{percent(100 * lag(study, worst))} below its peers: held down by {why}"
         )
     else:
         title = f"{worst.device} runs at {number(worst.mean)} of {number(worst.could)} MHz: held down by {why}"
@@ -167,7 +167,7 @@ def _peers_mean(study: Study, clock: Clock) -> float:
     return float(np.median(others)) if others else float("nan")
 
 
-def _lag(study: Study, clock: Clock) -> float:
+def lag(study: Study, clock: Clock) -> float:
     """By how much the device is slower than others of its kind, a share; nothing where there are none."""
     peers = _peers_mean(study, clock)
     return 1 - clock.mean / peers if peers > 0 else 0.0

@@ -7,6 +7,8 @@ slow_rank          one rank is slower than its peers, step after step
 slow_chain         the same where devices lead: its host is late, or its device takes longer
 unequal_shares     samples by speed, which the engine can give a slow rank
 late_cause         why a rank is late: a CPU quota, no core, its other threads, want of memory, a disk
+slow_machine       the same of its machine: clocks held down, memory on another node, a slow network
+cause              a cause, and what it is held against
 late               who of several takes longer for the same work
 gc_and_stops       garbage collection, and stops that are none of the known kinds
 checkpoint_stall   saving checkpoints while training stands still

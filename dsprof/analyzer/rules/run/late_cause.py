@@ -7,7 +7,7 @@ peers have of the same. Where none is, that is said, with what it is not.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -18,53 +18,14 @@ from ...arrays import Bool
 from ...finding import Evidence, Fix
 from ...study import Study
 from ...text import count, ms, size
-from ...text import ranks as ranks_in_words
+from .cause import Cause, Late
 from .late import mine_and_others
+from .slow_machine import core_clock, gpu_clock, network, numa
 
-MOSTLY: Final = 0.5
-"""Of what a rank is late by, that a cause explains."""
 FAULTS: Final = 100
 """Pages a step that are read from a disk: fewer do not hold a rank up."""
 READ: Final = 1 << 20
 """Bytes a step: the same of files."""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """name: of the cause, as findings.json has it; words: for the title, behind what the rank is late by; sure: what
-    was measured can be nothing else"""
-
-    name: str
-    words: str
-    evidence: tuple[Evidence, ...]
-    fixes: tuple[Fix, ...]
-    sure: bool = True
-
-
-@dataclass(frozen=True)
-class Late:
-    """A rank, or several, that are late. slow: [R] which; ms: by how much, in the mean of the steps."""
-
-    study: Study
-    slow: Bool
-    ms: float
-
-    @property
-    def who(self) -> str:
-        return ranks_in_words(self.study.ranks_where(self.slow))
-
-    def gauge(self, name: str) -> tuple[float, float]:
-        """By how much a gauge of seconds rises in a step, ms: on the slow ranks, and the median of the others; 0 where
-        it is not known."""
-        return mine_and_others(self.study.gauges.spent(name).mean(axis=1), self.slow)
-
-    def beyond(self, name: str) -> float:
-        """What the slow ranks have of it more than the others."""
-        mine, others = self.gauge(name)
-        return mine - others
-
-    def mostly(self, beyond: float) -> bool:
-        return self.ms > 0 and beyond > MOSTLY * self.ms
 
 
 def quota(late: Late) -> Cause | None:
@@ -122,6 +83,9 @@ def without_core(late: Late) -> Cause | None:
         words = f"it may use {count(mine, 'core')} only ({others} elsewhere), and waits {ms(waited)} a step for one"
         bind = f"bind {late.who} to as many cores as the others (taskset, numactl, --cpus-per-task, cpuset.cpus)"
         return Cause("affinity", words, tuple(evidence), (Fix("code", bind),))
+    own = python_thread(late)
+    if own is not None:  # what has its core, and the lock that it wants, is its own process
+        return replace(own, evidence=(*own.evidence, *evidence))
     fix = (
         f"something else runs on the cores of {late.who} (workers, the job's own threads, another process): "
         "give each rank cores of its own"
@@ -193,15 +157,17 @@ def disk(late: Late) -> Cause | None:
 
 
 CAUSES: Final[tuple[Callable[[Late], Cause | None], ...]] = (
-    quota, stopped, offload, without_core, memory, python_thread, disk,
+    quota, stopped, offload, without_core, memory, python_thread, gpu_clock, core_clock, numa, disk, network,
 )  # fmt: skip
-"""In the order in which they are asked: what is told by the kernel first."""
+"""In the order in which they are asked: what is told by the kernel first; then what is only probable, too."""
 
 
-def cause_of(study: Study, slow: Bool, late_ms: float) -> Cause | None:
-    """The first of CAUSES that explains what the slow ranks, [R], are late by; None: it is not known."""
+def cause_of(study: Study, slow: Bool, late_ms: float, *, of_host: bool = False) -> Cause | None:
+    """The first of CAUSES that explains what the slow ranks, [R], are late by; None: it is not known. of_host: only
+    their hosts are late, which no GPU's clock explains."""
     late = Late(study, slow, late_ms)
-    return next((found for ask in CAUSES if (found := ask(late)) is not None), None)
+    asked = (ask for ask in CAUSES if not (of_host and ask is gpu_clock))
+    return next((found for ask in asked if (found := ask(late)) is not None), None)
 
 
 def unknown(study: Study, slow: Bool, late_ms: float) -> str:

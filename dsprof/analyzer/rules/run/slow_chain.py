@@ -19,7 +19,10 @@ from ..base import LEAST_SHARE
 from ..compute.recompile import compiling
 from ..data.experts import explained_by_tokens
 from ..data.unequal_input import explained_by_input
+from .cause import Cause, Late
 from .late import late_ones, lateness, typical
+from .late_cause import cause_of
+from .slow_machine import gpu_clock
 from .unequal_shares import shares_fix
 
 HOST: Final = "host"
@@ -102,10 +105,21 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
     late_by = lateness(late[named].mean(axis=0))
     title = f"the {whose} of {who}{study.mesh.words(ranks)} is {late_by} and the other ranks wait"
     fixes = _fixes(who, where, on_device)
+    cause = _cause(study, ranks, float(late[named].mean()), on_device)
+    if cause is not None:
+        title += f": {cause.words}"
+        evidence += [*cause.evidence, Evidence("cause", cause.name if cause.sure else f"{cause.name}, probably", "")]
+        fixes = cause.fixes if cause.sure else (*cause.fixes, *fixes)
     by_speed = shares_fix(study, late[named].mean(axis=0), phases) if on_device else None
     fixes = fixes if by_speed is None else (*fixes, by_speed)
     at = Where(ranks=ranks, op=where, steps=study.step_range)
     return Finding("rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share)
+
+
+def _cause(study: Study, ranks: tuple[int, ...], late_ms: float, on_device: bool) -> Cause | None:
+    """Why a host is late, or its device."""
+    slow: Bool = np.isin(study.ranks, ranks)
+    return gpu_clock(Late(study, slow, late_ms)) if on_device else cause_of(study, slow, late_ms, of_host=True)
 
 
 def _others_wait(study: Study, ranks: tuple[int, ...]) -> float:

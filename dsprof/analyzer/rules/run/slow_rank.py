@@ -22,8 +22,9 @@ from ..base import LEAST_SHARE, MOST_LISTED, NotJudged
 from ..compute.device_kernels import COLLECTIVES
 from ..compute.recompile import compiling
 from ..rule import Rule, fault
+from .cause import Cause
 from .late import late_ones, lateness, mine_and_others, typical
-from .late_cause import Cause, cause_of, unknown
+from .late_cause import cause_of, unknown
 from .slow_chain import explained_by_data, slow_chain, slow_chains
 from .unequal_shares import shares_fix
 

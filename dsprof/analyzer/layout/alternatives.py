@@ -1,0 +1,65 @@
+"""What a prediction for another layout rests on that the run does not tell: its ends, and in words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from .job_layout import Layout
+from .layout_costs import LayoutCosts
+from .step_lowered import Assumed, plan_of
+
+FIXED: Final = (0.0, 0.4)
+"""What of a micro-batch may not depend on its size."""
+WEIGHTS: Final = (1 / 3, 0.6)
+"""What of a backward may be weight gradients."""
+UNEVEN: Final = (0.15, -0.15)
+"""What the first part of a stage may take more than an even one."""
+TENSOR: Final = (0.0, 0.2)
+"""What of the computation tensor-parallel ranks may not share."""
+
+Ends = tuple[Assumed, Assumed]
+
+
+def alternatives(costs: LayoutCosts, layout: Layout) -> list[Ends]:
+    """Of each thing that is assumed, both ends of what it may be; and of the links, of what they were fitted to."""
+    ran, base, found = costs.ran, Assumed(), list[Ends]()
+    if layout.micro_batch != 1:
+        found.append((replace(base, fixed=FIXED[0]), replace(base, fixed=FIXED[1])))
+    if plan_of(layout).splits:
+        found.append((replace(base, weight=WEIGHTS[0]), replace(base, weight=WEIGHTS[1])))
+    if _uneven(costs, layout):
+        found.append((replace(base, uneven=UNEVEN[0]), replace(base, uneven=UNEVEN[1])))
+    if layout.tp != ran.tp:
+        found.append((replace(base, tensor=TENSOR[0]), replace(base, tensor=TENSOR[1])))
+    used = {"replicas": layout.dp > 1, "stages": layout.pp > 1, "tensor": layout.tp > 1}
+    spreads = [getattr(costs, name).spread for name, is_used in used.items() if is_used]
+    if spreads:
+        spread = min(max(spreads), 1.0)
+        found.append((replace(base, links=1 - spread), replace(base, links=1 + spread)))
+    return found
+
+
+def _uneven(costs: LayoutCosts, layout: Layout) -> bool:
+    return costs.layers is None and layout.pp * layout.chunks != costs.stage_count
+
+
+def in_words(costs: LayoutCosts, *layouts: Layout) -> list[str]:
+    """What is assumed of these layouts, each in a sentence."""
+    ran, said = costs.ran, list[str]()
+    if any(_uneven(costs, one) for one in layouts):
+        said.append("layers were not timed: stages are even parts of those that ran, give or take 15 %")
+    if any(one.pp > 1 for one in layouts) and costs.activation_bytes is None:
+        said.append("what layers hand on was not seen: messages between stages are taken to be small")
+    if any(one.dp > 1 for one in layouts) and not costs.replicas.measured:
+        said.append("the run has no replicas: what they would exchange is taken to go over the link between stages")
+    if any(one.tp != ran.tp for one in layouts):
+        said.append(
+            "other tensor parallelism was not measured: 5 % of the computation is taken not to be shared, and each "
+            "layer to exchange what it hands on twice in forward and twice in backward"
+        )
+    if any(one.micro_batch != 1 for one in layouts):
+        said.append("a micro-batch of another size: a fifth of what it takes is taken not to depend on its size")
+    if any(plan_of(replace(one, micro_batches=1)).splits for one in layouts):
+        said.append("how long weight gradients take was not measured: between 33 and 60 % of a backward")
+    return said
