@@ -58,7 +58,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[test,docs,frameworks,notebook,perfetto]"
+	$(PIP) install --quiet -c constraints.txt --no-build-isolation --editable ".[test,docs,frameworks,notebook,perfetto,dask]"
 	touch $@
 
 clean:

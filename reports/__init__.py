@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,33 +11,43 @@ from dsprof.atomic import write_atomically
 from dsprof.run import RunFolder
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from dsprof.analyzer.analysis import Analysis
-    from dsprof.analyzer.map_ranks import Observer
     from dsprof.analyzer.study import Study
     from dsprof.analyzer.work.layer_costs import LayerCost
+    from dsprof.trace.map_ranks import Observer
 
 
-def measure(folder: RunFolder, jobs: int | None = None, observer: Observer | None = None) -> Study:
+def measure(
+    folder: RunFolder, jobs: int | None = None, observer: Observer | None = None, executor: Executor | None = None
+) -> Study:
     """Load a run, merging it first where that is needed, and measure it: what what-ifs begin at. Raises RunError if it
     cannot be read.
 
     jobs: in how many processes; None: one for a small trace, one a core for a large one. The result is the same.
     observer: told of progress: what is done, for how many ranks it is done and how many there are.
+    executor: does what is of one rank alone, in the place of processes of this machine.
     """
     from dsprof import trace
     from dsprof.analyzer.study import study
+    from dsprof.trace.merge import size_of
     from dsprof.trace.process_pool import processes
     from dsprof.trace.strings import plain_strings
 
-    loaded = trace.load(folder)
-    with plain_strings(), processes(jobs, _traced_bytes(folder), len(loaded.ranks)) as pool:
-        return study(loaded, pool, observer)
+    with plain_strings(), ExitStack() as stack:
+        if executor is None:
+            ranks, traced_bytes = size_of(folder)
+            executor = stack.enter_context(processes(jobs, traced_bytes, ranks))
+        return study(trace.load(folder, executor, observer), executor, observer)
 
 
-def examine(folder: RunFolder, jobs: int | None = None, observer: Observer | None = None) -> Analysis:
+def examine(
+    folder: RunFolder, jobs: int | None = None, observer: Observer | None = None, executor: Executor | None = None
+) -> Analysis:
     """Load a run, merging it first where that is needed, and analyze it. Raises RunError if it cannot be read. `jobs`,
-    `observer`: as in `measure`."""
-    return explain(measure(folder, jobs, observer), folder)
+    `observer`, `executor`: as in `measure`."""
+    return explain(measure(folder, jobs, observer, executor), folder)
 
 
 def explain(study: Study, folder: RunFolder) -> Analysis:
@@ -51,24 +61,21 @@ def explain(study: Study, folder: RunFolder) -> Analysis:
         return with_diffs(explain(study), folder)
 
 
-def _traced_bytes(folder: RunFolder) -> int:
-    found = 0
-    for path in folder.trace.glob("*.parquet"):
-        with suppress(OSError):  # gone meanwhile
-            found += path.stat().st_size
-    return found
-
-
 def finish(
-    folder: RunFolder, *, report: bool = True, jobs: int | None = None, observer: Observer | None = None
+    folder: RunFolder,
+    *,
+    report: bool = True,
+    jobs: int | None = None,
+    observer: Observer | None = None,
+    executor: Executor | None = None,
 ) -> Analysis:
     """Analyze a run and write findings.json and, with `report`, report.html and tensorboard/ into its folder; of a
-    pipeline of the engine layer_costs.json, too. `jobs`, `observer`: as in `measure`.
+    pipeline of the engine layer_costs.json, too. `jobs`, `observer`, `executor`: as in `measure`.
 
     An output that cannot be written costs only itself: it becomes a warning of the Analysis returned.
     Raises RunError if the run cannot be read.
     """
-    analysis = examine(folder, jobs, observer)
+    analysis = examine(folder, jobs, observer, executor)
     outputs: dict[str, Callable[[], None]] = {}
     if report:
         outputs["report.html"] = lambda: write_html(analysis, folder)

@@ -164,6 +164,19 @@ def test_report_prints_the_path(run: RunFolder, capsys: pytest.CaptureFixture[st
     assert run.report_html.read_text().startswith("<!doctype html>")
 
 
+def test_a_step_or_rank_that_is_not_there_is_told(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = factories.straggler().steps["step"]
+    asked = {
+        ("--step", "4000"): f"--step 4000: this run has no such step; captured are {numbers.min()} to {numbers.max()}",
+        ("--ranks", "9"): "--ranks: rank 9 was not captured; captured are 0 to 1",
+        ("--ranks", "x"): "--ranks: 'x' is not a list of ranks; write ranks and ranges, such as 0,2-3",
+    }
+    for words, answer in asked.items():
+        assert cli.main(["report", str(run.path), *words]) == 2
+        assert answer in capsys.readouterr().err
+    assert not run.report_html.exists()
+
+
 def test_report_elsewhere(run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out.html"
     assert cli.main(["report", "runs", "-o", "out.html", "--json"]) == 0

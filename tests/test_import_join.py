@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import kineto_traces as kt
 import numpy as np
+import pandas as pd
 import pytest
 from synthetic import Job
 from test_import_snapshot import tiny
@@ -16,8 +19,9 @@ from test_import_snapshot import tiny
 from dsprof import cli
 from dsprof.analyzer import analyze
 from dsprof.importers import import_trace
-from dsprof.importers.join import fit_clocks
-from dsprof.run import RunError, RunFolder
+from dsprof.importers.join import fit_clocks, join_traces
+from dsprof.run import RunError, RunFolder, RunInfo
+from dsprof.schema import COLUMNS
 from dsprof.trace import Trace, save
 
 EPOCH = 1_790_000_000_000_000_000
@@ -99,6 +103,58 @@ def test_the_shift_of_numbers_that_fits_is_found(tmp_path: Path) -> None:
         assert fit is not None
         assert len(fit.pairs) == 8
         assert abs(fit.offset_ns - EPOCH - 3_000) < 1_000
+
+
+def alike(times_ms: Sequence[float], group: str = "0", first: int = 0) -> pd.DataFrame:
+    """Collectives of one kind and size, issued at these times."""
+    issued = [round(MS * when) for when in times_ms]
+    rows = {"kind": "comm", "name": "all_reduce", "group": group, "bytes": 4096, "rank": 0, "restart": 0, "step": 0,
+            "issue_ns": issued, "start_ns": issued,
+            "seq": range(first, first + len(issued))}  # fmt: skip
+    return pd.DataFrame(rows, index=range(len(issued))).reindex(columns=list(COLUMNS)).astype(COLUMNS)
+
+
+def seen_by_another(rows: pd.DataFrame, part: slice, ahead_ns: int = EPOCH, counts_from: int = 3) -> pd.DataFrame:
+    """A part of them by a tool whose clock is ahead and that counts from another number."""
+    moved = rows.assign(seq=rows["seq"] + counts_from)
+    return moved.assign(**{name: moved[name] + ahead_ns for name in ("start_ns", "issue_ns")}).iloc[part]
+
+
+REGULAR = [50.0 * step for step in range(40)]
+UNEQUAL = [50.0 * step + 7 * (step % 5) * (step % 3) for step in range(40)]
+
+
+def test_steps_that_are_all_alike_do_not_tell_one_shift_from_another() -> None:
+    rows = alike(REGULAR)
+    fit = fit_clocks(rows, seen_by_another(rows, slice(10, 20)))
+    assert fit is not None
+    assert fit.also_ns == pytest.approx(8 * 50 * MS, abs=10)
+    unequal = alike(UNEQUAL)
+    fit = fit_clocks(unequal, seen_by_another(unequal, slice(10, 20)))
+    assert fit is not None
+    assert (fit.also_ns, dict(fit.shifts), fit.offset_ns) == (None, {"0": -3}, EPOCH)
+
+
+def test_a_group_that_is_sure_decides_for_one_that_is_not() -> None:
+    rows = pd.concat([alike(REGULAR), alike(UNEQUAL[::4], "1")], ignore_index=True)
+    fit = fit_clocks(rows, seen_by_another(rows, slice(10, 50)))
+    assert fit is not None
+    assert (fit.also_ns, dict(fit.shifts), fit.offset_ns) == (None, {"0": -3, "1": -3}, EPOCH)
+
+
+@pytest.mark.parametrize(("other_rank", "said"), [(REGULAR, True), (UNEQUAL, False)])
+def test_a_join_that_is_not_sure_says_so(other_rank: list[float], said: bool) -> None:
+    """Unless another rank tells: a tool counts a group's collectives alike on all of them."""
+    ranks = [alike(REGULAR).assign(rank=0), alike(other_rank).assign(rank=1)]
+    run = RunInfo("a", "a", [], world_size=2)
+    other = replace(run, facts=[{"fact": "import", "format": "flight_recorder", "rank": 0, "file": "dump"}])
+    ground = Trace.of(run, pd.concat(ranks, ignore_index=True))
+    joined = join_traces([ground, Trace.of(other, pd.concat([seen_by_another(one, slice(10, 20)) for one in ranks]))])
+    (fact,) = (fact for fact in joined.run.facts if fact["fact"] == "joined")
+    warnings = [text for text in fact["warnings"] if "the join is not sure" in text]
+    assert bool(warnings) == said
+    if said:
+        assert warnings[0].startswith("rank 0, 1: collectives of other numbers fit about as well, so the join is not")
 
 
 def recorded(folder: Path, late_ns: int, last: str = "completed") -> Path:

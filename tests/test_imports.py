@@ -114,6 +114,7 @@ EXCEPTIONS: Final = {
     },
     "dsprof.interactive.profiled": {"dsprof.collectors.arming.in_process", "dsprof.collectors.spans"},
     "dsprof.cli.fix": {"dsprof.analyzer.text"},
+    "dsprof.cli.report": {"dsprof.analyzer.analysis"},
     "dsprof.cli.tune": {"dsprof.analyzer.text"},
     "dsprof.cli.live": {"dsprof.collectors.capture.scratch"},
     "dsprof.cli.build": {"dsprof.collectors.native.build", "dsprof.collectors.native.places"},
@@ -155,6 +156,7 @@ THIRD_PARTY_EXCEPTIONS: Final = {
     "dsprof.engine.config": {"pydantic"},
     "dsprof.engine.precision.triton_casts": {"triton"},
     "dsprof.reports.export.parquet": {"pyarrow"},
+    "dsprof.trace.dask_cluster": {"distributed"},
     "dsprof.reports.export.perfetto": {"perfetto"},
 }
 """Module or package -> packages that it alone of its layer may import."""

@@ -72,7 +72,7 @@ def test_fewer_cores_than_the_others() -> None:
 
 def test_a_thread_of_its_own_that_has_its_core() -> None:
     """Where cores are few, the training thread waits for one while another of its process computes."""
-    found = late({gauges.PYTHON_THREAD + "prefetch": on(60.0)}, core_wait=0.8)
+    found = late({gauges.PYTHON_THREAD + "prefetch": on(22.0)}, core_wait=0.8)  # of 40 ms without a core
     assert cause(found) == "python-thread, probably"
     assert any(item.metric == "ready to run without a core, more than peers" for item in found.evidence)
     assert cause(late({gauges.PYTHON_THREAD + "prefetch": on(5.0)}, core_wait=0.8)) == "no-core"

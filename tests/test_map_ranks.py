@@ -16,11 +16,11 @@ import pytest
 from synthetic import Job
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.map_ranks import map_ranks
 from dsprof.analyzer.study import Study, study
 from dsprof.schema import COLUMNS
 from dsprof.trace import Trace, concat_rows
 from dsprof.trace.load import EVERY_COLUMN
+from dsprof.trace.map_ranks import map_ranks
 from dsprof.trace.process_pool import jobs_for, processes, usable_cores
 
 

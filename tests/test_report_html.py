@@ -397,6 +397,34 @@ def test_a_link_to_a_remark_unfolds_it(browser: Any, tmp_path: Path) -> None:
     assert visit.complaints == []
 
 
+def test_a_link_to_a_rank_and_a_step_marks_them(browser: Any, tmp_path: Path) -> None:
+    """And says how to have that step as a timeline, where it is of another one."""
+    analysis = factories.straggler()
+    of, _ = analysis.step_to_show
+    other = max(step for step in analysis.steps["step"] if step != of)
+    visit = Visit(browser, tmp_path / "report.html", rendered(factories.straggler))
+    frames = "document.getElementById('plot-heatmap').layout.shapes"
+    visit.page.evaluate(f"location.hash = '#rank=1&step={other}'")
+    visit.until(f"({frames} ?? []).length === 2")
+    column, row = visit.page.evaluate(frames)
+    assert (column["x0"], column["x1"]) == (other - 0.5, other + 0.5)
+    assert (row["y0"], row["y1"]) == (0.5, 1.5)
+    said = visit.page.locator("#other-step").inner_text()
+    assert said == f"This timeline is of step {of}. For step {other}: dsprof report RUN --step {other} --ranks 1"
+    visit.page.evaluate("location.hash = '#budget'")
+    visit.until(f"({frames} ?? []).length === 0")
+    assert visit.count("#other-step") == 0
+    assert visit.complaints == []
+
+
+def test_the_timeline_is_of_the_step_that_is_asked_for() -> None:
+    analysis = factories.straggler()
+    other = max(analysis.steps["step"])
+    page = html.render(analysis, step=other, ranks=(1,))
+    assert f"Shown: step {other}." in page
+    assert figures(page)["timeline"]["layout"]["meta"] == {"step": other}
+
+
 def test_plots_are_drawn_in_the_dark_and_follow_a_change_of_scheme(browser: Any, tmp_path: Path) -> None:
     visit = Visit(browser, tmp_path / "report.html", rendered(factories.straggler), color_scheme="dark")
     visit.check_drawing("rgb(20, 23, 27)", "rgb(230, 233, 237)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -252,6 +253,37 @@ def test_a_run_that_cannot_be_written_is_still_analyzed(tmp_path: Path) -> None:
         assert analyze(load(folder)).step_count == 40
     finally:
         folder.path.chmod(0o700)
+
+
+def test_an_interrupted_merge_goes_on_from_the_ranks_that_are_done(tmp_path: Path) -> None:
+    folder = run_of(Job(ranks=4), tmp_path / "run")
+
+    def interrupt(what: str, done: int, of: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load(folder, observer=interrupt)
+    left = [path for path in folder.path.rglob("*") if path.is_file() and folder.capture not in path.parents]
+    assert sorted(path.name for path in left) == ["rank00000.parquet", "rank00001.parquet"]
+    first = folder.trace / "rank00000.parquet"
+    before = first.read_bytes(), first.stat().st_mtime_ns
+    assert load(folder).ranks == (0, 1, 2, 3)
+    assert (first.read_bytes(), first.stat().st_mtime_ns) == before
+
+
+def test_an_executor_merges_as_this_process_does(tmp_path: Path) -> None:
+    alone, together = (run_of(Job(ranks=4), tmp_path / name / "run") for name in ("alone", "together"))
+    for folder in (alone, together):
+        next(folder.capture.glob("rank00003.*/chunk-00000.bin")).write_bytes(b"torn")
+    one = load(alone)
+    with ThreadPoolExecutor(2) as pool:
+        other = load(together, pool)
+    assert any("rank 3" in text for text in one.run.warnings)
+    assert one.run == other.run
+    assert one.ranks == other.ranks
+    for rank in one.ranks:
+        pd.testing.assert_frame_equal(one.read(rank), other.read(rank), check_exact=True)
 
 
 def test_run_json_says_who_was_captured(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
     analyze      the way from a trace to a verdict: study, judge, answer
     study        everything measured, and nothing judged
-    map_ranks    what is of one rank, done for all of them by an executor
     rank_summary a rank by itself: all that is kept of its rows
     signals      what a capture tells, or why it does not
     judge        ask every rule, price what they find, and rank it

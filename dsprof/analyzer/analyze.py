@@ -5,10 +5,10 @@ from __future__ import annotations
 from concurrent.futures import Executor
 
 from dsprof.trace import Trace
+from dsprof.trace.map_ranks import Observer
 
 from .analysis import Analysis
 from .judge import judge
-from .map_ranks import Observer
 from .study import Study, study
 from .verdict.answer import answer
 

@@ -10,6 +10,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
+from dsprof.trace.map_ranks import Observer, map_ranks
 from dsprof.trace.merge import warn
 
 from .align.match import Matches
@@ -22,7 +23,6 @@ from .budget.wall_time import spans_outside_training
 from .device import DeviceTime, device_time
 from .graph.chains import RankChains
 from .graph.find_chains import find_chains
-from .map_ranks import Observer, map_ranks
 from .memory.use_by_step import sum_memory
 from .work.layer_costs import staged_rows
 from .work.mfu import RankWork, sum_work

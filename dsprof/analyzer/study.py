@@ -18,6 +18,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 from dsprof.trace import Trace, concat_rows
+from dsprof.trace.map_ranks import Observer
 
 from .align.aligned import Aligned, align
 from .align.communicated import Communicated, summarize_arrivals
@@ -37,7 +38,6 @@ from .graph.build_graph import build_graph
 from .graph.chain_work import chain_work, hosts
 from .graph.step_graph import StepGraph
 from .graph.validate import ReplayCheck, check
-from .map_ranks import Observer
 from .memory.use_by_step import MemoryUse, memory_uses, nothing
 from .rank_summary import RankSummary, summarize_ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 from dsprof.run import DEFAULT_PARENT, RunError
 
 from .progress import progress
-from .runs import UNREADABLE, RunArgument, fail, find_run, reading
+from .runs import UNREADABLE, USAGE, RunArgument, fail, find_run, reading
 
 
 def command(
@@ -30,18 +31,35 @@ def command(
             help="Processes that analyze ranks. Default: one for a small trace, one a core for a large one.",
         ),
     ] = None,
+    dask: Annotated[
+        str | None,
+        typer.Option(
+            "--dask",
+            metavar="ADDRESS",
+            show_default=False,
+            help="Have the workers of a Dask cluster analyze ranks: its scheduler (tcp://HOST:8786, or tls://), or the "
+            "path of its scheduler file.",
+        ),
+    ] = None,
 ) -> None:
     """Print the verdict on a run: what is slow, why, what to change, and how much that helps.
 
     Merges the captures where no launcher of dsprof did, and brings findings.json up to date.
     """
     from dsprof import reports
+    from dsprof.trace.dask_cluster import ClusterError, cluster
 
+    if dask is not None and jobs is not None:
+        fail("--jobs are processes of this machine, and --dask names other workers: give one of them", USAGE)
     try:
         folder = find_run(run)
-        with reading(folder):
-            analysis = reports.finish(folder, report=False, jobs=jobs, observer=None if quiet else progress())
+        with nullcontext() if dask is None else cluster(dask, folder, _tell) as executor, reading(folder):
+            analysis = reports.finish(
+                folder, report=False, jobs=jobs, observer=None if quiet else progress(), executor=executor
+            )
             findings = reports.findings_json(analysis).decode() if as_json else ""
+    except ClusterError as error:
+        fail(error, USAGE)
     except RunError as error:
         fail(error, UNREADABLE)
     if as_json:
@@ -52,3 +70,7 @@ def command(
         from dsprof.reports import terminal
 
         terminal.render(analysis, sys.stdout)
+
+
+def _tell(text: str) -> None:
+    print(f"[dsprof] {text}", file=sys.stderr)

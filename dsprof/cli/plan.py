@@ -132,7 +132,8 @@ def command(
     From a table of measured steps (--calibrate) one model of few figures is learnt, each readable as a figure of the
     hardware; --predict tells the steps of another table. With --ranks and the sizes of a model, the best layouts that
     fit into memory, a curve over rank counts, and what the training costs. With RUN and --ranks, what that run would do
-    with more replicas: each with the batch of one in the run, or with --global-batch all together.
+    with more replicas: each with the batch of one in the run, or with --global-batch all together; and which layouts
+    of those ranks would be fastest, each replayed beside the layout that ran.
 
     The exit status is 4 if the run does not tell.
     """

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsprof.atomic import write_atomically
+from dsprof.ranges import parse_ranks
 from dsprof.run import DEFAULT_PARENT, RunError
 
 from .runs import UNREADABLE, USAGE, RunArgument, fail, find_run, reading
+
+if TYPE_CHECKING:
+    from dsprof.analyzer.analysis import Analysis
 
 
 def command(
@@ -24,6 +28,14 @@ def command(
             "--output", "-o", metavar="FILE", show_default=False, help="Default: report.html in the run folder."
         ),
     ] = None,
+    step: Annotated[
+        int | None,
+        typer.Option("--step", metavar="N", show_default=False, help="The step that the timeline is of, from 0."),
+    ] = None,
+    ranks: Annotated[
+        str,
+        typer.Option("--ranks", metavar="LIST", show_default=False, help="Ranks that it shows first, such as 0,2-3."),
+    ] = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     open_it: Annotated[bool, typer.Option("--open/--no-open", help="Open the report in a browser.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the path and the verdict as JSON.")] = False,
@@ -33,8 +45,11 @@ def command(
 
     try:
         folder = find_run(run)
+        chosen = tuple(rank for part in parse_ranks(ranks) for rank in part)
     except RunError as error:
         fail(error, UNREADABLE)
+    except ValueError as error:
+        fail(f"--ranks: {error}", USAGE)
     target = folder.report_html if output is None else output
     if output is not None:
         if target.is_dir():
@@ -44,9 +59,11 @@ def command(
     try:
         with reading(folder):
             analysis = reports.examine(folder)
+        _refuse_missing(analysis, step, chosen)
+        with reading(folder):
             from dsprof.reports import html
 
-            page = html.render(analysis)
+            page = html.render(analysis, step=step, ranks=chosen)
     except RunError as error:
         fail(error, UNREADABLE)
     try:
@@ -61,6 +78,17 @@ def command(
         import webbrowser
 
         webbrowser.open(target.resolve().as_uri())
+
+
+def _refuse_missing(analysis: Analysis, step: int | None, ranks: tuple[int, ...]) -> None:
+    """A step and ranks to show must have been captured."""
+    numbers = analysis.steps["step"]
+    if step is not None and step not in set(numbers):
+        there = f"; captured are {numbers.min()} to {numbers.max()}" if len(numbers) else ""
+        fail(f"--step {step}: this run has no such step{there}", USAGE)
+    if missing := sorted(set(ranks) - set(analysis.ranks_captured)):
+        captured = sorted(analysis.ranks_captured)
+        fail(f"--ranks: rank {missing[0]} was not captured; captured are {captured[0]} to {captured[-1]}", USAGE)
 
 
 def _same(one: Path, other: Path) -> bool:

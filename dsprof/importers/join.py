@@ -9,8 +9,10 @@ it come, rank by rank,
 
 Collectives are the same by group and number. Tools count from different numbers on, and their clocks are others: of the
 shifts by which names and sizes agree, the one that leaves the least scatter of the times counts, and the clocks' offset
-is the median then. Where no number is shared, the steps stand for them. A rank that cannot be put beside the ground by
-either is left out of that tool's trace, and a warning says so.
+is the median then. Where another shift fits about as well, as in a job whose steps are all alike, what another group or
+another rank tells decides; where nothing does, a warning says that the join is not sure. Where no number is shared, the
+steps stand for them. A rank that cannot be put beside the ground by either is left out of that tool's trace, and a
+warning says so.
 """
 
 from __future__ import annotations
@@ -41,6 +43,11 @@ FEWEST: Final = 3
 """Collectives, or steps, that tell a clock's offset."""
 MOST_STEPS: Final = 100_000
 """By which numbers of steps may differ: beyond, none is tried."""
+AS_WELL: Final = 3.0
+"""A shift that leaves no more than so many times the scatter of the best fits about as well: of a few collectives the
+median deviation is itself known to a factor of two only."""
+LEAST_SCATTER_NS: Final = 1_000.0
+"""Less scatter than this tells no shift from another: times are told to a microsecond."""
 MOST_SCATTER_NS: Final = 20_000_000
 """Times of one thing differ by so much, at most, once the clocks agree."""
 TIMES: Final = ("start_ns", "issue_ns", "arrival_ns")
@@ -51,12 +58,29 @@ FILLED: Final = ("bytes", "dtype", "site", "purpose")
 class Fit:
     """offset_ns: how far the other trace's clock is ahead of the ground's, on one rank. scatter_ns: of the single times
     about it. pairs: rows of the ground and of the other that are one collective. shifts: by group, what the ground
-    counts it by more than the other."""
+    counts it by more than the other. also_ns: by how much the offset would be another if another shift, which fits
+    about as well, is the true one, at most; None: there is none, so the fit is sure."""
 
     offset_ns: float
     scatter_ns: float
     pairs: list[tuple[int, int]]
     shifts: Mapping[str, int]
+    also_ns: float | None = None
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A shift of a group's numbers by which names and sizes agree. apart: of each collective the other's time less the
+    ground's, ns. pairs: rows of the ground and of the other. scatter_ns: of `apart`; infinite of too few."""
+
+    by: int
+    apart: Int
+    pairs: list[tuple[int, int]]
+    scatter_ns: float
+
+    @property
+    def offset_ns(self) -> float:
+        return float(np.median(self.apart))
 
 
 def join_traces(traces: Sequence[Trace]) -> Trace:
@@ -92,6 +116,10 @@ def _add_rows(rows: dict[int, pd.DataFrame], other: Trace, kind: str) -> list[st
     """Put the rows of another trace beside those of the ground; what is to be said of it."""
     fits = {rank: fit_clocks(rows[rank], other.read(rank)) for rank in other.ranks if rank in rows}
     known = {rank: fit for rank, fit in fits.items() if fit is not None}
+    sure = {group: by for fit in known.values() if fit.also_ns is None for group, by in fit.shifts.items()}
+    for rank, fit in known.items():
+        if fit.also_ns is not None and sure.keys() & fit.shifts.keys():  # a tool counts a group alike on all ranks
+            known[rank] = fit_clocks(rows[rank], other.read(rank), sure) or fit
     warnings = [
         f"rank {_some(unknown)}: neither collectives nor steps tell how the clocks of both traces are apart, so its "
         "rows are left out"
@@ -101,6 +129,13 @@ def _add_rows(rows: dict[int, pd.DataFrame], other: Trace, kind: str) -> list[st
     beyond = tuple(rank for rank in other.ranks if rank not in rows)
     if beyond:
         warnings.append(f"rank {_some(beyond)}: not in the trace that it is joined to, so it is left out")
+    unsure = {rank: fit.also_ns for rank, fit in known.items() if fit.also_ns is not None}
+    if unsure:
+        warnings.append(
+            f"rank {_some(tuple(unsure))}: collectives of other numbers fit about as well, so the join is not sure: "
+            f"its rows may be {max(unsure.values()) / 1e6:.3g} ms off, in another step. Record steps of unequal "
+            "length, or communications of another kind, with both tools: the first steps, or an evaluation"
+        )
     for rank, fit in known.items():
         moved = other.read(rank)
         moved = moved.assign(**{name: moved[name] - round(fit.offset_ns) for name in TIMES})
@@ -120,27 +155,48 @@ def _add_rows(rows: dict[int, pd.DataFrame], other: Trace, kind: str) -> list[st
 # --- clocks ---------------------------------------------------------------------------------------
 
 
-def fit_clocks(ground: pd.DataFrame, other: pd.DataFrame) -> Fit | None:
-    """How the clock of one rank's other trace is ahead of the ground's; None: nothing that both saw tells."""
+def fit_clocks(ground: pd.DataFrame, other: pd.DataFrame, known: Mapping[str, int] | None = None) -> Fit | None:
+    """How the clock of one rank's other trace is ahead of the ground's; None: nothing that both saw tells. `known`: by
+    group, the shift that is known already."""
     mine, theirs = _collectives(ground), _collectives(other)
-    offsets: list[Int] = []
-    pairs: list[tuple[int, int]] = []
-    shifts: dict[str, int] = {}
+    fitting: dict[str, list[Shift]] = {}
     for group in sorted(mine.keys() & theirs.keys()):
-        found = _best_shift(mine[group], theirs[group])
-        if found is not None:
-            shifts[group], apart, same = found
-            offsets.append(apart)
-            pairs += same
-    if sum(map(len, offsets)) >= FEWEST:
-        return _fit(np.concatenate(offsets), pairs, shifts)
+        wanted = None if known is None else known.get(group)
+        found = _fitting(mine[group], theirs[group], wanted)
+        if found:
+            fitting[group] = found
+    also_ns = _decide(fitting)
+    chosen = {group: found[0] for group, found in fitting.items()}
+    if sum(len(shift.apart) for shift in chosen.values()) >= FEWEST:
+        apart = np.concatenate([shift.apart for shift in chosen.values()])
+        pairs = [pair for shift in chosen.values() for pair in shift.pairs]
+        return _fit(apart, pairs, {group: shift.by for group, shift in chosen.items()}, also_ns)
     return _by_steps(ground, other)
 
 
-def _fit(apart: Int, pairs: list[tuple[int, int]], shifts: Mapping[str, int]) -> Fit | None:
-    middle = float(np.median(apart))
-    scatter = float(np.median(np.abs(apart - middle)))
-    return Fit(middle, scatter, pairs, shifts) if scatter <= MOST_SCATTER_NS else None
+def _decide(fitting: dict[str, list[Shift]]) -> float | None:
+    """Put the shift that counts first in each group's list, and say by how much the offset may be wrong, None: it is
+    sure. Groups of one trace have one clock: one that is sure decides for the others."""
+    sure = [found[0] for found in fitting.values() if len(found) == 1 and len(found[0].apart) >= FEWEST]
+    if sure:
+        offset = float(np.median([shift.offset_ns for shift in sure]))
+        for found in fitting.values():
+            found.sort(key=lambda shift: abs(shift.offset_ns - offset))
+        return None
+    doubtful = [found for found in fitting.values() if len(found) > 1]
+    return max((abs(shift.offset_ns - found[0].offset_ns) for found in doubtful for shift in found), default=None)
+
+
+def _fit(
+    apart: Int, pairs: list[tuple[int, int]], shifts: Mapping[str, int], also_ns: float | None = None
+) -> Fit | None:
+    scatter = _scatter(apart)
+    return Fit(float(np.median(apart)), scatter, pairs, shifts, also_ns) if scatter <= MOST_SCATTER_NS else None
+
+
+def _scatter(apart: Int) -> float:
+    """Median deviation from the median, ns."""
+    return float(np.median(np.abs(apart - np.median(apart))))
 
 
 def _collectives(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -155,21 +211,22 @@ def _collectives(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {str(group): of.set_index("seq").sort_index() for group, of in table.groupby("group")}
 
 
-def _best_shift(mine: pd.DataFrame, theirs: pd.DataFrame) -> tuple[int, Int, list[tuple[int, int]]] | None:
-    """The shift of numbers that fits best, and of the collectives that are the same then the times apart and the
-    rows."""
-    best: tuple[tuple[float, float], int, Int, list[tuple[int, int]]] | None = None
-    for shift in sorted(range(-MOST_SHIFT, MOST_SHIFT + 1), key=abs):
-        shifted = theirs.set_axis(theirs.index + shift)
-        both = mine.join(shifted.add_suffix("_other"), how="inner")
+def _fitting(mine: pd.DataFrame, theirs: pd.DataFrame, wanted: int | None) -> list[Shift]:
+    """The shifts of numbers by which two lists of collectives agree and that fit about as well as the best, the best
+    first; of one that is known, that one."""
+    found = []
+    for by in range(-MOST_SHIFT, MOST_SHIFT + 1) if wanted is None else (wanted,):
+        both = mine.join(theirs.set_axis(theirs.index + by).add_suffix("_other"), how="inner")
         if both.empty or (both["name"] != both["name_other"]).any() or _sizes_differ(both):
             continue
         apart = both["when_other"].to_numpy(np.int64) - both["when"].to_numpy(np.int64)
-        scatter = float(np.median(np.abs(apart - np.median(apart)))) if len(apart) >= FEWEST else float("inf")
-        key = (scatter, -len(both))
-        if best is None or key < best[0]:
-            best = key, shift, apart, list(zip(both["row"].tolist(), both["row_other"].tolist(), strict=True))
-    return best[1:] if best is not None else None
+        pairs = list(zip(both["row"].tolist(), both["row_other"].tolist(), strict=True))
+        found.append(Shift(by, apart, pairs, _scatter(apart) if len(apart) >= FEWEST else float("inf")))
+    found.sort(key=lambda shift: (shift.scatter_ns, -len(shift.pairs), abs(shift.by)))
+    if not found or found[0].scatter_ns == float("inf"):
+        return found[:1]
+    most = AS_WELL * max(found[0].scatter_ns, LEAST_SCATTER_NS)
+    return [shift for shift in found if shift.scatter_ns <= most]
 
 
 def _sizes_differ(both: pd.DataFrame) -> bool:
@@ -189,7 +246,7 @@ def _by_steps(ground: pd.DataFrame, other: pd.DataFrame) -> Fit | None:
         both = mine.to_frame("mine").join(theirs.set_axis(theirs.index + shift).rename("other"), how="inner")
         if len(both) >= max(FEWEST, min(len(mine), len(theirs))):
             apart = (both["other"] - both["mine"]).to_numpy(np.int64)
-            found.append((float(np.median(np.abs(apart - np.median(apart)))), abs(shift), apart))
+            found.append((_scatter(apart), abs(shift), apart))
     return _fit(min(found, key=lambda one: one[:2])[2], [], {}) if found else None
 
 

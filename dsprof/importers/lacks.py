@@ -111,6 +111,7 @@ LACKS: Final[Mapping[str, tuple[Callable[[Contents], bool], Callable[[Contents],
     "memory": (lambda has: not has.memory, lambda has: "memory of the devices", OF_MEMORY),
 }
 SNAPSHOT: Final = "torch.cuda.memory._record_memory_history() and _dump_snapshot(), imported beside it"
+CHAKRA: Final = "Chakra's format has none: import torch.profiler's own trace of the same run"
 HOW: Final[Mapping[str, Mapping[str, str]]] = {
     "kineto": {
         "ranks": "export_chrome_trace on every rank, named rank<N>.json",
@@ -128,6 +129,17 @@ HOW: Final[Mapping[str, Mapping[str, str]]] = {
         "steps": "profile more steps",
         "collectives": "nsys profile --trace=cuda,nvtx",
         "launches": "nsys profile --trace=cuda",
+        "memory": SNAPSHOT,
+    },
+    "chakra": {
+        "ranks": "record on every rank: ExecutionTraceObserver and torch.profiler, then chakra_trace_link and "
+        "chakra_converter, named so that each file has its rank",
+        "marks": f"{CHAKRA}, with profiler.step() after each step",
+        "steps": f"{CHAKRA}, of at least five steps",
+        "numbers": f"{CHAKRA}, recorded with torch 2.6 or later",
+        "collectives": "convert with a Chakra whose nodes have `pg_name` and `comm_size`",
+        "device": "record torch.profiler with ProfilerActivity.CUDA before the traces are linked",
+        "launches": CHAKRA,
         "memory": SNAPSHOT,
     },
     "chrome": {

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dsprof.run import DEFAULT_PARENT, RunError, RunFolder, find_run, runs_below
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     import pandas as pd
 
     from dsprof.analyzer.analysis import Analysis, Verdict
@@ -29,8 +31,9 @@ class Run:
     All of it is made when it is first asked for, and kept; `reload` forgets it. In a notebook a run shows its verdict.
     """
 
-    def __init__(self, folder: RunFolder) -> None:
+    def __init__(self, folder: RunFolder, executor: Executor | None = None) -> None:
         self.folder = folder
+        self._executor = executor
 
     @property
     def path(self) -> Path:
@@ -166,7 +169,7 @@ class Run:
         from dsprof import reports
 
         self._need()
-        return reports.measure(self.folder)
+        return reports.measure(self.folder, executor=self._executor)
 
     def _need(self) -> None:
         """Raises RunError where there is nothing to read."""
@@ -188,20 +191,21 @@ class Run:
         return run_as_html(self.analysis)
 
 
-def load(path: str | os.PathLike[str] = ".") -> Run:
+def load(path: str | os.PathLike[str] = ".", *, executor: Executor | None = None) -> Run:
     """The run at `path`: a run folder, or a folder above, of which the newest run counts.
 
     Where neither it nor a `dsprof-out` in it has a run, the `dsprof-out` of the folders above are looked through, as a
-    notebook often lies below them. Raises dsprof.run.RunError where there is none.
+    notebook often lies below them. `executor` does what is of one rank alone, such as a Dask client's
+    (`client.get_executor()`). Raises dsprof.run.RunError where there is none.
     """
     folder = Path(path)
     if folder.is_dir() and not RunFolder(folder).is_run():
         around = [folder, *(above / DEFAULT_PARENT for above in (folder.resolve(), *folder.resolve().parents))]
         for place in around:
             if runs_below(place):
-                return Run(find_run(place))
+                return Run(find_run(place), executor)
         raise RunError(
             f"{path}: no run in it, nor in a {DEFAULT_PARENT}/ there or above; make one with `dsprof run train.py`, or "
             "with dsprof.profile()"
         )
-    return Run(find_run(folder))
+    return Run(find_run(folder), executor)

@@ -28,7 +28,8 @@ MAY_CHANGE: Final[Mapping[str, Numbers]] = {
         f"{_ZERO}.{key}": ROUNDING
         for key in (
             "stage", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "offload_optimizer",
-            "offload_optimizer.device", "offload_param", "offload_param.device",
+            "offload_optimizer.device", "offload_param", "offload_param.device", "zero_quantized_weights",
+            "zero_quantized_gradients",
         )
     },
     **{f"{section}.{key}": SAME for section in _OFFLOADED for key in ("pin_memory", "buffer_count")},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -14,6 +15,7 @@ from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS
 
 from .files import brief, open_parquet
+from .map_ranks import Observer
 from .memory import Memory, StoredMemory
 from .merge import bring_up_to_date, derive_anew, parquet_files, warn
 
@@ -64,10 +66,12 @@ class Trace:
         return concat_rows([self.read(rank) for rank in self.ranks])
 
 
-def load(folder: RunFolder) -> Trace:
-    """The run's trace, merged first if it is not. Raises RunError where there is nothing to read."""
-    info, unwritten = bring_up_to_date(folder)
-    return Trace(info, _Stored(folder, info, parquet_files(folder), unwritten), StoredMemory(folder))
+def load(folder: RunFolder, executor: Executor | None = None, observer: Observer | None = None) -> Trace:
+    """The run's trace, merged first if it is not. Raises RunError where there is nothing to read. `executor`,
+    `observer`: as in `map_ranks`, for the merging."""
+    info, unwritten = bring_up_to_date(folder, executor, observer)
+    here = RunFolder(folder.path.absolute())  # another process may have another working directory
+    return Trace(info, _Stored(here, info, parquet_files(here), unwritten), StoredMemory(folder))
 
 
 def concat_rows(tables: Sequence[pd.DataFrame], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
@@ -91,13 +95,12 @@ def _concat(parts: Sequence[pd.Series[Any]], dtype: str) -> Any:
 
 
 def _join_categories(parts: Sequence[pd.Series[str]]) -> pd.Categorical:
-    parts = [part.astype("category") for part in parts]
-    values = sorted({value for part in parts for value in part.cat.categories})
+    arrays = [part.astype("category").array for part in parts]
+    words = [tuple(of.categories.tolist()) for of in arrays]  # ranks alike have the same ones
+    values = sorted({value for one in set(words) for value in one})
     number = {value: code for code, value in enumerate(values)}
-    codes = [
-        np.array([*(number[value] for value in part.cat.categories), -1], np.int32)[part.cat.codes.to_numpy()]
-        for part in parts
-    ]
+    joined = {one: np.array([*(number[value] for value in one), -1], np.int32) for one in set(words)}
+    codes = [joined[one][of.codes] for one, of in zip(words, arrays, strict=True)]
     return pd.Categorical.from_codes(np.concatenate(codes), categories=pd.Index(values, dtype=object))
 
 
@@ -122,7 +125,7 @@ class _Stored:
         self, folder: RunFolder, info: RunInfo, files: Mapping[int, Path], unwritten: Mapping[int, pd.DataFrame]
     ) -> None:
         self._folder, self._info = folder, info
-        self._files = {rank: path.absolute() for rank, path in files.items()}
+        self._files = dict(files)
         self._held = {rank: _typed(rows) for rank, rows in unwritten.items()}
 
     @property
@@ -138,7 +141,8 @@ class _Stored:
                 with open_parquet(path) as file:
                     known = set(file.schema_arrow.names)
                     there = [name for name in columns if name in known]
-                    return _typed(file.read(columns=there).to_pandas(), columns)
+                    table = file.read(columns=there, use_threads=False)  # ranks are read side by side: no file is
+                    return _typed(table.to_pandas(use_threads=False), columns)
             except Exception as error:  # pyarrow and pandas raise whatever a damaged file has them meet
                 warn(self._info, f"{path.name}: unreadable ({brief(error)})")
                 self._held[rank] = self._derived(rank)

@@ -6,38 +6,29 @@ says what is missing. Merging again changes nothing.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pandas as pd
-import pyarrow as pa
 
 from dsprof import regular_files
 from dsprof.names import CaptureName
-from dsprof.ondisk import COUNTERS_NAME, LARGEST_CHUNK
 from dsprof.permissions import LINK
-from dsprof.run import MOST_RANKS, RankInfo, RunError, RunFolder, RunInfo, from_known
-from dsprof.schema import FLOPS_FACT, LOST_FACT, OOM_SNAPSHOT_NAME, SNAPSHOT_NAME
+from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
+from dsprof.schema import LOST_FACT
 
-from .capture import CHUNK_NAME, Capture, read_capture
-from .deep import add_deep
-from .derive import missing_steps, trace_rows
-from .files import brief, open_parquet, write_parquet
-from .memory import save_memory
-from .snapshot import read_snapshot
+from .capture import CHUNK_NAME
+from .files import brief
+from .map_ranks import Observer, map_ranks
+from .merge_rank import MergedRank, MergeRank, derive_rank, world_size_of
 
-MERGE_VERSION = 12
-"""Part of the signature that tells whether a Parquet file is up to date: raise it when merging changes."""
 MOST_DIGITS = 6
 """Of a number of hosts."""
-MAPPED_CHUNKS = 4
-"""Those that a process may have mapped: the last three, and one that is prepared."""
 TRACE_NAME = re.compile(r"rank(\d{5,6})\.parquet", re.ASCII)
 DROPPED = (
     "{} records could not be written{} (disk full, or slower than the job): make room, lower --limit, or name another "
@@ -45,8 +36,8 @@ DROPPED = (
 )
 MEMORY = ("tmpfs", "ramfs")
 """File systems whose files are in memory."""
-SIGNATURE = b"dsprof.signature"
-RANK_INFO = b"dsprof.rank"
+CAPTURED_A_BYTE: Final = 8
+"""Bytes of chunks that become one of Parquet, about."""
 MOST_OF_IT = 100
 """Characters of what an error said by which it is known again: the capture's table of errors cuts it off."""
 
@@ -60,12 +51,16 @@ def merge(folder: RunFolder) -> RunInfo:
     return bring_up_to_date(folder)[0]
 
 
-def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame]]:
-    """run.json's content, and the tables of the ranks whose Parquet file could not be written."""
+def bring_up_to_date(
+    folder: RunFolder, executor: Executor | None = None, observer: Observer | None = None
+) -> tuple[RunInfo, dict[int, pd.DataFrame]]:
+    """run.json's content, and the tables of the ranks whose Parquet file could not be written. `executor`, `observer`:
+    as in `map_ranks`. Ranks that an interrupted call had merged are not merged again."""
     before = folder.read_info()
     info = folder.read_info()
     info.warnings = []
-    captures = captures_by_rank(folder)
+    here = RunFolder(folder.path.absolute())  # another process may have another working directory
+    captures = captures_by_rank(here)
     merged = parquet_files(folder)
     if not captures and not merged and not folder.run_json.exists():
         raise RunError(f"{folder.path}: no capture and no trace in it; was the job started with dsprof?")
@@ -77,14 +72,13 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
         warn(info, f"{name}: {LINK}; put what it names into the folder itself")
     info.ranks, info.facts = [], []
     unwritten: dict[int, pd.DataFrame] = {}
-    for rank in sorted(captures.keys() | merged.keys()):
-        try:
-            table = _merge_rank(folder, rank, captures.get(rank, []), info)
-        except Exception as error:  # whatever is wrong with one rank, the others count
-            warn(info, f"rank {rank}: its capture could not be merged ({type(error).__name__}: {brief(error)})")
-        else:
-            if table is not None:
-                unwritten[rank] = table
+    every = map_ranks(MergeRank(here, captures), sorted(captures.keys() | merged.keys()), executor, observer, "merge")
+    for rank in sorted(every.found.keys() | every.failed.keys()):
+        why = every.failed.get(rank) or _take(info, rank, every.found[rank])
+        if why:
+            warn(info, f"rank {rank}: its capture could not be merged ({why})")
+        elif (table := every.found[rank].rows) is not None:
+            unwritten[rank] = table
     _note_errors(folder, info)
     _note_import(info)
     _note_missing(info)
@@ -100,20 +94,43 @@ def bring_up_to_date(folder: RunFolder) -> tuple[RunInfo, dict[int, pd.DataFrame
     return info, unwritten
 
 
-def _checked_summary(rank: int, stored: bytes) -> dict[str, Any]:
-    """What `_derive` or `save` wrote. Raises ValueError or TypeError where it cannot be that."""
-    summary = regular_files.parse_json(stored)
-    kinds = {"ranks": list, "facts": list, "versions": dict, "problems": list, "errors": list}
-    if not isinstance(summary, dict) or not all(isinstance(summary.get(name), kind) for name, kind in kinds.items()):
-        raise ValueError("its Parquet file does not tell what it holds; remove it where there is a capture")
-    facts = [fact for fact in summary["facts"] if isinstance(fact, dict) and isinstance(fact.get("fact"), str)]
-    return {"world_size": None, "cuda": False, **summary, "facts": [{**fact, "rank": rank} for fact in facts]}
+def _take(info: RunInfo, rank: int, merged: MergedRank) -> str:
+    """Have `info` say what a rank holds; what is wrong with that, empty: nothing."""
+    try:
+        add_rank(rank, merged.summary, info)
+    except Exception as error:  # whatever is wrong with one rank, the others count
+        return f"{type(error).__name__}: {brief(error)}"
+    if merged.problem:
+        warn(info, merged.problem)
+    return ""
 
 
 def derive_anew(folder: RunFolder, rank: int) -> pd.DataFrame | None:
     """The rank's rows from its captures, whatever its Parquet file holds; None where there is no capture."""
     captures = captures_by_rank(folder).get(rank)
-    return None if captures is None else _derive(rank, captures)[0]
+    return None if captures is None else derive_rank(rank, captures)[0]
+
+
+def size_of(folder: RunFolder) -> tuple[int, int]:
+    """How many ranks a run has, and how many bytes of Parquet, about: of those that are not merged, what their captures
+    will become. What cannot be looked at is left out."""
+    merged, captures = parquet_files(folder), captures_by_rank(folder)
+    found = sum(_disk_bytes([path]) for path in merged.values())
+    for rank in captures.keys() - merged.keys():
+        for _, path in captures[rank]:
+            chunks = [chunk for chunk in regular_files.files(path) if CHUNK_NAME.fullmatch(chunk.name)]
+            found += _disk_bytes(chunks) // CAPTURED_A_BYTE
+    return len(merged.keys() | captures.keys()), found
+
+
+def _disk_bytes(paths: Sequence[Path]) -> int:
+    """What files take on the disk: a chunk is made as long as it can become."""
+    found = 0
+    for path in paths:
+        with suppress(OSError):  # gone meanwhile
+            status = path.stat()
+            found += min(status.st_size, 512 * status.st_blocks)
+    return found
 
 
 def parquet_files(folder: RunFolder) -> dict[int, Path]:
@@ -132,144 +149,13 @@ def captures_by_rank(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
     return found
 
 
-def _merge_rank(folder: RunFolder, rank: int, folders: list[tuple[int, Path]], info: RunInfo) -> pd.DataFrame | None:
-    """Write this rank's Parquet file unless it is up to date, and say in `info` what it holds.
-
-    The table, if it could not be written. Without captures (somebody kept only the trace) the file stands as it is.
-    """
-    target = folder.trace / f"rank{rank:05d}.parquet"
-    stored = _stored(target)
-    signature = _signature([path for _, path in folders])
-    if not folders or stored.get(SIGNATURE) == signature:
-        add_rank(rank, _checked_summary(rank, stored[RANK_INFO]), info)
-        return None
-    rows, summary = _derive(rank, folders)
-    summary["problems"] += _merge_snapshot(folder, rank, folders, summary["facts"])
-    add_rank(rank, summary, info)
-    table = pa.Table.from_pandas(rows, preserve_index=False)
-    about = {SIGNATURE: signature, RANK_INFO: json.dumps(summary).encode()}
-    try:
-        write_parquet(target, table.replace_schema_metadata({**(table.schema.metadata or {}), **about}))
-    except OSError as error:
-        warn(info, f"trace/{target.name}: not written ({brief(error)}); the capture is analyzed all the same")
-        return rows
-    return None
-
-
-def _merge_snapshot(
-    folder: RunFolder, rank: int, folders: list[tuple[int, Path]], facts: list[dict[str, Any]]
-) -> list[str]:
-    """Write the side tables from the snapshot of the rank's last process, if it left one, and add to `facts` what it
-    says of the allocator; what was odd about it. One that was taken when there was no memory left tells more than one
-    of the end."""
-    last = max(restart for restart, _ in folders)
-    names = [path / name for name in (OOM_SNAPSHOT_NAME, SNAPSHOT_NAME) for restart, path in folders if restart == last]
-    path = next((path for path in names if regular_files.is_file(path)), None)
-    if path is None:
-        return []
-    try:
-        snapshot = read_snapshot(path)
-        save_memory(folder, rank, snapshot.memory)
-    except (RunError, OSError) as error:
-        return [f"{path.name}: not read ({brief(error)})"]
-    facts.append({"fact": "allocator", "rank": rank, "settings": snapshot.settings, "file": path.name})
-    return [f"{path.name}: {text}" for text in snapshot.warnings if path.name == SNAPSHOT_NAME]
-
-
-def _derive(rank: int, folders: list[tuple[int, Path]]) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """The rank's rows, of all its restarts, and what `run.json` says of it."""
-    found: dict[int, list[Capture]] = defaultdict(list)
-    for restart, path in folders:
-        found[restart].append(read_capture(path))
-    chosen = {restart: max(captures, key=lambda item: len(item.records)) for restart, captures in found.items()}
-    # A helper program that inherited the rank's environment and trained something leaves a second capture.
-    problems = [
-        f"{len(captures)} processes captured as this rank ({', '.join(_process(item) for item in captures)}); "
-        f"the longest capture, of {_process(chosen[restart])}, is used"
-        for restart, captures in found.items()
-        if len(captures) > 1
-    ]
-    tables = {restart: trace_rows(capture, rank, restart) for restart, capture in sorted(chosen.items())}
-    deep_problems: list[str] = []
-    for restart, capture in chosen.items():
-        tables[restart], wrong = add_deep(capture, tables[restart])
-        deep_problems += wrong
-    summary = summarize(rank, chosen, tables)
-    summary["problems"] += [*problems, *deep_problems]
-    return pd.concat(tables.values(), ignore_index=True), summary
-
-
-def summarize(rank: int, chosen: Mapping[int, Capture], tables: Mapping[int, pd.DataFrame]) -> dict[str, Any]:
-    """What `run.json` says of a rank, by its captures and their rows, both by restart."""
-    captures = list(chosen.values())
-    return {
-        "ranks": [vars(_describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
-        # Operations are rows of the trace, too many for `run.json`.
-        "facts": [fact for capture in captures for fact in capture.facts if fact["fact"] != FLOPS_FACT],
-        "versions": next((told for capture in captures if isinstance(told := capture.meta.get("versions"), dict)), {}),
-        "world_size": next((size for capture in captures if (size := _world_size(capture.meta)) is not None), None),
-        "problems": [
-            *(problem for capture in captures for problem in capture.problems),
-            *(problem for restart, capture in chosen.items() for problem in missing_steps(capture, tables[restart])),
-        ],
-        "errors": [error for capture in captures for error in capture.errors],
-        "cuda": any(fact["fact"] == "device" for capture in captures for fact in capture.facts),
-    }
-
-
-def _describe(rank: int, restart: int, capture: Capture, rows: pd.DataFrame) -> RankInfo:
-    name = _capture_name(capture)
-    steps = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]
-    clock = capture.meta.get("clock")
-    return RankInfo(
-        rank=rank,
-        restart=restart,
-        host=name.host,
-        pid=name.pid,
-        capture=capture.path.name,
-        native=bool(capture.meta.get("native", False)),
-        last_step=int(steps.max()) if len(steps) else -1,
-        records=len(capture.records),
-        dropped=capture.dropped,
-        damaged=capture.damaged,
-        errors=len(capture.errors),
-        closed=bool(capture.meta.get("closed", False)),
-        started_ns=_instant(clock, "process_start_ns"),
-        opened_ns=_instant(capture.meta, "opened_ns"),
-        closed_ns=_instant(capture.meta, "closed_ns"),
-        clock=str(clock.get("id") or "") if isinstance(clock, dict) else "",
-    )
-
-
-def _world_size(values: dict[str, Any]) -> int | None:
-    size = values.get("world_size")
-    return size if type(size) is int and 0 <= size <= MOST_RANKS else None
-
-
-def _instant(values: Any, name: str) -> int | None:
-    """A time that older captures do not have."""
-    value = values.get(name) if isinstance(values, dict) else None
-    return value if isinstance(value, int) else None
-
-
-def _capture_name(capture: Capture) -> CaptureName:
-    name = CaptureName.of(capture.path.name)
-    assert name is not None  # as `_captures` has found it
-    return name
-
-
-def _process(capture: Capture) -> str:
-    name = _capture_name(capture)
-    return f"{name.pid} on {name.host}"
-
-
 def add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
     described = [from_known(RankInfo, item) for item in summary["ranks"]]
     info.ranks += described
     info.facts += summary["facts"]
     info.versions = {**summary["versions"], **info.versions}
     if info.world_size is None:
-        info.world_size = _world_size(summary)
+        info.world_size = world_size_of(summary)
     for problem in dict.fromkeys(summary["problems"]):
         warn(info, f"rank {rank}: {problem}")
     for item in described:
@@ -368,30 +254,6 @@ def note_groups(info: RunInfo) -> None:
                 continue
             about = {"ranks": ranks, "size": len(ranks), "desc": fact.get("desc", "")}
             info.groups[str(fact["name"])] = about | ({"backend": fact["backend"]} if fact.get("backend") else {})
-
-
-def _signature(folders: list[Path]) -> bytes:
-    """Changes when any file of the captures does. What is stored through a mapping need not change a file's time: of
-    the files that are mapped the content counts."""
-    digest = hashlib.sha256(f"merge {MERGE_VERSION}".encode())
-    for folder in folders:
-        files = regular_files.files(folder)
-        mapped = [path for path in files if CHUNK_NAME.fullmatch(path.name)][-MAPPED_CHUNKS:]
-        for path in files:
-            status = path.stat()
-            digest.update(f"\n{folder.name}/{path.name} {status.st_size} {status.st_mtime_ns}".encode())
-            if path in mapped or path.name == COUNTERS_NAME:
-                with suppress(OSError):  # larger than a chunk
-                    digest.update(regular_files.read_bytes(path, LARGEST_CHUNK))
-    return digest.hexdigest().encode()
-
-
-def _stored(target: Path) -> dict[bytes, bytes]:
-    try:
-        with open_parquet(target) as file:
-            return dict(file.schema_arrow.metadata or {})
-    except Exception:  # whatever a damaged one has pyarrow meet
-        return {}
 
 
 def warn(info: RunInfo, text: str) -> None:

@@ -14,7 +14,8 @@ from .capture import Capture, read_capture
 from .derive import trace_rows
 from .files import brief
 from .load import Trace, concat_rows
-from .merge import add_rank, captures_by_rank, note_groups, summarize, warn
+from .merge import add_rank, captures_by_rank, note_groups, warn
+from .merge_rank import summarize
 
 CHUNKS: Final = 2
 """Of each rank, besides its first: a chunk has 16,000 records, so some hundred steps at least."""

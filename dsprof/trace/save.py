@@ -12,7 +12,8 @@ from dsprof.run import RunFolder
 from .files import write_parquet
 from .load import Trace
 from .memory import save_memory
-from .merge import RANK_INFO, merge
+from .merge import merge
+from .merge_rank import RANK_INFO, parquet_path
 
 
 def save(folder: RunFolder, trace: Trace) -> None:
@@ -34,7 +35,7 @@ def save(folder: RunFolder, trace: Trace) -> None:
         }
         table = pa.Table.from_pandas(trace.read(rank), preserve_index=False)
         about = {**(table.schema.metadata or {}), RANK_INFO: json.dumps(summary).encode()}
-        write_parquet(folder.trace / f"rank{rank:05d}.parquet", table.replace_schema_metadata(about))
+        write_parquet(parquet_path(folder, rank), table.replace_schema_metadata(about))
     for rank, memory in trace.memory.items():
         save_memory(folder, rank, memory)
     folder.write_info(trace.run)

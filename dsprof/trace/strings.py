@@ -6,14 +6,46 @@ those of an analysis, Arrow's take longer for that than all the rest.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Final
 
 import pandas as pd
+
+OPTION: Final = "mode.string_storage"
+
+
+class _Threads:
+    """The threads that are within `plain_strings`: the option is one for the whole process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = pd.get_option(OPTION)
+                pd.set_option(OPTION, "python")
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                pd.set_option(OPTION, self._before)
+
+
+_THREADS: Final = _Threads()
 
 
 @contextmanager
 def plain_strings() -> Iterator[None]:
     """Within, strings that pandas makes lie in numpy's arrays of Python objects. The results are the same."""
-    with pd.option_context("mode.string_storage", "python"):
+    _THREADS.enter()
+    try:
         yield
+    finally:
+        _THREADS.leave()

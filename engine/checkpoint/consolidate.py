@@ -97,7 +97,7 @@ def consolidated(training: Training, *, with_frozen: bool) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {}
     for param in params:
         absent = not param.resident
-        if absent:
+        if not param.there:
             zero.gatherer.gather([param], param.numel)
         if receives:
             parts[param.name] = [_on_host(param.param)]

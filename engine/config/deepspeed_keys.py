@@ -118,12 +118,8 @@ FOREIGN: Final[dict[str, dict[str, Foreign]]] = {
         "stage3_use_all_reduce_for_fetch_params": _no_effect("parameters are fetched by all-gather"),
         "use_multi_rank_bucket_allreduce": _no_effect("a bucket always holds the shards of all ranks"),
         "zenflow": _refused('write "offload_optimizer": {"device": "cpu"}, which computes whole steps on the CPU'),
-        "zero_quantized_gradients": _refused('write "communication_data_type": "bf16", or the optimizer "OneBitAdam"'),
         "zero_quantized_nontrainable_weights": _refused("quantize frozen weights in the model itself"),
-        "zero_quantized_weights": _refused(
-            'write "bf16": {"enabled": true}, and across machines "zero_hpz_partition_size"'
-        ),
-        "zeropp_loco_param": _removed("gradients are not quantized"),
+        "zeropp_loco_param": _removed('"zero_quantized_gradients" rounds each gradient by itself'),
     },
     "zero_optimization.offload_optimizer": {
         "cpuadam_cores_perc": _no_effect("the step uses the threads that torch has: set OMP_NUM_THREADS"),

@@ -66,12 +66,16 @@ class Case:
 
 STAGE_1: Final = (
     "allgather_bucket_size", "allgather_partitions", "reduce_scatter", "round_robin_gradients", "sub_group_size",
+    "zero_quantized_gradients",
 )  # fmt: skip
 FETCHED: Final = (
     "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
     "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
 )  # fmt: skip
-STAGE_3: Final = ("stage3_gather_16bit_weights_on_model_save", *FETCHED, "zero_hpz_partition_size")
+STAGE_3: Final = (
+    "stage3_gather_16bit_weights_on_model_save", *FETCHED, "zero_hpz_partition_size",
+    "zero_quantized_weights",
+)  # fmt: skip
 TAKES: Final = {
     stage: f'the stage is {{c.zero_optimization.stage}}, and it takes "stage": {stage}{above}'
     for stage, above in ((1, " or more"), (3, ""))
@@ -82,6 +86,11 @@ TAKES: Final = {
 def optimizer_is(config: Config, *types: str) -> bool:
     """Whether the optimizer is of one of these types."""
     return config.optimizer is not None and config.optimizer.type in types
+
+
+def quantizes(config: Config) -> bool:
+    """Whether gradients travel in int4."""
+    return config.zero_optimization.stage >= 1 and config.zero_optimization.zero_quantized_gradients
 
 
 def _has_no_nesterov(config: Config) -> bool:
@@ -116,6 +125,18 @@ CASES: Final = (
     ),
     Case("zero_optimization", TAKES[1], lambda c: c.zero_optimization.stage < 1, STAGE_1),
     Case("zero_optimization", TAKES[3], lambda c: c.zero_optimization.stage < 3, STAGE_3),
+    Case(
+        "zero_optimization.zero_quantized_gradients",
+        'true, and "reduce_scatter" is false, which reduces whole gradients; write "reduce_scatter": true, or '
+        'remove "zero_quantized_gradients"',
+        lambda c: quantizes(c) and not c.zero_optimization.reduce_scatter,
+    ),
+    Case(
+        "zero_optimization.zero_quantized_gradients",
+        'true, and the optimizer "Muon" makes the smallest parts of a gradient as large as the others, errors of four '
+        'bits among them; write "AdamW", or remove "zero_quantized_gradients"',
+        lambda c: quantizes(c) and optimizer_is(c, "Muon"),
+    ),
     Case(
         "sparse_gradients",
         'true, and "zero_optimization" has "stage": {c.zero_optimization.stage}, which shards gradients into pieces; '
@@ -220,7 +241,7 @@ def secondary_partition(config: Config, world_size: int) -> Iterator[Remark]:
 
 SENT: Final = (
     "allgather_bucket_size", "allgather_partitions", "contiguous_gradients", "reduce_bucket_size", "reduce_scatter",
-    "round_robin_gradients",
+    "round_robin_gradients", "zero_quantized_gradients", "zero_quantized_weights",
 )  # fmt: skip
 
 
@@ -228,7 +249,7 @@ def nobody_to_send_to(config: Config, world_size: int) -> Iterator[Remark]:
     if data_parallel_ranks(config, world_size) > 1:
         return
     zero, nothing = config.zero_optimization, ""
-    keys = [key for key in SENT if zero.stage >= 1 or key not in STAGE_1]
+    keys = [key for key in SENT if (zero.stage >= 1 or key not in STAGE_1) and (zero.stage == 3 or key not in STAGE_3)]
     if zero.stage == 3 and (zero.offload_param is None or zero.offload_param.device == "none"):
         keys += FETCHED
     if zero.overlap_comm and zero.stage < 3:  # as it is not by default

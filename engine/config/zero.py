@@ -136,6 +136,14 @@ class ZeroConfig(Section):
     """Ranks in the group within which a second copy of the parameters is sharded, so that backward fetches stay
     inside it: usually the GPUs of a machine. 1 keeps no second copy (stage 3)."""
 
+    zero_quantized_weights: bool = False
+    """ZeRO++'s qwZ: parameters are gathered in int8, each 256 elements with a scale of their own: half of what bf16
+    takes. Shards, masters and checkpoints stay as they are (stage 3)."""
+
+    zero_quantized_gradients: bool = False
+    """ZeRO++'s qgZ: gradients of matrices are reduced in int4 by an all-to-all, within machines first where there are
+    several, which takes a quarter of what bf16 does. Each 256 elements have a scale of their own (stages 1 to 3)."""
+
     @field_validator("overlap_comm", mode="before")
     @classmethod
     def _as_the_stage_has_it(cls, value: Any, info: ValidationInfo) -> Any:

@@ -3,6 +3,7 @@
 gain          what a linear layer takes in float8, and what it takes as it is; free of torch, the analyzer asks it too
 scaling       casts to float8 with a scale, and the product of what was cast
 triton_casts  casts of one kernel each, on NVIDIA's devices
+gathered      their weights, gathered in float8
 linear        a linear layer's three products in float8, in the place of torch's
 choose        which layers take it
 device        what a device does of it, and how fast

@@ -21,19 +21,27 @@ from ..pipe.split_backward import with_matrices
 from . import device as devices
 from . import linear
 from .gain import MULTIPLE, Rates, divides, layer_time
+from .gathered import Float8Shards
 from .linear import Arithmetic
 
 
-def attach(model: nn.Module, config: Config, by: Arithmetic, device: torch.device, parallel: Parallel) -> Undo:
-    """Have the linear layers of `model` compute in float8, as `by` says; call the result to stop. On all ranks of the
-    job. Raises ValueError, on all of them, for a name that no layer has."""
+def attach(
+    model: nn.Module, config: Config, by: Arithmetic, device: torch.device, parallel: Parallel
+) -> tuple[Undo, Float8Shards | None]:
+    """Have the linear layers of `model` compute in float8, as `by` says; call the first of the result to stop. The
+    second: how stage 3 gathers their weights, where these are scaled as a whole. On all ranks of the job. Raises
+    ValueError, on all of them, for a name that no layer has."""
     _check_names(model, config.fp8)
     rates = None
     if config.fp8.filter == "auto":
         dtype = model_dtype(fp16=config.fp16.enabled, bf16=config.bf16.enabled) or torch.float32
         rates = devices.rates(device, dtype, by, parallel.everyone)
     says = parallel.mesh.dp_rank == parallel.mesh.tp_rank == 0  # once for each stage, which has layers of its own
-    return linear.install(model, by, Choice(config.fp8, rates, says))
+    choice = Choice(config.fp8, rates, says)
+    if config.zero_optimization.stage < 3 or by.recipe != "tensorwise":
+        return linear.install(model, by, choice), None
+    shards = Float8Shards(model, choice)
+    return linear.install(model, by, shards.computes), shards
 
 
 def _check_names(model: nn.Module, config: Fp8Config) -> None:

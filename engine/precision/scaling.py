@@ -41,13 +41,18 @@ class Scaled:
         return self.data.float() * self.scale
 
 
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """By which numbers are divided whose largest is `largest`, float32 of any shape, to fit into `dtype`."""
+    fitting = torch.finfo(dtype).max / largest.clamp(min=SMALLEST)
+    return torch.exp2(-torch.floor(torch.log2(fitting)))
+
+
 def cast(x: Tensor, dtype: torch.dtype, recipe: Recipe, scale: Tensor | None = None) -> Scaled:
     """The matrix `x` in float8; `scale`: one that is known already."""
     if scale is None:
         dims = (-1,) if recipe == "rowwise" else (0, 1)
         largest = torch.linalg.vector_norm(x, torch.inf, dims, keepdim=recipe == "rowwise", dtype=torch.float32)
-        fitting = torch.finfo(dtype).max / largest.clamp(min=SMALLEST)
-        scale = torch.exp2(-torch.floor(torch.log2(fitting)))
+        scale = scale_of(largest, dtype)
     factor = scale.reciprocal()
     # fp16 cannot hold all of these factors, and a tensor of one element does not make the product float32.
     scaled = x.float() * factor if x.dtype is torch.float16 else x * factor.to(x.dtype)

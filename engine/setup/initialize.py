@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,8 +38,11 @@ from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training_state import Training
 from ..zero import Comms, Zero
+from ..zero.gather import Agreement
+from ..zero.packed import Nodes
 from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
+from ..zero.zero import GRADIENTS
 from . import arguments
 from .parallelize import arrange, shard_layers, share_parameters, stages_of
 from .sync import broadcast_model, check_same_config, check_same_model
@@ -167,13 +172,15 @@ def _divide(
         between.append(sequence.comm.group)
     peers = Peers(parallel.everyone, [*(comm.group for comm in (*parallel.all(), *comms.all())), *between])
     opened.callback(peers.close)
+    agreement: Agreement | None = None
     if config.fp8.enabled:
         from ..precision import choose  # code that most trainings have no use for
         from ..precision.device import arithmetic
 
         with failing_together("initialize", parallel.everyone):
             by = arithmetic(device, config.fp8.recipe)
-        opened.callback(choose.attach(model, config, by, device, parallel))
+        undo, agreement = choose.attach(model, config, by, device, parallel)
+        opened.callback(undo)
     with failing_together("initialize", parallel.everyone):
         activation_checkpoint.attach(hooks, config.activation_checkpointing)
         opened.callback(policies.from_config(config.activation_checkpointing).apply(model, hooks))
@@ -182,7 +189,8 @@ def _divide(
     with failing_together("initialize", parallel.everyone):
         zero = Zero(
             model, config, comms, hooks,
-            make_master=offload.states.make_master, offload_shard=offload.offload_shard, **of_pipeline,
+            make_master=offload.states.make_master, offload_shard=offload.offload_shard, agreement=agreement,
+            **of_pipeline,
         )  # fmt: skip
         opened.callback(zero.close, whole=False)  # others may have none
         for note in offload.notes if parallel.mesh.rank == 0 else ():
@@ -286,8 +294,25 @@ def _open_comms(config: Config, parallel: Parallel, device: torch.device, hooks:
     if zero.stage == 3 and size > 1:
         neighbours = [ranks[first : first + size] for ranks in replicas for first in range(0, mesh.dp, size)]
         near = comm("near", neighbours)
+    nodes = None
+    machines = ranks_by_machine(replicas) if zero.zero_quantized_gradients else None
+    if machines is not None:
+        across = [list(ranks) for of_replica in machines for ranks in zip(*of_replica, strict=True)]
+        within = [ranks for of_replica in machines for ranks in of_replica]
+        nodes = Nodes(comm(GRADIENTS[1], within), comm(GRADIENTS[2], across))
     hosts = None if parallel.data_hosts is parallel.data else parallel.data_hosts
-    return Comms(comm("gradients", replicas), comm("parameters", replicas), near, hosts)
+    return Comms(comm("gradients", replicas), comm("parameters", replicas), near, nodes, hosts)
+
+
+def ranks_by_machine(sets: Sequence[Sequence[int]]) -> list[list[list[int]]] | None:
+    """Each of the `sets` of ranks by the machines they are on, as the launcher's LOCAL_WORLD_SIZE says how many ranks
+    one has; None where none has ranks on several machines, or they do not have equally many on each."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if size < 1:
+        return None
+    found = [[list(ranks) for _, ranks in groupby(each, lambda rank: rank // size)] for each in sets]
+    sizes = {len(ranks) for each in found for ranks in each}
+    return found if len(sizes) == 1 and min(sizes) > 1 and len(found[0]) > 1 else None
 
 
 def _optimizer(

@@ -23,6 +23,7 @@ from ..tensor.check_data import shapes_of
 from ..training_state import Training
 from ..tree import loss_of, to_device
 from ..zero.placeholder import no_torch_function
+from ..zero.zero import GRADIENTS
 from . import clipping
 from .base_engine import CHECK_DATA_EVERY, BaseEngine
 
@@ -113,7 +114,7 @@ class Engine(BaseEngine):
                 self.zero.finish_backward()
         except Exception as error:
             # Of one that has sent nothing yet the others need not know: this rank may go on with another batch.
-            self._failed("backward", error, ["gradients", NORM] if self.zero.reducer.launched else [])
+            self._failed("backward", error, [*GRADIENTS, NORM] if self.zero.reducer.launched else [])
             raise
         self.state.peers.withdraw()
         self._backward_done = True
@@ -166,7 +167,7 @@ class Engine(BaseEngine):
                     self._take_step(lr_kwargs or {})
             except Exception as error:
                 # In stage 3 a forward still gathers parameters.
-                kinds = ["gradients", NORM, "parameters"][: 2 if self.zero.settings.stage == 3 else 3]
+                kinds = [*GRADIENTS, NORM, *([] if self.zero.settings.stage == 3 else ["parameters"])]
                 self._failed("step", error, kinds if self.state.failure else [])
                 raise
         self.hooks.microbatch = self.state.under_way

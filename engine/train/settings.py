@@ -106,7 +106,9 @@ SETTINGS: Final[Mapping[str, Answer]] = {
     "zero_optimization_partition_gradients": _sharded("gradients are", 2),
     "zero_optimization_partition_weights": _sharded("parameters are", 3),
     "zero_gather_16bit_weights_on_model_save": _key("zero_optimization.stage3_gather_16bit_weights_on_model_save"),
-    "zero_hpz_partition_size": _key("zero_optimization.zero_hpz_partition_size"),
+    **{name: _key(f"zero_optimization.{name}") for name in (
+        "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+    )},
     **{f"zero_{key}": _key(f"zero_optimization.{key}") for key in (
         "reduce_scatter", "overlap_comm", "contiguous_gradients", "reduce_bucket_size", "allgather_bucket_size",
         "allgather_partitions", "round_robin_gradients", "ignore_unused_parameters", "sub_group_size",

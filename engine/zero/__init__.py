@@ -7,6 +7,7 @@ ready          gradients as they come in a backward
 bucket         gradients that are reduced together, and their collectives
 bucket_layout  which gradients those are, and in which order
 buffer_pool    memory of communications that is used again
+packed         weights and gradients that travel in fewer bytes than they have
 gather         masters to the weights, and parameters, in batches, back to full size
 fetch          stage 3: when a module's parameters come and go
 fetch_order    one way through a model, as data

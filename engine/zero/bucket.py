@@ -16,6 +16,7 @@ from ..comm.lane import Ticket
 from ..config import Config
 from ..optim.loss_scaler import DTYPES
 from .buffer_pool import BufferPool
+from .packed import Nodes, QuantizedReduction
 from .shard import ShardedParam
 
 RUN: Final = 1 << 17
@@ -31,7 +32,7 @@ def travels_in(param: ShardedParam, config: Config) -> torch.dtype:
 def has_samples(config: Config) -> bool:
     """Whether gradients of this rank count: not those of one whose share of each micro-batch is 0 (`heterogeneous`). It
     sends zeros in their place, since what is not finite in them would stay so times 0."""
-    return config.train_micro_batch_size_per_gpu > 0
+    return config.train_micro_batch_size_per_gpu != 0
 
 
 def adds_up_in(param: ShardedParam, config: Config) -> torch.dtype:
@@ -50,6 +51,11 @@ def scales(params: Iterable[ShardedParam], size: int, config: Config) -> tuple[f
     wide = all(travels_in(param, config).itemsize >= 4 for param in params)
     exact = size & (size - 1) == 0 and wide and factor == 1.0
     return (1.0 / size, 1.0) if config.prescale_gradients or exact else (1.0 / factor, factor / size)
+
+
+def is_quantized(param: ShardedParam, config: Config) -> bool:
+    """Whether its gradient travels in int4: not that of a vector, such as a bias, as in DeepSpeed."""
+    return config.zero_optimization.zero_quantized_gradients and len(param.shape) > 1
 
 
 class MicrobatchSums(dict[ShardedParam, Tensor]):
@@ -118,6 +124,7 @@ class Bucket:
 
     params: list[ShardedParam]
     dtype: torch.dtype
+    quantized: bool = False
     numel: int = 0
     offsets: list[int] = field(default_factory=list)
     width: int = 0
@@ -221,8 +228,9 @@ def divide(
     buckets: list[Bucket] = []
     for param in order:
         dtype = travels_in(param, config)
-        key = (dtype, param.device, param.master.device, None if stages is None else stages[param.param])
-        bucket = open_buckets.setdefault(key, Bucket([], dtype))
+        quantized = is_quantized(param, config)
+        key = (dtype, quantized, param.device, param.master.device, None if stages is None else stages[param.param])
+        bucket = open_buckets.setdefault(key, Bucket([], dtype, quantized))
         bucket.add(param)
         if bucket.numel >= config.zero_optimization.reduce_bucket_size:
             buckets.append(open_buckets.pop(key))
@@ -258,8 +266,10 @@ class BucketExchange:
     """Reduces buckets over one communicator: the buffers they are copied into, what is under way, and where the reduced
     gradients stay until the step."""
 
-    def __init__(self, comm: Comm, config: Config) -> None:
+    def __init__(self, comm: Comm, config: Config, nodes: Nodes | None = None) -> None:
+        """`nodes`: where there are several machines, for gradients that are quantized."""
         self._comm = comm
+        self._nodes = nodes
         self._config = config
         self._settings = config.zero_optimization
         self._scatters = self._settings.stage >= 1 and self._settings.reduce_scatter
@@ -281,11 +291,15 @@ class BucketExchange:
     def launch(self, bucket: Bucket) -> None:
         """Reduce a bucket whose rows are filled. On all ranks, in one order."""
         rows = self.rows(bucket)
-        if self._scatters and bucket.apart:
-            bucket.landing = torch.empty_like(self._reduced(bucket), device=rows.device)
-            bucket.ticket = self._comm.reduce_scatter(rows, bucket.landing, "gradient", False)
-        elif self._scatters:
-            bucket.ticket = self._comm.reduce_scatter(rows, self._reduced(bucket), "gradient", bucket.holds)
+        if self._scatters:
+            target, adds = self._reduced(bucket), bucket.holds
+            if bucket.apart:
+                target, adds = torch.empty_like(target, device=rows.device), False
+                bucket.landing = target
+            if bucket.quantized:
+                bucket.ticket = QuantizedReduction(rows, bucket.width, target, adds, self._comm, self._nodes)
+            else:
+                bucket.ticket = self._comm.reduce_scatter(rows, target, "gradient", adds)
         else:
             bucket.ticket = self._comm.all_reduce(rows, "gradient")
         self._inflight.append(bucket)

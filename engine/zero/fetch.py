@@ -105,6 +105,8 @@ class Fetcher(SavedParams):
         """A step or a load is about to change the weights: what is whole now, for a forward that no backward has
         followed, must not be taken for the new ones."""
         self._weights += 1
+        if self._gatherer.agreement is not None:
+            self._gatherer.agreement.lapse()
         if self.live_params.live:
             self._release_all()
 
@@ -119,6 +121,7 @@ class Fetcher(SavedParams):
         for param in [param for param in self.live_params if param.moved]:
             self._release(param)  # by a `module.to` that the first sharded one has ended
         self._pass = CurrentPass(self._records[call.with_grad], call.with_grad)
+        self._gatherer.begin_pass()
 
     def _end_pass_without_grad(self, call: _ModuleCall) -> None:
         if self._pass is not None:

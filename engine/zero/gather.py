@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Final
+from typing import Final, Protocol
 from zlib import crc32
 
 import torch
@@ -22,7 +22,7 @@ from ..comm.lane import Ticket
 from ..config import ZeroConfig
 from ..tree import batches
 from .buffer_pool import BufferPool
-from .shard import Partition, ShardedParam
+from .shard import Packing, Partition, ShardedParam
 
 DIRECT: Final = 1 << 22
 """Elements from which on a parameter is gathered by itself, into its own storage: that takes no buffer and no copy."""
@@ -30,6 +30,19 @@ KEPT_BUFFERS: Final = 2
 """Of those that have been read: one is being filled while the other is."""
 
 NOTHING: Final = Content(0, ("nothing",))
+
+
+class Agreement(Packing, Protocol):
+    """A packing by what all ranks agree on before."""
+
+    def takes(self, param: ShardedParam) -> bool:
+        """Whether it is for this one. Asked of each sharded parameter, in order."""
+
+    def agree(self, comm: Comm) -> None:
+        """On what holds for the present weights. On all ranks."""
+
+    def lapse(self) -> None:
+        """The weights change."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +56,8 @@ class _Batch:
     persistent: _Persistent | None
     direct: bool
     """`rows` is the only parameter's own storage."""
+    packing: Packing | None
+    """By which `rows` are bytes, as `widths` are."""
 
 
 class _Copied:
@@ -111,6 +126,8 @@ class Gatherer:
         self.buffers = BufferPool(KEPT_BUFFERS)
         self._copies: torch.cuda.Stream | None = None
         """On a GPU whose shards are elsewhere."""
+        self.agreement: Agreement | None = None
+        """Of the weights that it takes."""
         self._published: dict[tuple[ShardedParam, ...], list[_Persistent]] = {}
         mixes = not comm.separates_contents or not settings.allgather_partitions
         self.order_check = OrderCheck(comm) if settings.stage == 3 and comm.size > 1 and mixes else None
@@ -134,16 +151,25 @@ class Gatherer:
             self._start(batch.params, self.comm, None, batch)
             self.drain(2 if self._settings.overlap_comm else 0)
 
-    def start(self, params: Sequence[ShardedParam], module: str | None = None) -> None:
-        """Start gathering those of `params` that are not under way: one collective a dtype and group, and one each for
-        those that are gathered directly."""
-        kinds: dict[tuple[torch.dtype, bool, ShardedParam | None], list[ShardedParam]] = {}
+    def begin_pass(self) -> None:
+        """A way through the model begins: weights that are packed by what all ranks agree on are so from now on."""
+        if self.agreement is not None:
+            self.agreement.agree(self.comm)
+
+    def start(self, params: Sequence[ShardedParam], module: str | None = None, *, exact: bool = False) -> None:
+        """Start gathering those of `params` that are not under way: one collective a dtype, group and packing, and one
+        each for those that are gathered directly. `exact`: as they are, not packed, and not of what was."""
+        kinds: dict[tuple[torch.dtype, bool, Packing | None, ShardedParam | None], list[ShardedParam]] = {}
         for param in params:
             if param not in self._inflight:
-                alone = param if _is_direct(param) else None
-                kinds.setdefault((param.dtype, param.secondary is not None, alone), []).append(param)
-        for (_, near, _), batch in kinds.items():
-            self._start(batch, self._near if near and self._near is not None else self.comm, module)
+                near = param.secondary is not None and not (exact and param.packing is not None)
+                packing = None if exact or near or param.packing is None else param.packing
+                packing = packing if packing is not None and packing.ready(param) else None
+                alone = param if packing is None and _is_direct(param) else None
+                kinds.setdefault((param.dtype, near, packing, alone), []).append(param)
+        for (_, near, packing, _), batch in kinds.items():
+            comm = self._near if near and self._near is not None else self.comm
+            self._start(batch, comm, module, packing=packing)
 
     def expect(self, params: Iterable[ShardedParam]) -> None:
         """Have those of `params` that are on a disk read ahead, as far as there is room for them."""
@@ -170,20 +196,25 @@ class Gatherer:
             self.finish(batch.params)
 
     def gather(self, params: Sequence[ShardedParam], limit: int) -> None:
-        """Have all of `params` whole now, by gathers of at most `limit` elements. On all ranks."""
+        """Have all of `params` whole now, as they are, by gathers of at most `limit` elements. On all ranks."""
         for batch in _batches(params, limit):
-            self.start(batch)
+            self.finish([param for param in batch if param.packing is not None])
+            self.start([param for param in batch if not (param.packing is not None and param.there)], exact=True)
             self.finish(batch)
 
     def _start(
-        self, params: list[ShardedParam], comm: Comm, module: str | None, persistent: _Persistent | None = None
-    ) -> None:
+        self, params: list[ShardedParam], comm: Comm, module: str | None, persistent: _Persistent | None = None,
+        packing: Packing | None = None,
+    ) -> None:  # fmt: skip
         near = comm is self._near
         widths = [near_partition(p, comm).shard_size if near else p.partition.shard_size for p in params]
+        if packing is not None:
+            widths = [packing.nbytes(width) for width in widths]
         # One buffer: this rank's row is what it sends.
         size, like = comm.size * sum(widths), params[0]
-        direct = _is_direct(like)
-        rows = like.storage_rows() if direct else self.buffers.take(size, like.dtype, like.device).view(comm.size, -1)
+        direct = packing is None and _is_direct(like)
+        dtype = like.dtype if packing is None else torch.uint8
+        rows = like.storage_rows() if direct else self.buffers.take(size, dtype, like.device).view(comm.size, -1)
         content = content_of(params) if persistent is None else persistent.content
         if self.order_check is not None:
             self.order_check.add(content)
@@ -191,13 +222,16 @@ class Gatherer:
         with self._beside(params, rows, near, tickets):
             if persistent is not None and persistent.packed:
                 torch.cat([param.shard for param in params], out=rows[comm.rank])
+            elif packing is not None:
+                for param, column in zip(params, rows[comm.rank].split(widths), strict=True):
+                    packing.pack(param, _padded_shard(param), column)
             else:
                 self._read_shards(params, rows[comm.rank].split(widths), near)
             if not self._settings.allgather_partitions:
                 tickets += [comm.broadcast(rows[source], source, "parameter") for source in range(comm.size)]
             else:
                 tickets.append(comm.all_gather(rows, "parameter", module, content))
-        batch = _Batch(params, widths, rows, tickets, comm, persistent, direct)
+        batch = _Batch(params, widths, rows, tickets, comm, persistent, direct, packing)
         self._inflight.update(dict.fromkeys(params, batch))
 
     @contextlib.contextmanager
@@ -235,9 +269,12 @@ class Gatherer:
         if batch.persistent is not None:
             batch.persistent.write(batch.rows, batch.widths)
         else:
-            near = batch.comm is self._near
+            near, packing = batch.comm is self._near, batch.packing
             for param, column in zip(batch.params, batch.rows.split(batch.widths, 1), strict=True):
+                if packing is not None:
+                    column = packing.unpack(param, column, param.partition.shard_size)
                 param.fill(column, near_partition(param, batch.comm) if near else param.partition)
+                param.exact = packing is None and not (near and param.packing is not None)
                 self._keep_near(param)
         self.buffers.give(batch.rows)
 
@@ -284,6 +321,15 @@ class OrderCheck:
             "run the branch on all ranks (times 0 where it is not wanted), or write a lower stage. The weights are "
             "those before this step"
         )
+
+
+def _padded_shard(param: ShardedParam) -> Tensor:
+    """This rank's shard on the parameter's device, with zeros behind it where others' are larger."""
+    if param.store is None and param.shard.device == param.device and len(param.shard) == param.partition.shard_size:
+        return param.shard
+    padded = torch.zeros(param.partition.shard_size, dtype=param.dtype, device=param.device)
+    param.read_shard(padded[: param.stop - param.start])
+    return padded
 
 
 def _is_direct(param: ShardedParam) -> bool:

@@ -34,7 +34,7 @@ INSTEAD: Final = {
     "mpu": "every rank is a data-parallel one",
     "data_parallel_group": "every rank is a data-parallel one",
     "zero_param_parallel_group": "write zero_optimization.zero_hpz_partition_size",
-    "zero_quantized_weights": "weights travel as they are",
+    "zero_quantized_weights": "write it in zero_optimization: the engine gathers by it",
     "zero_quantized_nontrainable_weights": "weights travel as they are",
     "sequence_data_parallel_group": "every rank is a data-parallel one",
     "param_swapper": "write zero_optimization.offload_param",

@@ -18,6 +18,7 @@ from ..comm.consensus import any_rank
 from ..config import Config
 from .bucket import Bucket, BucketExchange, MicrobatchSums, await_host_copies, divide, has_samples, read_flags, scales
 from .bucket_layout import BackwardPart, BucketLayout
+from .packed import Nodes
 from .placeholder import no_torch_function
 from .ready import ReadyGradients
 from .shard import ShardedParam
@@ -35,10 +36,12 @@ class Reducer:
         config: Config,
         stages: Mapping[nn.Parameter, frozenset[int]] | None = None,
         hosts: Comm | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         """`sparse` takes the gradients of few rows, of other parameters. `stages` are those of a pipeline that each
         parameter belongs to, where a rank has several; each has buckets of its own then. `hosts`: the same ranks as
-        `comm`, for what is in host memory, where the host would have to wait for `comm`'s device."""
+        `comm`, for what is in host memory, where the host would have to wait for `comm`'s device. `nodes`: of
+        `BucketExchange`."""
         self._params = list(params)
         self._hosts = hosts
         self._sent: set[ShardedParam] = set()
@@ -47,7 +50,7 @@ class Reducer:
         self._comm = comm
         self._config = config
         self._settings = config.zero_optimization
-        self._exchange = BucketExchange(comm, config)
+        self._exchange = BucketExchange(comm, config, nodes)
         self._late: list[ShardedParam] = []
         self.local = comm.size == 1
         """Leave gradients as this rank has them: it is alone, or the optimizer communicates (stage 0 only)."""

@@ -97,6 +97,22 @@ class ParamGatherer(Protocol):
         """Whether its gather has been started and not finished."""
 
 
+class Packing(Protocol):
+    """How shards travel to be used, in fewer bytes than they have: what arrives is near the weights, and not them."""
+
+    def ready(self, param: ShardedParam) -> bool:
+        """Whether it can be done of the present weights; the same on all ranks."""
+
+    def nbytes(self, elements: int) -> int:
+        """Bytes of so many elements."""
+
+    def pack(self, param: ShardedParam, shard: Tensor, into: Tensor) -> None:
+        """Write this rank's `shard` [n] to `into` [nbytes(n)], bytes."""
+
+    def unpack(self, param: ShardedParam, rows: Tensor, columns: int) -> Tensor:
+        """The ranks' shards [ranks, columns] of what they have packed, `rows` [ranks, nbytes(columns)]."""
+
+
 class ParamFetcher(Protocol):
     """What brings parameters when modules need them: see `fetch.Fetcher`."""
 
@@ -143,6 +159,10 @@ class ShardedParam:
         self.start, self.stop = partition.bounds(rank)
         self.persistent = persistent
         self.resident = True
+        self.packing: Packing | None = None
+        """How it travels to those that compute with it; None: as it is, as to all others."""
+        self.exact = True
+        """Whether what is whole is the weights, and not what a packing makes of them."""
         self.users = 0
         """Modules that need the whole of it at this moment."""
         self.saved = type(param) is not nn.Parameter
@@ -245,6 +265,11 @@ class ShardedParam:
         self._version = self.param._version
 
     @property
+    def there(self) -> bool:
+        """Whether its weights are whole, as they are."""
+        return self.resident and self.exact
+
+    @property
     def moved(self) -> bool:
         """Whether the script has put the values elsewhere than ZeRO has them, or in another order, while they are
         whole."""
@@ -287,7 +312,7 @@ class ShardedParam:
 
     def gather(self) -> None:
         """Have the whole of it now. On all ranks."""
-        if not self.resident:
+        if not self.there:
             self.gatherer.gather([self], self.numel)
 
     def fetch(self) -> None:
@@ -309,7 +334,7 @@ class ShardedParam:
         if shards is not None:
             # A persistent parameter's own part is already there: the shard is a view of it.
             (partition or self.partition).from_shards(shards, self.flat, self.rank if self.persistent else None)
-        self.resident = True
+        self.resident = self.exact = True
 
     def release(self) -> None:
         """Free the parameter's storage; the shard stays."""

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
@@ -23,12 +24,16 @@ from ..hooks import Hooks, MemoryPart, holds_memory
 from ..tree import batches
 from .bucket_layout import BackwardPart
 from .fetch import Fetcher
-from .gather import Gatherer
+from .gather import Agreement, Gatherer
 from .init import EarlyParam
+from .packed import Int8Shards, Nodes
 from .reduce import Reducer
-from .shard import ParamGatherer, Partition, ShardedParam, find_sharded, forget, register
+from .shard import Packing, ParamGatherer, Partition, ShardedParam, find_sharded, forget, register
 from .sparse import SparseReducer, sparse_params
 from .validate import UNCOMPILED, compiled_module
+
+GRADIENTS: Final = ("gradients", "gradients.near", "gradients.far")
+"""What brings gradients, as a deadlock's report names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +44,16 @@ class Comms:
     parameters: Comm
     near: Comm | None = None
     """Ranks that share a second partition of the parameters (hierarchical partition)."""
+    nodes: Nodes | None = None
+    """Of gradients that are quantized, where there are several machines."""
     hosts: Comm | None = None
     """The ranks of `gradients` for what is in host memory, where that communicates on a device. It is another's to
     close."""
 
     def all(self) -> list[Comm]:
         """Those that there are."""
-        return [comm for comm in (self.gradients, self.parameters, self.near) if comm is not None]
+        nodes = () if self.nodes is None else (self.nodes.near, self.nodes.far)
+        return [comm for comm in (self.gradients, self.parameters, self.near, *nodes) if comm is not None]
 
 
 class Zero:
@@ -62,10 +70,12 @@ class Zero:
         offload_shard: Callable[[ShardedParam], None] | None = None,
         names: Mapping[nn.Parameter, str] | None = None,
         stages: Mapping[nn.Parameter, frozenset[int]] | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         """`make_master` decides where masters are. `offload_shard` moves shards of stage 3 away, of a single rank too.
         `names` are those of the parameters in the whole model, where this is a part of it; `stages` the stages of a
-        pipeline that each belongs to, where there are several here."""
+        pipeline that each belongs to, where there are several here. `agreement`: how weights travel that it `takes`, if
+        they are sharded."""
         self.settings = settings = config.zero_optimization
         self.comms = comms.all()
         self._comm = comms.gradients
@@ -108,13 +118,16 @@ class Zero:
                 self.params[-1].release()  # one at a time: the model need not fit whole
             if sharded and offload_shard is not None:
                 offload_shard(self.params[-1])
+            if sharded and size > 1:
+                self.params[-1].packing = self._packing(self.params[-1], agreement)
+        self.gatherer.agreement = agreement
         self.by_param = {p.param: p for p in self.params}
         self.trainable = [p for p in self.params if p.trainable]
         rows = sparse_params(model, dense_too=config.sparse_gradients) if settings.stage <= 1 else set()
         sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients, config)
         self.masters = {param.param: make_master(param) for param in self.trainable}
         dense = [p for p in self.trainable if p.param not in rows]
-        self.reducer = Reducer(dense, sparse, comms.gradients, config, stages, comms.hosts)
+        self.reducer = Reducer(dense, sparse, comms.gradients, config, stages, comms.hosts, comms.nodes)
         # Ranks of a pipeline have a consensus of their own.
         self.deadlocks = _watch(comms, hooks) if size > 1 and (settings.stage == 3 or names is None) else None
         self.fetcher: Fetcher | None = None
@@ -130,6 +143,13 @@ class Zero:
             if self.deadlocks is not None:
                 self.deadlocks.replaced = self.fetcher.functions.replaced
         holds_memory(self)
+
+    def _packing(self, param: ShardedParam, agreement: Agreement | None) -> Packing | None:
+        """How it is gathered to be used."""
+        if agreement is not None and agreement.takes(param):
+            return agreement
+        quantized = self.settings.zero_quantized_weights and param.dtype.is_floating_point
+        return Int8Shards() if quantized else None
 
     def memory(self) -> Iterator[tuple[MemoryPart, torch.Tensor]]:
         """What sharded parameters, their masters and the buffers take, for `hooks.memory_held`."""
@@ -199,7 +219,7 @@ class Zero:
         self._closed = True
         again, self._early = self._early, {}
         try:
-            absent = [p for p in self.params if not p.resident and p not in again]
+            absent = [p for p in self.params if not p.there and p not in again]
             if self.lost:
                 whole = False
                 _warn_of_lost(absent)
@@ -245,8 +265,12 @@ def _watch(comms: Comms, hooks: Hooks) -> DeadlockWatch | None:
     """Where the lanes are threads: a GPU's streams do not show the host what they wait for."""
     if not comms.parameters.separates_contents:
         return None
-    named = {"parameters": comms.parameters, "gradients": comms.gradients}
-    return DeadlockWatch(named if comms.near is None else {**named, "near": comms.near}, hooks)
+    named = {"parameters": comms.parameters, GRADIENTS[0]: comms.gradients}
+    if comms.near is not None:
+        named["near"] = comms.near
+    if comms.nodes is not None:
+        named |= {GRADIENTS[1]: comms.nodes.near, GRADIENTS[2]: comms.nodes.far}
+    return DeadlockWatch(named, hooks)
 
 
 def tiles_of(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:

@@ -30,10 +30,10 @@ HERE: Final = Path(__file__).parent
 _IN_SCRIPT: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-def render(analysis: Analysis) -> str:
-    """The whole report as one HTML document."""
+def render(analysis: Analysis, *, step: int | None = None, ranks: tuple[int, ...] = ()) -> str:
+    """The whole report as one HTML document. step, ranks: of its timeline, in the place of those worth a look."""
     plotly_js, page_js = asset("plotly-cartesian.min.js"), asset("figures.js") + asset("page.js")
-    report = report_of(analysis)
+    report = report_of(analysis, step=step, ranks=ranks)
     figures = {name: figure.plain() for name, figure in report.figures.items()}
     return template("page.html.j2").render(
         report=report,

@@ -39,6 +39,40 @@ const dsprofFigures = (() => {
     return Plotly.react(element, figure.data, themed(figure.layout), Object.assign(toolbar, config));
   }
 
+  // The figure, with a rank's row and a step's column framed where it has them. chosen: {rank, step}, or null.
+  function marked(name, figure, chosen) {
+    if (!chosen || (name !== "heatmap" && name !== "steps")) return figure;
+    const line = { color: ink().text, width: 2 };
+    const shapes = [];
+    if (chosen.step !== null) {
+      const at = name === "heatmap" ? cellOf(figure.data[0].x, chosen.step) : [chosen.step - 0.5, chosen.step + 0.5];
+      if (at) shapes.push({ type: "rect", xref: "x", yref: "paper", x0: at[0], x1: at[1], y0: 0, y1: 1, line });
+    }
+    if (chosen.rank !== null && name === "heatmap") {
+      const rows = figure.data[0].y.map((label) => Number(/\d+/.exec(label)[0]));
+      const row = rows.findLastIndex((first) => first <= chosen.rank);
+      if (row >= 0) shapes.push({ type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: row - 0.5, y1: row + 0.5, line });
+    }
+    const layout = { ...figure.layout, shapes: [...(figure.layout.shapes ?? []), ...shapes] };
+    return { data: figure.data, layout };
+  }
+
+  // Where the column of a step begins and ends: that of several steps bears the first one's number.
+  function cellOf(columns, step) {
+    const numbers = Array.from(columns.bdata ? decoded(columns) : columns);
+    const index = numbers.findLastIndex((first) => first <= step);
+    if (index < 0) return null;
+    const width = numbers.length > 1 ? numbers[1] - numbers[0] : 1;
+    return step < numbers[index] + width ? [numbers[index] - width / 2, numbers[index] + width / 2] : null;
+  }
+
+  // plotly's arrays of numbers come as base64 of a typed array.
+  function decoded(array) {
+    const kinds = { i1: Int8Array, u1: Uint8Array, i2: Int16Array, u2: Uint16Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array, f8: Float64Array };
+    const bytes = Uint8Array.from(atob(array.bdata), (letter) => letter.charCodeAt(0));
+    return new kinds[array.dtype](bytes.buffer);
+  }
+
   function copyButton(button) {
     button.hidden = false;
     button.addEventListener("click", async () => {
@@ -70,5 +104,5 @@ const dsprofFigures = (() => {
     return true;
   }
 
-  return { draw, copyButton, reveal };
+  return { draw, marked, copyButton, reveal };
 })();

@@ -20,6 +20,7 @@ To add a section is to add a `Maker` to the list here.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Final
 
 from dsprof.analyzer.analysis import Analysis
@@ -63,7 +64,17 @@ MAKERS: Final[tuple[Maker, ...]] = (
 __all__ = ["MAKERS", "Maker", "Report", "Section", "report_of"]
 
 
-def report_of(analysis: Analysis, only: Collection[str] = ()) -> Report:
-    """The report of a run, for whatever shows it. only: the ids of the sections that are wanted; all, if none is."""
-    made = (maker.make(analysis) for maker in MAKERS if not only or maker.id in only)
-    return Report(head(analysis), tuple(section for section in made if section is not None))
+def report_of(
+    analysis: Analysis, only: Collection[str] = (), *, step: int | None = None, ranks: tuple[int, ...] = ()
+) -> Report:
+    """The report of a run, for whatever shows it. only: the ids of the sections that are wanted; all, if none is.
+    step, ranks: of the timeline, in the place of those that are worth a look."""
+    made = [maker.make(analysis) for maker in MAKERS if not only or maker.id in only]
+    sections = [section for section in made if section is not None]
+    if step is not None or ranks:
+        sections = [
+            replace(section, blocks=(over_steps.chosen_step(analysis, step, ranks),))
+            if section.id == over_steps.TIMELINE.id else section
+            for section in sections
+        ]  # fmt: skip
+    return Report(head(analysis), tuple(sections))

@@ -56,16 +56,22 @@ def one_step(analysis: Analysis, step: int, why: str = "", ranks: tuple[int, ...
         rows, step, waits=analysis.waits, collectives=analysis.collectives, max_ranks=TIMELINE_RANKS,
         of_ranks=len(captured),
     )  # fmt: skip
-    if why:
-        note = figure.layout.meta["note"].replace(f"step {step}", f"step {step}, {why}", 1)
-        figure.layout.meta = {"note": note}
+    note = figure.layout.meta["note"]
+    figure.layout.meta = {
+        "note": note.replace(f"step {step}", f"step {step}, {why}", 1) if why else note, "step": step
+    }  # fmt: skip
     return figure
 
 
 def _timeline(analysis: Analysis) -> list[Block]:
-    step, why = analysis.step_to_show
-    assert step is not None
-    return [Figure("timeline", "timeline of one step", one_step(analysis, step, why))]
+    return [chosen_step(analysis, None)]
+
+
+def chosen_step(analysis: Analysis, step: int | None, ranks: tuple[int, ...] = ()) -> Figure:
+    """The timeline of a step; of None the one that is worth a look. ranks: to be shown before all others."""
+    number, why = analysis.step_to_show if step is None else (step, "")
+    assert number is not None
+    return Figure("timeline", "timeline of one step", one_step(analysis, number, why, ranks))
 
 
 # --- step by step ---------------------------------------------------------------------------------

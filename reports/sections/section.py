@@ -55,12 +55,14 @@ class Figure:
         return int(self.drawn.layout.height)
 
     def plain(self) -> dict[str, Any]:
-        """The figure as JSON; its title and note stand beside it instead."""
+        """The figure as JSON; its title and note stand beside it instead. meta: which step it is of, if of one."""
         import json
 
         plain: dict[str, Any] = json.loads(self.drawn.to_json())
         plain["layout"].pop("title", None)
-        plain["layout"].pop("meta", None)
+        meta = plain["layout"].pop("meta", {})
+        if "step" in meta:
+            plain["layout"]["meta"] = {"step": meta["step"]}
         return plain
 
 

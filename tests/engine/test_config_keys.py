@@ -40,9 +40,9 @@ def warnings(raw: dict[str, Any]) -> list[str]:
          "zero_optimization.reduce_bucket_sizes: unknown key; the nearest is reduce_bucket_size"),
         ({"zero_optimization": {"offload_param": {"devices": "cpu"}}},
          "zero_optimization.offload_param.devices: unknown key; the nearest is device"),
-        ({"zero_optimization": {"zero_quantized_weight": True}},
-         "zero_optimization.zero_quantized_weight: unknown key; the nearest is zero_quantized_weights, which DeepSpeed "
-         "has and this engine has not"),
+        ({"zero_optimization": {"use_multi_rank_bucket_allreduces": True}},
+         "zero_optimization.use_multi_rank_bucket_allreduces: unknown key; the nearest is "
+         "use_multi_rank_bucket_allreduce, which DeepSpeed has and this engine has not"),
         ({"aio": {1: 2}}, "aio.1: unknown key, and none here is like it; the keys are block_size, queue_depth, "
          "intra_op_parallelism"),
         ({"moe": {}}, "moe: unknown key, and none here is like it; docs/engine-config.md has all keys"),
@@ -84,9 +84,9 @@ def test_the_nearest_is_the_most_alike_whatever_its_case() -> None:
          f'wandb: {NOT_OURS}write "tensorboard", which `wandb.init(sync_tensorboard=True)` passes on, or '
          '"csv_monitor"'),
         ({"compile": {"deepcompile": True}}, f"compile: {NOT_OURS}pass `torch.compile(model)` to `initialize`"),
-        ({"zero_optimization": {"zero_quantized_gradients": True}},
-         f'zero_optimization.zero_quantized_gradients: {NOT_OURS}write "communication_data_type": "bf16", or the '
-         'optimizer "OneBitAdam"'),
+        ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}},
+         f"zero_optimization.zero_quantized_nontrainable_weights: {NOT_OURS}quantize frozen weights in the model "
+         "itself"),
         ({"bf16": {"bf16_optimizer_states": True}},
          f"bf16.bf16_optimizer_states: {NOT_OURS}optimizer states are kept in fp32"),
         ({"tensor_parallel": {"tp": {"tp_size": 2}}},
@@ -103,7 +103,7 @@ def test_what_would_not_be_what_was_asked_for_is_refused(raw: dict[str, Any], sa
         ({"amp": {"enabled": False, "opt_level": "O1"}}, f"amp: {OFF}"),
         ({"elasticity": {}}, f"elasticity: {OFF}"),
         ({"compile": {"deepcompile": False}}, f"compile: {OFF}"),
-        ({"zero_optimization": {"zero_quantized_weights": False}}, f"zero_optimization.zero_quantized_weights: {OFF}"),
+        ({"zero_optimization": {"zenflow": False}}, f"zero_optimization.zenflow: {OFF}"),
         ({"zero_optimization": {"mics_shard_size": -1}}, f"zero_optimization.mics_shard_size: {OFF}"),
         ({"managed_gradient_accumulation": True}, f"managed_gradient_accumulation: {OFF}"),
         ({"optimizer": {"type": "Lion", "params": {"bias_correction": True}}},

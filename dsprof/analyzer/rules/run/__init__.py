@@ -10,6 +10,7 @@ late_cause         why a rank is late: a CPU quota, no core, its other threads, 
 slow_machine       the same of its machine: clocks held down, memory on another node, a slow network
 cause              a cause, and what it is held against
 late               who of several takes longer for the same work
+late_pattern       when: always, for a while, in turn, or now and then
 gc_and_stops       garbage collection, and stops that are none of the known kinds
 checkpoint_stall   saving checkpoints while training stands still
 uneven_evaluation  evaluation that some ranks do while the others wait

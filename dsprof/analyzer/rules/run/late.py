@@ -9,21 +9,21 @@ import numpy as np
 
 from ...arrays import Bool, Float
 from ...price.confidence_interval import intervals
-from ...text import count, ms
+from .late_pattern import WITHIN, spell_of, struck_steps
 
-LEAST_OF_LATE: Final = 0.4
-"""A step in which a rank is less late than this share of what is typical where it is late is not one in which it was
-struck. Typical is what the steps that carry half of the lateness reach, so that one stall is not the measure."""
 LEAST_OF_WORST: Final = 0.1
 """A rank this much less late than the latest is not named beside it."""
 MOST_OF_WORK: Final = 0.95
+APART: Final = 5.0
+"""A rank is late for a while only if it is so by so many times what its lateness varies by otherwise."""
 
 
 def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) -> Float | None:
     """The share of the work of each in each step that makes it late in the mean, [R, S]; None where none is.
 
     Late is who takes longer in the mean of the steps, and by more than chance explains: the low end of the mean's 95 %
-    interval is above nothing.
+    interval is above nothing. Or who is late for a while, in a spell that stands out of its other steps: that it was is
+    sure, though not that it will be again, as the interval of what fixing it gains says.
 
     own, late: [R, S] ms, work, and by how much it is more than what is typical; groups: of those that do the same;
     least_ms: what is less late does not count
@@ -32,7 +32,8 @@ def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) 
     if mean.max() < least_ms:
         return None
     surely = intervals(late)[0] > 0
-    slow = surely & (mean > LEAST_OF_WORST * mean.max())
+    worse = mean > LEAST_OF_WORST * mean.max()
+    slow = surely & worse
     for group in groups:
         members = int(group.sum())
         # Of ranks that are late in turn each is late, but none more than the others.
@@ -40,6 +41,9 @@ def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) 
         slow[group] &= intervals(own[group] - others)[0] > 0
         if 2 * slow[group].sum() > members:  # then that is how long it takes
             slow &= ~group
+        if not slow[group].any():
+            then = [rank for rank in np.flatnonzero(group & worse).tolist() if in_a_spell(late[rank], group, rank, own)]
+            slow[then if 2 * len(then) <= members else []] = True
     if not slow.any():
         return None
     # What makes it late in the mean, taken from the steps in which it was late: from all alike if it is always so.
@@ -47,6 +51,23 @@ def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) 
     removed *= (mean / np.maximum(removed.mean(axis=1), 1e-9))[:, None] * slow[:, None]
     share: Float = np.clip(removed / np.maximum(own, 1e-9), 0, MOST_OF_WORK)
     return share
+
+
+def in_a_spell(late: Float, group: Bool, rank: int, own: Float) -> bool:
+    """Whether a rank of a group is late for a while. late: of it, ms, [S]; own: of all, ms, [R, S]."""
+    struck = struck_steps(late)
+    spell = spell_of(struck)
+    if spell is None:
+        return False
+    inside = np.zeros(len(struck), bool)
+    inside[spell[0] : spell[1] + 1] = True
+    then, otherwise = late[inside & struck], late[~inside]
+    others = group.copy()
+    others[rank] = False
+    alone = own[rank, inside & struck] > own[others][:, inside & struck].max(axis=0)
+    usual = float(np.median(otherwise))
+    varies = max(float(np.percentile(np.abs(otherwise - usual), 90)), 1e-9)
+    return bool(then.min() > otherwise.max() and then.mean() - usual > APART * varies and alone.mean() > WITHIN)
 
 
 def typical(own: Float) -> Float:
@@ -63,13 +84,3 @@ def mine_and_others(by_rank: Float, slow: Bool) -> tuple[float, float]:
     """Mean of the slow ranks, and median of the others, of what is known [R]: 0 where nothing is."""
     mine, others = (of[np.isfinite(of)] for of in (by_rank[slow], by_rank[~slow]))
     return float(mine.mean()) if len(mine) else 0.0, float(np.median(others)) if len(others) else 0.0
-
-
-def lateness(late: Float) -> str:
-    """`50.0 ms late in every step`, or in how many steps; `late` is by how much in each, ms, [S]."""
-    falling = -np.sort(-np.clip(late, 0, None))
-    carried = np.cumsum(falling)
-    struck = late > LEAST_OF_LATE * falling[np.searchsorted(carried, carried[-1] / 2)]
-    if struck.mean() > 0.75:
-        return f"{ms(late.mean())} late in every step"
-    return f"{ms(late[struck].mean())} late in {struck.sum()} of {count(len(late), 'step')}"

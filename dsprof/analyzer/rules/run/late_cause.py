@@ -18,7 +18,7 @@ from ...arrays import Bool
 from ...finding import Evidence, Fix
 from ...study import Study
 from ...text import count, ms, size
-from .cause import Cause, Late
+from .cause import MOSTLY, Cause, Late
 from .late import mine_and_others
 from .slow_machine import core_clock, gpu_clock, network, numa
 
@@ -83,7 +83,7 @@ def without_core(late: Late) -> Cause | None:
         words = f"it may use {count(mine, 'core')} only ({others} elsewhere), and waits {ms(waited)} a step for one"
         bind = f"bind {late.who} to as many cores as the others (taskset, numactl, --cpus-per-task, cpuset.cpus)"
         return Cause("affinity", words, tuple(evidence), (Fix("code", bind),))
-    own = python_thread(late)
+    own = python_thread(late, waited)
     if own is not None:  # what has its core, and the lock that it wants, is its own process
         return replace(own, evidence=(*own.evidence, *evidence))
     fix = (
@@ -103,14 +103,15 @@ def _bound(late: Late) -> tuple[int, int] | None:
     return (mine, others) if mine < others else None
 
 
-def python_thread(late: Late) -> Cause | None:
-    """Another Python thread of the process computes, which the training thread does not: they share one lock."""
+def python_thread(late: Late, of_ms: float | None = None) -> Cause | None:
+    """Another Python thread of the process computes, which the training thread does not: they share one lock. of_ms:
+    what it has to explain most of, where that is not all that the rank is late by."""
     spent = {name: late.gauge(name) for name in late.study.gauges.names(gauges.PYTHON_THREAD)}
     if not spent:
         return None
     name = max(spent, key=lambda one: spent[one][0] - spent[one][1])
     mine, others = spent[name]
-    if not late.mostly(mine - others):
+    if not mine - others > MOSTLY * (late.ms if of_ms is None else of_ms) or late.ms <= 0:
         return None
     called = name.removeprefix(gauges.PYTHON_THREAD)
     words = f"its Python thread {called!r} computes {ms(mine)} a step, for which it holds the interpreter's lock"

@@ -20,8 +20,9 @@ from ..compute.recompile import compiling
 from ..data.experts import explained_by_tokens
 from ..data.unequal_input import explained_by_input
 from .cause import Cause, Late
-from .late import late_ones, lateness, typical
+from .late import late_ones, typical
 from .late_cause import cause_of
+from .late_pattern import find_pattern
 from .slow_machine import gpu_clock
 from .unequal_shares import shares_fix
 
@@ -102,8 +103,9 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
         if value - expected < 0.5 * (mine - typically):
             where = None  # most of it lies between the phases
     who = ranks_in_words(ranks)
-    late_by = lateness(late[named].mean(axis=0))
-    title = f"the {whose} of {who}{study.mesh.words(ranks)} is {late_by} and the other ranks wait"
+    pattern = find_pattern(late[named], ranks, graph.judged_steps)
+    evidence.append(Evidence("when", pattern.when, ""))
+    title = f"the {whose} of {who}{study.mesh.words(ranks)} is {pattern.late} and the other ranks wait"
     fixes = _fixes(who, where, on_device)
     cause = _cause(study, ranks, float(late[named].mean()), on_device)
     if cause is not None:
@@ -112,7 +114,7 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
         fixes = cause.fixes if cause.sure else (*cause.fixes, *fixes)
     by_speed = shares_fix(study, late[named].mean(axis=0), phases) if on_device else None
     fixes = fixes if by_speed is None else (*fixes, by_speed)
-    at = Where(ranks=ranks, op=where, steps=study.step_range)
+    at = Where(ranks=ranks, op=where, steps=pattern.steps or study.step_range)
     return Finding("rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share)
 
 

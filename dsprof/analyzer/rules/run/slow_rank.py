@@ -23,8 +23,9 @@ from ..compute.device_kernels import COLLECTIVES
 from ..compute.recompile import compiling
 from ..rule import Rule, fault
 from .cause import Cause
-from .late import late_ones, lateness, mine_and_others, typical
+from .late import late_ones, mine_and_others, typical
 from .late_cause import cause_of, unknown
+from .late_pattern import find_pattern
 from .slow_chain import explained_by_data, slow_chain, slow_chains
 from .unequal_shares import shares_fix
 
@@ -79,8 +80,10 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         return slow_chain(study, change, gain, share)
     own = _own_work(study)
     slow: Bool = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
-    late = _lateness_in_team(study)[slow].mean(axis=0)
+    of_each = _lateness_in_team(study)[slow]
+    late = of_each.mean(axis=0)
     ranks = study.ranks_where(slow)
+    pattern = find_pattern(of_each, ranks, study.step_numbers)
     phases = _phase_excess(study, slow)
     where_slow = max(phases, key=lambda name: phases[name][0] - phases[name][1])
     mine, others = float(own[slow].mean()), float(np.median(own[~slow].mean(axis=1)))
@@ -90,13 +93,16 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         Evidence("peers wait a step", round(float(study.work("peer_wait")[~slow].mean()), 3), "ms", 0.0),
         Evidence(f"{where_slow} a step", round(value, 3), "ms", round(expected, 3)),
     ]
+    evidence.append(Evidence("when", pattern.when, ""))
     cpu = study.gauges.spent("cpu_seconds").mean(axis=1)
     if np.isfinite(cpu).any():
         value, expected = mine_and_others(cpu, slow)
         evidence.append(Evidence("CPU time a step", round(value, 3), "ms", round(expected, 3)))
     verb = "arrives" if len(ranks) == 1 else "arrive"
-    title = f"{ranks_in_words(ranks)}{study.mesh.words(ranks)} {verb} {lateness(late)} and the others wait"
-    where = Where(ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=study.step_range)
+    title = f"{ranks_in_words(ranks)}{study.mesh.words(ranks)} {verb} {pattern.late} and the others wait"
+    where = Where(
+        ranks=ranks, op=None if where_slow == OUTSIDE else where_slow, steps=pattern.steps or study.step_range
+    )
     cause = cause_of(study, slow, float(late.mean()))
     if cause is None:
         evidence.append(Evidence("cause", unknown(study, slow, float(late.mean())), ""))

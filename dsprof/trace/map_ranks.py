@@ -15,12 +15,15 @@ from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from dsprof.trace.files import brief
+from .files import brief
 
 Result = TypeVar("Result")
 
-MOST_PARTS: Final = 32
-"""Ranks go to the executor in so many parts at most, as what the function holds travels with each."""
+FEWEST_PARTS: Final = 32
+"""Ranks go to the executor in so many parts, and not each by itself, as what the function holds travels with each."""
+MOST_OF_A_PART: Final = 128
+"""Ranks: of more there are more parts, so that no worker holds what was found of too many at once, and one that is lost
+costs little."""
 
 
 RankFunction = Callable[[int], Result]
@@ -56,7 +59,8 @@ def map_ranks(
         for rank in ranks:
             done(_call(function, (rank,)))
     else:
-        parts = [tuple(ranks[first::MOST_PARTS]) for first in range(min(MOST_PARTS, len(ranks)))]
+        count = min(max(FEWEST_PARTS, -(-len(ranks) // MOST_OF_A_PART)), len(ranks))
+        parts = [tuple(ranks[first::count]) for first in range(count)]
         futures: dict[Future[dict[int, tuple[Result | None, str]]], tuple[int, ...]] = {}
         for part in parts:
             try:

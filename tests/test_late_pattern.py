@@ -1,0 +1,126 @@
+"""When ranks are late: always, for a while, in turn, or now and then; and nothing of it by chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from synthetic import Job
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.arrays import Float
+from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.rules.run.late import in_a_spell
+from dsprof.analyzer.rules.run.late_pattern import Pattern, find_pattern
+
+STEPS = 40
+
+
+def late_in(*of_ranks: range | list[int]) -> Float:
+    """50 ms late in these steps, and a little early or late in the others."""
+    late = np.random.default_rng(7).normal(0, 0.5, (len(of_ranks), STEPS))
+    for rank, struck in enumerate(of_ranks):
+        late[rank, [*struck]] = 50.0
+    return late
+
+
+def pattern(*of_ranks: range | list[int], first_step: int = 5) -> Pattern:
+    return find_pattern(late_in(*of_ranks), range(3, 3 + len(of_ranks)), np.arange(first_step, first_step + STEPS))
+
+
+def test_a_rank_that_is_always_late() -> None:
+    assert pattern(range(STEPS)) == Pattern("chronic", "50.0 ms late in every step", "chronic: in every step")
+    assert pattern(range(4, STEPS)).when == "chronic: in 36 of 40 steps"
+
+
+@pytest.mark.parametrize(("struck", "said", "steps"), [
+    (range(15, 25), "from step 20 to 29", (20, 29)),
+    ([15, 16, 18, 19, 20, 21, 22], "from step 20 to 27", (20, 27)),
+    (range(30, 40), "since step 35", (35, 44)),
+    (range(10), "until step 14", (5, 14)),
+])  # fmt: skip
+def test_a_rank_that_is_late_for_a_while(struck: range | list[int], said: str, steps: tuple[int, int]) -> None:
+    found = pattern(struck)
+    assert found == Pattern(
+        "transient", f"50.0 ms late in {len(struck)} of 40 steps, {said},", f"transient: {said}", steps
+    )
+
+
+def test_a_rank_that_is_late_now_and_then() -> None:
+    found = pattern([*range(0, STEPS, 5)])
+    assert found == Pattern(
+        "intermittent", "50.0 ms late in 8 of 40 steps", "now and then: in 8 of 40 steps, all over the run"
+    )
+
+
+def test_ranks_that_are_late_in_turn() -> None:
+    found = pattern(*([*range(rank, STEPS, 3)] for rank in range(3)))
+    assert found == Pattern(
+        "rotating",
+        "50.0 ms late in turn, in 40 of 40 steps,",
+        "rotating: rank 3 in 14, rank 4 in 13, rank 5 in 13 of 40 steps",
+    )
+
+
+def test_two_ranks_that_are_late_together_are_not_late_in_turn() -> None:
+    assert pattern(range(STEPS), range(STEPS)).kind == "chronic"
+    assert pattern([*range(0, STEPS, 2)], [*range(0, STEPS, 2)]).kind == "intermittent"
+
+
+def test_chance_is_hardly_ever_taken_for_a_spell_or_for_turns() -> None:
+    drawn = np.random.default_rng(1)
+    kinds = []
+    for _ in range(300):
+        ranks, share = int(drawn.integers(1, 4)), drawn.uniform(0.1, 0.6)
+        struck = [np.flatnonzero(drawn.random(STEPS) < share).tolist() or [0] for _ in range(ranks)]
+        kinds.append(pattern(*struck).kind)
+    assert kinds.count("transient") + kinds.count("rotating") <= 6
+
+
+def straggler(forward: Callable[[int, int], float], ranks: int = 5) -> Finding | None:
+    findings = analyze(Job(ranks=ranks, steps=STEPS, forward=forward).trace()).findings
+    return next((finding for finding in findings if finding.code == "rank.straggler"), None)
+
+
+@pytest.mark.parametrize(("forward", "ranks", "title", "when"), [
+    (lambda rank, step: 60 if rank == 2 else 40, (2,), "late in every step", "chronic: in every step"),
+    (lambda rank, step: 90 if rank < 2 and step % 2 == rank else 40, (0, 1), "late in turn, in 30 of 30 steps,",
+     "rotating: rank 0 in 15, rank 1 in 15 of 30 steps"),
+    (lambda rank, step: 90 if rank == 2 and 18 <= step < 26 else 40, (2,), "from step 18 to 25, and the others wait",
+     "transient: from step 18 to 25"),
+])  # fmt: skip
+def test_the_finding_says_when(
+    forward: Callable[[int, int], float], ranks: tuple[int, ...], title: str, when: str
+) -> None:
+    found = straggler(forward)
+    assert found is not None
+    assert found.where.ranks == ranks
+    assert title in found.title
+    (said,) = (item.value for item in found.evidence if item.metric == "when")
+    assert str(said).startswith(when)
+
+
+def test_a_passing_straggler_is_a_remark_as_it_may_not_come_again() -> None:
+    found = straggler(lambda rank, step: 90 if rank == 2 and 18 <= step < 26 else 40)
+    assert found is not None
+    assert found.severity == "info"
+    assert found.where.steps == (18, 25)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_that_are_disturbed_at_random_have_no_spell(seed: int) -> None:
+    drawn = np.random.default_rng(seed)
+    took = 40 + drawn.exponential(4, (5, STEPS)) + 30 * (drawn.random((5, STEPS)) < 0.04)
+    late = took - np.median(took, axis=0)
+    everyone = np.ones(5, bool)
+    assert not any(in_a_spell(late[rank], everyone, rank, took) for rank in range(5))
+    took = 40 + drawn.exponential(4, (5, STEPS))
+    took[3, 20:26] += 60
+    late = took - np.median(took, axis=0)
+    assert [rank for rank in range(5) if in_a_spell(late[rank], everyone, rank, took)] == [3]
+
+
+def test_a_healthy_job_has_no_late_rank_of_any_kind() -> None:
+    found = straggler(lambda rank, step: 40 + (rank * 7 + step * 3) % 5)
+    assert found is None or not found.is_problem
