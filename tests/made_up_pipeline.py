@@ -68,7 +68,8 @@ class MadeUpPipeline:
             went_on = [one.run(sent, asked) for one in ranks]
             assert any(went_on), "the pipeline stands still"
         seen = range(self.stages) if self.captured is None else self.captured
-        rows = pd.DataFrame([row for one in seen for row in ranks[one].rows]).reindex(columns=list(COLUMNS)).astype(COLUMNS)
+        rows = pd.DataFrame([row for one in seen for row in ranks[one].rows])
+        rows = rows.reindex(columns=list(COLUMNS)).astype(COLUMNS)
         names = self.hosts or ("host",) * self.stages
         run = RunInfo(
             id="p", name="p", command=[], world_size=self.stages,
