@@ -42,7 +42,7 @@ MAY_CHANGE: Final[Mapping[str, Numbers]] = {
     "pipeline.virtual_stages": ROUNDING, "tensor_parallel.autotp_size": ROUNDING,
     "heterogeneous.speeds": ROUNDING, "tensor_parallel.sequence_parallel": ROUNDING,
     "context_parallel.attention": ROUNDING, "context_parallel.order": ROUNDING,
-    "fp8": ROUNDING, "fp8.enabled": ROUNDING,
+    "fp8": DIFFERS, "fp8.enabled": DIFFERS,
     "steps_per_print": SAME, "wall_clock_breakdown": SAME,
     "memory_breakdown": SAME, "comms_logger.enabled": SAME, "flops_profiler.enabled": SAME,
     "gradient_accumulation_steps": DIFFERS, "train_micro_batch_size_per_gpu": DIFFERS, "train_batch_size": DIFFERS,
