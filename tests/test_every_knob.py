@@ -277,7 +277,8 @@ def test_its_change_is_written_or_told_by_hand(key: str, tmp_path: Path) -> None
 
 def a_value(key: str) -> Any:
     """One that a key of a JSON configuration takes."""
-    for value in (True, 3, 1024, "cpu", "bf16", "gpipe", "every_k", "uniform", 0.5, [1.0, 2.0], {"device": "cpu"}):
+    words = ("cpu", "bf16", "gpipe", "every_k", "uniform", "ring", "zigzag")
+    for value in (True, 3, 1024, *words, 0.5, [1.0, 2.0], {"device": "cpu"}):
         with suppress(KnobError):
             return find(key).read(json.dumps(value) if not isinstance(value, str) else value)
     raise AssertionError(f"no value for {key}")
@@ -356,6 +357,7 @@ ELSEWHERE = {
     "fsdp2.forward_prefetch": ("test_zero_knobs.py", "fsdp2.forward_prefetch"),
     "fsdp2.backward_prefetch": ("test_zero_knobs.py", "fsdp2.backward_prefetch"),
     "heterogeneous.speeds": ("test_unequal_shares.py", "heterogeneous.speeds"),
+    "context_parallel.order": ("test_rules_sequence.py", "context_parallel.order"),
     "fp8": ("test_rules_float8.py", 'answered(trace, "fp8", '),
     "fp8.enabled": ("test_rules_float8.py", 'answered(trace, "fp8.enabled", True)'),
 }

@@ -24,6 +24,7 @@ from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.comm.zero_stage import with_overlap, with_stage
 from dsprof.analyzer.rules.compute.float8 import with_float8
 from dsprof.analyzer.rules.data.data_stall import supply
+from dsprof.analyzer.rules.data.sequence import with_order
 from dsprof.analyzer.rules.memory.offload_knobs import with_offload
 from dsprof.analyzer.rules.run.unequal_shares import with_speeds
 from dsprof.analyzer.study import Study
@@ -113,6 +114,7 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "gc.every": _collect_every,
     "loader.num_workers": _workers,
     "heterogeneous.speeds": with_speeds,
+    "context_parallel.order": with_order,
     "fp8": with_float8,
     "fp8.enabled": with_float8,
 }
