@@ -213,6 +213,30 @@ def test_who_gathers_weights_gets_them_as_they_are(ranks: Ranks, keys: dict[str,
         assert all(map(torch.equal, weights, others))
 
 
+def written_outside(rank: int, config: dict[str, Any]) -> float:
+    """How far a layer that is called by itself is from its weights, which a script has made 50 times as large."""
+    warnings.simplefilter("ignore")
+    with engine_for(Net(), config) as engine:
+        for step in range(2):
+            engine.backward(engine(ids(rank, step)))
+            engine.step()
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+        layer = engine.module.layers[0]
+        with torch.no_grad():
+            engine(ids(rank, 2))
+            with ds.zero.GatheredParameters(layer.weight, modifier_rank=0):
+                layer.weight.mul_(50)
+            found = layer(x)
+            with ds.zero.GatheredParameters(layer.parameters()):
+                expected = nn.functional.linear(x, layer.weight, layer.bias)
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_a_scale_does_not_outlive_the_weights_it_is_of(ranks: Ranks) -> None:
+    """The rest would be cut off at float8's largest number."""
+    assert max(ranks.run(2, written_outside, settings(**float8()))) < 0.1
+
+
 # --- ZeRO++
 
 
