@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from synthetic import BACKWARD, BROADCAST, FORWARD, OPTIMIZER, Accumulating, _collective, _record, _waited
 
@@ -222,3 +223,14 @@ def test_the_finding_of_the_engine_offers_its_key() -> None:
     analysis = analyze(job(config("dsprof", **ALONE)).sharded())
     knobs = [dict(fix.knobs) for one in analysis.findings for fix in one.fixes]
     assert any(PREFETCH in of for of in knobs), [one.title for one in analysis.findings]
+
+
+@pytest.mark.parametrize("dialect", ["dsprof", "deepspeed"])
+@pytest.mark.parametrize(("key", "value"), [(PREFETCH, ELEMENTS), (LIVE, 10**10), ("zero_optimization.stage", 1)])
+def test_where_sizes_are_not_told_nothing_is_said_of_other_limits(dialect: str, key: str, value: int) -> None:
+    """Gathers of 0 bytes would fit into any limit, and take nothing together."""
+    trace = job(config(dialect, **ALONE)).sharded()
+    rows = trace.rows.assign(bytes=pd.array([pd.NA] * len(trace.rows), dtype=trace.rows["bytes"].dtype))
+    (row,) = ask(study(Trace.of(trace.run, rows)), [[turned(key, value, "RUN")]]).rows
+    assert row.gain is None
+    assert row.reason == "the run does not tell how large the parameters are that are gathered"

@@ -59,7 +59,7 @@ def limits(study: Study) -> tuple[float, float, float]:
 
 
 def _fetched(study: Study, key: str, value: Any) -> Effect:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise NotJudged(f"{value} is no number of elements")
     prefetch, live, reuse = limits(study)
     now = prefetch if key == PREFETCH else live
@@ -74,6 +74,7 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
         raise NotJudged("no parameters were seen to be gathered in steps: they are all whole, or were kept")
     prefetch, live = (float(value), live) if key == PREFETCH else (prefetch, float(value))
     policy = (OwnFetching if is_own_engine(study) else DeepSpeedFetching)(prefetch, live, reuse)
+    need_sizes(sharded)
     need_passes(study, sharded)
     links = {domain: links_of_shards(domain) for domain in sharded}
     most = max(len(around) for of in links.values() for around in of.values())
@@ -149,7 +150,8 @@ def _fewer(study: Study, sharded: list[Domain], policy: Fetching | None) -> tupl
                 kept += len(steps.numbers) * (sum(map(len, needs)) - gathered)
     a_step = len(study.need_graph().numbers)
     told_of = f"{count(round(after / a_step), 'gather')} a step instead of {round(before / a_step)}"
-    told_of += f"; {round(kept / a_step)} are not needed, as what they gather is still there" if kept else ""
+    if spared := round(kept / a_step):
+        told_of += f"; {spared} {'is' if spared == 1 else 'are'} not needed, as what would be gathered is still there"
     return 1 - after / before, (told_of,)
 
 
@@ -158,6 +160,14 @@ def woken_late_ms(study: Study) -> float:
     graph = study.need_graph()
     whole = sum(float(steps.work[..., WAKE_UP_DELAY].sum()) for steps in graph.templates)
     return whole / max(len(graph.numbers) * graph.leads, 1)
+
+
+def need_sizes(sharded: list[Domain]) -> None:
+    """Raises NotJudged where it was not told how large what is gathered is: neither what fits into a limit is known,
+    nor how long several would take together."""
+    for domain in sharded:
+        if not (domain.table["bytes"][is_of_shards(domain.table)] > 0).any():
+            raise NotJudged("the run does not tell how large the parameters are that are gathered")
 
 
 def need_passes(study: Study, sharded: list[Domain]) -> None:

@@ -19,7 +19,7 @@ from ...whatif.waited_for import WaitedFor
 from ..base import NotJudged, without_effect
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, zero_config
 from .dimensions import Domain, domains
-from .fetched_parameters import links_of_shards, need_passes
+from .fetched_parameters import links_of_shards, need_passes, need_sizes
 from .prefetch import hidden_beside
 from .shards import GATHER, gathers_parameters
 
@@ -72,6 +72,7 @@ def _without_shards(study: Study, more: WhatIfs) -> Effect:
     sharded = [one for one in domains(study) if gathers_parameters(one)]
     if not sharded:
         raise NotJudged("no parameters were seen to be gathered in steps: they are all whole, or were kept")
+    need_sizes(sharded)
     need_passes(study, sharded)
     own, links = is_own_engine(study), {domain: links_of_shards(domain) for domain in sharded}
     most = max(len(around) for of in links.values() for around in of.values())
