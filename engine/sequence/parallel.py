@@ -6,14 +6,17 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..comm.comm import Comm
 from ..config.parallel import ContextParallelConfig
+from ..optim.loss_scaler import widened
 from ..tensor.check_data import check_same
 from ..tree import each_tensor, leaves
 from .layout import Layout, divide
@@ -39,6 +42,16 @@ def positions(length: int, device: torch.device | None = None) -> Tensor:
     return _running[-1].positions(length, device)
 
 
+@dataclass(frozen=True)
+class Divided:
+    """What is to be known of a batch that was divided."""
+
+    layout: Layout
+    dim: int
+    weight: float
+    """What this rank's mean loss counts in that of the whole batch, beside an equal share."""
+
+
 class SequenceParallel:
     """What the ranks of `comm` that share sequences do to the data, the loss and the attention of `model`."""
 
@@ -47,10 +60,15 @@ class SequenceParallel:
         self.unchecked = config.check
         """Whether the model has not been tried whole and divided yet."""
         self.layout: Layout | None = None
-        """Of the batch that was divided last."""
+        """Of the batch that the model computes with, as `dim` and `weight` are."""
         self.dim = 1
         self.weight = 1.0
-        """What this rank's mean loss counts in that of the whole batch, beside an equal share."""
+        self._last: Divided | None = None
+        """The batch that was divided last."""
+        self._goes_back: Divided | None = None
+        """The one that a forward with gradients had last."""
+        self._divided: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """This rank's part of a tensor -> `Divided`."""
         self.calls = 0
         """Attentions that were computed so far."""
         self._ring = config.attention == "ring"
@@ -73,18 +91,39 @@ class SequenceParallel:
         if isinstance(batch, Mapping):
             batch = self._for_transformers(dict(batch), shift)
         length = found[0].shape[dim]
-        self.layout, self.dim = divide(length, self.comm.size, zigzag=self._zigzag), dim
-        self.weight = self._weight(batch)
-        layout, rank = self.layout, self.comm.rank
+        layout, rank = divide(length, self.comm.size, zigzag=self._zigzag), self.comm.rank
+        self._last = divided = Divided(layout, dim, self._weight(batch, layout, dim))
 
         def mine(tensor: Tensor) -> Tensor:
-            return layout.part(tensor, dim, rank) if has_positions(tensor, dim, length) else tensor
+            if not has_positions(tensor, dim, length):
+                return tensor
+            part = layout.part(tensor, dim, rank)
+            self._divided[part] = divided
+            return part
 
         return each_tensor(batch, mine)
 
+    def begin_forward(self, *given: Any) -> None:
+        """The model is `given` a batch, which need not be the one that was divided last: the next may be there, or one
+        to evaluate. Of tensors that `divide` has not returned it is."""
+        known = (self._divided.get(leaf) for _, leaf in leaves(given) if isinstance(leaf, Tensor))
+        divided = next((each for each in known if each is not None), self._last)
+        self._computes_with(divided)
+        if torch.is_grad_enabled():
+            self._goes_back = divided
+
+    def begin_backward(self) -> None:
+        """Of the last forward that had gradients."""
+        self._computes_with(self._goes_back)
+
+    def _computes_with(self, divided: Divided | None) -> None:
+        if divided is not None:
+            self.layout, self.dim, self.weight = divided.layout, divided.dim, divided.weight
+
     def mean(self, loss: Tensor) -> Tensor:
         """The mean loss over whole sequences, of each rank's over its part. Without a gradient; on all ranks."""
-        total = (torch.nan_to_num(loss.detach()) * self.weight / self.comm.size).reshape(1)
+        loss = widened(loss.detach()) if self.weight else torch.zeros_like(widened(loss.detach()))
+        total = (loss * self.weight / self.comm.size).reshape(1)
         self.comm.all_reduce(total, "context-parallel").wait()
         return total.view(loss.shape)
 
@@ -100,10 +139,9 @@ class SequenceParallel:
         assert self.layout is not None
         return self.layout.positions(self.comm.rank, device)
 
-    def _weight(self, batch: Any) -> float:
+    def _weight(self, batch: Any, layout: Layout, dim: int) -> float:
         """By the labels that count, where some do not; else by positions."""
-        assert self.layout is not None
-        layout, rank, dim = self.layout, self.comm.rank, self.dim
+        rank = self.comm.rank
         for _, leaf in leaves(batch):
             if isinstance(leaf, Tensor) and leaf.dtype in LABELS and has_positions(leaf, dim, layout.length):
                 counted = leaf != IGNORED

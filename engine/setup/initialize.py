@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from .. import activation_checkpoint, optim
 from ..activation_checkpoint import policies
 from ..comm.comm import Comm, open_comm
-from ..comm.consensus import failing_together
+from ..comm.consensus import failing_together, gather_objects
 from ..comm.lane import open_lane
 from ..comm.launch import init_distributed, local_device
 from ..comm.mesh import Mesh, Parallel, mesh_of, open_parallel
@@ -295,7 +295,7 @@ def _open_comms(config: Config, parallel: Parallel, device: torch.device, hooks:
         neighbours = [ranks[first : first + size] for ranks in replicas for first in range(0, mesh.dp, size)]
         near = comm("near", neighbours)
     nodes = None
-    machines = ranks_by_machine(replicas) if zero.zero_quantized_gradients else None
+    machines = ranks_by_machine(replicas, _ranks_a_machine(parallel)) if zero.zero_quantized_gradients else None
     if machines is not None:
         across = [list(ranks) for of_replica in machines for ranks in zip(*of_replica, strict=True)]
         within = [ranks for of_replica in machines for ranks in of_replica]
@@ -304,10 +304,16 @@ def _open_comms(config: Config, parallel: Parallel, device: torch.device, hooks:
     return Comms(comm("gradients", replicas), comm("parameters", replicas), near, nodes, hosts)
 
 
-def ranks_by_machine(sets: Sequence[Sequence[int]]) -> list[list[list[int]]] | None:
-    """Each of the `sets` of ranks by the machines they are on, as the launcher's LOCAL_WORLD_SIZE says how many ranks
-    one has; None where none has ranks on several machines, or they do not have equally many on each."""
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+def _ranks_a_machine(parallel: Parallel) -> int:
+    """As the launcher's LOCAL_WORLD_SIZE says; 0 where it is not set, or not the same on all ranks. On all ranks."""
+    said = set(gather_objects(os.environ.get("LOCAL_WORLD_SIZE", ""), parallel.everyone))
+    size = said.pop()
+    return int(size) if not said and size.isdecimal() else 0
+
+
+def ranks_by_machine(sets: Sequence[Sequence[int]], size: int) -> list[list[list[int]]] | None:
+    """Each of the `sets` of ranks by the machines they are on, which have `size` ranks each (0: not known); None where
+    none has ranks on several machines, or they do not have equally many on each."""
     if size < 1:
         return None
     found = [[list(ranks) for _, ranks in groupby(each, lambda rank: rank // size)] for each in sets]

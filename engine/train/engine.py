@@ -61,6 +61,8 @@ class Engine(BaseEngine):
             self.optimizer_step.begin()
         activation_checkpoint.attach(self.hooks, self.config.activation_checkpointing)
         try:
+            if self.state.sequence is not None:
+                self.state.sequence.begin_forward(args, kwargs)
             self._try_divided(args, kwargs)
             with self._sharing(), self.hooks.span("phase", "forward" if torch.is_grad_enabled() else "eval"):
                 return self.module(*args, **kwargs)
@@ -103,6 +105,8 @@ class Engine(BaseEngine):
             self._check_shares(self._shapes)
         if scale_wrt_gas:
             loss = loss / self.config.gradient_accumulation_steps
+        if self.state.sequence is not None:
+            self.state.sequence.begin_backward()
         self.zero.begin_backward(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync)
         try:
             with self._sharing(), self.hooks.span("phase", "backward"):

@@ -104,11 +104,14 @@ class Fetcher(SavedParams):
     def weights_change(self) -> None:
         """A step or a load is about to change the weights: what is whole now, for a forward that no backward has
         followed, must not be taken for the new ones."""
-        self._weights += 1
-        if self._gatherer.agreement is not None:
-            self._gatherer.agreement.lapse()
+        self.weights_written()
         if self.live_params.live:
             self._release_all()
+
+    def weights_written(self) -> None:
+        super().weights_written()
+        if self._gatherer.agreement is not None:
+            self._gatherer.agreement.lapse()
 
     def gradient_taken(self, param: ShardedParam) -> None:
         """The gradient of `param` is complete: in backward, its last use. If it was not, unpacking fetches it again."""

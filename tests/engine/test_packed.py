@@ -213,6 +213,30 @@ def test_who_gathers_weights_gets_them_as_they_are(ranks: Ranks, keys: dict[str,
         assert all(map(torch.equal, weights, others))
 
 
+def written_outside(rank: int, config: dict[str, Any]) -> float:
+    """How far a layer that is called by itself is from its weights, which a script has made 50 times as large."""
+    warnings.simplefilter("ignore")
+    with engine_for(Net(), config) as engine:
+        for step in range(2):
+            engine.backward(engine(ids(rank, step)))
+            engine.step()
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+        layer = engine.module.layers[0]
+        with torch.no_grad():
+            engine(ids(rank, 2))
+            with ds.zero.GatheredParameters(layer.weight, modifier_rank=0):
+                layer.weight.mul_(50)
+            found = layer(x)
+            with ds.zero.GatheredParameters(layer.parameters()):
+                expected = nn.functional.linear(x, layer.weight, layer.bias)
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_a_scale_does_not_outlive_the_weights_it_is_of(ranks: Ranks) -> None:
+    """The rest would be cut off at float8's largest number."""
+    assert max(ranks.run(2, written_outside, settings(**float8()))) < 0.1
+
+
 # --- ZeRO++
 
 
@@ -267,23 +291,31 @@ def test_over_machines_a_row_of_each_travels(ranks: Ranks) -> None:
         assert all(torch.equal(a, b) for each in found[1:] for a, b in zip(found[0][1], each[1], strict=True))
 
 
+def on_unequal_machines(rank: int, config: dict[str, Any], sizes: list[int]) -> list[str]:
+    """The lanes of the last step's all-to-alls, where this rank's launcher says that its machine has so many ranks."""
+    found = train(rank, config, 1, sizes[rank])
+    return [lane for name, lane, _ in found[2] if name == "all_to_all"]
+
+
+def test_machines_with_other_numbers_of_ranks_are_not_told_apart(ranks: Ranks) -> None:
+    """The ranks of one alone would take it that all are like theirs, and open other groups."""
+    config = settings(2, zero={"zero_quantized_gradients": True})
+    assert ranks.run(6, on_unequal_machines, config, [4, 4, 4, 4, 2, 2]) == [["comm.gradients"]] * 6
+
+
 @pytest.mark.parametrize(
     ("size", "sets", "found"),
     [
-        ("2", [[0, 1, 2, 3]], [[[0, 1], [2, 3]]]),
-        ("4", [[0, 2, 4, 6], [1, 3, 5, 7]], [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
-        ("4", [[0, 1, 2, 3]], None),
-        ("1", [[0, 1]], None),
-        ("4", [[0, 1, 2, 3, 4, 5]], None),
-        (None, [[0, 1]], None),
+        (2, [[0, 1, 2, 3]], [[[0, 1], [2, 3]]]),
+        (4, [[0, 2, 4, 6], [1, 3, 5, 7]], [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]),
+        (4, [[0, 1, 2, 3]], None),
+        (1, [[0, 1]], None),
+        (4, [[0, 1, 2, 3, 4, 5]], None),
+        (0, [[0, 1]], None),
     ],
 )
-def test_machines(size: str | None, sets: Any, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if size is None:
-        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    else:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", size)
-    assert ranks_by_machine(sets) == found
+def test_machines(size: int, sets: Any, found: Any) -> None:
+    assert ranks_by_machine(sets, size) == found
 
 
 FP16 = {"enabled": True, "initial_scale_power": 4}

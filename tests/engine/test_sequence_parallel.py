@@ -190,6 +190,54 @@ def test_a_ring_trains_as_one_process(
     compare(ranks, size, world, stage, kind, accumulate, context_parallel=keys)
 
 
+def ahead(rank: int, evaluates: bool) -> list[float]:
+    """Losses of whole sequences where the next batch is divided, and one is evaluated, between forward and backward."""
+    engine = ds.initialize(model=language(recompute=True), config=configuration(2))[0]
+    ids, labels = data(1, 1, LENGTH)
+    losses = []
+    batch = engine.shard_sequence((ids[0, 0, 0], labels[0, 0, 0]))
+    for step in range(STEPS):
+        mine, targets = batch
+        loss = loss_of(engine(mine), targets)
+        if evaluates:
+            other, its = engine.shard_sequence((ids[0, 0, 0, :, :7], labels[0, 0, 0, :, :7]))
+            with torch.no_grad():
+                engine.sequence_mean(loss_of(engine(other), its))
+        batch = engine.shard_sequence((ids[(step + 1) % STEPS, 0, 0], labels[(step + 1) % STEPS, 0, 0]))
+        engine.backward(loss)
+        losses.append(engine.sequence_mean(loss).item())
+        engine.step()
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_batch_that_is_divided_ahead_counts_when_it_is_computed(ranks: Ranks, evaluates: bool) -> None:
+    expected, _ = alone({}, 1, 1, LENGTH)
+    assert ranks.run(2, ahead, evaluates)[0] == pytest.approx(expected, abs=1e-8)
+
+
+def means(rank: int) -> list[Tensor]:
+    engine = ds.initialize(model=language(), config=configuration(2))[0]
+    ids, labels = (each[0, 0, 0] for each in data(1, 1, LENGTH))
+    engine(engine.shard_sequence((ids, labels))[0])
+    nothing = loss_of(torch.zeros(1, 1, VOCABULARY), torch.tensor([[-100]]))  # as rank 0, whose labels do not count
+    found = [
+        engine.sequence_mean(nothing if rank == 0 else torch.tensor(loss, dtype=dtype))
+        for loss, dtype in ((1.5, torch.float32), (float("nan"), torch.float32), (1.01, torch.float32))
+    ]
+    engine.destroy()
+    return found
+
+
+def test_a_loss_that_is_not_finite_is_not_called_zero(ranks: Ranks) -> None:
+    """But what a rank has for a mean over nothing is left out."""
+    for one, lost, other in ranks.run(2, means):
+        assert one.item() > 0
+        assert lost.isnan()
+        assert other.item() == pytest.approx(1.01 * one.item() / 1.5)
+
+
 def half(rank: int, folder: str) -> tuple[list[float], list[float], float]:
     """Losses in bf16 of ranks that share sequences, and on from a checkpoint, by `train_batch`; the largest difference
     of a weight from the ranks' that go on, in another stage and each with sequences of its own."""
@@ -382,6 +430,7 @@ def test_what_a_ring_does_not_take() -> None:
     config = ContextParallelConfig(attention="ring", order="contiguous")
     shared = SequenceParallel(Comm(None, None), config, nn.Linear(1, 1))
     x = shared.divide(torch.zeros(1, 4, 8)).view(1, 2, 4, 4)
+    shared.begin_forward(x)
     with shared.running():
         for what, more in (("dropout", {"dropout_p": 0.1}), ("a mask", {"attn_mask": torch.ones(4, 4).bool()})):
             with pytest.raises(ValueError, match=f"the attention got {what}, which keys and values that go round"):
