@@ -156,6 +156,7 @@ def test_what_is_not_asked_stays_as_it_ran() -> None:
         (LayoutWanted(tp=2), {"activation_bytes": None}, "what tensor parallelism would exchange is not known"),
         (LayoutWanted(tp=2), {"layers": None}, "run again with --level full"),
         (LayoutWanted(pp=16), {}, "16 stages for 8 layers; each needs one"),
+        (LayoutWanted(pp=2), {"layers": None}, "are told by what each layer takes, which was not timed"),
         (LayoutWanted(dp=1, zero_stage=2), {}, "there is nothing that ZeRO could share"),
         (LayoutWanted(zero_stage=1), {"model_bytes": ()}, "how large the model is was not recorded"),
         (LayoutWanted(pp=2, chunks=2), {}, '"1f1b" knows one stage a rank'),

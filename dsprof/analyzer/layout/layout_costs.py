@@ -113,6 +113,11 @@ class LayoutCosts:
     def stage_count(self) -> int:
         return self.ran.pp * self.ran.chunks
 
+    @property
+    def divides_stages(self) -> bool:
+        """Whether stages that did not run can be told: by layers that were timed, or as parts of several that ran."""
+        return self.layers is not None or self.ran.pp > 1
+
 
 @once
 def layout_costs(study: Study) -> LayoutCosts:

@@ -94,6 +94,11 @@ class LayoutWanted:
             )
         if found.tp != ran.tp and costs.layers is None and not costs.tensor_calls:
             raise NotJudged("how many layers would exchange something was not seen: run again with --level full")
+        if not costs.divides_stages and found.pp != ran.pp:
+            raise NotJudged(
+                "stages of a job that ran without a pipeline are told by what each layer takes, which was not timed: "
+                "run again with --level full"
+            )
         try:
             stage_work(costs, plan_of(found).stages)
         except ValueError as wrong:
