@@ -18,8 +18,8 @@ Kind = Literal["phase", "comm", "launch", "wait", "module", "pipe", "copy", "mem
 """Of the trace's kinds (docs/trace.md), those that an engine can report."""
 
 Purpose = Literal[
-    "gradient", "parameter", "activation", "tensor-parallel", "pipeline", "norm", "barrier", "optimizer", "checkpoint",
-    "other",
+    "gradient", "parameter", "activation", "tensor-parallel", "context-parallel", "pipeline", "norm", "barrier",
+    "optimizer", "checkpoint", "other",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from .config import Config
 from .hooks import Hooks
 from .offload import States
 from .optim.loss_scaler import LossScaler
+from .sequence import SequenceParallel
 from .zero import Zero
 from .zero.shared_params import SharedParameters
 
@@ -35,6 +36,8 @@ class Training:
     """Masters and the optimizer's states, wherever they are between steps."""
     hooks: Hooks
     peers: Peers
+    sequence: SequenceParallel | None = None
+    """Among ranks that share sequences; None where each has its own."""
     optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: Any = None
     training_dataloader: Any = None
@@ -54,7 +57,7 @@ class Training:
     batch sizes that are set later change all replicas' alike."""
 
     def __post_init__(self) -> None:
-        samples = self.config.train_micro_batch_size_per_gpu * self.parallel.mesh.dp
+        samples = self.config.train_micro_batch_size_per_gpu * self.parallel.mesh.replicas
         self.loss_weight = samples / self.samples_per_microbatch
 
     def fail(self, what: str, error: BaseException) -> None:
@@ -111,7 +114,8 @@ class Training:
 
     def comms(self) -> list[Comm]:
         """Every communicator of this rank, its lanes' too."""
-        return [*self.parallel.all(), *self.zero.comms]
+        sequence = [] if self.sequence is None else [self.sequence.comm]
+        return [*self.parallel.all(), *self.zero.comms, *sequence]
 
     def learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""

@@ -42,7 +42,6 @@ ENGINE: Final = by_name({
         "bf16_master_weights_and_gradients bf16_optimizer_states fp16_master_weights_and_gradients "
         "torch_autocast_enabled torch_autocast_dtype torch_autocast_lower_precision_safe_modules"
     ),
-    "sequences are not split over ranks: leave it out": "get_sequence_parallel_group",
     _TIMES: "get_wall_clock_timers print_forward_breakdown timers",
     "try values one by one under dsprof run, which says what each of them changed": (
         "autotuning_enabled autotuning_metric autotuning_metric_path autotuning_model_info_path "

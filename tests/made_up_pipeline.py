@@ -28,6 +28,8 @@ class MadeUpPipeline:
     forward, backward: (stage, step) -> what a micro-batch takes
     link:   (from stage, to stage) -> how long a message is under way
     handed: whether a sender goes on when its message is on its way, and not only when it is there
+    bytes:  of a message; None: its tool does not tell
+    captured: the ranks whose rows there are; None: all
     """
 
     stages: int = 3
@@ -40,10 +42,11 @@ class MadeUpPipeline:
     link: Callable[[int, int], float] = lambda source, target: 0.3
     handed: bool = True
     early: bool = False
-    bytes: int = 1 << 20
+    bytes: int | None = 1 << 20
     jitter: float = 0.02
     seed: int = 1
     hosts: tuple[str, ...] = ()
+    captured: tuple[int, ...] | None = None
 
     @cached_property
     def plan(self) -> Plan:
@@ -64,13 +67,15 @@ class MadeUpPipeline:
         while any(not one.done for one in ranks):
             went_on = [one.run(sent, asked) for one in ranks]
             assert any(went_on), "the pipeline stands still"
-        rows = pd.DataFrame([row for one in ranks for row in one.rows]).reindex(columns=list(COLUMNS)).astype(COLUMNS)
+        seen = range(self.stages) if self.captured is None else self.captured
+        rows = pd.DataFrame([row for one in seen for row in ranks[one].rows])
+        rows = rows.reindex(columns=list(COLUMNS)).astype(COLUMNS)
         names = self.hosts or ("host",) * self.stages
         run = RunInfo(
             id="p", name="p", command=[], world_size=self.stages,
             ranks=[
                 RankInfo(r, 0, host, r + 100, f"rank{r:05d}.0.host.{r + 100}", True, self.steps - 1, 0, 0, 0, 0, True)
-                for r, host in enumerate(names)
+                for r, host in enumerate(names) if r in seen
             ],
             groups={"0": {"ranks": list(range(self.stages)), "size": self.stages, "desc": "", "backend": "gloo"}},
             facts=[{

@@ -7,7 +7,7 @@ from dataclasses import replace
 import factories
 import pytest
 
-from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.analysis import Analysis, Verdict
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.verdict.headline import verdict_of
 
@@ -26,6 +26,28 @@ def test_a_healthy_run() -> None:
     verdict = verdict_of(factories.healthy())
     assert verdict.status == "healthy"
     assert verdict.headline == "nothing found that is sure to shorten the 175 ms step"
+
+
+def test_what_most_likely_saves_much_is_named_though_it_is_no_problem() -> None:
+    """A rank that is 10 % slower than 63 others: the interval begins below 1 % of the step, and above the noise."""
+    healthy = factories.healthy()
+    assert healthy.step_ms is not None
+    late = factories.straggler().findings[0]
+    share = healthy.step_ms.mean / 100
+    gain = replace(late.gain, ms=4.7 * share, percent=4.7, low=0.8 * share, high=8.6 * share)
+    late = replace(late, severity="info", gain=gain, title="rank 32 arrives late", by_rank={}, together=None)
+
+    def of(finding: Finding, noise: float) -> Verdict:
+        return verdict_of(replace(healthy, findings=(finding, *healthy.findings), noise_ms=noise * share))
+
+    verdict = of(late, 0.5)
+    assert verdict.status == "inconclusive"
+    assert verdict.headline == (
+        "rank 32 arrives late; fixing it most likely saves 8.21 ms of each 175 ms step (4.7 %), at least 1.40 ms and "
+        "at most 15.0 ms: make the change and run it: `dsprof compare` of the two runs tells"
+    )
+    assert of(late, 0.9).status == "healthy"  # the low end may be noise
+    assert of(replace(late, gain=replace(gain, ms=2.9 * share, percent=2.9)), 0.5).status == "healthy"
 
 
 @pytest.mark.parametrize("part", ["bubble", "peer_wait", "other"])

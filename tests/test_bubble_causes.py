@@ -50,3 +50,11 @@ def test_of_a_schedule_that_is_the_reason_nothing_else_is_said() -> None:
     (bubble,) = [one for one in analyze(SOUND.trace()).findings if one.code == "pipeline.bubble"]
     assert bubble.title == "the pipeline fills and drains for 20 % of the step: 8 micro-batches for 3 stages"
     assert bubble.fixes[0].title.startswith("n_microbatches=32 (train.py:29) with 4 times the batch")
+
+
+@pytest.mark.parametrize("captured", [(0, 1), (1, 2)])
+def test_a_stage_that_was_not_captured_is_no_shorter_pipeline(captured: tuple[int, ...]) -> None:
+    """Of two stages of three it is not known for how long the pipeline fills and drains."""
+    analysis = analyze(SOUND.with_(captured=captured).trace())
+    assert analysis.not_judged["pipeline.bubble"] == "only 2 of the 3 stages of the pipeline were captured"
+    assert not [one for one in analysis.findings if one.code == "pipeline.bubble"]

@@ -277,7 +277,8 @@ def test_its_change_is_written_or_told_by_hand(key: str, tmp_path: Path) -> None
 
 def a_value(key: str) -> Any:
     """One that a key of a JSON configuration takes."""
-    for value in (True, 3, 1024, "cpu", "bf16", "gpipe", "every_k", "uniform", 0.5, [1.0, 2.0], {"device": "cpu"}):
+    words = ("cpu", "bf16", "gpipe", "every_k", "uniform", "ring", "zigzag")
+    for value in (True, 3, 1024, *words, 0.5, [1.0, 2.0], {"device": "cpu"}):
         with suppress(KnobError):
             return find(key).read(json.dumps(value) if not isinstance(value, str) else value)
     raise AssertionError(f"no value for {key}")
@@ -344,7 +345,19 @@ ELSEWHERE = {
     "ddp.accumulate": ("test_rules_redundant.py", "ddp.accumulate"),
     "ddp.comm_hook": ("test_rules_volume.py", 'turned("ddp.comm_hook", "bf16", "RUN")'),
     "ddp.broadcast_buffers": ("test_rules_redundant.py", "ddp.broadcast_buffers"),
+    "zero_optimization.stage3_prefetch_bucket_size": ("test_zero_knobs.py", "**ALONE)), PREFETCH"),
+    "zero_optimization.stage3_max_live_parameters": ("test_zero_knobs.py", "saved(job(facts), LIVE"),
+    "zero_optimization.stage": ("test_zero_knobs.py", "saved(made, STAGE, 1)"),
+    "zero_optimization.overlap_comm": ("test_zero_knobs.py", "OVERLAP, True)"),
+    "zero_optimization.offload_optimizer": ("test_rules_offload.py", "zero_optimization.offload_optimizer"),
+    "zero_optimization.offload_optimizer.device": ("test_rules_offload.py", "offload_optimizer.device"),
+    "zero_optimization.offload_param": ("test_rules_offload.py", "zero_optimization.offload_param"),
+    "zero_optimization.offload_param.device": ("test_rules_offload.py", "zero_optimization.offload_param.device"),
+    "fsdp2.reshard_after_forward": ("test_zero_knobs.py", '"fsdp2.reshard_after_forward", False'),
+    "fsdp2.forward_prefetch": ("test_zero_knobs.py", "fsdp2.forward_prefetch"),
+    "fsdp2.backward_prefetch": ("test_zero_knobs.py", "fsdp2.backward_prefetch"),
     "heterogeneous.speeds": ("test_unequal_shares.py", "heterogeneous.speeds"),
+    "context_parallel.order": ("test_rules_sequence.py", "context_parallel.order"),
     "fp8": ("test_rules_float8.py", 'answered(trace, "fp8", '),
     "fp8.enabled": ("test_rules_float8.py", 'answered(trace, "fp8.enabled", True)'),
 }

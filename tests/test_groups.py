@@ -20,6 +20,7 @@ GRADIENTS: Issued = ("all_reduce", "gradient")
 GATHERS: Issued = ("all_gather", "parameter")
 SCATTERS: Issued = ("reduce_scatter", "gradient")
 LAYERS: Issued = ("all_reduce", "tensor-parallel")
+SEQUENCES: Issued = ("all_to_all", "context-parallel")
 EXCHANGES: Issued = ("all_to_all", "other")
 MESSAGES: Issued = ("send", "pipeline")
 METRICS: Issued = ("all_reduce", "other")
@@ -77,8 +78,12 @@ ROWS, COLUMNS = [(0, 1), (2, 3)], [(0, 2), (1, 3)]
         (Job().uses([range(4)], GRADIENTS).uses(ROWS, EXCHANGES), {"dp": [(0, 1, 2, 3)], "cp": ROWS}, {"cp": 1}),
         (Job().uses([range(4)], GRADIENTS).uses(ROWS, EXCHANGES, sizes=(512, 1536)),
          {"dp": [(0, 1, 2, 3)], "ep": ROWS}, {"ep": 1}),
+        (Job().uses([range(4)], *SHARDS).uses([range(4)], SEQUENCES), {"dp": [(0, 1, 2, 3)], "cp": [(0, 1, 2, 3)]}, {}),
+        (Job().uses([range(4)], *SHARDS).uses(ROWS, SEQUENCES, sizes=(512, 1536)), {"dp": [(0, 1, 2, 3)], "cp": ROWS},
+         {"cp": 1}),
     ],
-    ids=["DDP", "8 x 1", "tensor-parallel", "tp and FSDP", "HSDP", "pp and dp", "dp and ep", "Ulysses", "unequal"],
+    ids=["DDP", "8 x 1", "tensor-parallel", "tp and FSDP", "HSDP", "pp and dp", "dp and ep", "Ulysses", "unequal",
+         "sequences of all ranks", "sequences"],
 )  # fmt: skip
 def test_what_groups_communicate_tells_what_they_are_for(
     job: Job, dimensions: dict[str, list[Team]], of_rank_3: dict[str, int]

@@ -189,7 +189,7 @@ ENGINE_FLOORS: Final = (
     {"comm", "monitors"},
     {"optim"},
     {"activation_checkpoint", "tensor", "zero"},
-    {"offload", "pipe"},
+    {"offload", "pipe", "sequence"},
     {"precision"},
     {"training_state"},
     {"checkpoint", "planner"},

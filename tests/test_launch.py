@@ -13,6 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import launcher
@@ -22,6 +23,7 @@ from dsprof.launch import Job, LaunchError
 from dsprof.launch.claim import claim, is_run
 from dsprof.launch.launch import build_native_helper, environment
 from dsprof.launch.talk import Talk
+from dsprof.names import CaptureName, host_name
 from dsprof.run import RunError, RunFolder, RunInfo
 from dsprof.settings import Settings
 
@@ -231,6 +233,22 @@ def test_force_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
     (folder.path / "notes.txt").write_text("mine")
     claim(folder.path, info(), force=True)
     assert sorted(item.name for item in folder.path.iterdir()) == ["capture", "notes.txt", "run.json"]
+
+
+def test_force_leaves_a_run_alone_whose_ranks_are_alive(tmp_path: Path) -> None:
+    """Once it has ended, or where the process is gone, it makes way."""
+    folder = claim(tmp_path / "a", info())
+    mine, gone = os.getpid(), 2**22 + 1  # more than a process's number can be
+    (folder.capture / str(CaptureName(0, 0, host_name(), mine))).mkdir()
+    refused = f"a job is still running there \\(process {mine} is one of its ranks\\)"
+    with pytest.raises(RunError, match=refused):
+        claim(folder.path, info(), force=True)
+    assert len(list(folder.capture.iterdir())) == 1
+    folder.write_info(replace(info(), ended="2026-11-20T10:15:00+00:00"))
+    claim(folder.path, info(), force=True)
+    for host, process in ((host_name(), gone), ("another-host", mine)):
+        (folder.capture / str(CaptureName(0, 0, host, process))).mkdir()
+        claim(folder.path, info(), force=True)
 
 
 @pytest.mark.parametrize("content", [{}, {"capture/frame.png": "", "run.json": "[]"}, {"run.json": '{"lr": 1}'}])

@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from made_up_layout import ONCE, OPTIMIZER, B, F, costs
+from made_up_pipeline import MadeUpPipeline
 from synthetic import Job
 
 from dsprof.analyzer.graph.replay import replay
-from dsprof.analyzer.layout import Assumed, Layout, Wire, step_of
+from dsprof.analyzer.layout import Assumed, Layout, Wire, layout_costs, step_of
+from dsprof.analyzer.layout.held_bytes import activations_at_once
 from dsprof.analyzer.layout.relayout import LayoutWanted, effect_of
 from dsprof.analyzer.layout.stage_work import stage_work
 from dsprof.analyzer.layout.step_lowered import MOST_MICROBATCHES, lowered
@@ -20,6 +22,7 @@ from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.study import study
 from dsprof.analyzer.whatif import Refused, apply
 from dsprof.analyzer.whatif.work import ScaleWork
+from dsprof.engine.schedule import make_plan, peak_activations
 from dsprof.knobs import KnobError
 from dsprof.knobs.layouts import read_layout
 from dsprof.plan.network import Network
@@ -77,6 +80,20 @@ def test_activations_computed_again_take_a_forward_more() -> None:
     assert step_of(costs(), replace(layout, recompute=True)) - step_of(costs(), layout) == pytest.approx(8 * F)
     again = costs(ran=replace(layout, recompute=True), recompute_ms=F, taken={(0, "F"): F, (0, "B"): B + F})
     assert step_of(again, again.ran) - step_of(again, layout) == pytest.approx(8 * F)
+
+
+def test_of_a_run_that_computes_a_part_again_only_that_part_is_saved() -> None:
+    """A quarter of forward: without, each micro-batch takes so much less; of uneven stages each what is its own, and no
+    backward less than nothing."""
+    ran = Layout(dp=2, micro_batches=8, recompute=True)
+    partly = costs(ran=ran, recompute_ms=F / 4, taken={(0, "F"): F, (0, "B"): B + F / 4})
+    assert step_of(partly, ran) == pytest.approx(8 * (F + B + F / 4) + ONCE + OPTIMIZER)
+    assert step_of(partly, ran) - step_of(partly, replace(ran, recompute=False)) == pytest.approx(8 * F / 4)
+    assert "25 % of forward is computed again, as in the run" in effect_of(partly, replace(ran, micro_batches=4)).notes
+    taken = {(0, "F"): 2.0, (0, "B"): 6.0, (1, "F"): 18.0, (1, "B"): 54.0}
+    uneven = costs(ran=replace(ran, pp=2), recompute_ms=10.0, taken=taken, layers=None, model_bytes=(4e6, 4e6))
+    assert stage_work(uneven, 2).backward == pytest.approx((4.0, 36.0))
+    assert min(stage_work(replace(uneven, taken={**taken, (0, "B"): 1.0}), 2).backward) == 0.0
 
 
 def test_many_micro_batches_take_as_long_as_if_all_were_lowered() -> None:
@@ -210,3 +227,30 @@ def test_how_it_is_typed() -> None:
     ):
         with pytest.raises(KnobError, match=says):
             read_layout(**{**nothing, **word})
+
+
+@pytest.mark.parametrize(
+    ("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)]
+)
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_activations_that_ranks_hold_at_once_are_those_of_the_whole_plan(
+    schedule: str, chunks: int, stages: int
+) -> None:
+    """Of any number of micro-batches: GPipe holds all of them."""
+    for count in (stages, 4 * stages, 8 * stages, 20 * stages):
+        whole = make_plan(schedule, stages, count, chunks)
+        layout = Layout(pp=stages, schedule=schedule, chunks=chunks, micro_batches=count)
+        assert activations_at_once(layout) == peak_activations(whole, "B"), count
+
+
+def test_messages_whose_sizes_were_not_told_take_what_they_took() -> None:
+    """As in traces of other tools: none is said to be empty, and none to take no time."""
+    job = MadeUpPipeline(stages=2, bytes=None, link=lambda source, target: 6.0)
+    found = layout_costs(study(job.trace()))
+    assert found.activation_bytes is None
+    assert found.stages.ms(0.0, 2) == pytest.approx(6.0, rel=0.01)
+    told = layout_costs(study(job.with_(bytes=1 << 20).trace()))
+    four = Layout(pp=4, micro_batches=8)
+    assert step_of(found, four) == pytest.approx(step_of(told, four), rel=0.01)
+    (note,) = [note for note in effect_of(found, four).notes if "hand on" in note]
+    assert note.endswith("was not seen: messages between stages are taken to take as long as in the run")

@@ -46,7 +46,8 @@ def graph_of_run(finished: Finished) -> StepGraph:
         pytest.param(4, "--framework torch --stages 4 --micro-batches 6", marks=pytest.mark.slow),
         pytest.param(3, "--framework torch --stages 3 --schedule gpipe --micro-batches 5", marks=pytest.mark.slow),
         pytest.param(4, "--framework torch --stages 2 --micro-batches 4", marks=pytest.mark.slow),
-        pytest.param(4, "--framework torch --stages 2 --chunks 2 --micro-batches 4", marks=pytest.mark.slow),
+        # Not torch's: its DDP stops under an interleaved schedule, with any profiler or none.
+        pytest.param(4, "--stages 2 --schedule interleaved --chunks 2 --micro-batches 4", marks=pytest.mark.slow),
         pytest.param(2, "--framework torch --stages 2 --micro-batches 3", marks=pytest.mark.slow),
     ],
 )

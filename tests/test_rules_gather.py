@@ -10,6 +10,7 @@ from findings import of
 from meshes import Call, MeshJob, Phase, Program, Wait, Work
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.memory.free import SURELY_HELD
 
 MIB = 1 << 20
 
@@ -135,8 +136,9 @@ def test_without_knowing_the_memory_it_is_not_judged() -> None:
     assert "parameters are gathered 2.0 times in a step" in analysis.not_judged["comm.redundant-gather"]
 
 
-def test_what_would_not_fit_is_not_proposed() -> None:
-    """The host has 64 MiB more than it uses, and two ranks would keep 32 MiB each."""
+@pytest.mark.parametrize(("spare", "proposed"), [(30, False), (34, True)])
+def test_only_what_surely_fits_is_proposed(spare: int, proposed: bool) -> None:
+    """Two ranks would keep 32 MiB each, on a host that has `spare` MiB for each below what may be in use."""
     planted = job()
-    planted.capacity = 2 * ((1 << 30) + 32 * MIB)
-    assert of(analyze(planted.trace()), "comm.redundant-gather") is None
+    planted.capacity = round(2 * ((1 << 30) + spare * MIB) / SURELY_HELD)
+    assert (of(analyze(planted.trace()), "comm.redundant-gather") is not None) == proposed

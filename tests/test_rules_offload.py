@@ -9,7 +9,10 @@ import pytest
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.ask import ask
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.study import study
+from dsprof.knobs.predicted import turned
 from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import COLUMNS
 from dsprof.trace import Trace
@@ -142,3 +145,29 @@ def test_a_job_that_offloads_nothing_is_not_concerned() -> None:
     plain = Trace.of(trace.run, rows[~rows["kind"].isin(["copy", "wait"])].reset_index(drop=True))
     analysis = analyze(plain)
     assert "offload.exposed" not in {*analysis.passed, *analysis.not_judged}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("zero_optimization.offload_optimizer.device", "none"), ("zero_optimization.offload_optimizer", None)],
+)
+def test_what_is_no_longer_offloaded_is_not_waited_for(key: str, value: Any) -> None:
+    """Two reads of 10 ms, and 50 of work."""
+    (row,) = ask(study(reading(10, 8 * GiB, NVME)), [[turned(key, value, "RUN")]]).rows
+    assert row.gain is not None, row.reason
+    assert row.gain.ms == pytest.approx(20, rel=0.02)
+    assert row.gain.low <= 20 <= row.gain.high
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("zero_optimization.offload_optimizer.device", "cpu", "offloads to nvme, and how fast cpu is was not measured"),
+        ("zero_optimization.offload_param.device", "cpu", "is not told by a run that offloads nothing of it"),
+        ("zero_optimization.offload_param", {"device": "nvme", "nvme_path": "/disk"}, "offloads nothing of it"),
+    ],
+)
+def test_offloading_to_what_a_run_does_not_use_is_not_told(key: str, value: Any, why: str) -> None:
+    (row,) = ask(study(reading(10, 8 * GiB, NVME)), [[turned(key, value, "RUN")]]).rows
+    assert row.gain is None
+    assert why in row.reason

@@ -12,7 +12,12 @@ from meshes import Call, MeshJob, Phase, Wait, Work
 from synthetic import Job
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.ask import ask
+from dsprof.analyzer.finding import Gain
 from dsprof.analyzer.rules.data.sequence import rings
+from dsprof.analyzer.study import study
+from dsprof.knobs import flags
+from dsprof.knobs.predicted import turned
 
 DRAW = np.random.default_rng(3)
 COST = DRAW.choice([0.1, 0.25, 0.5, 1.0], (3, 60))
@@ -55,15 +60,17 @@ def test_one_rank_that_is_slow_in_some_steps_is_no_input() -> None:
 RANKS = 4
 
 
-def ring(attention: Callable[[int, int], float], ms: Callable[[int], float] = lambda rank: 1.0) -> MeshJob:
-    """Two layers, in each of which 4 ranks pass something around in 4 turns, beside what they compute in each."""
+def ring(cost: Callable[[int, int], float], ms: Callable[[int], float] = lambda rank: 1.0, **section: str) -> MeshJob:
+    """Two layers, in each of which 4 ranks pass something around in 4 turns, beside what they compute in each. section:
+    `context_parallel` of the configuration, where dsprof's engine trains; it tells what its exchanges are for."""
+    passed = ("all_to_all", 4096, "context-parallel") if section else ("all_gather", 4096, "other")
 
     def layer(rank: int, times: float) -> list[object]:
         parts: list[object] = [Work(6 * times * ms(rank))]
         for turn in range(RANKS):
             last = turn == RANKS - 1
-            parts += [] if last else [Call("1", "all_gather", 4096, "other", later="turn")]
-            parts.append(Work(10 * times * attention(rank, turn) * ms(rank)))
+            parts += [] if last else [Call("1", *passed, later="turn")]
+            parts.append(Work(10 * times * cost(rank, turn) * ms(rank)))
             parts += [] if last else [Wait("turn")]
         return parts
 
@@ -75,8 +82,10 @@ def ring(attention: Callable[[int, int], float], ms: Callable[[int], float] = la
             Phase("optimizer", (Work(2.0),)),
         ]
 
-    groups = {"0": (tuple(range(RANKS)), ""), "1": (tuple(range(RANKS)), "mesh_cp")}
-    return MeshJob(RANKS, groups, program, steps=24, jitter=0.004)
+    groups = {"0": (tuple(range(RANKS)), ""), "1": (tuple(range(RANKS)), "" if section else "mesh_cp")}
+    config = {"sequence_parallel_size": RANKS, "context_parallel": section}
+    facts = [{"fact": "config", "dialect": "dsprof", "path": "/home/me/ds.json", "content": config}] if section else []
+    return MeshJob(RANKS, groups, program, steps=24, jitter=0.004, facts=facts)
 
 
 def contiguous(rank: int, turn: int) -> float:
@@ -93,6 +102,27 @@ def test_causal_shards() -> None:
     assert first.gain.ms == pytest.approx(saved, rel=0.15)
     assert "deal the sequence in zigzag" in first.fixes[0].title
     assert of(analyze(job.trace()), "rank.straggler") is None
+
+
+def test_the_order_of_the_engines_ring_is_a_knob() -> None:
+    """Its collectives say that they are of sequences, although the same ranks average gradients in another group."""
+    job = ring(contiguous, attention="ring", order="contiguous")
+    (fix,) = analyze(job.trace()).findings[0].fixes
+    saved = job.step_ms() - ring(lambda rank, turn: 0.5).step_ms()
+    assert fix.title == 'context_parallel.order: "zigzag", so that a causal mask leaves every rank as much'
+    assert fix.patch == ({"op": "replace", "path": "/context_parallel/order", "value": "zigzag"},)
+    assert flags(fix.knobs) == ["--set", "context_parallel.order=zigzag"]
+    asked = asked_for(job, "zigzag")
+    assert isinstance(asked, Gain)
+    assert asked.low <= saved <= asked.high
+    assert "is not told by a run with contiguous ones" in str(asked_for(job, "striped"))
+    assert "the run has context_parallel.order=contiguous already" in str(asked_for(job, "contiguous"))
+    assert "no ring of dsprof's engine" in str(asked_for(ring(contiguous), "zigzag"))
+
+
+def asked_for(job: MeshJob, order: str) -> Gain | str:
+    (row,) = ask(study(job.trace()), [[turned("context_parallel.order", order, "run")]]).rows
+    return row.reason if row.gain is None else row.gain
 
 
 @pytest.mark.parametrize("ms", [lambda rank: 1.0, lambda rank: 1.6 if rank == 3 else 1.0])

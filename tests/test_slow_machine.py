@@ -72,10 +72,12 @@ def test_the_network(tmp_path: Path, stated: list[dict[str, Any]]) -> None:
     assert list(machine_pace.read_network(str(proc))) == [(gauges.SEGMENTS_SENT, 5000), (gauges.SEGMENTS_AGAIN, 40)]
     cards = {"eth0": ("1000", "up", "1"), "eth1": ("10000", "down", "1"), "lo": ("100000", "up", "772"),
              "wifi": ("-1", "up", "1")}  # fmt: skip
+    virtual = {f"cali{number}": ("10000", "up", "1") for number in range(10)}
     files = {
-        f"class__net__{name}__{what}": value
-        for name, values in cards.items() for what, value in zip(("speed", "operstate", "type"), values, strict=True)
+        f"class__net__{name}__{what}": value for name, values in (cards | virtual).items()
+        for what, value in zip(("speed", "operstate", "type"), values, strict=True)
     }  # fmt: skip
+    files |= {f"class__net__{name}__device__vendor": "0x1d0f" for name in cards if name != "lo"}
     machine_pace.state_machine(str(proc), str(write(tmp_path / "sys", **files)))
     assert stated == [{"fact": "network", "mbit_per_s": {"eth0": 1000}}]
 

@@ -26,6 +26,7 @@ from dsprof.analyzer.whatif import Refused, WhatIf, apply
 from dsprof.analyzer.whatif.communications import MoreCommunication, ScaleLink, WithoutCommunications
 from dsprof.analyzer.whatif.even_segments import EvenSegments
 from dsprof.analyzer.whatif.faster_hosts import FasterHosts
+from dsprof.analyzer.whatif.fetching import DeepSpeedFetching, FetchedBy, GatheredWhole, OwnFetching
 from dsprof.analyzer.whatif.lowering import Lower, Stages
 from dsprof.analyzer.whatif.merge import Merge
 from dsprof.analyzer.whatif.needless import GatheredOnce, InLastBackward, WithoutBuffers
@@ -35,6 +36,7 @@ from dsprof.analyzer.whatif.rebucket import Rebucket, reduced_in_backwards
 from dsprof.analyzer.whatif.schedule import Reschedule, makespan, schedule_graph
 from dsprof.analyzer.whatif.select import Communications
 from dsprof.analyzer.whatif.typical import Typical
+from dsprof.analyzer.whatif.waited_for import WaitedFor
 from dsprof.analyzer.whatif.without_flows import WithoutFlows
 from dsprof.analyzer.whatif.work import Change, EvenRanks, LessWork, ScaleWork
 from dsprof.engine import schedule
@@ -212,7 +214,13 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: Prefetched(Communications(kinds=("all_gather parameter",)), ahead=2),
     lambda: Prefetched(GATHERS, 1),
     lambda: Prefetched(GATHERS, 2),
+    lambda: Prefetched(GATHERS, 1, "forward"),
     lambda: GatheredOnce(GATHERS),
+    lambda: FetchedBy(GATHERS, LINK, OwnFetching(16.0, 1e9, 1e9), 1),
+    lambda: FetchedBy(GATHERS, LINK, DeepSpeedFetching(1e9, 1e9, 1e9), 1),
+    lambda: FetchedBy(GATHERS, LINK, GatheredWhole(), 1),
+    lambda: WaitedFor(GRADIENTS, 0),
+    lambda: WaitedFor(GRADIENTS, 1),
     lambda: Merge(GATHERS, LINK, together=2),
     lambda: Merge(GRADIENTS, LINK, most_bytes=50),
     lambda: Rebucket((112,), LINK, 0.1),
@@ -255,7 +263,7 @@ def test_every_what_if_there_is_is_drawn() -> None:
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [30, 32, 26]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [36, 38, 32]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])

@@ -15,6 +15,8 @@ def parse():
     parser.add_argument("--forward-ms", type=float, default=10.0)
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--link", type=float, help="bytes a second that dsprof's engine moves at most, as if by a wire")
+    parser.add_argument("--accumulate", type=int, default=1, help="backwards for each step of the optimizer")
     parser.add_argument("--deepspeed_config", required=True, help="the JSON file")
     return parser.parse_args()
 
@@ -32,16 +34,18 @@ def main():
         args=argparse.Namespace(deepspeed_config=args.deepspeed_config, local_rank=rank),
         model=model,
         model_parameters=model.parameters(),
+        **({"link": args.link} if args.own and args.link else {}),
     )
     batches = torch.Generator().manual_seed(rank)
     for _ in range(args.steps):
-        inputs = torch.randn(8, args.width, generator=batches)
-        loss = F.mse_loss(engine(inputs), inputs.flip(1))
-        engine.backward(loss)
-        engine.step()
+        for _ in range(args.accumulate):
+            inputs = torch.randn(8, args.width, generator=batches)
+            loss = F.mse_loss(engine(inputs), inputs.flip(1))
+            engine.backward(loss)
+            engine.step()
         log.step()
-    log.finish()
     dist.barrier()
+    log.finish()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ What does not change is stated once, when looking begins; the rest is read once 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -113,9 +114,11 @@ def read_network(root: str) -> Reading:
 
 
 def _network(sys: str) -> dict[str, Any] | None:
-    """What the interfaces can do that are up."""
+    """What the interfaces can do that are up. Virtual ones, of containers and bridges, always say the same and are
+    none: without a device behind them."""
     speeds: dict[str, int] = {}
-    for folder in _folders(Path(sys) / "class/net")[:MOST_INTERFACES]:
+    real = [folder for folder in _folders(Path(sys) / "class/net") if os.path.exists(folder / "device")]
+    for folder in real[:MOST_INTERFACES]:
         speed, is_up = _word(folder / "speed"), _word(folder / "operstate") == "up"
         if speed.isdigit() and int(speed) and is_up and _word(folder / "type") != LOOPBACK:
             speeds[folder.name] = int(speed)

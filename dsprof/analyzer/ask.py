@@ -314,6 +314,8 @@ def _priced(study: Study, graph: StepGraph, effects: Sequence[Effect]) -> Gain:
     saved = [saved_of(i) for i in range(max(len(one.variants) for one in effects))]
     gain, ends = mean_gain(study, saved[0]), [float(of.mean()) for of in saved[1:]]
     gain = replace(gain, low=min([gain.low, *ends]), high=max([gain.high, *ends]))
+    unsure = float(sum(one.unsure_ms for one in effects))
+    gain = replace(gain, low=gain.low - unsure, high=gain.high + unsure)
     for one, (_, own) in zip(effects, alone, strict=True):
         if one.between is not None:
             certain = mean_gain(study, own)

@@ -30,6 +30,7 @@ class Effect:
     like:    the code of the rule whose predictions are of the same kind: their error is this one's
     per_batch: what a step is then divided by, to be of as much as it is of now: 2.0 of a batch twice as large
     counts_cores, between: as of `Candidate`
+    unsure_ms: how much more or less than is replayed it may save, ms, of what no replay knows
     notes:   what the prediction rests on, or is of, each in a sentence
     """
 
@@ -43,6 +44,7 @@ class Effect:
     per_batch: float = 1.0
     counts_cores: bool = False
     between: Between | None = None
+    unsure_ms: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property

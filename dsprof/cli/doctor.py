@@ -116,12 +116,12 @@ def _rows(console: Console, rows: Iterable[Row], indent: str = "  ", named: bool
 
 def _config(config: Config, world_size: int) -> Iterator[Row]:
     """The batch, then every key with its value, bold where it is not the default; sections at their defaults last."""
-    from dsprof.engine.config import Batch, data_parallel_ranks
+    from dsprof.engine.config import Batch, replicas_of
 
     sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
     shares = config.shares(world_size)
     if config.heterogeneous.speeds is None:
-        yield "batch", str(Batch(*sizes, ranks=data_parallel_ranks(config, world_size))), "bold"
+        yield "batch", str(Batch(*sizes, ranks=replicas_of(config, world_size))), "bold"
     elif config.heterogeneous.speeds == "measure":
         yield "batch", f"{sizes[0]}, divided by speeds that are measured at the start", "bold"
     else:

@@ -41,6 +41,7 @@ MAY_CHANGE: Final[Mapping[str, Numbers]] = {
     "communication_data_type": ROUNDING, "pipeline.partition_method": ROUNDING, "pipeline.schedule": ROUNDING,
     "pipeline.virtual_stages": ROUNDING, "tensor_parallel.autotp_size": ROUNDING,
     "heterogeneous.speeds": ROUNDING, "tensor_parallel.sequence_parallel": ROUNDING,
+    "context_parallel.attention": ROUNDING, "context_parallel.order": ROUNDING,
     "fp8": ROUNDING, "fp8.enabled": ROUNDING,
     "steps_per_print": SAME, "wall_clock_breakdown": SAME,
     "memory_breakdown": SAME, "comms_logger.enabled": SAME, "flops_profiler.enabled": SAME,

@@ -15,12 +15,17 @@ from dsprof.analyzer.budget.activity import BUFFER
 from dsprof.analyzer.effect import Effect
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
+from dsprof.analyzer.rules.comm.fetched_parameters import with_live_parameters, with_prefetch_bucket
+from dsprof.analyzer.rules.comm.fsdp_settings import with_prefetch, with_reshard
 from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
 from dsprof.analyzer.rules.comm.volume import with_short_gradients
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
+from dsprof.analyzer.rules.comm.zero_stage import with_overlap, with_stage
 from dsprof.analyzer.rules.compute.float8 import with_float8
 from dsprof.analyzer.rules.data.data_stall import supply
+from dsprof.analyzer.rules.data.sequence import with_order
+from dsprof.analyzer.rules.memory.offload_knobs import with_offload
 from dsprof.analyzer.rules.run.unequal_shares import with_speeds
 from dsprof.analyzer.study import Study
 from dsprof.redact import redact_words
@@ -88,15 +93,28 @@ def _dynamic(study: Study, value: Any) -> Effect:
 CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "ddp.bucket_cap_mb": with_cap,
     "zero_optimization.reduce_bucket_size": _bucket_size,
+    "zero_optimization.stage3_prefetch_bucket_size": with_prefetch_bucket,
+    "zero_optimization.stage3_max_live_parameters": with_live_parameters,
+    "zero_optimization.stage": with_stage,
+    "zero_optimization.overlap_comm": with_overlap,
+    **{
+        f"zero_optimization.{name}{key}": with_offload(name)
+        for name in ("offload_optimizer", "offload_param")
+        for key in ("", ".device")
+    },
     "ddp.accumulate": _accumulate,
     "ddp.comm_hook": lambda study, value: with_short_gradients(study),
     "ddp.broadcast_buffers": _broadcast,
     "fsdp2.modules_per_unit": with_modules_per_unit,
+    "fsdp2.reshard_after_forward": with_reshard,
+    "fsdp2.forward_prefetch": with_prefetch(backward=False),
+    "fsdp2.backward_prefetch": with_prefetch(backward=True),
     "compile.dynamic": _dynamic,
     "gc.freeze": _freeze,
     "gc.every": _collect_every,
     "loader.num_workers": _workers,
     "heterogeneous.speeds": with_speeds,
+    "context_parallel.order": with_order,
     "fp8": with_float8,
     "fp8.enabled": with_float8,
 }

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dsprof import regular_files
+from dsprof.names import CaptureName, host_name
 from dsprof.permissions import make_folder, make_named_folder
 from dsprof.run import RunError, RunFolder, RunInfo
 
@@ -22,6 +23,11 @@ def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:
                 raise RunError(f"{shown(folder.path)}: holds something other than a run; give another folder with -o")
             if not force:
                 raise RunError(f"{shown(folder.path)}: exists; replace it with --force, or give another folder with -o")
+            if (process := _under_way(folder)) is not None:
+                raise RunError(
+                    f"{shown(folder.path)}: a job is still running there (process {process} is one of its ranks); wait "
+                    "for it or end it, or give another folder with -o"
+                )
             folder.remove()
         make_named_folder(folder.path)
         make_folder(folder.capture, exist_ok=False)  # fails if another launcher was quicker
@@ -37,6 +43,20 @@ def claim(path: Path, info: RunInfo, *, force: bool = False) -> RunFolder:
             folder.remove()
         raise _cannot_write(folder, error) from error
     return folder
+
+
+def _under_way(folder: RunFolder) -> int | None:
+    """A process of this host that is captured into the folder, of a run that has not ended; None: there is none."""
+    try:
+        if regular_files.read_json(folder.run_json).get("ended"):
+            return None
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    for path in regular_files.folders(folder.capture, "rank*"):
+        name = CaptureName.of(path.name)
+        if name is not None and name.host == host_name() and Path(f"/proc/{name.pid}").exists():
+            return name.pid
+    return None
 
 
 def is_run(folder: RunFolder) -> bool:

@@ -95,13 +95,12 @@ def _concat(parts: Sequence[pd.Series[Any]], dtype: str) -> Any:
 
 
 def _join_categories(parts: Sequence[pd.Series[str]]) -> pd.Categorical:
-    parts = [part.astype("category") for part in parts]
-    values = sorted({value for part in parts for value in part.cat.categories})
+    arrays = [part.astype("category").array for part in parts]
+    words = [tuple(of.categories.tolist()) for of in arrays]  # ranks alike have the same ones
+    values = sorted({value for one in set(words) for value in one})
     number = {value: code for code, value in enumerate(values)}
-    codes = [
-        np.array([*(number[value] for value in part.cat.categories), -1], np.int32)[part.cat.codes.to_numpy()]
-        for part in parts
-    ]
+    joined = {one: np.array([*(number[value] for value in one), -1], np.int32) for one in set(words)}
+    codes = [joined[one][of.codes] for one, of in zip(words, arrays, strict=True)]
     return pd.Categorical.from_codes(np.concatenate(codes), categories=pd.Index(values, dtype=object))
 
 
@@ -142,7 +141,8 @@ class _Stored:
                 with open_parquet(path) as file:
                     known = set(file.schema_arrow.names)
                     there = [name for name in columns if name in known]
-                    return _typed(file.read(columns=there).to_pandas(), columns)
+                    table = file.read(columns=there, use_threads=False)  # ranks are read side by side: no file is
+                    return _typed(table.to_pandas(use_threads=False), columns)
             except Exception as error:  # pyarrow and pandas raise whatever a damaged file has them meet
                 warn(self._info, f"{path.name}: unreadable ({brief(error)})")
                 self._held[rank] = self._derived(rank)

@@ -110,6 +110,7 @@ def ask(mpu: Any, what: str, caller: str = "checkpointing.configure") -> int:
     if found is None:
         raise ValueError(
             f"{caller}: mpu ({type(mpu).__name__}) has no get_model_parallel_{what}(), which says what ranks "
-            "share layers: leave it out; one that divides sequences over ranks (Ulysses) has no counterpart here"
+            'share layers: leave it out; for one that divides sequences over ranks write "sequence_parallel_size" in '
+            "the configuration"
         )
     return int(found())

@@ -20,19 +20,24 @@ AXES: Final[tuple[Axis, ...]] = ("pp", "dp", "tp")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """`pp` stages of `dp` replicas of `tp` ranks each, and where this `rank` is.
+    """`pp` stages of `dp` data-parallel ranks of `tp` ranks each, and where this `rank` is.
 
-    rank = (stage x dp + replica) x tp + part. Raises ValueError if the rank is not one of the grid.
+    rank = (stage x dp + data-parallel rank) x tp + part. Of the data-parallel ranks, `sp` neighbours share each
+    sequence: they are one replica, which reads data of its own. Raises ValueError if the rank is not one of the grid,
+    or `sp` does not divide `dp`.
     """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
     rank: int = 0
+    sp: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.pp, self.dp, self.tp) < 1 or not 0 <= self.rank < self.size:
+        if min(self.pp, self.dp, self.tp, self.sp) < 1 or not 0 <= self.rank < self.size:
             raise ValueError(f"rank {self.rank} is not in a mesh of {self.pp} x {self.dp} x {self.tp} ranks")
+        if self.dp % self.sp:
+            raise ValueError(f"{self.sp} ranks that share sequences do not divide {self.dp} data-parallel ranks")
 
     @property
     def size(self) -> int:
@@ -46,8 +51,23 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which replica this rank is of."""
+        """Which of the ranks with the same part of the model this is: of those that average gradients."""
         return self.rank // self.tp % self.dp
+
+    @property
+    def replicas(self) -> int:
+        """How many data-parallel ranks read data of their own."""
+        return self.dp // self.sp
+
+    @property
+    def replica(self) -> int:
+        """Which of them this rank is of."""
+        return self.dp_rank // self.sp
+
+    @property
+    def sp_rank(self) -> int:
+        """Which part of each sequence this rank has."""
+        return self.dp_rank % self.sp
 
     @property
     def tp_rank(self) -> int:
@@ -63,6 +83,10 @@ class Mesh:
             found.setdefault(place, []).append(rank)
         return list(found.values())
 
+    def sequence_sets(self) -> list[list[int]]:
+        """All ranks of the job in sets that share sequences, each in order."""
+        return [ranks[first : first + self.sp] for ranks in self.sets("dp") for first in range(0, self.dp, self.sp)]
+
     def peers(self, *axes: Axis) -> list[int]:
         """That of these sets which this rank is in."""
         return next(ranks for ranks in self.sets(*axes) if self.rank in ranks)
@@ -77,7 +101,7 @@ class Parallel:
 
     mesh: Mesh
     data: Comm
-    """Ranks with the same part of the model."""
+    """Ranks with the same part of the model, those that share sequences among them."""
     model: Comm
     """Ranks with the rest of it: the same data, other stages, other parts of layers."""
     tensor: Comm
@@ -120,7 +144,7 @@ def open_parallel(mesh: Mesh, hooks: Hooks) -> Parallel:
     return Parallel(mesh, data, model, tensor, everyone, data_hosts, on_hosts(everyone, everyone_sets))
 
 
-def mesh_of(pp: int, tp: int) -> Mesh:
-    """The mesh of this job, whose ranks `pp` and `tp` must divide."""
+def mesh_of(pp: int, tp: int, sp: int = 1) -> Mesh:
+    """The mesh of this job, whose ranks `pp`, `tp` and `sp` must divide."""
     rank, size = rank_and_size()
-    return Mesh(pp, size // (pp * tp), tp, rank)
+    return Mesh(pp, size // (pp * tp), tp, rank, sp)

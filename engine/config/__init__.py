@@ -23,7 +23,7 @@ page of all. Free of torch and of the rest of the engine: the analyzer and `dspr
 """
 
 from .batch import ACCUMULATION, MICRO, TRAIN, Batch, BatchError, remedies
-from .config import Config, data_parallel_ranks
+from .config import Config, data_parallel_ranks, replicas_of
 from .held import ELEMENT_BYTES, Held, held
 from .keys import known_paths
 from .loading import ConfigError, as_far_as_known, load
@@ -33,5 +33,5 @@ from .zero import ZeroConfig
 __all__ = [
     "ACCUMULATION", "ELEMENT_BYTES", "MICRO", "TRAIN", "Batch", "BatchError", "Config", "ConfigError", "Held",
     "ZeroConfig", "as_far_as_known", "data_parallel_ranks", "held", "key_can_be", "key_says", "key_takes",
-    "known_paths", "load", "remedies",
+    "known_paths", "load", "remedies", "replicas_of",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from .debugging import CommsLoggerConfig, CsvMonitorConfig, FlopsProfilerConfig,
 from .heterogeneous import HeterogeneousConfig, divide, replica_speeds
 from .model import TO_BE_SOLVED, DataType, Number, Section, Whole
 from .optimizer import OptimizerConfig
-from .parallel import PipelineConfig, TensorParallelConfig
+from .parallel import ContextParallelConfig, PipelineConfig, TensorParallelConfig
 from .scheduler import SchedulerConfig
 from .zero import AioConfig, ZeroConfig
 
@@ -114,7 +114,8 @@ class CheckpointConfig(Section):
 
 class Config(Section):
     """Of the three batch sizes it is enough to give one or two: they satisfy `train_batch_size` =
-    `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data-parallel ranks."""
+    `train_micro_batch_size_per_gpu` x `gradient_accumulation_steps` x data-parallel ranks, of which those that share
+    sequences count as one."""
 
     train_batch_size: Whole = Field(default=TO_BE_SOLVED, gt=0)
     """Samples in an optimizer step, over all ranks. Default: solved from the other two."""
@@ -206,6 +207,13 @@ class Config(Section):
     tensor_parallel: TensorParallelConfig = TensorParallelConfig()
     """Layers sharded over ranks."""
 
+    sequence_parallel_size: Whole = Field(default=1, ge=1)
+    """Ranks that share each sequence, and so the memory of its activations. They read the same data, which
+    `engine.shard_sequence` divides among them."""
+
+    context_parallel: ContextParallelConfig = ContextParallelConfig()
+    """How they compute its attention."""
+
     pipeline: PipelineConfig = PipelineConfig()
     """Layers divided into stages."""
 
@@ -226,7 +234,7 @@ class Config(Section):
         whole = self.train_batch_size // self.gradient_accumulation_steps
         if isinstance(speeds, tuple):
             return divide(whole, replica_speeds(speeds, self.pipeline.stages, self.tensor_parallel.size))
-        replicas = data_parallel_ranks(self, world_size)
+        replicas = replicas_of(self, world_size)
         return [whole // replicas] * replicas
 
     def unequal_shares(self, world_size: int) -> list[int] | None:
@@ -256,5 +264,10 @@ class Config(Section):
 
 
 def data_parallel_ranks(config: Config, world_size: int) -> int:
-    """Ranks that hold the same part of the model, at least 1."""
+    """Ranks that hold the same part of the model, and average gradients, at least 1."""
     return max(1, world_size // (config.tensor_parallel.size * config.pipeline.stages))
+
+
+def replicas_of(config: Config, world_size: int) -> int:
+    """Of these, sets that read data of their own: a rank each, or ranks that share sequences. At least 1."""
+    return max(1, data_parallel_ranks(config, world_size) // config.sequence_parallel_size)

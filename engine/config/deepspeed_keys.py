@@ -78,8 +78,9 @@ FOREIGN: Final[dict[str, dict[str, Foreign]]] = {
         "nebula": _removed("`save_checkpoint` writes to a file system"),
         "progressive_layer_drop": _removed("drop layers in the model's own forward"),
         "quantize_training": _removed("quantize the model itself"),
-        "seq_parallel_communication_data_type": _no_effect("sequences are not split over ranks"),
-        "sequence_parallel_size": _refused("sequences are not split over ranks; remove it", 1),
+        "seq_parallel_communication_data_type": _no_effect(
+            'gradients travel in "communication_data_type", those of ranks that share sequences too'
+        ),
         "sparse_attention": _removed("use torch's flex_attention in the model"),
         "timers": _no_effect("steps are timed by the hooks, without synchronizing the device"),
         "torch_autocast": _refused(

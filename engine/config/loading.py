@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from dsprof.words import joined
 
 from . import batch
-from .config import Config, data_parallel_ranks
+from .config import Config, replicas_of
 from .keys import Notes, known_keys
 from .model import shown
 from .rules import RULES, share_of_a_sample, without_effect
@@ -60,8 +60,9 @@ def load(
         config = _with_stages(config, pipeline_stages, notes)
     for remark in (remark for rule in RULES for remark in rule(config, world_size)):
         (notes.problems if remark.error else notes.warnings).append(str(remark))
-    if world_size % (config.tensor_parallel.size * config.pipeline.stages) == 0:
-        config = _with_batch_sizes(config, data_parallel_ranks(config, world_size), notes)
+    sharing = config.tensor_parallel.size * config.pipeline.stages * config.sequence_parallel_size
+    if world_size % sharing == 0:
+        config = _with_batch_sizes(config, replicas_of(config, world_size), notes)
     if notes.problems:
         raise ConfigError(notes.problems, notes.warnings, path)
     config.warnings.extend(notes.warnings)

@@ -1,4 +1,5 @@
-"""`tensor_parallel` and `pipeline`: a model's layers sharded over ranks, and divided among them."""
+"""`tensor_parallel`, `context_parallel` and `pipeline`: a model's layers sharded over ranks, sequences divided among
+them, and layers divided among them."""
 
 from __future__ import annotations
 
@@ -40,6 +41,23 @@ class TensorParallelConfig(Section):
     def size(self) -> int:
         """Ranks that share each layer, at least 1."""
         return max(1, self.autotp_size)
+
+
+class ContextParallelConfig(Section):
+    """dsprof's own. How ranks that share a sequence (`sequence_parallel_size`) compute its attention
+    (`dsprof.engine.sequence`)."""
+
+    attention: Literal["ulysses", "ring"] = "ulysses"
+    """`ulysses`: all-to-alls bring each rank the whole sequence for some of the heads; `ring`: keys and values go round
+    the ranks, for any number of heads."""
+
+    order: Literal["contiguous", "zigzag"] = "zigzag"
+    """Which positions a rank has, with `ring`. `contiguous`: one piece, of which under a causal mask the last costs
+    most, 1 : 3 : 5 : 7 of four ranks; `zigzag`: two, one from the front and one from the back, which cost all alike."""
+
+    check: bool = True
+    """Before the first micro-batch, run the model on a few of its positions, whole and divided, and raise an error
+    where the results differ: with attention that the engine does not see, or positions that a rank counts from 0."""
 
 
 class PipelineConfig(Section):

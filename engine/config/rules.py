@@ -318,6 +318,30 @@ def model_parallel_sizes(config: Config, world_size: int) -> Iterator[Remark]:
         )
 
 
+# --- ranks that share sequences -------------------------------------------------------------------
+
+
+def ranks_of_a_sequence(config: Config, world_size: int) -> Iterator[Remark]:
+    size, where, section = config.sequence_parallel_size, "sequence_parallel_size", config.context_parallel
+    if size == 1:
+        yield from without_effect(
+            section, "context_parallel", type(section).model_fields, f'it takes "{where}" above 1'
+        )
+        return
+    beside = {
+        "tensor_parallel.autotp_size": config.tensor_parallel.size > 1, "pipeline.stages": config.pipeline.stages > 1,
+        "heterogeneous.speeds": config.heterogeneous.speeds is not None,
+    }  # fmt: skip
+    for key in (key for key, given in beside.items() if given):
+        yield Remark(where, f"{size}, which does not go together with {key}; remove one of them")
+    ranks = data_parallel_ranks(config, world_size)
+    if ranks % size and not any(beside.values()):
+        yield Remark(where, f"{size} does not divide the {ranks} data-parallel ranks; write {divisors(ranks)}")
+    if section.attention == "ulysses":
+        why = 'it is for "attention": "ring"; with "ulysses" every rank has all positions of its heads'
+        yield from without_effect(section, "context_parallel", ("order",), why)
+
+
 # --- ranks of unequal speed -----------------------------------------------------------------------
 
 
@@ -365,5 +389,5 @@ def share_of_a_sample(config: Config) -> Iterator[Remark]:
 
 RULES: Final[tuple[Rule, ...]] = (
     cases, switched_off, accumulation_type, secondary_partition, nobody_to_send_to, length_of_warm_up, offloading,
-    model_parallel_sizes, speeds_of_ranks,
+    model_parallel_sizes, ranks_of_a_sequence, speeds_of_ranks,
 )  # fmt: skip

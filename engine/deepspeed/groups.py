@@ -30,9 +30,8 @@ _ANSWERS: Final[Mapping[str, Callable[[Parallel], Any]]] = {
     # Of the ranks with the same part of the model, and of those that share layers, the first.
     "get_broadcast_src_rank": lambda parallel: parallel.mesh.peers("dp")[0],
     "get_tensor_model_parallel_src_rank": lambda parallel: parallel.mesh.peers("tp")[0],
-    # Sequences are not divided over ranks.
-    "get_sequence_parallel_world_size": lambda parallel: 1,
-    "get_sequence_parallel_rank": lambda parallel: 0,
+    "get_sequence_parallel_world_size": lambda parallel: parallel.mesh.sp,
+    "get_sequence_parallel_rank": lambda parallel: parallel.mesh.sp_rank,
 }
 """Name -> what the engine that was made last answers."""
 

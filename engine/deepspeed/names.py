@@ -222,7 +222,9 @@ _WEIGHTS: Final = (
     "engine.save_16bit_model(folder) writes the weights to one file, in fp32 if there is neither fp16 nor bf16"
 )
 _EXPERTS: Final = "experts are trained like all parameters, not spread over ranks: write the layer with torch.nn"
-_SEQUENCES: Final = "write tensor_parallel in the configuration; Ulysses is not there"
+_SEQUENCES: Final = (
+    'write "sequence_parallel_size" in the configuration, and divide each batch by engine.shard_sequence(batch)'
+)
 _TENSOR_PARALLEL: Final = "tensor_parallel in the configuration shards the model's own layers: leave it out"
 
 ABSENT_MODULES: Final = by_name({

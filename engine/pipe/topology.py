@@ -214,8 +214,8 @@ ANSWERS: Final[Mapping[str, Callable[[Parallel], Any]]] = {
         rank=lambda parallel: parallel.mesh.pp_rank, world_size=lambda parallel: parallel.mesh.pp,
     ),
     **_along(
-        ["data_parallel"], id=lambda parallel: parallel.mesh.dp_rank, rank=lambda parallel: parallel.mesh.dp_rank,
-        world_size=lambda parallel: parallel.mesh.dp, group=lambda parallel: parallel.data.group,
+        ["data_parallel"], id=lambda parallel: parallel.mesh.replica, rank=lambda parallel: parallel.mesh.replica,
+        world_size=lambda parallel: parallel.mesh.replicas, group=lambda parallel: parallel.data.group,
         group_ranks=lambda parallel: parallel.mesh.peers("dp"),
     ),
     **_along(

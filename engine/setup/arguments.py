@@ -61,7 +61,8 @@ def check_arguments(args: Any, optimizer: Any, model_parameters: Any, unsupporte
     for name in (name for name, given in unsupported.items() if given is not None):
         raise ValueError(
             f"initialize: {name} is not supported: ranks are divided by the configuration; write "
-            '"tensor_parallel": {"autotp_size": ...} and "pipeline": {"stages": ...} there, and leave it out'
+            '"tensor_parallel": {"autotp_size": ...}, "pipeline": {"stages": ...} and "sequence_parallel_size" there, '
+            "and leave it out"
         )
     if not (optimizer is None or callable(optimizer) or isinstance(optimizer, Optimizer)):
         raise TypeError(f"initialize: optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")

@@ -33,6 +33,7 @@ from ..optim import lr
 from ..optim.loss_scaler import loss_scaler, model_dtype
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import Links, open_links
+from ..sequence import SequenceParallel
 from ..train.engine import Engine
 from ..train.pipeline_engine import PipelineEngine
 from ..training_state import Training
@@ -91,7 +92,10 @@ def initialize(
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     settings = load(source, world_size=world_size, pipeline_stages=stages_of(model))
     check_same_config(settings)
-    mesh, device = mesh_of(settings.pipeline.stages, settings.tensor_parallel.size), local_device()
+    mesh, device = (
+        mesh_of(settings.pipeline.stages, settings.tensor_parallel.size, settings.sequence_parallel_size),
+        local_device(),
+    )
     hooks = Hooks()
     if mesh.rank == 0:
         for warning in (*settings.warnings, *arguments.in_vain(optimizer, lr_scheduler, settings)):
@@ -162,7 +166,10 @@ def _divide(
     comms = _open_comms(config, parallel, device, hooks, link)
     for comm in comms.all():
         opened.callback(comm.close)
+    sequence = _share_sequences(model, config, parallel, device, hooks, opened, link)
     between = [group for each in links.values() for group in each.groups]
+    if sequence is not None and sequence.comm.group is not None:
+        between.append(sequence.comm.group)
     peers = Peers(parallel.everyone, [*(comm.group for comm in (*parallel.all(), *comms.all())), *between])
     opened.callback(peers.close)
     agreement: Agreement | None = None
@@ -190,7 +197,19 @@ def _divide(
             warnings.warn(note, stacklevel=3)
     opened.callback(zero.close)
     scaler = loss_scaler(config.fp16)
-    return Training(model, config, zero, parallel, shared, scaler, offload.states, hooks, peers), links
+    return Training(model, config, zero, parallel, shared, scaler, offload.states, hooks, peers, sequence), links
+
+
+def _share_sequences(
+    model: nn.Module, config: Config, parallel: Parallel, device: torch.device, hooks: Hooks,
+    opened: contextlib.ExitStack, link: float | None,
+) -> SequenceParallel | None:  # fmt: skip
+    """The ranks that this one shares sequences with; None without any."""
+    if parallel.mesh.sp == 1:
+        return None
+    comm = open_comm(parallel.mesh.sequence_sets(), lambda: open_lane("context", device, hooks, link))
+    opened.callback(comm.close)
+    return SequenceParallel(comm, config.context_parallel, model)
 
 
 def _assemble(
@@ -346,7 +365,7 @@ def _loader(data: Any, config: Config, mesh: Mesh, collate_fn: Any, unequal: lis
             )
         return data
     return ShardedLoader(
-        data, batch_size=mine, rank=mesh.dp_rank, world_size=mesh.dp, collate_fn=collate_fn,
+        data, batch_size=mine, rank=mesh.replica, world_size=mesh.replicas, collate_fn=collate_fn,
         drop_last=config.dataloader_drop_last, shares=unequal,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,9 @@ from ..tree import leaves
 _MULTIPLIER: Final = -7046029254386353131  # 2**64 divided by the golden ratio, as a signed integer
 
 
-def check_same(batch: Any, comm: Comm) -> None:
+def check_same(
+    batch: Any, comm: Comm, kind: Literal["tensor-parallel", "context-parallel"] = "tensor-parallel"
+) -> None:
     """Raise ValueError on every rank of `comm`, naming those that differ, unless all pass the same `batch`.
 
     Tensors are compared by type, shape and a hash of their values, in whatever tuples, lists and dicts they lie; other
@@ -39,19 +41,18 @@ def check_same(batch: Any, comm: Comm) -> None:
         values = values * 31 + _hash(tensor).to(values.device)
     rows[comm.rank, 0] = shapes
     rows[comm.rank, 1] = values
-    comm.all_gather(rows, "tensor-parallel").wait()
+    comm.all_gather(rows, kind).wait()
     answers = [tuple(answer) for answer in rows.tolist()]
     usual = Counter(answers).most_common(1)[0][0]
     different = [rank for rank, answer in enumerate(answers) if answer != usual]
     if different:
         what = "shapes" if any(answers[rank][0] != usual[0] for rank in different) else "values"
-        listed = ", ".join(
-            f"{dist.get_global_rank(comm.group, rank)} (tensor-parallel rank {rank})" for rank in different
-        )
+        listed = ", ".join(f"{dist.get_global_rank(comm.group, rank)} ({kind} rank {rank})" for rank in different)
         raise ValueError(
-            f"the data of global rank {listed} differs in its {what} from that of the others in its tensor-parallel "
-            f"group of {comm.size}: these ranks share layers and must get the same batch; give the loader the "
-            f"data-parallel rank and size, not the global ones (this rank has {described[:200]})"
+            f"the data of global rank {listed} differs in its {what} from that of the others in its {kind} group of "
+            f"{comm.size}: these ranks share {'layers' if kind == 'tensor-parallel' else 'sequences'} and must get the "
+            f"same batch; give the loader the data-parallel rank and size, not the global ones (this rank has "
+            f"{described[:200]})"
         )
 
 

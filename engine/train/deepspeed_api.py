@@ -102,7 +102,7 @@ def _set_train_batch_size(training: Training, train_batch_size: int) -> None:
     if train_batch_size < 1 or train_batch_size % each:
         raise ValueError(
             f"set_train_batch_size: {train_batch_size} samples are no multiple of the {each} of a micro-batch over "
-            f"the {training.parallel.mesh.dp} replicas; write {max(1, round(train_batch_size / each)) * each}"
+            f"the {training.parallel.mesh.replicas} replicas; write {max(1, round(train_batch_size / each)) * each}"
         )
     if training.under_way:
         raise RuntimeError("set_train_batch_size in the middle of a step: call it after a step has been taken")
@@ -126,7 +126,7 @@ def _set_train_micro_batch_size(training: Training, micro_batch_size: int) -> No
             "set_train_micro_batch_size: the replicas have unequal shares of a micro-batch (heterogeneous.speeds): "
             "write another batch size in the configuration"
         )
-    samples = micro_batch_size * training.config.gradient_accumulation_steps * training.parallel.mesh.dp
+    samples = micro_batch_size * training.config.gradient_accumulation_steps * training.parallel.mesh.replicas
     sizes = {"train_batch_size": samples, "train_micro_batch_size_per_gpu": micro_batch_size}
     training.config = training.config.model_copy(update=sizes)
 
@@ -157,8 +157,8 @@ def _deepspeed_io(
     return ShardedLoader(
         dataset,
         batch_size=batch_size or config.train_micro_batch_size_per_gpu,
-        rank=mesh.dp_rank,
-        world_size=mesh.dp,
+        rank=mesh.replica,
+        world_size=mesh.replicas,
         collate_fn=collate_fn,
         sampler=data_sampler,
         shuffle=route == "train",
@@ -209,10 +209,14 @@ _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "optimizer_name": _optimizer_name,
     "get_lr": Training.learning_rates,
     "get_mom": Training.momenta,
-    "get_data_parallel_rank": documented("Which replica this rank is of.", lambda t: t.parallel.mesh.dp_rank),
+    "get_data_parallel_rank": documented("Which replica this rank is of.", lambda t: t.parallel.mesh.replica),
     **dict.fromkeys(
         ("get_tensor_parallel_rank", "get_model_parallel_rank"),
         documented("Which part of each layer this rank has.", lambda t: t.parallel.mesh.tp_rank),
+    ),
+    "get_sequence_parallel_group": documented(
+        "The ranks that this one shares sequences with; None without any.",
+        lambda t: None if t.sequence is None else t.sequence.comm.group,
     ),
     "set_train_batch_size": _set_train_batch_size,
     "set_train_micro_batch_size": _set_train_micro_batch_size,

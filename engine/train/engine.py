@@ -18,13 +18,14 @@ from .. import activation_checkpoint
 from ..comm.deadlock import NORM
 from ..forward import watch_zero_grad
 from ..optim.loss_scaler import cast_floating, widened
+from ..sequence.trial import hold_against_whole
 from ..tensor.check_data import shapes_of
 from ..training_state import Training
 from ..tree import loss_of, to_device
 from ..zero.placeholder import no_torch_function
 from ..zero.zero import GRADIENTS
 from . import clipping
-from .base_engine import BaseEngine
+from .base_engine import CHECK_DATA_EVERY, BaseEngine
 
 
 class Engine(BaseEngine):
@@ -60,7 +61,8 @@ class Engine(BaseEngine):
             self.optimizer_step.begin()
         activation_checkpoint.attach(self.hooks, self.config.activation_checkpointing)
         try:
-            with self.hooks.span("phase", "forward" if torch.is_grad_enabled() else "eval"):
+            self._try_divided(args, kwargs)
+            with self._sharing(), self.hooks.span("phase", "forward" if torch.is_grad_enabled() else "eval"):
                 return self.module(*args, **kwargs)
         except Exception as error:
             self._failed("forward", error)
@@ -68,7 +70,8 @@ class Engine(BaseEngine):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Gradients of `loss` (a scalar), which is divided by the number of micro-batches unless `scale_wrt_gas` is
-        false. It is the mean over this rank's samples, and counts as many as these are (`heterogeneous`).
+        false. It is the mean over this rank's samples, and counts as many as these are (`heterogeneous`); where ranks
+        share sequences, over its part of their positions, and counts as many as have a label there.
 
         Returns the loss so divided, detached of loss scaling.
         """
@@ -102,9 +105,11 @@ class Engine(BaseEngine):
             loss = loss / self.config.gradient_accumulation_steps
         self.zero.begin_backward(last=self.is_gradient_accumulation_boundary() and not self._in_no_sync)
         try:
-            with self.hooks.span("phase", "backward"):
+            with self._sharing(), self.hooks.span("phase", "backward"):
                 factor = self.scaler.scale * self.state.loss_weight
                 scaled = widened(loss) * factor if factor != 1.0 else loss
+                if self.state.sequence is not None:
+                    scaled = self.state.sequence.weighted(scaled)
                 scaled.backward(retain_graph=retain_graph)
                 self.zero.finish_backward()
         except Exception as error:
@@ -189,7 +194,7 @@ class Engine(BaseEngine):
                 loss = self._loss_of(data_iter)
                 self.backward(loss)
                 self.step()
-                losses.append(loss.detach().float())
+                losses.append(self.sequence_mean(loss).float())
         except Exception:
             if not self.zero.reducer.open:  # else others may not be waiting for what this rank has begun to reduce
                 self._begin_step_anew()
@@ -202,7 +207,8 @@ class Engine(BaseEngine):
         self.eval()
         try:
             with torch.no_grad():
-                losses = [self._loss_of(data_iter).float() for _ in range(self.config.gradient_accumulation_steps)]
+                micro_batches = range(self.config.gradient_accumulation_steps)
+                losses = [self.sequence_mean(self._loss_of(data_iter)).float() for _ in micro_batches]
         finally:
             self.train(training)
         return torch.stack(losses).mean()
@@ -233,6 +239,40 @@ class Engine(BaseEngine):
         finally:
             self._in_no_sync = False
 
+    # --- ranks that share sequences
+
+    def shard_sequence(self, batch: Any, *, dim: int = 1, shift: bool | None = None) -> Any:
+        """This rank's part of each sequence in a batch that all ranks which share them have alike: of every tensor in
+        it with the positions in dimension `dim`. What else there is stays whole. Without `sequence_parallel_size` the
+        batch is returned as it is.
+
+        Labels of -100 count into no loss. `shift`: a dict's `labels` are to be those of the next position, which a
+        model cannot find behind the end of a part; by default for causal language models of transformers, which get
+        them as `shift_labels`, too, and `position_ids`.
+
+        Raises ValueError on all of these ranks for other data on one of them, and for sequences too short to divide.
+        """
+        sequence = self.state.sequence
+        if sequence is None:
+            return batch
+        check = self.global_steps % CHECK_DATA_EVERY == 0
+        return sequence.divide(batch, dim, shift, check_data=check)
+
+    def sequence_mean(self, loss: Tensor) -> Tensor:
+        """The loss over whole sequences, of each rank's mean over its part, without a gradient. On all ranks."""
+        return loss.detach() if self.state.sequence is None else self.state.sequence.mean(loss)
+
+    def _sharing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.state.sequence is None else self.state.sequence.running()
+
+    def _try_divided(self, args: Any, kwargs: Any) -> None:
+        """Before the first forward: hold the model against itself with whole sequences."""
+        sequence = self.state.sequence
+        if sequence is None or not sequence.unchecked or sequence.layout is None:
+            return
+        sequence.unchecked = False
+        hold_against_whole(sequence, self.module, args, kwargs)
+
     # --- inside
 
     def _refuse_untrained(self, what: str) -> None:
@@ -251,7 +291,7 @@ class Engine(BaseEngine):
         return known.name if known is not None and self.zero.reducer.holds(known) else None
 
     def _loss_of(self, data_iter: Iterator[Any] | None) -> Tensor:
-        return loss_of(self, to_device(next(self._batches(data_iter)), self.state.device))
+        return loss_of(self, self.shard_sequence(to_device(next(self._batches(data_iter)), self.state.device)))
 
     @property
     def _begun(self) -> bool:

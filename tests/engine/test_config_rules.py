@@ -119,6 +119,12 @@ def test_the_model_says_how_many_stages_there_are() -> None:
           "warm-up does"]),
         ({"tensor_parallel": {"sequence_parallel": True}},
          ['tensor_parallel.sequence_parallel: has no effect; it takes "autotp_size" above 1']),
+        ({"context_parallel": {"check": False, "order": "contiguous"}},
+         ['context_parallel.order: has no effect; it takes "sequence_parallel_size" above 1',
+          'context_parallel.check: has no effect; it takes "sequence_parallel_size" above 1']),
+        ({"sequence_parallel_size": 2, "context_parallel": {"order": "contiguous"}},
+         ['context_parallel.order: has no effect; it is for "attention": "ring"; with "ulysses" every rank has all '
+          "positions of its heads"]),
         ({"pipeline": {"layer_costs": "costs.json"}},
          ['pipeline.layer_costs: has no effect; it takes "partition_method": "measured"']),
         ({"activation_checkpointing": {"every": 3}},

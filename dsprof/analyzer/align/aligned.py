@@ -21,6 +21,7 @@ from dsprof.trace.map_ranks import Observer, map_ranks
 from dsprof.trace.merge import warn
 
 from ..arrays import Int
+from ..columns import is_one_of
 from .clock import Clocks, find_clocks, find_jumps
 from .numbering import number_by_order
 from .steps import late_beginnings, renumber_steps
@@ -36,6 +37,8 @@ CORRECTED_BY: Final = (
     "peer",
 )  # fmt: skip
 """Columns that are corrected, or say how."""
+NEVER: Final = -1
+"""The restart of a rank of which no process is known."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +131,15 @@ def _arrivals(rows: pd.DataFrame) -> Int:
     """Which of a rank's rows the first pass takes: its communications and its waits for messages, which say when one
     was there; its steps; of a pipeline's actions one for each stage; and of a rank that sends the forwards and
     backwards, which say what it sends. Of a rank that has nothing of these, its first row: that it is there."""
-    kind, peer = rows["kind"], rows["peer"].notna()
-    communicates = kind == "comm"
-    chosen = communicates | (kind == "step") | ((kind == "wait") & peer)
-    acted = np.flatnonzero(kind == "pipe")
+    kind, peer = rows["kind"], rows["peer"].notna().to_numpy(bool)
+    communicates = is_one_of(kind, "comm")
+    chosen = communicates | is_one_of(kind, "step") | (is_one_of(kind, "wait") & peer)
+    acted = np.flatnonzero(is_one_of(kind, "pipe"))
     if len(acted):
-        chosen.iloc[acted[~rows["stage"].iloc[acted].duplicated().to_numpy(bool)]] = True
+        chosen[acted[~rows["stage"].iloc[acted].duplicated().to_numpy(bool)]] = True
     if (communicates & peer).any():
-        chosen |= (kind == "phase") & rows["name"].isin(["forward", "backward"])
-    place = np.flatnonzero(chosen.to_numpy(bool))
+        chosen |= is_one_of(kind, "phase") & is_one_of(rows["name"], "forward", "backward")
+    place = np.flatnonzero(chosen)
     return place if len(place) else np.arange(min(len(rows), 1))
 
 
@@ -145,7 +148,10 @@ def _last_attempt(rows: pd.DataFrame, last: Mapping[int, int]) -> pd.DataFrame:
     `last`: rank -> number of its last restart."""
     if not last:  # rows that no capture of ours is behind
         return rows
-    wanted = (rows["restart"] == rows["rank"].map(last)).to_numpy(bool)
+    rank, restart = rows["rank"].to_numpy(np.int64), rows["restart"].to_numpy(np.int64)
+    wanted = np.zeros(len(rows), bool)
+    for one in np.unique(rank).tolist():
+        wanted |= (rank == one) & (restart == last.get(one, NEVER))
     return rows if wanted.all() else rows[wanted].reset_index(drop=True)
 
 

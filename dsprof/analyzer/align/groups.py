@@ -38,8 +38,9 @@ OF_MESH: Final = "mesh_"
 UNNAMED: Final = ("mesh_default", "mesh_dim_")
 """How torch describes the groups of a DeviceMesh, and those of one whose dimensions have no names."""
 TENSOR_PARALLEL, PIPELINE, GRADIENT, PARAMETER = "tensor-parallel", "pipeline", "gradient", "parameter"
+CONTEXT_PARALLEL: Final = "context-parallel"
 EXCHANGE, RING = "all_to_all", "messages"
-MAIN: Final = (TENSOR_PARALLEL, PIPELINE, EXCHANGE, RING, PARAMETER, GRADIENT)
+MAIN: Final = (TENSOR_PARALLEL, CONTEXT_PARALLEL, PIPELINE, EXCHANGE, RING, PARAMETER, GRADIENT)
 """Purposes, and operations of no known purpose, that tell groups of one dimension from those of another."""
 
 
@@ -157,7 +158,8 @@ def find_mesh(rows: pd.DataFrame, run: RunInfo, topology: Topology) -> Mesh:
 
 @dataclass(frozen=True)
 class _Team:
-    """The process groups of the same ranks. unequal: whether ranks get unequal shares of what they exchange."""
+    """The process groups of the same ranks; those that are said to be for sequences apart, since the same ranks may
+    average gradients, too. unequal: whether ranks get unequal shares of what they exchange."""
 
     ranks: tuple[int, ...]
     groups: frozenset[str]
@@ -182,11 +184,12 @@ def _teams(rows: pd.DataFrame, run: RunInfo, topology: Topology) -> list[_Team]:
     unequal = _unequal_exchanges(rows[chosen])
     for group in topology.pipelines:
         purposes.setdefault(group, set()).add(PIPELINE)
-    together: dict[tuple[int, ...], list[tuple[str, tuple[int, ...]]]] = {}
+    together: dict[tuple[tuple[int, ...], bool], list[tuple[str, tuple[int, ...]]]] = {}
     for group, seen in members.items():
         known = tuple(int(rank) for rank in run.group(group).get("ranks") or sorted(seen))
         if len(known) > 1:
-            together.setdefault(tuple(sorted(known)), []).append((group, known))
+            of_sequences = CONTEXT_PARALLEL in purposes[group]
+            together.setdefault((tuple(sorted(known)), of_sequences), []).append((group, known))
     parallel = {str(fact.get("group")) for fact in run.facts if fact.get("fact") == "tensor_parallel"}
     found = []
     for groups in together.values():
@@ -280,6 +283,8 @@ def _role(alike: Sequence[_Team], purposes: frozenset[str], teams: Sequence[_Tea
     """What a dimension is for, as far as what is communicated in it tells."""
     if TENSOR_PARALLEL in purposes:
         return TP
+    if CONTEXT_PARALLEL in purposes:
+        return CP
     if PIPELINE in purposes:
         return PP
     if PARAMETER in purposes:

@@ -25,6 +25,8 @@ COLLECTIVE_COLUMNS: Final = (
 )  # fmt: skip
 
 PAIRED: Final = ("rank", "name", "group", "seq", "peer", "tag")
+DEPENDS_ON: Final = ("needs", "root_rank", "root_ns", "last_ns")
+"""Columns of a match that say who depends on whom (`arrivals`)."""
 ISSUED: Final = (*PAIRED, "step", "purpose", "root", "bytes", "start_ns", "dur_ns", "issue_ns", "arrival_ns")
 """Columns of the trace that say who communicates with whom, and that make a match."""
 
@@ -367,7 +369,7 @@ class Matches:
 
 def arrivals(table: pd.DataFrame, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """When whoever each `rank` depends on in each matched communication was there, ns; -1: it depends on nobody, or
-    that is unknown. `table` has the columns of a match, a row for each of `rank`."""
+    that is unknown. `table` has the columns DEPENDS_ON of a match, a row for each of `rank`."""
     needs = table["needs"].to_numpy(object)
     root = table["root_rank"].to_numpy(np.int64)
     last, first = table["last_ns"].to_numpy(np.int64), table["root_ns"].to_numpy(np.int64)

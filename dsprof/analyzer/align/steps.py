@@ -13,6 +13,7 @@ import pandas as pd
 from dsprof.schema import CAPTURE_GAP, CAPTURE_OFF, CAPTURE_ON
 from dsprof.trace import Trace, step_pattern
 
+from ..columns import is_one_of
 from ..text import count
 from .match import numbers
 
@@ -90,7 +91,7 @@ def early_ends(steps: pd.DataFrame) -> list[str]:
 def steps_taken(rows: pd.DataFrame) -> int | None:
     """How many optimizer steps a rank took, as the marks say, where its capture was turned on or off while it ran
     (`schema.CAPTURE_ON`), or a part of it was given up; else None."""
-    turned = (rows["kind"] == "mark") & rows["name"].isin([CAPTURE_ON, CAPTURE_OFF, CAPTURE_GAP])
+    turned = is_one_of(rows["kind"], "mark") & is_one_of(rows["name"], CAPTURE_ON, CAPTURE_OFF, CAPTURE_GAP)
     return int(rows.loc[turned, "value"].fillna(0).max()) if turned.any() else None
 
 

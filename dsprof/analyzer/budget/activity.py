@@ -14,7 +14,7 @@ from dsprof.schema import Kind
 
 from ..align.match import NOT_TOLD
 from ..arrays import Int
-from ..columns import codes_of
+from ..columns import codes_of, is_one_of
 
 KINDS: Final = ("step", "phase", "pipe", "gauge", "pause")
 ACTIVITY: Final = (
@@ -47,11 +47,9 @@ class RankActivity:
 
 def find_activity(rows: pd.DataFrame) -> RankActivity:
     """Of the rows of one rank."""
-    of_kind = {name: (rows["kind"] == name).to_numpy(bool) for name in {*KINDS, *PROGRESS, "wait"}}
-    chosen = np.logical_or.reduce([of_kind[name] for name in KINDS])
-    moved = np.logical_or.reduce([of_kind[name] for name in PROGRESS])
-    moved |= of_kind["wait"] & rows["peer"].notna().to_numpy(bool)
-    comm = rows[[*REPLICATING, "dur_ns", "ended", "host_ns"]].take(np.flatnonzero(of_kind["comm"]))
+    kind = rows["kind"]
+    moved = is_one_of(kind, *PROGRESS) | (is_one_of(kind, "wait") & rows["peer"].notna().to_numpy(bool))
+    comm = rows[[*REPLICATING, "dur_ns", "ended", "host_ns"]].take(np.flatnonzero(is_one_of(kind, "comm")))
     purpose, names = codes_of(comm["purpose"])
     host = comm["host_ns"].to_numpy(np.int64, na_value=NOT_TOLD)
     timed = host != NOT_TOLD
@@ -59,7 +57,7 @@ def find_activity(rows: pd.DataFrame) -> RankActivity:
     inside = comm["step"].to_numpy() >= 0
     unknown = comm["dur_ns"].isna().to_numpy(bool) & comm["ended"].fillna(False).to_numpy(bool)
     return RankActivity(
-        rows=rows[list(ACTIVITY)].take(np.flatnonzero(chosen)),
+        rows=rows[list(ACTIVITY)].take(np.flatnonzero(is_one_of(kind, *KINDS))),
         begun_ns=int(rows["start_ns"].to_numpy(np.int64)[moved].max()) if moved.any() else 0,
         host_ns={str(names[one]): host[timed & (purpose == one)] for one in np.unique(purpose[timed]) if one >= 0},
         replicating=comm[list(REPLICATING)].take(np.flatnonzero(replicates & comm["issue_ns"].notna().to_numpy(bool))),

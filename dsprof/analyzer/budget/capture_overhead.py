@@ -11,6 +11,8 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS
 
+from ..columns import is_one_of
+
 COLLECTIVE_NS: Final = {True: 3_300.0, False: 52_000.0}
 RECORD_NS: Final = {True: 200.0, False: 1_600.0}
 """CPU time of recording a collective, and anything else, with the native recorder and with the Python one: measured
@@ -19,9 +21,9 @@ once in a tight loop, so an estimate. benchmarks/overhead.py measures what a job
 
 def count_records(rows: pd.DataFrame) -> pd.DataFrame:
     """step, collectives, others: how many records of each the rows of a rank come from."""
-    measured = rows["source"] == "measured"
-    is_collective = (rows["kind"] == "comm")[measured].to_numpy(bool)
-    step, at = np.unique(rows["step"][measured].to_numpy(np.int64), return_inverse=True)
+    measured = is_one_of(rows["source"], "measured")
+    is_collective = is_one_of(rows["kind"], "comm")[measured]
+    step, at = np.unique(rows["step"].to_numpy(np.int64)[measured], return_inverse=True)
     count, collectives = np.bincount(at), np.bincount(at, is_collective).astype(np.int64)
     return pd.DataFrame({"step": step, "collectives": collectives, "others": count - collectives})
 

@@ -19,10 +19,10 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..align.match import PAIRED, Matches, arrivals, asked_ns, is_issued
+from ..align.match import DEPENDS_ON, PAIRED, Matches, arrivals, asked_ns, is_issued
 from ..align.topology import PIPELINE
 from ..arrays import Int
-from ..columns import codes_of
+from ..columns import codes_of, is_one_of
 from .intervals import Intervals
 from .label import NOTHING, PHASE_PART, Parts, add, innermost_of, labels
 from .lane_tasks import LANE_TASK_COLUMNS, LaneTasks, find_lane_tasks
@@ -67,15 +67,15 @@ class Lanes:
     ) -> None:
         self._rows, self._collectives, self._run = rows, collectives, run
         self._matches = matches or (Matches(collectives) if len(collectives) else None)
-        kind, beside = rows["kind"], rows["lane"] != MAIN
-        works = ((kind == "copy") | (kind == "kernel") | (kind == "phase")) & beside
-        sends = (kind == "comm") & (on_stream(rows["lane"]) | rows["corr"].notna())
-        chosen = (works | sends) & rows["dur_ns"].notna()
+        works = is_one_of(rows["kind"], "copy", "kernel", "phase") & ~is_one_of(rows["lane"], MAIN)
+        told = on_stream(rows["lane"]).to_numpy(bool) | rows["corr"].notna().to_numpy(bool)
+        chosen = (works | (is_one_of(rows["kind"], "comm") & told)) & rows["dur_ns"].notna().to_numpy(bool)
         self.tasks = LaneTasks.none()
         if not chosen.any():  # so it is where only the training thread matters
             self._work = rows[:0]
             return
-        self._work = work = rows[list(WORKING)][chosen & ~rows["lane"].isin(OWN_LANES)]
+        beside = chosen & ~is_one_of(rows["lane"], *OWN_LANES)
+        self._work = work = rows[list(WORKING)].take(np.flatnonzero(beside))
         if not len(work):
             return
         self._lane, names = codes_of(work["lane"])
@@ -263,7 +263,8 @@ class Lanes:
 def on_stream(lane: pd.Series[str]) -> pd.Series[bool]:
     """Which rows are a device's."""
     names = lane.astype("category").cat.categories
-    return lane.isin([name for name in names if str(name).startswith(STREAM)])
+    streams = [name for name in names if str(name).startswith(STREAM)]
+    return pd.Series(is_one_of(lane, *streams), lane.index)
 
 
 def _look_up(keys: Int, values: Int, wanted: Int) -> Int:
@@ -290,11 +291,12 @@ def bind_waits(
     taken to have waited for that collective, of those this rank had issued, that ended last by the end of the wait;
     one of a device's stream for that which ended as it did.
     """
-    chosen = (rows["kind"] == "wait") & (rows["lane"] == lane) & rows["dur_ns"].notna()
-    waits, for_lane, part, task = lanes.name(rows[list(WAITING)][chosen].sort_values("start_ns"))
+    chosen = is_one_of(rows["kind"], "wait") & is_one_of(rows["lane"], lane) & rows["dur_ns"].notna().to_numpy(bool)
+    chosen_rows = rows[list(WAITING)].take(np.flatnonzero(chosen))
+    waits, for_lane, part, task = lanes.name(chosen_rows.sort_values("start_ns"))
     start = waits["start_ns"].to_numpy(np.int64)
     end = start + waits["dur_ns"].to_numpy(np.int64)
-    bubble = waits["purpose"].eq(PIPELINE).fillna(False).to_numpy(bool)
+    bubble = is_one_of(waits["purpose"], PIPELINE)
     named = waits["seq"].notna().to_numpy(bool)
     bound = np.full(len(waits), NOTHING, np.int64)
     if len(collectives) and len(waits):
@@ -311,7 +313,7 @@ def bind_waits(
     arrival = start.copy()
     known = bound != NOTHING
     if known.any():
-        target = collectives.iloc[bound[known]]
+        target = collectives[list(DEPENDS_ON)].take(bound[known])
         rank = np.full(len(target), int(rows["rank"].iloc[0]), np.int64)
         arrival[known] = np.maximum(arrivals(target, rank), start[known])
     return pd.DataFrame(
@@ -320,7 +322,7 @@ def bind_waits(
             "end_ns": end,
             "arrival_ns": np.clip(arrival, start, end),
             "collective": bound,
-            "derived": (waits["source"] == "derived").to_numpy(),
+            "derived": is_one_of(waits["source"], "derived"),
             "bubble": bubble,
             "lane": for_lane,
             "part": part,
@@ -333,8 +335,9 @@ def _guess(start: Int, end: Int, rows: pd.DataFrame, matches: Matches) -> Int:
     bound = np.full(len(start), NOTHING, np.int64)
     if not len(start):
         return bound
-    issued = (rows["kind"] == "comm") & is_issued(rows) & rows["dur_ns"].notna() & rows["peer"].isna()
-    own = rows[[*PAIRED, "issue_ns", "arrival_ns", "start_ns", "dur_ns"]][issued & rows["seq"].notna()]
+    comm = rows[[*PAIRED, "issue_ns", "arrival_ns", "start_ns", "dur_ns"]]
+    comm = comm.take(np.flatnonzero(is_one_of(rows["kind"], "comm")))
+    own = comm[is_issued(comm) & comm["dur_ns"].notna() & comm["peer"].isna() & comm["seq"].notna()]
     index = matches.find(own)
     # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
     done = own["start_ns"].to_numpy(np.int64) + own["dur_ns"].to_numpy(np.int64)

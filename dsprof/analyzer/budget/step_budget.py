@@ -25,6 +25,7 @@ from dsprof.schema import BUDGET_PARTS, SHARDING
 
 from ..align.match import Matches
 from ..arrays import Float, Int
+from ..columns import is_one_of
 from .intervals import Intervals
 from .label import NOTHING, PHASE_PART, Parts, add, innermost, labelled, spans_of
 from .lane_tasks import LaneTasks
@@ -96,6 +97,12 @@ class RankTime:
         below = [np.zeros_like(when), *covered[:-1]]
         return {part: upper - lower for part, upper, lower in zip(LAYERS, covered, below, strict=True)}
 
+    def of_part(self, part: str, when: Int) -> Int:
+        """The time of one of LAYERS before each moment, ns."""
+        place = LAYERS.index(part)
+        upto = self.layers[place].before(when)
+        return upto if not place else upto - self.layers[place - 1].before(when)
+
 
 def label_time(
     rows: pd.DataFrame,
@@ -107,7 +114,8 @@ def label_time(
 ) -> RankTime:
     """Assign every moment of `rank` to a part. `rows` are that rank's; `matches` are of `collectives`, and made here if
     they are not given."""
-    main = rows[["kind", "name", "step", "start_ns", "dur_ns"]][(rows["lane"] == MAIN) & rows["dur_ns"].notna()]
+    ended = is_one_of(rows["lane"], MAIN) & rows["dur_ns"].notna().to_numpy(bool)
+    main = rows[["kind", "name", "step", "start_ns", "dur_ns"]].take(np.flatnonzero(ended))
     phases = innermost(_phases_and_copies(main, rows), {**PHASE_PART, COPY: "offload"})
     phases["outside_training"] = labelled(outside_training or {})
     lanes = Lanes(rows, collectives, run, matches, phases)
@@ -121,7 +129,9 @@ def label_time(
         add(theirs, own)
         own = {part: (own[part] - device) | (theirs.get(part, Intervals.empty()) & device) for part in LAYERS}
     layers = _layers(own)
-    sharding = spans_of(main[(main["kind"] == "module") & (main["name"] == SHARDING)])
+    sharding = spans_of(
+        main.take(np.flatnonzero(is_one_of(main["kind"], "module") & is_one_of(main["name"], SHARDING)))
+    )
     compute = layers[-1] - layers[-2]
     return RankTime(rank, layers, waits, dict(outside_training or {}), device, sharding & compute, lanes.tasks, thread)
 
@@ -133,7 +143,7 @@ def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: La
     for_lane = (waits["lane"] != NOTHING).to_numpy(bool) & ~bubble
     sends = ~bubble & ~for_lane
     own = {
-        "pause": spans_of(main[main["kind"] == "pause"]),
+        "pause": spans_of(main.take(np.flatnonzero(is_one_of(main["kind"], "pause")))),
         "peer_wait": Intervals.union(start[sends], arrival[sends]),
         "comm_exposed": Intervals.union(arrival[sends], end[sends]),
         "bubble": Intervals.union(start[bubble], end[bubble]),
@@ -160,11 +170,11 @@ def _layers(own: Mapping[str, Intervals]) -> tuple[Intervals, ...]:
 
 def _phases_and_copies(main: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     """The phases of the training thread, and what it copies, under the name COPY."""
-    phases = main[main["kind"] == "phase"]
-    copied = rows["kind"] == "copy"
+    phases = main.take(np.flatnonzero(is_one_of(main["kind"], "phase")))
+    copied = is_one_of(rows["kind"], COPY)
     if not copied.any():
         return phases
-    copied &= rows["lane"].isin(OWN_LANES) & rows["dur_ns"].notna()
+    copied &= is_one_of(rows["lane"], *OWN_LANES) & rows["dur_ns"].notna().to_numpy(bool)
     return pd.concat([phases.astype({"name": object}), rows.loc[copied, list(phases.columns)].assign(name=COPY)])
 
 
@@ -182,7 +192,9 @@ def _device_steps(main: pd.DataFrame, lanes: Lanes) -> Intervals:
 
 def _scheduled(main: pd.DataFrame) -> Intervals:
     """From the first to the last action of a pipeline in each step: what the schedule itself does in between."""
-    acted = main[main["kind"] == "pipe"]
+    acted = main.take(np.flatnonzero(is_one_of(main["kind"], "pipe")))
+    if acted.empty:
+        return Intervals.empty()
     end = acted["start_ns"] + acted["dur_ns"].astype("int64")
     first, last = acted.groupby("step")["start_ns"].min(), end.groupby(acted["step"]).max()
     return Intervals.union(first.to_numpy(np.int64), last.to_numpy(np.int64))

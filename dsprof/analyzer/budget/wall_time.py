@@ -12,6 +12,7 @@ from dsprof.run import RunInfo
 from dsprof.schema import TIME_KINDS
 
 from ..arrays import Float, Int
+from ..columns import is_one_of
 from .intervals import Intervals
 from .irregular import KNOWN, USUAL, Irregular
 from .label import spans_of
@@ -25,12 +26,12 @@ LANDMARKS: Final = ("backward", "optimizer", "checkpoint", "compile")
 def spans_outside_training(rows: pd.DataFrame) -> dict[str, Intervals]:
     """Kind -> when the training thread was not training but evaluating, saving or compiling; they do not overlap.
     `rows` are of one rank."""
-    chosen = (rows["kind"] == "phase") & (rows["lane"] == "main") & rows["dur_ns"].notna()
-    main = rows[list(PHASE_COLUMNS)][chosen].sort_values(["start_ns", "dur_ns"], ascending=[True, False])
+    chosen = is_one_of(rows["kind"], "phase") & is_one_of(rows["lane"], "main") & rows["dur_ns"].notna().to_numpy(bool)
+    main = rows[list(PHASE_COLUMNS)].take(np.flatnonzero(chosen))
+    main = main.take(np.lexsort((-main["dur_ns"].to_numpy(np.int64), main["start_ns"].to_numpy(np.int64))))
     found = {"evaluation": _evaluation(main, rows)}
-    names = main["name"]
     for name, kind in PHASE_KIND.items():
-        found[kind] = spans_of(main[names == name])
+        found[kind] = spans_of(main.take(np.flatnonzero(is_one_of(main["name"], name))))
     found["checkpointing"] = found["checkpointing"] - found["compilation"]
     found["evaluation"] = found["evaluation"] - found["checkpointing"] - found["compilation"]
     return found
@@ -38,7 +39,7 @@ def spans_outside_training(rows: pd.DataFrame) -> dict[str, Intervals]:
 
 def _evaluation(main: pd.DataFrame, rows: pd.DataFrame) -> Intervals:
     """Stretches of forwards without gradients, with the loading before them and what follows until the next phase."""
-    without = ((main["name"] == "forward") & main["grad"].eq(False).fillna(False)).to_numpy(bool)
+    without = is_one_of(main["name"], "forward") & ~main["grad"].to_numpy(bool, na_value=True)
     if not without.any():
         return Intervals.empty()
     names = main["name"].astype(str).to_numpy(object)

@@ -131,9 +131,11 @@ class _Builder:
             self.issued_elsewhere[int(home[index])].append(index)
         # What is waited for from elsewhere, by the step it belongs to.
         self.awaited: dict[int, set[tuple[int, int]]] = defaultdict(set)
-        for index in np.flatnonzero((events.what == WAIT) & (home >= 0)).tolist():
-            target = int(events.target[index])
-            self.awaited[int(home[index])].add((target, self.tasks.view(target, int(leads[events.rank[index]]))))
+        waits = np.flatnonzero((events.what == WAIT) & (home >= 0))
+        target = events.target[waits]
+        awaited = np.stack([home[waits], target, tasks.views(target, leads[events.rank[waits]])], axis=1)
+        for step, row, view in np.unique(awaited, axis=0).tolist():
+            self.awaited[step].add((row, view))
         # Tasks that keep a worker of their lane beyond their own step: step -> lane -> until when, ns.
         self.overhanging: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         after = np.append(self.reference, np.iinfo(np.int64).max)[tasks.home + 1]

@@ -18,6 +18,7 @@ from ..align.match import Matches, asked_ns, is_issued
 from ..arrays import Bool, Float, Int
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import BEHIND, RankTime
+from ..columns import is_one_of
 from .step_graph import PARTS
 
 ISSUE, WAIT, WAIT_GRADIENTS, BACKWARD, ACTION_BEGINS, ACTION_ENDS = range(6)
@@ -98,14 +99,15 @@ def find_events(programs: Sequence[Program], begin: Int, end: Int, first_own: In
 
 def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunInfo | None = None) -> Program:
     """One rank's events: of its `rows` the communications, phases and actions, of its `time` the waits and tasks."""
-    kind, main = rows["kind"], rows["lane"] == "main"
-    backward_at = rows.loc[(kind == "phase") & (rows["name"] == "backward") & main, "start_ns"].to_numpy(np.int64)
-    communicates = (kind == "comm") & is_issued(rows) & rows["seq"].notna()
-    comm = rows[COMM].take(np.flatnonzero(communicates.to_numpy(bool)))
-    acts = kind == "pipe"
+    kind, main = rows["kind"], is_one_of(rows["lane"], "main")
+    turns = is_one_of(kind, "phase") & is_one_of(rows["name"], "backward") & main
+    backward_at = rows["start_ns"].to_numpy(np.int64)[turns]
+    comm = rows[COMM].take(np.flatnonzero(is_one_of(kind, "comm")))
+    comm = comm[is_issued(comm) & comm["seq"].notna()]
+    acts = is_one_of(kind, "pipe")
     if acts.any():
-        acts = acts & main & rows["dur_ns"].notna() & rows["name"].isin(COMPUTE)
-    acted = rows[ACTED].take(np.flatnonzero(acts.to_numpy(bool)))
+        acts = acts & main & rows["dur_ns"].notna().to_numpy(bool) & is_one_of(rows["name"], *COMPUTE)
+    acted = rows[ACTED].take(np.flatnonzero(acts))
     parts = [
         _issues(comm, matches, run),
         _own_issues(time.lane_tasks),
@@ -127,7 +129,8 @@ def _instants(what: int, when: Int, action: Int | None = None) -> Program:
 
 def _issues(comm: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Program:
     target = matches.find(comm, run) if matches.unique else np.full(len(comm), -1)
-    comm, target = comm[target >= 0], target[target >= 0]
+    if not (target >= 0).all():
+        comm, target = comm[target >= 0], target[target >= 0]
     ended = (comm["start_ns"] + comm["dur_ns"]).fillna(-1).to_numpy(np.int64)
     when, zero = asked_ns(comm).to_numpy(np.int64), np.zeros(len(comm), np.int64)
     return np.full(len(comm), ISSUE), target, when, ended, zero, zero

@@ -59,6 +59,13 @@ class Tasks:
             return EVERYONE
         return OWN + rank
 
+    def views(self, row: Int, rank: Int) -> Int:
+        """`view` of many at once."""
+        from_all, handed, at_root = self.needs == "all", self.needs == "handed", rank == self.root[row]
+        everyone = np.where(handed[row], ~at_root, from_all[row] | ((self.root[row] >= 0) & at_root))
+        found: Int = np.where(everyone, EVERYONE, OWN + rank)
+        return found
+
     @property
     def shared(self) -> npt.NDArray[np.bool_]:
         """Whether nothing of it arrives anywhere before all have come."""

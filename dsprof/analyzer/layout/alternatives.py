@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from ..text import percent
 from .job_layout import Layout
 from .layout_costs import LayoutCosts
 from .step_lowered import Assumed, plan_of
@@ -17,6 +18,9 @@ UNEVEN: Final = (0.15, -0.15)
 """What the first part of a stage may take more than an even one."""
 TENSOR: Final = (0.0, 0.2)
 """What of the computation tensor-parallel ranks may not share."""
+
+WHOLE: Final = 0.95
+"""Of a forward, from which on all of it is computed again: the rest is what checkpoints are set around."""
 
 Ends = tuple[Assumed, Assumed]
 
@@ -50,7 +54,8 @@ def in_words(costs: LayoutCosts, *layouts: Layout) -> list[str]:
     if any(_uneven(costs, one) for one in layouts):
         said.append("layers were not timed: stages are even parts of those that ran, give or take 15 %")
     if any(one.pp > 1 for one in layouts) and costs.activation_bytes is None:
-        said.append("what layers hand on was not seen: messages between stages are taken to be small")
+        sizes = "are taken to take as long as in the run" if costs.stages.measured else "are taken to be small"
+        said.append(f"how much layers hand on was not seen: messages between stages {sizes}")
     if any(one.dp > 1 for one in layouts) and not costs.replicas.measured:
         said.append("the run has no replicas: what they would exchange is taken to go over the link between stages")
     if any(one.tp != ran.tp for one in layouts):
@@ -60,6 +65,8 @@ def in_words(costs: LayoutCosts, *layouts: Layout) -> list[str]:
         )
     if any(one.micro_batch != 1 for one in layouts):
         said.append("a micro-batch of another size: a fifth of what it takes is taken not to depend on its size")
+    if ran.recompute and costs.computed_again < WHOLE and any(one.recompute for one in layouts):
+        said.append(f"{percent(100 * costs.computed_again)} of forward is computed again, as in the run")
     if any(plan_of(replace(one, micro_batches=1)).splits for one in layouts):
         said.append("how long weight gradients take was not measured: between 33 and 60 % of a backward")
     return said

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from dsprof.engine.config import ELEMENT_BYTES, Config, as_far_as_known, held
-from dsprof.engine.schedule import make_plan, peak_activations
+from dsprof.engine.schedule import Plan, make_plan, peak_activations
 
 from ..memory.use_by_step import MemoryUse, main_place
 from ..rules.base import configurations, engine_config
@@ -83,10 +83,9 @@ class HeldBytes:
     def _modelled(self, layout: Layout) -> list[tuple[float, float | None]]:
         """Bytes of states and of activations of each rank."""
         costs, ran = self._costs, self._costs.ran
-        plan = make_plan(layout.schedule, layout.pp, min(layout.micro_batches, 4 * layout.pp * layout.chunks),
-                         layout.chunks)  # fmt: skip
+        plan = _plan(layout, layout.pp * layout.chunks)  # of any number of micro-batches the stages are the same
         work = stage_work(costs, plan.stages, layout.boundaries)
-        held_at_once = peak_activations(plan, "B")
+        at_once = activations_at_once(layout)
         each = self._of_a_micro_batch()
         found: list[tuple[float, float | None]] = []
         for rank in range(layout.pp):
@@ -95,7 +94,7 @@ class HeldBytes:
             layers = sum(work.layers[stage] for stage in mine) / len(mine)
             activations = None
             if each is not None:
-                times = layout.micro_batch * ran.tp / layout.tp * held_at_once[rank] * layers
+                times = layout.micro_batch * ran.tp / layout.tp * at_once[rank] * layers
                 kept = (CHECKPOINTED if layout.recompute else 1.0) / (CHECKPOINTED if ran.recompute else 1.0)
                 activations = each * times * kept
             found.append((self._states(model, layout), activations))
@@ -104,12 +103,10 @@ class HeldBytes:
     def _of_a_micro_batch(self) -> float | None:
         """Activations of a stage of the run and one micro-batch, mean over the ranks; None: not known. Of a host it is
         what the process had grown by, which says nothing."""
-        ran = self._costs.ran
-        plan = make_plan(ran.schedule, ran.pp, ran.micro_batches, ran.chunks)
         told = [use.parts.get("activations") for use in self._uses]
         if self._on_host or None in told:
             return None
-        at_once = peak_activations(plan, "B")
+        at_once = activations_at_once(self._costs.ran)
         return sum((one or 0) / held for one, held in zip(told, at_once, strict=True)) / len(told)
 
     def _states(self, model: float, layout: Layout) -> float:
@@ -138,6 +135,22 @@ class HeldBytes:
         states = sum(use.parts.get("optimizer_states", 0) for use in self._uses) / ran.share(1)
         own = sum(self._costs.model_bytes)
         return states / own if states and own else 2.0
+
+
+def activations_at_once(layout: Layout) -> list[float]:
+    """The most activations of a micro-batch and stage that each rank of a pipeline holds at once. Of many micro-batches
+    the plan is not made: each more adds what the last ones did, nothing in 1F1B and itself in GPipe."""
+    most = 4 * layout.pp * layout.chunks
+    peaks = peak_activations(_plan(layout, min(layout.micro_batches, most)), "B")
+    if layout.micro_batches <= most:
+        return [float(peak) for peak in peaks]
+    before = peak_activations(_plan(layout, most - layout.pp), "B")
+    more = (layout.micro_batches - most) / layout.pp
+    return [peak + more * (peak - less) for peak, less in zip(peaks, before, strict=True)]
+
+
+def _plan(layout: Layout, micro_batches: int) -> Plan:
+    return make_plan(layout.schedule, layout.pp, micro_batches, layout.chunks)
 
 
 def _by_stage_rank(study: Study, costs: LayoutCosts) -> list[MemoryUse]:

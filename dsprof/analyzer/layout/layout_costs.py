@@ -118,6 +118,12 @@ class LayoutCosts:
         """Whether stages that did not run can be told: by layers that were timed, or as parts of several that ran."""
         return self.layers is not None or self.ran.pp > 1
 
+    @property
+    def computed_again(self) -> float:
+        """Of a forward, what a backward computes again in a layout that does: as in the run, or all."""
+        forward = sum(self.taken[stage, "F"] for stage in range(self.stage_count)) / self.stage_count
+        return self.recompute_ms / forward if self.recompute_ms and forward else 1.0
+
 
 @once
 def layout_costs(study: Study) -> LayoutCosts:
@@ -154,7 +160,7 @@ def layout_costs(study: Study) -> LayoutCosts:
     units = round(gathers.count / max(2 * ran.micro_batches, 1)) if ran.zero == 3 else 0
     layers = model_layers(study)
     calls = _a_step(study, of_tensor, TENSOR_PARALLEL)
-    activation = calls.size / calls.count / ran.micro_batch if calls.count else handed
+    activation = calls.size / calls.count / ran.micro_batch if calls.size else handed
     return LayoutCosts(
         ran=ran, taken=taken, layers=layers,
         recompute_ms=0.0 if again is None else float(again.mean()) / ran.micro_batches / max(ran.chunks, 1),
@@ -280,14 +286,18 @@ def _wire_of(link: Link, ranks: int) -> Wire:
 
 
 def _messages(study: Study) -> tuple[Wire | None, float | None]:
-    """The link between stages, and what a message for a micro-batch has."""
+    """The link between stages, and the bytes of a message for a micro-batch; None: not known. Of messages whose sizes
+    were not told, the link is how long they took."""
     every = study.collectives
     table = every[
         every["step"].isin(study.step_numbers) & (every["name"] == SEND_RECV) & (every["purpose"] == PIPELINE)
     ]
     if table.empty:
         return None, None
-    return _wire_of(fit_link(table, on_device=study.on_gpu), 2), float(table["bytes"].median())
+    sized = table[table["bytes"] > 0]
+    if sized.empty:
+        return Wire(float(table["transfer_ns"].median()) / 1e6, 0.0, 2, GUESSED), None
+    return _wire_of(fit_link(sized, on_device=study.on_gpu), 2), float(sized["bytes"].median())
 
 
 def _parameters_held(study: Study, ran: Layout) -> tuple[float, ...]:

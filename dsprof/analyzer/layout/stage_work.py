@@ -48,7 +48,8 @@ def stage_work(costs: LayoutCosts, stages: int, boundaries: Sequence[int] | None
     Raises NotJudged."""
     count = costs.stage_count
     forward = [costs.taken[stage, "F"] for stage in range(count)]
-    backward = [costs.taken[stage, "B"] - costs.recompute_ms for stage in range(count)]
+    again = costs.computed_again if costs.ran.recompute else 0.0  # stages whose forwards are longer compute more again
+    backward = [max(costs.taken[stage, "B"] - again * forward[stage], 0.0) for stage in range(count)]
     model = list(costs.model_bytes or [0.0] * count)
     if boundaries is not None:
         return _of_layers(costs, stages, forward, backward, model, boundaries)

@@ -75,7 +75,7 @@ def stage_times(costs: LayoutCosts, layout: Layout, plan: Plan, work: StageWork,
     for stage in range(plan.stages):
         calls = _tensor_ms(costs, layout, assumed) * work.layers[stage] / every
         forward, backward = (times[stage] * size * shared for times in (work.forward, work.backward))
-        again = forward + calls / 2 if layout.recompute else 0.0
+        again = costs.computed_again * (forward + calls / 2) if layout.recompute else 0.0
         forward, backward = forward + calls / 2, backward + calls / 2 + again
         split = backward * assumed.weight if plan.splits else 0.0
         actions.append({"F": forward, "B": backward - split, "W": split})

@@ -1,4 +1,4 @@
-"""What memory a rank surely has left at its peak."""
+"""What memory a rank surely has left at its peak: the one answer to whether something more would fit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,23 @@ from typing import Final
 
 import pandas as pd
 
-from .use_by_step import MemoryUse
+from .use_by_step import MemoryUse, main_place
 
 SURELY_HELD: Final = 0.85
 """Of the capacity: so much may be in use at the peak."""
+
+
+def least_free(table: pd.DataFrame, uses: Sequence[MemoryUse], ranks: Sequence[int]) -> int | None:
+    """Bytes that are surely free where these ranks keep their tensors, on the one with least; None where that is not
+    known of all of them, or there are no ranks."""
+    found = []
+    for rank in ranks:
+        use = main_place(uses, rank)
+        free = None if use is None else surely_free(table, uses, use)
+        if free is None:
+            return None
+        found.append(free)
+    return min(found, default=None)
 
 
 def surely_free(table: pd.DataFrame, uses: Sequence[MemoryUse], use: MemoryUse) -> int | None:

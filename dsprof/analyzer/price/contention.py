@@ -108,13 +108,20 @@ def _beside(study: Study) -> Float:
 def _beside_of(structure: Structure, work: Float) -> Float:
     """The same of steps of one template, [threads]. `work`: mean of each segment, [W] ms."""
     upto = np.concatenate([[0.0], np.cumsum(work)])
-    issues = structure.issues
-    thread = structure.thread[issues[:, 0]]
-    beside = np.zeros(len(structure.tasks))
-    for (segment, task), of in zip(issues.tolist(), thread.tolist(), strict=True):
-        until = structure.first_waits.get((of, task), structure.of_thread(of).stop)
-        worked = upto[max(until, segment + 1)] - upto[segment + 1]
-        if structure.tasks[task].owner >= 0:  # a copy: the disk or the device does it
-            continue
-        beside[task] = max(beside[task], min(worked / BESIDE_MS, 1.0))
-    return np.bincount(thread, beside[issues[:, 1]], structure.threads).astype(np.float64)
+    segment, task = structure.issues.T
+    thread, tasks = structure.thread[segment], len(structure.tasks)
+    # The first segment of the thread that waits for the task; none: the thread's end.
+    waited, waits = structure.waits.T
+    key = structure.thread[waits] * tasks + waited
+    order = np.lexsort((waits, key))
+    known, first = np.unique(key[order], return_index=True)
+    until = np.searchsorted(structure.thread, thread + 1)
+    at = np.minimum(np.searchsorted(known, thread * tasks + task), max(len(known) - 1, 0))
+    if len(known):
+        until = np.where(known[at] == thread * tasks + task, waits[order][first][at], until)
+    worked = upto[np.maximum(until, segment + 1)] - upto[segment + 1]
+    shared = np.array([one.owner < 0 for one in structure.tasks], bool)  # a copy the disk or the device does
+    counts = shared[task] if len(shared) else np.zeros(0, bool)
+    beside = np.zeros(tasks)
+    np.maximum.at(beside, task[counts], np.minimum(worked[counts] / BESIDE_MS, 1.0))
+    return np.bincount(thread, beside[task], structure.threads).astype(np.float64)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ..arrays import Float
 from ..candidate import Candidate
+from ..effect import Effect
 from ..finding import Finding, Fix, Gain
 from ..graph.replay import replay
 from ..price.pricing import LEAST_SHARE as LEAST_SHARE
@@ -18,6 +19,8 @@ from ..study import Study, once
 from ..text import count
 from ..whatif import Refused, WhatIf, apply
 
+OF_STEP: Final = 0.014
+"""By which part of a step predictions of rules miss it, as calibrated (`price.calibration.ModelError.of_step`)."""
 MOST_LISTED: Final = 8
 """Ranks that a title names."""
 
@@ -164,6 +167,12 @@ def zero_stage(study: Study) -> int | None:
     """DeepSpeed's stage of ZeRO; None where it does not train, or does not say."""
     stages = [fact["zero_stage"] for fact in study.facts.get("deepspeed", []) if fact.get("zero_stage") is not None]
     return int(stages[0]) if stages else None
+
+
+def without_effect(study: Study, like: str, why: str) -> Effect:
+    """Of a setting by which the same is communicated, and waited for, at other places: it saves nothing, give or take
+    what steps of a prediction are missed by. like: the code of the rule whose predictions are of the same kind"""
+    return Effect(like, unsure_ms=OF_STEP * study.step_ms, notes=(why,))
 
 
 def sharded_stage(study: Study) -> int:

@@ -36,6 +36,9 @@ MATTERS: Final = 0.075
 """Share of the step from which on the rules that could explain a part must have been judged."""
 MUCH: Final = 0.25
 """Share of training and evaluation together from which on the latter is named."""
+LIKELY: Final = 3.0
+"""Percent of the step that a remark most likely gains, from which on a job is not called healthy, where the whole
+interval is above the noise."""
 NOTHING_TO_GAIN: Final = 1.0
 """A lever that gains less, in percent, explains why the time stays lost."""
 
@@ -123,6 +126,9 @@ def _answer(
         return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[LAUNCHES])}")
     if untold_work:
         return Verdict("inconclusive", f"{found}, but {clean(untold_work)}")
+    likely = _likely(analysis)
+    if likely is not None:
+        return Verdict("inconclusive", _of_likely(likely, step.mean))
     lost = _lost(analysis)
     explained = {part for part in lost if _explained(analysis, part)}
     unexplained = sum(share for part, share in lost.items() if part not in explained)
@@ -169,6 +175,28 @@ def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
         saved = f"fixing {_what(finding)} saves {ms(gain.ms)} of each {ms(step.mean)} step ({percent(gain.percent)})"
         saved += _one_alone(finding)
     return Verdict("bottleneck", f"{title}; {saved}")
+
+
+def _likely(analysis: Analysis) -> Finding | None:
+    """The first remark that most likely gains so much that a job with it is not healthy, and surely something, but not
+    surely so much as to be a problem."""
+    return next(
+        (
+            one
+            for one in analysis.findings
+            if one.gain.method == "replay" and one.gain.percent >= LIKELY and one.gain.low > max(analysis.noise_ms, 0.0)
+        ),
+        None,
+    )
+
+
+def _of_likely(finding: Finding, step_ms: float) -> str:
+    gain = finding.gain
+    saved = f"fixing {_what(finding)} most likely saves {ms(gain.ms)} of each {ms(step_ms)} step "
+    saved += f"({percent(gain.percent)}), at least {ms(gain.low)} and at most {ms(gain.high)}"
+    knobs = any(fix.knobs for fix in finding.fixes)
+    tells = _what_tells(finding) if knobs else "make the change and run it: `dsprof compare` of the two runs tells"
+    return f"{clean(finding.title)}; {saved}: {tells}"
 
 
 def _what(finding: Finding) -> str:

@@ -12,6 +12,8 @@ without_flows   no chain waits for another of its rank
 communications  collectives and messages removed, added, or moved over another link
 needless        reductions and broadcasts that a step can do without
 prefetched      gathers issued earlier
+fetching        parameters of ZeRO's stage 3 gathered by the policy of an engine, with other limits
+waited_for      communications waited for at another place: at once, or while others are under way
 overlapped_messages  what a pipeline's stages send each other goes beside their computation
 issue_order     in which order a lane takes tasks that are issued elsewhere
 rebucket        gradients in other buckets

@@ -84,6 +84,17 @@ class Restructure:
         return replace(graph, templates=templates, cross_step_edges=old)
 
 
+def followed_by(steps: Steps, first: Recut, then: Callable[[Steps], Recut | None]) -> Recut:
+    """Two changes of steps of one template, one after the other, as one."""
+    second = then(_steps(steps, first))
+    if second is None:
+        return first
+    operations = first.operations.copy()
+    there = operations != GONE
+    operations[there] = second.operations[operations[there]]
+    return Recut(second.structure, operations, lambda steps: second.costs(_steps(steps, first)))
+
+
 def _steps(steps: Steps, new: Recut) -> Steps:
     segments, tasks = new.structure.segments, len(new.structure.tasks)
     was, count = steps.structure, len(steps.numbers)

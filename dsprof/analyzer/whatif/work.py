@@ -228,11 +228,13 @@ def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[
         removed = sum((of_part[:, judged] for of_part in change.removed.values()), np.zeros(()))
         parts = [k for part in change.removed for k in within(part)]
         waited = stood[:, chosen] if OFFLOAD in change.removed else np.zeros((structure.segments, len(chosen)))
-        for r in np.flatnonzero(np.asarray(removed).any(axis=1)).tolist():
-            peer_group = next(peer_group for peer_group in peer_groups if peer_group[r])
-            peers = [p for p in np.flatnonzero(peer_group).tolist() if not removed[p].any()]
+        some = np.asarray(removed).any(axis=1)
+        taken = _TakenByThreads(steps, chosen, parts, waited)
+        for r in np.flatnonzero(some).tolist():
+            group = next(number for number, peer_group in enumerate(peer_groups) if peer_group[r])
+            usual = taken.usual(group, structure.programs[r], np.flatnonzero(peer_groups[group] & ~some))
             mine = structure.of_thread(r)
-            of_work, of_stood = _beyond_peers(steps, chosen, r, peers, removed[r], parts, waited)
+            of_work, of_stood = _beyond_peers(taken.by(r), usual, removed[r])
             found.work[mine, chosen[:, None], parts] = of_work[..., None]
             found.stood[mine, chosen] = of_stood
         return found
@@ -255,31 +257,37 @@ def within(part: str) -> list[int]:
     return [PARTS.index(part), SHARDING_PART] if part == "compute" else [PARTS.index(part)]
 
 
-def _beyond_peers(
-    steps: Steps,
-    columns: npt.NDArray[np.int64],
-    thread: int,
-    peers: list[int],
-    removed: Float,
-    parts: list[int],
-    stood: Float,
-) -> tuple[Float, Float]:
-    """Which share goes of these parts of a thread's work, and of how long it stood still, [segments, S], for `removed`
-    ms of each step, [S], to go from where it takes longer than its peers do between the same points; where they do
-    other things, from all of it in proportion. stood: [W, S] ms."""
-    structure = steps.structure
+class _TakenByThreads:
+    """What threads take of `parts`: work of each segment, then how long it was stood still for, [2 * segments, S].
 
-    def taken_by(one: int) -> Float:
-        """Work of each segment, then how long it was stood still for, [2 * segments, S]."""
-        mine = structure.of_thread(one)
-        return np.concatenate([steps.work[mine][:, columns][..., parts].sum(axis=-1), stood[mine]])
+    stood: [W, S] ms"""
 
-    taken = taken_by(thread)
-    alike = [p for p in peers if structure.programs[p] == structure.programs[thread]]
+    def __init__(self, steps: Steps, columns: npt.NDArray[np.int64], parts: list[int], stood: Float) -> None:
+        self._steps, self._columns, self._parts, self._stood = steps, columns, parts, stood
+        self._usual: dict[tuple[int, bytes], Float | None] = {}
+
+    def by(self, thread: int) -> Float:
+        mine = self._steps.structure.of_thread(thread)
+        work = self._steps.work[mine][:, self._columns][..., self._parts].sum(axis=-1)
+        return np.concatenate([work, self._stood[mine]])
+
+    def usual(self, group: int, program: bytes, peers: npt.NDArray[np.int64]) -> Float | None:
+        """The median, [2 * segments], of the means of those peers that have this program; None: none has. group: whose
+        `peers` these are: what several ask for alike is worked out once."""
+        if (group, program) not in self._usual:
+            programs = self._steps.structure.programs
+            each = [self.by(p).mean(axis=1) for p in peers.tolist() if programs[p] == program]
+            self._usual[group, program] = np.median(each, axis=0) if each else None
+        return self._usual[group, program]
+
+
+def _beyond_peers(taken: Float, usual: Float | None, removed: Float) -> tuple[Float, Float]:
+    """Which share goes of what a thread takes (`_TakenByThreads.by`), of its work and of how long it stood still,
+    [segments, S], for `removed` ms of each step, [S], to go from where it takes longer than its peers usually do
+    between the same points; where they do other things (None), from all of it in proportion."""
     share = taken / np.maximum(taken.sum(axis=0), 1e-9)
-    if alike:
-        each = [taken_by(p).mean(axis=1) for p in alike]
-        more = np.clip(taken.mean(axis=1) - np.median(each, axis=0), 0, None)
+    if usual is not None:
+        more = np.clip(taken.mean(axis=1) - usual, 0, None)
         if more.any():
             share = np.broadcast_to((more / more.sum())[:, None], taken.shape)
     gone = np.clip(share * removed / np.maximum(taken, 1e-9), None, 1.0)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Final, TypedDict
 
+import numpy as np
 import pandas as pd
+
+from ..columns import is_one_of
 
 
 class LayerCost(TypedDict):
@@ -20,7 +23,8 @@ NEEDED: Final = ("step", "kind", "name", "start_ns", "dur_ns", "stage")
 
 def staged_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """What is of a stage: layers and actions, with the columns NEEDED."""
-    return rows[list(NEEDED)][rows["stage"].notna() & rows["kind"].isin(["module", "pipe"])]
+    staged = rows["stage"].notna().to_numpy(bool) & is_one_of(rows["kind"], "module", "pipe")
+    return rows[list(NEEDED)].take(np.flatnonzero(staged))
 
 
 def layer_costs(rows: pd.DataFrame) -> list[LayerCost]:

@@ -19,7 +19,7 @@ from dsprof.schema import COUNTED, FLOPS, SHARDING
 
 from ..arrays import Bool, Int
 from ..budget.intervals import nest
-from ..columns import may_hold
+from ..columns import is_one_of, may_hold
 
 COLUMNS: Final = (
     "module", "calls", "ms", "own_ms", "backward_ms", "backward_own_ms", "recompute_ms", "gflop", "slowest_rank",
@@ -42,18 +42,20 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
     empty = pd.DataFrame(columns=list(SUMS), index=pd.Index([], name="module", dtype=object), dtype=float)
     if not may_hold(rows["kind"], lambda kind: kind == "module"):
         return empty
-    chosen = (rows["kind"] == "module") & (rows["name"] != SHARDING)
-    again = (rows["kind"] == "phase") & (rows["name"] == RECOMPUTE)
-    columns = ["step", "kind", "name", "thread", "start_ns", "dur_ns", "purpose", "corr", "value"]
-    table = rows[columns][(chosen | again) & rows["dur_ns"].notna() & (rows["step"] >= 0)]
-    whole = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), "step"]  # none that a gap has cut
-    table = table[table["step"].isin(whole) & (table["step"] > table["step"].min())]
-    in_forward = _in_forward(table, rows)
-    numbers = table["step"][in_forward].unique()
+    kind, step, ended = rows["kind"], rows["step"].to_numpy(np.int64), rows["dur_ns"].notna().to_numpy(bool)
+    chosen = is_one_of(kind, "module") & ~is_one_of(rows["name"], SHARDING)
+    again = is_one_of(kind, "phase") & is_one_of(rows["name"], RECOMPUTE)
+    chosen = (chosen | again) & ended & (step >= 0)
+    whole = np.unique(step[is_one_of(kind, "step") & ended])  # none that a gap has cut
+    first = step[chosen].min(initial=np.iinfo(np.int64).max)
+    there = np.flatnonzero(chosen & np.isin(step, whole) & (step > first))
+    in_forward = _in_forward(rows[["thread", "start_ns"]].take(there), rows)
+    numbers = np.unique(step[there[in_forward]])
     if not len(numbers):
         return empty
-    inside = table["step"].isin(numbers).to_numpy(bool)
-    calls = _Calls(table[inside], in_forward[inside])
+    inside = np.isin(step[there], numbers)
+    columns = ["step", "kind", "name", "thread", "start_ns", "dur_ns", "purpose", "corr", "value"]
+    calls = _Calls(rows[columns].take(there[inside]), in_forward[inside])
     sums = {
         "calls": calls.by_name(calls.forward),
         "ns": calls.by_name(calls.forward & calls.topmost, calls.length),
@@ -86,8 +88,8 @@ class _Calls:
         order = np.lexsort((-table["dur_ns"].to_numpy(np.int64), table["start_ns"].to_numpy(np.int64)))
         order = order[np.argsort(table["thread"].to_numpy(np.int64)[order], kind="stable")]
         table, self.forward = table.iloc[order], in_forward[order]
-        is_call = (table["kind"] == "module").to_numpy(bool)
-        self.backward = is_call & (table["purpose"] == BACKWARD).fillna(False).to_numpy(bool)
+        is_call = is_one_of(table["kind"], "module")
+        self.backward = is_call & is_one_of(table["purpose"], BACKWARD)
         is_call = is_call & ~self.backward
         self.length, parent = _nest_by_thread(table)
         held = parent >= 0
@@ -165,14 +167,18 @@ def _nest_by_thread(table: pd.DataFrame) -> tuple[Int, Int]:
 
 def _in_forward(table: pd.DataFrame, rows: pd.DataFrame) -> Bool:
     """Which calls began in a forward of their thread that was for training."""
-    forward = (rows["kind"] == "phase") & (rows["name"] == "forward") & (rows["source"] == "measured")
-    trains = rows[["thread", "start_ns", "dur_ns"]][forward & rows["dur_ns"].notna() & rows["grad"].fillna(True)]
+    forward = is_one_of(rows["kind"], "phase") & is_one_of(rows["name"], "forward")
+    trains = rows[["thread", "start_ns", "dur_ns", "grad", "source"]].take(np.flatnonzero(forward))
+    known = trains["dur_ns"].notna().to_numpy(bool) & trains["thread"].notna().to_numpy(bool)
+    known &= is_one_of(trains["source"], "measured") & trains["grad"].to_numpy(bool, na_value=True)
+    trains = trains.take(np.flatnonzero(known))
+    of_thread, first = trains["thread"].to_numpy(np.int64), trains["start_ns"].to_numpy(np.int64)
+    last = first + trains["dur_ns"].to_numpy(np.int64)
     found = np.zeros(len(table), bool)
     thread, start = table["thread"].to_numpy(np.int64), table["start_ns"].to_numpy(np.int64)
-    for one, phases in trains.groupby("thread"):
+    for one in np.unique(of_thread).tolist():
         mine = np.flatnonzero(thread == one)
-        begin = np.sort(phases["start_ns"].to_numpy(np.int64))
-        end = np.sort((phases["start_ns"] + phases["dur_ns"]).to_numpy(np.int64))
+        begin, end = np.sort(first[of_thread == one]), np.sort(last[of_thread == one])
         # Outermost calls of a thread do not overlap.
         found[mine] = np.searchsorted(begin, start[mine], "right") > np.searchsorted(end, start[mine], "left")
     return found

@@ -7,8 +7,11 @@ ddp_buckets       gradients reduced in buckets while backward goes on, as by Dis
 by_hand           gradients that a script reduces itself after backward
 shards            parameters that are gathered, gradients that are scattered: FSDP, ZeRO stage 3
 prefetch          the same, gathered before they are needed
+fetched_parameters  with other limits of what stage 3 gathers ahead, and of how much is whole at once
+fsdp_settings     FSDP2 with parameters kept from forward to backward, or more gathered ahead
+zero_stage        ZeRO at another stage, and with overlap_comm or without
 zero_buckets      DeepSpeed's ZeRO stages 1 and 2
-deepspeed_config  DeepSpeed's buckets, and how a fix names the keys of its configuration
+deepspeed_config  what ZeRO's engines were told, and how a fix names the keys of its configuration
 redundant_reduce  gradients reduced in each micro-batch of a step
 volume            bytes that no division and no overlap hides
 fewer_bytes       how a fix has fewer bytes communicated, in the words of the job

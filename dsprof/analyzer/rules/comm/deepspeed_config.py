@@ -1,20 +1,62 @@
-"""What rules know of DeepSpeed: its buckets, and how a fix names the keys of its configuration."""
+"""What rules know of ZeRO, of DeepSpeed or of dsprof's engine: what it was told, and how a fix names the keys of its
+configuration."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsprof.schema import FLOAT_BYTES
 
 from ...finding import Fix, Gain
-from ...study import Study
+from ...study import Study, once
+from ..base import OWN_ENGINE, configurations, engine_config, zero_stage
+
+if TYPE_CHECKING:
+    from dsprof.engine.config import Config
+
+
+@once
+def zero_config(study: Study) -> Config | None:
+    """The configuration of the engine that trained, with what it does not say filled in; what "auto" became is not
+    known. None where no engine did, or where there are several."""
+    from dsprof.engine.config import as_far_as_known  # pydantic takes long to import
+
+    contents = configurations(study)
+    own = engine_config(study) is not None
+    different = [one for place, one in enumerate(contents) if one not in contents[:place]]
+    if (not own and zero_stage(study) is None) or len(different) != 1:
+        return None
+    return as_far_as_known(different[0])
+
+
+def is_own_engine(study: Study) -> bool:
+    """Whether dsprof's engine trained, and not DeepSpeed."""
+    return bool(configurations(study, OWN_ENGINE))
+
+
+def stage_of(study: Study) -> int | None:
+    """The stage of ZeRO, of either engine; None where neither trains, or that is not known."""
+    if zero_stage(study) is not None:
+        return zero_stage(study)
+    config = zero_config(study)
+    return None if config is None else config.zero_optimization.stage
 
 
 def told(study: Study, setting: str) -> int:
-    """What DeepSpeed was told of a bucket's size, elements; 0: that is not known."""
-    return int(_told(study, setting) or 0)
+    """What the engine was told of a bucket's size, elements; 0: that is not known."""
+    if not is_own_engine(study):
+        return int(_told(study, setting) or 0)
+    config = zero_config(study)
+    if config is None:
+        return 0
+    zero = config.zero_optimization
+    return {
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "allgather_bucket_size": zero.allgather_bucket_size,
+        "prefetch_bucket_size": zero.stage3_prefetch_bucket_size,
+    }[setting]
 
 
 def elements(study: Study, size: float) -> int:

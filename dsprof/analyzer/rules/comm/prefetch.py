@@ -17,8 +17,8 @@ from ...whatif import WhatIf
 from ...whatif.merge import Merge
 from ...whatif.prefetched import Prefetched
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, at, code_fix, replay_divided, zero_stage
-from .deepspeed_config import elements, told, zero_fix
+from ..base import LEAST_SHARE, at, code_fix, replay_divided
+from .deepspeed_config import elements, stage_of, told, zero_fix
 from .dimensions import Domain, waited_ms
 from .shards import GATHER, KINDS
 
@@ -37,7 +37,7 @@ def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
     best, ahead = Gain(0.0, 0.0, 0.0, 0.0), 0
     before = _replay(study, domain, 0)
     for tried in AHEAD:
-        gain = mean_gain(study, _saved(study, before, _replay(study, domain, tried)))
+        gain = mean_gain(study, hidden_beside(study, before, before - _replay(study, domain, tried)))
         if gain.ms > best.ms + LEAST_SHARE * study.step_ms:
             best, ahead = gain, tried
     # No public setting of torch's does it where collectives run on the CPU: a remark.
@@ -68,10 +68,11 @@ def _replay(study: Study, domain: Domain, ahead: int) -> Float:
     return replay_divided(study, changes, "gathering earlier was not tried")
 
 
-def _saved(study: Study, before: Float, after: Float) -> Float:
-    """ms saved in each step, [S]: as much as there are cores for, since a backend needs them, too."""
-    saved: Float = before - beside_other_work(study, before, after)
-    return np.where(saved > 0, kept_of_overlap(study) * saved, saved)
+def hidden_beside(study: Study, before: Float, saved: Float) -> Float:
+    """Of ms that are saved in each step, [S], by gathering beside computation: as much as there are cores for, since a
+    backend needs them, too."""
+    left: Float = before - beside_other_work(study, before, before - saved)
+    return np.where(left > 0, kept_of_overlap(study) * left, left)
 
 
 def _fix(study: Study, domain: Domain, ahead: int, gain: Gain) -> Fix:
@@ -84,7 +85,8 @@ def _fix(study: Study, domain: Domain, ahead: int, gain: Gain) -> Fix:
             f"gather the next {OF_ITSELF + ahead} units while one computes{at(site)}, not the next alone: {calls} of "
         )
         title += "each unit, with the units that come next in forward and in backward; it holds more memory"
-        return code_fix(title, "set_modules_to_forward_prefetch", OF_ITSELF + ahead, site, gain)
+        knobs = dict.fromkeys(("fsdp2.forward_prefetch", "fsdp2.backward_prefetch"), OF_ITSELF + ahead)
+        return code_fix(title, "set_modules_to_forward_prefetch", OF_ITSELF + ahead, site, gain, knobs)
     if fact is not None and fact.get("version") == 2:
         site = fact.get("site")
         title = f"gather {what} while one computes{at(site)}: set_modules_to_forward_prefetch([...]) of each unit, and "
@@ -93,7 +95,7 @@ def _fix(study: Study, domain: Domain, ahead: int, gain: Gain) -> Fix:
     if fact is not None:
         title = f"FullyShardedDataParallel(forward_prefetch=True, backward_prefetch=BACKWARD_PRE){at(fact.get('site'))}"
         return code_fix(title, "forward_prefetch", True, fact.get("site"), gain)
-    if zero_stage(study) is not None:
+    if stage_of(study) is not None:
         table = domain.of("parameter").table
         largest = elements(study, (1 + ahead) * float(table["bytes"].max()))
         if largest > told(study, "prefetch_bucket_size"):

@@ -11,23 +11,22 @@ from ... import signals
 from ...align.groups import REPLICATE
 from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain
-from ...memory.use_by_step import main_place
+from ...memory.free import least_free
 from ...price.calibration import ModelError
 from ...study import Study
 from ...text import ms, size
 from ...whatif.merge import by_backward
 from ...whatif.needless import GatheredOnce
 from ...whatif.select import Communications
-from ..base import NotConcerned, NotJudged, at, code_fix, config_sections, zero_stage
+from ..base import NotConcerned, NotJudged, at, code_fix, config_sections
 from ..rule import Found, Look, Rule
+from .deepspeed_config import stage_of
 from .dimensions import Domain, domains, need_every_rank, waited_ms
 from .shards import GATHER, gathers_parameters
 
 MATTERS: Final = 0.05
 """Share of the step that keeping parameters saves, from which on it is the bottleneck. Less is what it costs to hold a
 model in shards, and a healthy run may pay it."""
-MOST_USED: Final = 0.9
-"""Of the capacity, that may be used once all parameters are kept."""
 AGAIN: Final = 1.2
 """So many times the bytes of the first forward are gathered in a step, from which on some are gathered again."""
 
@@ -73,31 +72,28 @@ def _gathered(study: Study, domain: Domain) -> _Gathered | None:
     """None where nothing is gathered again after the first forward."""
     steps = max(study.need_graph().templates, key=lambda of: len(of.numbers))
     first = every = 0.0
+    groups = 0
     for group in domain.groups:
         families = by_backward(steps, Communications(kinds=(GATHER,), groups=(group,)))
         if not families:
             continue
+        groups += 1
         earliest = min(begun for begun, _, _ in families)
         for (begun, _, _), tasks in families.items():
             moved = float(np.sum(steps.size[tasks].mean(axis=1)))
             first, every = first + moved * (begun == earliest), every + moved
-    groups = max(len(domain.groups), 1)
-    return _Gathered(domain, first / groups, every / first) if first and every >= AGAIN * first else None
+    return _Gathered(domain, first / max(groups, 1), every / first) if first and every >= AGAIN * first else None
 
 
 def _fit(study: Study, gathered: _Gathered) -> bool:
-    """Whether every rank has room for all parameters at its peak. Raises NotJudged where that is not known."""
-    uses = [use for rank in study.ranks if (use := main_place(study.memory_uses, rank)) is not None]
-    if not uses or any(use.share is None or not use.capacity for use in uses):
+    """Whether every rank surely has room for all parameters at its peak. Raises NotJudged where that is not known."""
+    free = least_free(study.memory, study.memory_uses, study.ranks)
+    if free is None:
         raise NotJudged(
             f"parameters are gathered {gathered.times:.1f} times in a step, and whether they could be kept is not "
             "known: how much memory is used, and how much there is, was not captured"
         )
-    for use in uses:
-        on_place = sum(other.place == use.place for other in uses) if use.on_host else 1
-        if (use.share or 0.0) + on_place * gathered.whole_bytes / (use.capacity or 1) > MOST_USED:
-            return False
-    return True
+    return gathered.whole_bytes <= free
 
 
 def _candidate(study: Study, gathered: _Gathered) -> Candidate:
@@ -138,7 +134,7 @@ def _fix(study: Study, gathered: _Gathered, gain: Gain) -> Fix:
         title += ", and model.set_reshard_after_backward(False) in all micro-batches but the last" if again else ""
         knobs = {} if again else {"fsdp2.reshard_after_forward": False}
         return code_fix(f"{title}: {costs}", "reshard_after_forward", False, site, gain, knobs)
-    if zero_stage(study) is not None:
+    if stage_of(study) is not None:
         return _lower_stage(study, gathered, gain)
     return Fix("code", f"keep parameters from forward to backward: {costs}", gain=gain)
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import pandas as pd
 
 from ... import signals
+from ...arrays import Float, Int
 from ...candidate import Candidate, Price
+from ...columns import codes_of, is_one_of
 from ...finding import Evidence, Finding, Fix, Where
 from ...price.calibration import ModelError
 from ...study import Study, once
@@ -39,56 +40,111 @@ class Repeated:
     group: str
 
 
+@dataclass(frozen=True)
+class _Reduced:
+    """Reductions of one rank in one group: step, when they were issued, and bytes, [N]."""
+
+    group: str
+    step: Int
+    issue: Int
+    bytes: Float
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """When each backward of a rank begins, in order; of its optimizers' steps the step and when each begins."""
+
+    backward: Int
+    step_of_update: Int
+    update: Int
+
+
 @once
 def repeated_reductions(study: Study) -> Repeated | None:
     """None where no gradients are reduced more than once before a step of the optimizer."""
     numbers = study.step_numbers
-    phases = study.training_phases[["rank", "step", "name", "start_ns"]]
-    phases = phases[phases["step"].isin(numbers)]
+    turns, held = _turns(study), _bytes_of_models(study)
     found: dict[str, Repeated] = {}
-    of_rank = dict(iter(phases.groupby("rank")))
     for rank in study.ranks:
-        mine, own = study.replicating(rank, GRADIENT), of_rank.get(rank, phases[:0])
-        mine = mine[mine["step"].isin(numbers) & mine["bytes"].notna()].astype({"group": str})
-        for group in set(mine["group"]) - set(found):
-            one = _of_group(mine[mine["group"] == group], own, len(numbers))
-            if one is not None and _more_than_once(study, rank, one):
-                found[group] = one
+        for reduced in _reductions(study, rank):
+            if reduced.group in found:
+                continue
+            one = _of_group(reduced, turns[rank], len(numbers))
+            if one is not None and _more_than_once(study, held.get(rank, 0), one):
+                found[reduced.group] = one
     return max(found.values(), key=lambda one: one.bytes, default=None)
 
 
-def _of_group(reduced: pd.DataFrame, phases: pd.DataFrame, steps: int) -> Repeated | None:
+def _turns(study: Study) -> dict[int, _Turns]:
+    """Of each rank, in the ordinary steps."""
+    phases = study.training_phases
+    phases = phases.take(np.flatnonzero(np.isin(phases["step"].to_numpy(np.int64), study.step_numbers)))
+    rank, step, start = (phases[name].to_numpy(np.int64) for name in ("rank", "step", "start_ns"))
+    backward, update = is_one_of(phases["name"], "backward"), is_one_of(phases["name"], "optimizer")
+    found = {}
+    for one in study.ranks:
+        low, high = np.searchsorted(rank, [one, one + 1])
+        begins = np.sort(start[low:high][backward[low:high]])
+        found[one] = _Turns(begins, step[low:high][update[low:high]], start[low:high][update[low:high]])
+    return found
+
+
+def _reductions(study: Study, rank: int) -> list[_Reduced]:
+    """Those of gradients in the ordinary steps whose sizes are known, by group."""
+    table = study.summaries[rank].activity.replicating
+    step = table["step"].to_numpy(np.int64)
+    known = np.isin(step, study.step_numbers) & table["bytes"].notna().to_numpy(bool)
+    known &= is_one_of(table["purpose"], GRADIENT)
+    if not known.any():
+        return []
+    code, names = codes_of(table["group"])
+    issue, moved = table["issue_ns"].to_numpy(np.int64), table["bytes"].to_numpy(np.float64, na_value=0.0)
+    found = []
+    for one in np.unique(code[known]).tolist():
+        mine = known & (code == one)
+        found.append(_Reduced(str(names[one]) if one >= 0 else "nan", step[mine], issue[mine], moved[mine]))
+    return found
+
+
+def _of_group(reduced: _Reduced, turns: _Turns, steps: int) -> Repeated | None:
     """Of one rank and group: whether in most steps several backwards, with no step of an optimizer between them, reduce
     the same number of bytes each."""
-    backward = np.sort(phases["start_ns"][phases["name"] == "backward"].to_numpy(np.int64))
-    number = np.searchsorted(backward, reduced["issue_ns"].to_numpy(np.int64), side="right") - 1
+    backward = turns.backward
+    number = np.searchsorted(backward, reduced.issue, side="right") - 1
     after = number >= 0
     if not after.any():
         return None
-    of, index = np.unique([reduced["step"].to_numpy(np.int64)[after], number[after]], axis=1, return_inverse=True)
-    moved_in = np.bincount(index.reshape(-1), reduced["bytes"].to_numpy(np.float64)[after])
+    of, index = np.unique([reduced.step[after], number[after]], axis=1, return_inverse=True)
+    moved_in = np.bincount(index.reshape(-1), reduced.bytes[after])
     _, begins, counts = np.unique(of[0], return_index=True, return_counts=True)
     if (counts > 1).sum() < MOSTLY * steps:
         return None
-    optimizer = phases[phases["name"] == "optimizer"]
-    step_of, update = optimizer["step"].to_numpy(np.int64), optimizer["start_ns"].to_numpy(np.int64)
     like, moved = [], []
     for begin, count in zip(begins[counts > 1], counts[counts > 1], strict=True):
         step, numbers, each = of[0][begin], of[1][begin : begin + count], moved_in[begin : begin + count]
-        between = (step_of == step) & (update >= backward[numbers[0]]) & (update <= backward[numbers[-1]])
+        between = (turns.update >= backward[numbers[0]]) & (turns.update <= backward[numbers[-1]])
+        between &= turns.step_of_update == step
         if each.max() - each.min() <= ALIKE * each.max() and not between.any():
             like.append(count)
             moved.append(float(each.mean()))
     if len(like) < MOSTLY * steps:
         return None
-    return Repeated(int(np.median(like)), float(np.mean(moved)), str(reduced["group"].iloc[0]))
+    return Repeated(int(np.median(like)), float(np.mean(moved)), reduced.group)
 
 
-def _more_than_once(study: Study, rank: int, found: Repeated) -> bool:
-    """Whether what is reduced is more than the gradients of all models that the rank is known to have: two models of
-    one size, each with a backward of its own, reduce equal bytes as well."""
-    models = [fact for fact in study.facts.get("ddp", []) if fact.get("rank") == rank]
-    every = sum(sum(fact.get("gradient_bytes", [])) for fact in models)
+def _bytes_of_models(study: Study) -> dict[int, int]:
+    """Rank -> bytes of the gradients of all models that it is known to have."""
+    found: dict[int, int] = {}
+    for fact in study.facts.get("ddp", []):
+        rank = fact.get("rank")
+        if isinstance(rank, int):
+            found[rank] = found.get(rank, 0) + sum(fact.get("gradient_bytes", []))
+    return found
+
+
+def _more_than_once(study: Study, every: int, found: Repeated) -> bool:
+    """Whether what is reduced is more than the gradients of all models that the rank is known to have, of `every`
+    bytes: two models of one size, each with a backward of its own, reduce equal bytes as well."""
     if not every:
         return len(study.facts.get("optimizer", [])) <= len(study.ranks)
     return bool(found.backwards * found.bytes >= MORE_THAN_ONCE * every)

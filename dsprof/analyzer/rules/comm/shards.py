@@ -23,8 +23,8 @@ from ...text import count, size
 from ...whatif import WhatIf
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, at, code_fix, replay_divided, zero_stage
-from .deepspeed_config import elements, told, zero_fix
+from ..base import LEAST_SHARE, NotJudged, at, code_fix, replay_divided
+from .deepspeed_config import elements, stage_of, told, zero_fix
 from .dimensions import Domain, domains, waited_ms
 
 TOGETHER: Final = (2, 4, 8, 16)
@@ -127,7 +127,7 @@ def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) 
 def _units(study: Study, domain: Domain, replicas: Sequence[Domain]) -> _ShardUnits:
     table = domain.table[is_of_shards(domain.table)]
     a_step = len(table) / len(study.step_numbers) / table["group"].nunique()
-    worked = _sharding_ms(study)
+    worked = sharding_ms(study)
     # Where the work for units was seen, the calls to issue are in it.
     host_ms = 0.0 if worked else study.host_ms("gradient", "parameter")
     return _ShardUnits(domain, table, tuple(one.of("gradient") for one in replicas), a_step, worked, host_ms)
@@ -137,7 +137,7 @@ def with_modules_per_unit(study: Study, together: int) -> Effect:
     """FSDP2's units of so many of the present ones each. Raises NotJudged where fully_shard was not seen, or the run's
     own units are not of one module."""
     if not any(fact.get("version") == 2 for fact in study.facts.get("fsdp", [])):
-        raise NotJudged("no fully_shard was seen in this run")
+        raise NotJudged("no call of fully_shard was seen in this run")
     if MODULES in study.run.knobs:
         raise NotJudged(f"this run had --set {MODULES} itself; ask of a run without it")
     every = domains(study)
@@ -231,7 +231,7 @@ def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Lin
 
 
 @once
-def _sharding_ms(study: Study) -> float:
+def sharding_ms(study: Study) -> float:
     """What FSDP itself works for its units in a step, mean over ranks and steps; 0 where that is not recorded."""
     graph = study.need_graph()
     whole = sum(float(steps.work[..., SHARDING_PART].sum()) for steps in graph.templates)
@@ -255,7 +255,7 @@ def _fixes(study: Study, domain: Domain, best: _Merged) -> tuple[Fix, ...]:
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
         knobs = {MODULES: best.together} if fact.get("version") == 2 else {}
         return (code_fix(title, grouped, "", site, best.gain, knobs),)
-    if zero_stage(study) is not None:
+    if stage_of(study) is not None:
         return (_bucket_fix(study, domain, best),)
     return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)
 

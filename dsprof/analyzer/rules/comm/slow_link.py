@@ -62,34 +62,62 @@ def slow_links(study: Study) -> list[SlowLink]:
         table = table[table["ranks"] == domain.dimension.size].assign(
             group=table["group"].astype(str), ms=table["transfer_ns"].to_numpy(np.float64) / 1e6
         )
+        rows_of, peers = table.groupby("group").indices, _Alike(table)
         for group in domain.groups:
-            one = _compared(study, domain, table, group)
+            own = table.take(rows_of.get(group, np.empty(0, np.int64)))
+            one = _compared(study, domain, own, peers, group)
             if one is not None:
                 found.append(one)
     return found
 
 
-def _compared(study: Study, domain: Domain, table: pd.DataFrame, group: str) -> SlowLink | None:
-    """A group beside its peers; None where it is not sure to be slower, or where that is not the link's."""
-    own, other = table[table["group"] == group], table[table["group"] != group]
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Collectives that are the same, of all groups: the median ms and the number of each group's."""
+
+    table: pd.DataFrame
+    medians: pd.Series[float]
+    counts: pd.Series[int]
+
+
+class _Alike:
+    """Which collectives of all groups of a dimension are the same. What groups ask for alike is looked up once: of
+    1,000 groups each would look through all the others' else."""
+
+    def __init__(self, table: pd.DataFrame) -> None:
+        self._table = table
+        self._found: dict[tuple[str, str, float], _Same] = {}
+
+    def of(self, name: str, purpose: str, bytes_: float) -> _Same:
+        key = name, "" if pd.isna(purpose) else purpose, bytes_
+        if key not in self._found:
+            table = self._table
+            # The purpose of what no module asked for is not known.
+            asked = table["purpose"].isna() if pd.isna(purpose) else table["purpose"] == purpose
+            same = table[(table["name"] == name) & asked & ((table["bytes"] - bytes_).abs() <= ALIKE * bytes_)]
+            each = same.groupby("group")["ms"]
+            self._found[key] = _Same(same, each.median(), each.size())
+        return self._found[key]
+
+
+def _compared(study: Study, domain: Domain, own: pd.DataFrame, every: _Alike, group: str) -> SlowLink | None:
+    """A group beside its peers; None where it is not sure to be slower, or where that is not the link's. own: its
+    collectives; every: those of all groups"""
     whole, peers_whole, most = 0.0, 0.0, None
     for (name, purpose), mine in own.groupby(["name", "purpose"], dropna=False, observed=True):
-        # The purpose of what no module asked for is not known.
-        same = other[
-            (other["name"] == name) & ((other["purpose"] == purpose) | (pd.isna(purpose) & other["purpose"].isna()))
-        ]
         for bytes_, alike in _by_size(mine):
             if bytes_ <= 0:  # not told, as in tables that have times alone: nobody knows whether peers move as much
                 continue
-            peers = same[(same["bytes"] - bytes_).abs() <= ALIKE * bytes_]
-            each = peers.groupby("group")["ms"]
-            if len(alike) < FEWEST or each.ngroups == 0 or each.size().min() < FEWEST:
+            same = every.of(str(name), purpose, bytes_)
+            others = (same.medians.index != group) & (same.counts > 0).to_numpy(bool)
+            if len(alike) < FEWEST or not others.any() or same.counts[others].min() < FEWEST:
                 continue
-            usual, typical = float(each.median().median()), float(alike["ms"].median())
+            usual, typical = float(same.medians[others].median()), float(alike["ms"].median())
             # Both last from an arrival by one clock to an end by another.
-            surely = _surely(alike["ms"], peers["ms"]) and typical - usual > 2 * study.clock_error_ms
-            if typical < SLOWER * usual or not surely:
+            if typical < SLOWER * usual or typical - usual <= 2 * study.clock_error_ms:
                 return None  # one that is as fast as elsewhere: it is no matter of the link
+            if not _surely(alike["ms"], same.table["ms"][same.table["group"] != group]):
+                return None
             whole, peers_whole = whole + float(alike["ms"].sum()), peers_whole + usual * len(alike)
             if most is None or alike["ms"].sum() > most[0]:
                 most = float(alike["ms"].sum()), str(name), bytes_, typical, usual

@@ -7,8 +7,9 @@ next: 1 : 3 : 5 : 7 of four. It is how the sequence is dealt, and no rank's mach
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -18,13 +19,16 @@ from ...align.groups import CP
 from ...align.match import PAIR, SEND_RECV
 from ...arrays import Float
 from ...candidate import Candidate, Price
+from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Where
 from ...study import Study, once
 from ...text import ms
 from ...text import ranks as ranks_in_words
 from ...whatif.even_segments import EvenSegments
+from ..base import NotJudged, engine_config
 from ..rule import Found
 
+KEY: Final = "context_parallel.order"
 FEWEST: Final = 3
 """Ranks of a team of which a line says something."""
 LEAST_FIT: Final = 0.95
@@ -129,6 +133,35 @@ def rings(sent: pd.Series[str]) -> list[tuple[int, ...]]:
     return found
 
 
+def with_order(study: Study, order: Any) -> Effect:
+    """Another order of a sequence's positions on the engine's ranks. Raises NotJudged where this run does not tell."""
+    now = _order(study)
+    if now is None:
+        raise NotJudged("no ring of dsprof's engine was seen in this run (context_parallel.attention)")
+    if order == now:
+        raise NotJudged(f"the run has {KEY}={now} already")
+    if order != "zigzag":
+        raise NotJudged(f"how unequal {order} pieces are is not told by a run with {now} ones")
+    found = causal(study)
+    if found is None:
+        raise NotJudged("the ranks that share a sequence do not compute more the later their part of it is")
+    return Effect("data.imbalance", (EvenSegments(found.teams),))
+
+
+def _order(study: Study) -> str | None:
+    """Of the positions that go round in a ring of dsprof's engine; None without one."""
+    content = engine_config(study) or {}
+    section = content.get("context_parallel")
+    if not isinstance(section, Mapping) or section.get("attention") != "ring":
+        return None
+    return str(section.get("order", "zigzag"))
+
+
+def _key(study: Study) -> bool:
+    """Whether the order stands in the configuration, as one that leaves ranks unequal work."""
+    return _order(study) == "contiguous"
+
+
 def causal_shards(study: Study) -> Found:
     """Every rank of a team with the mean of its team, turn by turn."""
     found = causal(study)
@@ -151,13 +184,22 @@ def causal_shards(study: Study) -> Found:
     )
     late = tuple(rank for one in found.teams for rank in one[(len(one) + 1) // 2 :])
     where = Where(ranks=late, steps=study.step_range)
+    key = _key(study)
     zigzag = (
-        "deal the sequence in zigzag (cut it into 2P chunks, r and 2P-1-r to rank r of P) or in stripes, so that a "
-        "causal mask leaves every rank as much; contiguous parts give the last rank most"
+        f'{KEY}: "zigzag", so that a causal mask leaves every rank as much'
+        if key
+        else (
+            "deal the sequence in zigzag (cut it into 2P chunks, r and 2P-1-r to rank r of P) or in stripes, so that a "
+            "causal mask leaves every rank as much; contiguous parts give the last rank most"
+        )
     )
 
     def say(price: Price) -> Finding:
-        fixes = (Fix("code", zigzag, gain=price.gain),)
+        fix = Fix("code", zigzag, gain=price.gain)
+        if key:
+            patch = ({"op": "replace", "path": "/context_parallel/order", "value": "zigzag"},)
+            fix = Fix("config", zigzag, patch, price.gain, ((KEY, "zigzag"),))
+        fixes = (fix,)
         saved = f"{title}; {ranks_in_words(late)} have {ms(float(found.excess.mean(axis=1).max()))} more than the mean"
         return Finding("data.imbalance", saved, "info", where, evidence, price.gain, fixes, share=price.share)
 

@@ -4,4 +4,5 @@ fragmentation        what fragmentation costs, and what held the memory when the
 oom_risk             a rank had no more memory, or nearly none
 growth_and_headroom  memory climbs step after step, or lies idle while time is paid to save it
 offload_exposed      ranks stand still for what was offloaded
+offload_knobs        offloading turned off
 """

@@ -14,8 +14,7 @@ from ... import signals
 from ...budget.lanes import MAIN, on_stream
 from ...candidate import Between, Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...memory.free import surely_free
-from ...memory.use_by_step import main_place
+from ...memory.free import least_free
 from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent, size
@@ -81,13 +80,13 @@ def exposed(study: Study) -> Found:
     signals.steps(study)
     found = offloaded(study)
     if found is None:
-        if not _sections(study):
+        if not offloading_sections(study):
             raise NotConcerned
         raise NotJudged("states or parameters are offloaded, and what is copied for that was not recorded")
     waited = study.work("offload")
     if waited.mean() < LEAST_SHARE * study.step_ms:
         return []
-    room = _room(study)
+    room = least_free(study.memory, study.memory_uses, study.ranks)
     fits = room is not None and 0 < found.brought <= room and not _stays_away(study)
     hidden = 1.0 if fits else _could_be_hidden(study, found)
     if hidden <= 0:
@@ -117,26 +116,14 @@ def _could_be_hidden(study: Study, found: Offloaded) -> float:
     return part if part * found.exposed >= LEAST_SHARE * study.step_ms else 0.0
 
 
-def _room(study: Study) -> int | None:
-    """Bytes that are surely free where ranks keep their tensors, on the one with least; None: not known."""
-    free = []
-    for rank in study.ranks:
-        use = main_place(study.memory_uses, rank)
-        room = None if use is None else surely_free(study.memory, study.memory_uses, use)
-        if room is None:
-            return None
-        free.append(room)
-    return min(free, default=None)
-
-
 def _stays_away(study: Study) -> bool:
     """Whether more is offloaded than is brought: states that a host's optimizer updates where they are. What memory
     must hold without that is then several times what is copied."""
-    optimizer = _sections(study).get("offload_optimizer")
+    optimizer = offloading_sections(study).get("offload_optimizer")
     return optimizer is not None and optimizer.get("device") == "cpu"
 
 
-def _sections(study: Study) -> dict[str, Mapping[str, Any]]:
+def offloading_sections(study: Study) -> dict[str, Mapping[str, Any]]:
     """Name -> section of the job's configuration that offloads something."""
     found: dict[str, Mapping[str, Any]] = {}
     for zero in config_sections(study, "zero_optimization"):
@@ -167,7 +154,7 @@ def _finding(study: Study, found: Offloaded, price: Price, room: int | None, hid
 
 
 def _fixes(study: Study, gain: Gain, room: int | None, hidden: float) -> Iterator[Fix]:
-    sections = _sections(study)
+    sections = offloading_sections(study)
     if room is not None:
         for name in sections:
             yield _set(name, "device", "none", "keep it where it is used", gain)

@@ -179,17 +179,16 @@ def bubble(study: Study) -> Found:
     def say(price: Price) -> Finding:
         best_first = sorted(zip(MULTIPLES, price.tried, strict=False), key=lambda one: -one[1].low)
         fixes = [batch_fix(times, gain) for times, gain in best_first]
-        own = schedule_fixes(study, BUBBLE_ERROR)
+        own, causes = schedule_fixes(study, BUBBLE_ERROR), bubble_causes(study)
         if own is None and interleaved is not None and price.tried[-1].ms >= LEAST_SHARE * study.step_ms:
             other = f"or an interleaved schedule, with {VIRTUAL} parts of the model on each rank{at(site)}"
             fixes.append(code_fix(other, "ScheduleInterleaved1F1B", "", site, price.tried[-1]))
         fixes = [*first_of(causes), *fixes, *(own or [])]
         evidence = (*_evidence(study, shape, waited, ideal, MULTIPLES[price.chosen]), *parts_of(causes))
+        title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
+        title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {shape.stages_in_words}{mostly(causes)}"
         return Finding("pipeline.bubble", title, "info", where, evidence, price.gain, tuple(fixes))
 
-    causes = bubble_causes(study)
-    title = f"the pipeline fills and drains for {percent(100 * ideal)} of the step: "
-    title += f"{count(shape.microbatches, 'micro-batch', 'es')} for {shape.stages_in_words}{mostly(causes)}"
     where = Where(ranks=study.ranks, steps=study.step_range)
     choice = OneOf(larger, () if interleaved is None else (interleaved,))
     return [Candidate("pipeline.bubble", choice, say)]
@@ -217,6 +216,7 @@ def _interleaved(shape: _Shape, now: Float, waited: float) -> Excess | None:
 
 def _shape(study: Study) -> _Shape:
     """The pipeline's schedule, from what its ranks did in a step. Raises NotJudged where it is none that is known."""
+    _need_every_stage(study)
     names = sorted({str(fact.get("schedule")) for fact in _schedule_facts(study)})
     if len(names) > 1:
         raise NotJudged(f"the job has several schedules ({', '.join(names)}), and which one runs a step is not known")
@@ -244,6 +244,16 @@ def _shape(study: Study) -> _Shape:
         for (stage, name), ms in per_step["mean"].groupby(level=["stage", "name"]).mean().items()
     }
     return _Shape(schedule, ranks, microbatches, virtual, forward, backward, weight, of_stage)
+
+
+def _need_every_stage(study: Study) -> None:
+    """Raises NotJudged where ranks of a stage were not captured, by what is said of the schedule and by the numbers of
+    the stages that were."""
+    held = {stage for stages in study.topology.stage_of.values() for stage in stages}
+    told = [int(fact["stages"]) for fact in _schedule_facts(study) if isinstance(fact.get("stages"), int)]
+    whole = max([*told, *(stage + 1 for stage in held)], default=0)
+    if study.ranks_missing and len(held) < whole:
+        raise NotJudged(f"only {len(held)} of the {whole} stages of the pipeline were captured")
 
 
 def _ranks_of_stages(study: Study) -> dict[tuple[int, ...], list[int]]:

@@ -163,7 +163,7 @@ def _blocked(study: Study, price: Price) -> Finding:
         Evidence("waiting for another stage, mean of the ranks", round(_bubble_ms(study), 3), "ms"),
         Evidence(f"messages from {_stage(study, worst.source)} on their way a step", round(_waited_ms(worst), 3), "ms"),
         Evidence("messages of that pair a step", round(worst.count, 1), "count"),
-        Evidence("bytes of one", round(worst.bytes), "B"),
+        *([Evidence("bytes of one", round(worst.bytes), "B")] if worst.bytes > 0 else []),  # else they are not told
     )
     title = (
         f"stages stand still for {ms(price.gain.ms)} a step while messages are sent and taken, most of all "

@@ -1,0 +1,147 @@
+"""ZeRO at another stage, and with its reductions beside backward or not: overlap_comm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from ...arrays import Float
+from ...effect import Effect, WhatIfs
+from ...graph.step_graph import Steps
+from ...study import Study
+from ...whatif import WhatIf
+from ...whatif.communications import ScaleLink
+from ...whatif.fetching import FetchedBy, GatheredWhole
+from ...whatif.merge import Merge
+from ...whatif.needless import InLastBackward
+from ...whatif.select import Communications
+from ...whatif.waited_for import WaitedFor
+from ..base import NotJudged, without_effect
+from .deepspeed_config import is_own_engine, item_bytes, stage_of, zero_config
+from .dimensions import Domain, domains
+from .fetched_parameters import links_of_shards, need_passes, need_sizes
+from .prefetch import hidden_beside
+from .shards import GATHER, gathers_parameters
+
+STAGES: Final = (1, 2, 3)
+GRADIENTS: Final = Communications(purposes=("gradient",))
+WHOLE: Final = 2.0
+"""So many times the bytes of a reduce-scatter does an all-reduce of the same gradients move."""
+UNDER_WAY: Final = 2
+"""Buckets that dsprof's engine leaves under way (`engine/zero/bucket.py`)."""
+
+
+def with_stage(study: Study, value: Any) -> Effect:
+    """Another stage of ZeRO. Raises NotJudged where the run does not tell what it would communicate."""
+    now = stage_of(study)
+    if now is None:
+        raise NotJudged("the job has no ZeRO, as far as was captured")
+    if value not in STAGES or now not in STAGES:
+        raise NotJudged(f"stages 1, 2 and 3 are predicted of each other; the run has {now}")
+    if value == now:
+        return Effect("comm.redundant-gather")
+    if value == 3:
+        raise NotJudged(
+            f"stage {now} gathers all parameters when they have been updated: where each module would wait for its own "
+            "in stage 3 is not told by that; `dsprof fix --verify` measures it"
+        )
+    in_last = (InLastBackward(GRADIENTS),)
+    several = max(map(_backwards, study.need_graph().templates)) > 1
+    if now == 3:
+        return _without_shards(study, in_last if value == 1 and several else ())
+    if not several:
+        same = "with one backward a step, stages 1 and 2 reduce and gather the same; they differ in memory"
+        return without_effect(study, "comm.redundant-reduce", same)
+    if value == 2:
+        raise NotJudged(
+            "stage 2 reduces gradients in each backward of a step: when they would be there in those that stage 1 "
+            "does not reduce in is not told by this run"
+        )
+    notes = ("gradients are reduced in the last backward of a step only",)
+    return Effect("comm.redundant-reduce", in_last, counts_cores=True, notes=notes)
+
+
+def _backwards(steps: Steps) -> int:
+    """Of a rank in a step."""
+    return round(float(steps.structure.backward.sum()) / max(steps.structure.threads, 1))
+
+
+def _without_shards(study: Study, more: WhatIfs) -> Effect:
+    """Stage 1 or 2 in the place of 3: all parameters gathered together, once a step, and nothing waited for in between.
+    more: what else is changed."""
+    sharded = [one for one in domains(study) if gathers_parameters(one)]
+    if not sharded:
+        raise NotJudged("no parameters were seen to be gathered in steps: they are all whole, or were kept")
+    need_sizes(sharded)
+    need_passes(study, sharded)
+    own, links = is_own_engine(study), {domain: links_of_shards(domain) for domain in sharded}
+    most = max(len(around) for of in links.values() for around in of.values())
+    pairs: list[tuple[WhatIfs, WhatIfs]] = []
+    for place in range(most):
+        now: list[WhatIf] = []
+        then: list[WhatIf] = list(more)
+        for of_groups in links.values():
+            for group, around in of_groups.items():
+                gathers = Communications(kinds=(GATHER,), groups=(group,))
+                link = around[min(place, len(around) - 1)]
+                now.append(Merge(gathers, link, together=1))
+                then.append(FetchedBy(gathers, link, GatheredWhole(), item_bytes(study)))
+        pairs.append((tuple(now), tuple(then)))
+    notes = ["all parameters are gathered together once a step, and kept"]
+    if not own:  # its stages 1 and 2 reduce whole buckets on all ranks
+        slower = ScaleLink(WHOLE, 1 / WHOLE, Communications(purposes=("gradient",)))
+        pairs = [(pairs[0][0], (*pairs[0][1], slower)), *((one, (*then, slower)) for one, then in pairs[1:]), pairs[0]]
+        notes.append("gradients are all-reduced, which moves twice the bytes of a reduce-scatter")
+    (as_it_is, changed), *others = pairs
+    return Effect("comm.redundant-gather", changed, as_it_is, tuple(others), counts_cores=True, notes=tuple(notes))
+
+
+def with_overlap(study: Study, value: Any) -> Effect:
+    """Gradients reduced beside backward, or waited for at once."""
+    if not isinstance(value, bool):
+        raise NotJudged(f"{value} is neither true nor false")
+    stage, config = stage_of(study), zero_config(study)
+    if stage is None or config is None:
+        raise NotJudged("the job has no ZeRO, or its configuration was not captured")
+    if value == config.zero_optimization.overlap_comm:
+        return Effect("comm.exposed")
+    if not is_own_engine(study):
+        if study.on_gpu:
+            raise NotJudged(
+                "on which stream DeepSpeed's reductions would wait for one another is not predicted yet; "
+                "`dsprof fix --verify` measures it"
+            )
+        waits = "on CPUs DeepSpeed waits for each reduction where it issues it, whatever overlap_comm says"
+        return without_effect(study, "comm.exposed", waits)
+    if study.on_gpu:
+        raise NotJudged("the lanes of the engine on devices are not replayed with other waits yet")
+    reducing = [one for one in (domain.of("gradient") for domain in domains(study)) if len(one.table)]
+    if not reducing:
+        raise NotJudged("no collective was seen to carry gradients")
+    links = _links_of_gradients(reducing)
+    variants = []
+    for factor in (0, 1, -1):
+        divided = tuple(
+            Merge(
+                Communications(purposes=("gradient",), groups=(group,)),
+                replace(
+                    link,
+                    latency_ms=link.latency_ms * (1 + factor * link.spread),
+                    ms_per_byte=link.ms_per_byte * (1 + factor * link.spread),
+                ),
+                together=1,
+            )
+            for group, link in links.items()
+        )
+        moved = WaitedFor(GRADIENTS, UNDER_WAY if value else 0)
+        variants.append((divided, (*divided, moved)))
+
+    def correct(before: Float, saved: Float) -> Float:
+        return hidden_beside(study, before, saved) if value else -hidden_beside(study, before, -saved)
+
+    (as_it_is, then), *others = variants
+    return Effect("comm.exposed", then, as_it_is, tuple(others), correct=correct, counts_cores=True)
+
+
+def _links_of_gradients(reducing: list[Domain]) -> dict[str, Any]:
+    return {group: link for domain in reducing for group, link in domain.links().items()}

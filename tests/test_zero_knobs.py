@@ -1,0 +1,236 @@
+"""What-ifs of ZeRO's and FSDP2's settings, on made-up jobs of four layers that gather, compute and reduce in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from synthetic import BACKWARD, BROADCAST, FORWARD, OPTIMIZER, Accumulating, _collective, _record, _waited
+
+from dsprof.analyzer import analyze
+from dsprof.analyzer.ask import Answered, ask
+from dsprof.analyzer.study import study
+from dsprof.knobs.predicted import turned
+from dsprof.ondisk import Flag
+from dsprof.schema import Kind
+from dsprof.trace import Trace
+from dsprof.trace.capture import Capture
+
+LAYERS = 4
+ELEMENTS = 1 << 16
+GATHER_MS = 0.2 + ELEMENTS * 4 / 2**20 * 16
+"""4.2 ms for 256 KiB."""
+
+
+@dataclass
+class Layered(Accumulating):
+    """Each layer takes 10 ms in forward and 20 in backward, before which its parameters are gathered and waited for;
+    a backward ends with reductions of the gradients, each waited for at once."""
+
+    micro: int = 1
+    ms_per_mib: float = 16.0
+    gathers: bool = True
+    again: bool = True
+    """Whether backward gathers, too."""
+    reduced: tuple[int, ...] = (2 * ELEMENTS * 4, 2 * ELEMENTS * 4)
+    """Bytes of each reduction: one after the first half of a backward, the other after the second."""
+
+    def captures(self) -> dict[int, Capture]:
+        draw = np.random.default_rng(self.seed)
+        rows: list[tuple[Any, ...]] = []
+        now, seq = 1.0, 0
+
+        def work(ms: float) -> float:
+            return ms * (1 + self.jitter * draw.standard_normal())
+
+        def moved(size: int) -> None:
+            nonlocal now, seq
+            issued, now = now, now + self.latency_ms + size / 2**20 * self.ms_per_mib
+            rows.extend([_collective(issued, now, size, seq, BROADCAST), _waited(issued, now, seq)])
+            seq += 1
+
+        for _ in range(self.steps):
+            for _ in range(self.micro):
+                begin = now
+                for _ in range(LAYERS):
+                    now += work(0.1)
+                    if self.gathers:
+                        moved(ELEMENTS * 4)
+                    now += work(10)
+                rows.append(_record(Kind.PHASE, FORWARD, begin, now, None, Flag.GRAD))
+                begin = now
+                for layer in range(LAYERS):
+                    now += work(0.1)
+                    if self.gathers and self.again:
+                        moved(ELEMENTS * 4)
+                    now += work(20)
+                    if layer % 2:
+                        moved(self.reduced[layer // 2])
+                now += work(1)
+                rows.append(_record(Kind.PHASE, BACKWARD, begin, now))
+            begin, now = now, now + work(5)
+            rows.append(_record(Kind.PHASE, OPTIMIZER, begin, now))
+        captures = self._captures_of(dict.fromkeys(range(self.ranks), rows))
+        for rank, capture in captures.items():
+            capture.facts.extend(fact for fact in self.facts if fact.get("rank") == rank)
+        return captures
+
+    def sharded(self) -> Trace:
+        """The trace, with each communication called what it is."""
+        trace = self.trace()
+        rows = trace.rows.astype({"name": object, "purpose": object})
+        for kind in ("comm", "wait"):
+            of_kind = rows["kind"] == kind
+            reduces = (rows["kind"] == "comm") & (rows["bytes"] != ELEMENTS * 4)
+            gradient = of_kind & rows["seq"].isin(rows["seq"][reduces])
+            rows.loc[of_kind, ["name", "purpose"]] = ["all_gather", "parameter"]
+            rows.loc[gradient, ["name", "purpose"]] = ["reduce_scatter", "gradient"]
+        return Trace.of(trace.run, rows)
+
+
+def config(dialect: str, stage: int = 3, **zero: Any) -> list[dict[str, Any]]:
+    """What both ranks state of the engine's configuration."""
+    content = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": stage, **zero}}
+    facts = [{"fact": "config", "dialect": dialect, "path": "ds.json", "content": content, "rank": r} for r in (0, 1)]
+    if dialect == "deepspeed":
+        facts += [{"fact": "deepspeed", "zero_stage": stage, "gradient_dtype": "float32", "rank": r} for r in (0, 1)]
+    return facts
+
+
+ALONE = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+"""Each module's parameters are gathered when it needs them, in forward and in backward."""
+
+
+def job(facts: list[dict[str, Any]], **changes: Any) -> Layered:
+    return Layered(**{"jitter": 0.002, "steps": 24, "facts": facts, **changes})
+
+
+def asked(made: Layered, key: str, *values: Any) -> list[Answered]:
+    whole = study(made.sharded())
+    return list(ask(whole, [[turned(key, value, "RUN")] for value in values]).rows)
+
+
+def saved(made: Layered, key: str, *values: Any) -> list[float]:
+    rows = asked(made, key, *values)
+    assert all(row.gain is not None for row in rows), [row.reason for row in rows]
+    assert all(row.gain.low <= row.gain.ms <= row.gain.high for row in rows if row.gain is not None)
+    return [row.gain.ms for row in rows if row.gain is not None]
+
+
+def reason(made: Layered, key: str, value: Any) -> str:
+    (row,) = asked(made, key, value)
+    assert row.gain is None
+    return row.reason
+
+
+PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
+LIVE = "zero_optimization.stage3_max_live_parameters"
+
+
+@pytest.mark.parametrize("dialect", ["dsprof", "deepspeed"])
+def test_what_is_gathered_ahead_is_hidden_by_a_layer(dialect: str) -> None:
+    """All but the first gather; the last layer's are kept over the turn. More ahead hides no more."""
+    nothing, one, all_of_it = saved(job(config(dialect, **ALONE)), PREFETCH, 0, ELEMENTS, 10**9)
+    assert nothing == 0
+    assert one == pytest.approx(7 * GATHER_MS, rel=0.15)
+    assert all_of_it >= 0.6 * one
+
+
+def test_more_parameters_that_may_be_there_at_once() -> None:
+    """With room for one layer dsprof's engine gathers each again; with room for all it keeps them over the turn."""
+    facts = config("dsprof", stage3_prefetch_bucket_size=0, stage3_max_live_parameters=ELEMENTS)
+    some, most = saved(job(facts), LIVE, 3 * ELEMENTS, 10**9)
+    assert 0.5 * GATHER_MS < some < most == pytest.approx(4 * GATHER_MS, rel=0.15)
+
+
+def test_less_ahead_or_less_at_once_is_not_told() -> None:
+    made = job(config("dsprof", stage3_prefetch_bucket_size=3 * ELEMENTS))
+    assert "the run had 196,608 elements" in reason(made, PREFETCH, ELEMENTS)
+    assert "the run had 1,000,000,000 elements" in reason(made, LIVE, ELEMENTS)
+    assert "this is a setting of stage 3" in reason(job(config("dsprof", stage=2)), PREFETCH, ELEMENTS)
+
+
+STAGE = "zero_optimization.stage"
+
+
+def test_stage_2_in_the_place_of_3_gathers_once() -> None:
+    """Eight gathers of 4.2 ms become one of four times the bytes: 7 latencies and as many bytes as 4 have go."""
+    (two,) = saved(job(config("dsprof", **ALONE)), STAGE, 2)
+    assert two == pytest.approx(4 * GATHER_MS + 3 * 0.2, rel=0.15)
+
+
+def test_gradients_reduced_once_in_stage_1() -> None:
+    made = job(config("dsprof", stage=2), micro=2, gathers=False)
+    (one,) = saved(made, STAGE, 1)
+    assert one == pytest.approx(2 * (0.2 + 8), rel=0.1)
+    (same,) = saved(job(config("dsprof", stage=2), gathers=False), STAGE, 1)
+    assert same == 0
+
+
+def test_stages_that_a_run_does_not_tell() -> None:
+    whole = job(config("dsprof", stage=1), gathers=False, micro=2)
+    assert "where each module would wait for its own in stage 3 is not told" in reason(whole, STAGE, 3)
+    assert "is not told by this run" in reason(whole, STAGE, 2)
+    assert "the run has 1" in reason(whole, STAGE, 0)
+
+
+OVERLAP = "zero_optimization.overlap_comm"
+
+
+def test_reductions_beside_backward() -> None:
+    """The first of two is hidden by the second half of backward; the last is not."""
+    (beside,) = saved(job(config("dsprof", stage=2, overlap_comm=False), gathers=False), OVERLAP, True)
+    assert beside == pytest.approx(0.2 + 8, rel=0.1)
+    rows = asked(job(config("deepspeed", stage=2), gathers=False), OVERLAP, True)
+    assert rows[0].gain is not None
+    assert rows[0].gain.ms == 0
+    assert rows[0].gain.high > 0
+    assert "waits for each reduction where it issues it, whatever overlap_comm says" in rows[0].notes[0]
+
+
+FSDP = [{"fact": "fsdp", "rank": r, "version": 2, "units": 4, "bytes": LAYERS * ELEMENTS * 4, "site": "train.py:9"}
+        for r in (0, 1)]  # fmt: skip
+
+
+def test_fsdp2_keeps_what_forward_has_gathered() -> None:
+    (kept,) = saved(job(FSDP), "fsdp2.reshard_after_forward", False)
+    assert kept == pytest.approx(4 * GATHER_MS, rel=0.1)
+    key = "fsdp2.reshard_after_forward"
+    assert "does not tell where backward would wait" in reason(job(FSDP, again=False), key, True)
+    assert "on 2 ranks" in reason(job(FSDP), key, 2)
+
+
+@pytest.mark.parametrize("key", ["fsdp2.forward_prefetch", "fsdp2.backward_prefetch"])
+def test_fsdp2_on_cpus_hides_nothing_by_prefetching(key: str) -> None:
+    (row,) = asked(job(FSDP), key, 2)
+    assert row.gain is not None
+    assert row.gain.ms == 0
+    assert row.gain.low < 0 < row.gain.high
+    assert "waits for a gather where it issues it" in row.notes[0]
+
+
+@pytest.mark.parametrize("key", ["zero_optimization.offload_optimizer", "zero_optimization.offload_param.device"])
+def test_offloading_that_a_run_does_not_do(key: str) -> None:
+    value = {"device": "cpu"} if key.endswith("optimizer") else "cpu"
+    assert "is not told by a run that offloads nothing" in reason(job(config("dsprof")), key, value)
+
+
+def test_the_finding_of_the_engine_offers_its_key() -> None:
+    """As much ahead as the next module has, by the name of its key."""
+    analysis = analyze(job(config("dsprof", **ALONE)).sharded())
+    knobs = [dict(fix.knobs) for one in analysis.findings for fix in one.fixes]
+    assert any(PREFETCH in of for of in knobs), [one.title for one in analysis.findings]
+
+
+@pytest.mark.parametrize("dialect", ["dsprof", "deepspeed"])
+@pytest.mark.parametrize(("key", "value"), [(PREFETCH, ELEMENTS), (LIVE, 10**10), ("zero_optimization.stage", 1)])
+def test_where_sizes_are_not_told_nothing_is_said_of_other_limits(dialect: str, key: str, value: int) -> None:
+    """Gathers of 0 bytes would fit into any limit, and take nothing together."""
+    trace = job(config(dialect, **ALONE)).sharded()
+    rows = trace.rows.assign(bytes=pd.array([pd.NA] * len(trace.rows), dtype=trace.rows["bytes"].dtype))
+    (row,) = ask(study(Trace.of(trace.run, rows)), [[turned(key, value, "RUN")]]).rows
+    assert row.gain is None
+    assert row.reason == "the run does not tell how large the parameters are that are gathered"
