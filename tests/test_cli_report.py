@@ -169,6 +169,7 @@ def test_a_step_or_rank_that_is_not_there_is_told(run: RunFolder, capsys: pytest
     asked = {
         ("--step", "4000"): f"--step 4000: this run has no such step; captured are {numbers.min()} to {numbers.max()}",
         ("--ranks", "9"): "--ranks: rank 9 was not captured; captured are 0 to 1",
+        ("--ranks", "0-99999999999"): "--ranks: rank 2 was not captured; captured are 0 to 1",
         ("--ranks", "x"): "--ranks: 'x' is not a list of ranks; write ranks and ranges, such as 0,2-3",
     }
     for words, answer in asked.items():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from made_up_layout import ONCE, OPTIMIZER, B, F, costs
 from made_up_pipeline import MadeUpPipeline
+from synthetic import Job
 
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.layout import Assumed, Layout, Wire, layout_costs, step_of
@@ -15,6 +16,8 @@ from dsprof.analyzer.layout.held_bytes import activations_at_once
 from dsprof.analyzer.layout.relayout import LayoutWanted, effect_of
 from dsprof.analyzer.layout.stage_work import stage_work
 from dsprof.analyzer.layout.step_lowered import MOST_MICROBATCHES, lowered
+from dsprof.analyzer.memory.rank_memory import most
+from dsprof.analyzer.memory.use_by_step import MemoryUse
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.study import study
 from dsprof.analyzer.whatif import Refused, apply
@@ -170,6 +173,7 @@ def test_what_is_not_asked_stays_as_it_ran() -> None:
         (LayoutWanted(tp=2), {"activation_bytes": None}, "what tensor parallelism would exchange is not known"),
         (LayoutWanted(tp=2), {"layers": None}, "run again with --level full"),
         (LayoutWanted(pp=16), {}, "16 stages for 8 layers; each needs one"),
+        (LayoutWanted(pp=2), {"layers": None}, "are told by what each layer takes, which was not timed"),
         (LayoutWanted(dp=1, zero_stage=2), {}, "there is nothing that ZeRO could share"),
         (LayoutWanted(zero_stage=1), {"model_bytes": ()}, "how large the model is was not recorded"),
         (LayoutWanted(pp=2, chunks=2), {}, '"1f1b" knows one stage a rank'),
@@ -194,6 +198,18 @@ def test_another_layout_is_asked_about_by_itself() -> None:
     effect = effect_of(costs(), Layout(dp=4, micro_batches=8))
     with pytest.raises(Refused, match="another layout is a model of the whole step"):
         apply(lowered(costs(), Layout()), [*effect.then, ScaleWork({"compute": 0.5})])
+
+
+def test_each_rank_is_held_against_its_own_peak() -> None:
+    """Replicas need not take as much as each other: what stays of one is not what stays of another."""
+    parts = {"parameters": 32 << 20, "gradients": 32 << 20, "optimizer_states": 64 << 20}
+    uses = [MemoryUse(rank, "host", (400 - 100 * rank) << 20, 0, 0, None, 0, 0, parts) for rank in range(2)]
+    measured = replace(study(Job(buckets=(32 << 20,), jitter=0.0).trace()), memory_uses=uses)
+    same = LayoutWanted(zero_stage=0).memory(measured)
+    assert [(one.now, one.then) for one in same] == [(use.peak, use.peak) for use in uses]
+    sharded = LayoutWanted(zero_stage=2).memory(measured)
+    assert [one.then - one.now for one in sharded] == [pytest.approx(-48 << 20)] * 2
+    assert most(sharded) == sharded[0]
 
 
 def test_how_it_is_typed() -> None:

@@ -208,6 +208,11 @@ def test_layouts_that_cannot_be_told(run: Path, capsys: pytest.CaptureFixture[st
     assert main(["plan", str(run), "--ranks", "8", "--tp", "2"]) == 0
     said = capsys.readouterr().out
     assert "other layouts are not ranked: no layout of 8 ranks with tp 2 can be told from the run's" in said
+    assert "what tensor parallelism would exchange is not known" in said
+    assert main(["plan", str(run), "--ranks", "8", "--tp", "3"]) == 0
+    assert "3 does not divide 8" in capsys.readouterr().out
+    assert main(["plan", str(run), "--ranks", "8", "--pp", "4"]) == 0
+    assert "by what each layer takes, which was not timed: run again with --level full" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

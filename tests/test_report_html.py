@@ -417,6 +417,40 @@ def test_a_link_to_a_rank_and_a_step_marks_them(browser: Any, tmp_path: Path) ->
     assert visit.complaints == []
 
 
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("rank=99", "The link to this page names rank 99, which this run has not captured."),
+        ("rank=1&step=4000", "The link to this page names step 4000, which this run has not captured."),
+        ("%", None),
+        ("rank=%E0%A4%A", None),
+        ("rank=&step=-1", None),
+    ],
+)
+def test_a_link_to_what_is_not_there_marks_nothing_in_its_place(
+    browser: Any, tmp_path: Path, address: str, says: str | None
+) -> None:
+    visit = Visit(browser, tmp_path / "report.html", rendered(factories.straggler))
+    visit.page.evaluate(f"location.hash = '#{address}'")
+    if says is not None:
+        visit.until("document.getElementById('other-step') !== null")
+        assert visit.page.locator("#other-step").inner_text() == says
+    visit.page.wait_for_timeout(300)  # for what would be drawn
+    marked = visit.page.evaluate("document.getElementById('plot-heatmap').layout.shapes ?? []")
+    assert len(marked) == (1 if address.startswith("rank=1") else 0)
+    assert visit.complaints == []
+
+
+def test_the_row_of_several_ranks_is_marked_for_each_of_them(browser: Any, tmp_path: Path) -> None:
+    visit = Visit(browser, tmp_path / "report.html", rendered(factories.straggler))
+    row = "dsprofFigures.rowOf({ data: [{ y: %s }] }, %d)"
+    joined, single = "['ranks 0-', 'ranks 4-', 'ranks 8-']", "['rank 0', 'rank 8']"
+    for labels, rank, expected in (
+        (joined, 3, 0), (joined, 4, 1), (joined, 11, 2), (joined, 12, -1), (single, 8, 1), (single, 3, -1),
+    ):  # fmt: skip
+        assert visit.page.evaluate(row % (labels, rank)) == expected
+
+
 def test_the_timeline_is_of_the_step_that_is_asked_for() -> None:
     analysis = factories.straggler()
     other = max(analysis.steps["step"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -45,7 +46,7 @@ def command(
 
     try:
         folder = find_run(run)
-        chosen = tuple(rank for part in parse_ranks(ranks) for rank in part)
+        wanted = parse_ranks(ranks)
     except RunError as error:
         fail(error, UNREADABLE)
     except ValueError as error:
@@ -59,11 +60,11 @@ def command(
     try:
         with reading(folder):
             analysis = reports.examine(folder)
-        _refuse_missing(analysis, step, chosen)
+        _refuse_missing(analysis, step, wanted)
         with reading(folder):
             from dsprof.reports import html
 
-            page = html.render(analysis, step=step, ranks=chosen)
+            page = html.render(analysis, step=step, ranks=tuple(rank for part in wanted for rank in part))
     except RunError as error:
         fail(error, UNREADABLE)
     try:
@@ -80,15 +81,18 @@ def command(
         webbrowser.open(target.resolve().as_uri())
 
 
-def _refuse_missing(analysis: Analysis, step: int | None, ranks: tuple[int, ...]) -> None:
+def _refuse_missing(analysis: Analysis, step: int | None, ranks: Sequence[range]) -> None:
     """A step and ranks to show must have been captured."""
     numbers = analysis.steps["step"]
     if step is not None and step not in set(numbers):
         there = f"; captured are {numbers.min()} to {numbers.max()}" if len(numbers) else ""
         fail(f"--step {step}: this run has no such step{there}", USAGE)
-    if missing := sorted(set(ranks) - set(analysis.ranks_captured)):
-        captured = sorted(analysis.ranks_captured)
-        fail(f"--ranks: rank {missing[0]} was not captured; captured are {captured[0]} to {captured[-1]}", USAGE)
+    captured = sorted(analysis.ranks_captured)
+    # A range is looked through no further than to the first that is missing: it may be of any length.
+    missing = next((rank for part in ranks for rank in part if rank not in analysis.ranks_captured), None)
+    if missing is not None:
+        there = f"; captured are {captured[0]} to {captured[-1]}" if captured else ""
+        fail(f"--ranks: rank {missing} was not captured{there}", USAGE)
 
 
 def _same(one: Path, other: Path) -> bool:

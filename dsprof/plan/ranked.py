@@ -15,7 +15,7 @@ from typing import Any, Final
 from dsprof.analyzer.layout import Assumed, Layout, LayoutCosts, Wire, layout_costs, step_of
 from dsprof.analyzer.layout.alternatives import alternatives, in_words
 from dsprof.analyzer.layout.held_bytes import HeldBytes
-from dsprof.analyzer.layout.relayout import waiting_times
+from dsprof.analyzer.layout.relayout import LayoutWanted, waiting_times
 from dsprof.analyzer.layout.stage_work import stage_work
 from dsprof.analyzer.layout.step_lowered import plan_of, stage_times
 from dsprof.analyzer.rules.base import NotJudged
@@ -143,12 +143,16 @@ def _of_memory(held: HeldBytes, best: Sequence[RankedLayout]) -> list[str]:
 
 
 def _none(costs: LayoutCosts, ranks: int, wanted: Wanted) -> str:
-    said = [f"{name} {value}" for name in ("tp", "dp", "pp") if (value := getattr(wanted, name)) is not None]
-    fixed = f" with {', '.join(said)}" if said else ""
-    return (
-        f"no layout of {ranks} ranks{fixed} can be told from the run's ({costs.ran.says}): it has to divide the ranks, "
-        "the batch and the layers that were seen"
-    )
+    fixed = {name: value for name in ("tp", "dp", "pp") if (value := getattr(wanted, name)) is not None}
+    words = ", ".join(f"{name} {value}" for name, value in fixed.items())
+    of = f"no layout of {ranks} ranks{f' with {words}' if words else ''} can be told from the run's ({costs.ran.says})"
+    if ranks % math.prod(fixed.values()):
+        return f"{of}: {' x '.join(map(str, fixed.values()))} does not divide {ranks}"
+    try:
+        LayoutWanted(**fixed, zero_stage=wanted.zero).layout(costs)
+    except NotJudged as why:
+        return f"{of}: {why}"
+    return f"{of}: it has to divide the ranks, the batch and the layers that were seen"
 
 
 def _layouts(study: Study, costs: LayoutCosts, ranks: int, batch: float, wanted: Wanted) -> Iterator[Layout]:
@@ -178,7 +182,7 @@ def _stages(costs: LayoutCosts, ranks: int) -> Iterator[int]:
             stage_work(costs, pp)
         except NotJudged:
             continue
-        if pp in (1, costs.ran.pp) or costs.layers is not None or costs.ran.pp > 1:
+        if pp in (1, costs.ran.pp) or costs.divides_stages:
             yield pp
 
 

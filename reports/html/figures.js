@@ -45,25 +45,40 @@ const dsprofFigures = (() => {
     const line = { color: ink().text, width: 2 };
     const shapes = [];
     if (chosen.step !== null) {
-      const at = name === "heatmap" ? cellOf(figure.data[0].x, chosen.step) : [chosen.step - 0.5, chosen.step + 0.5];
+      const at = name === "heatmap" ? columnOf(figure, chosen.step) : [chosen.step - 0.5, chosen.step + 0.5];
       if (at) shapes.push({ type: "rect", xref: "x", yref: "paper", x0: at[0], x1: at[1], y0: 0, y1: 1, line });
     }
-    if (chosen.rank !== null && name === "heatmap") {
-      const rows = figure.data[0].y.map((label) => Number(/\d+/.exec(label)[0]));
-      const row = rows.findLastIndex((first) => first <= chosen.rank);
-      if (row >= 0) shapes.push({ type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: row - 0.5, y1: row + 0.5, line });
-    }
+    const row = name === "heatmap" && chosen.rank !== null ? rowOf(figure, chosen.rank) : -1;
+    if (row >= 0) shapes.push({ type: "rect", xref: "paper", yref: "y", x0: 0, x1: 1, y0: row - 0.5, y1: row + 0.5, line });
     const layout = { ...figure.layout, shapes: [...(figure.layout.shapes ?? []), ...shapes] };
     return { data: figure.data, layout };
   }
 
-  // Where the column of a step begins and ends: that of several steps bears the first one's number.
-  function cellOf(columns, step) {
+  // Where the heat map's column of a step begins and ends; null: it has none.
+  function columnOf(heatmap, step) {
+    const columns = heatmap.data[0].x;
     const numbers = Array.from(columns.bdata ? decoded(columns) : columns);
-    const index = numbers.findLastIndex((first) => first <= step);
-    if (index < 0) return null;
-    const width = numbers.length > 1 ? numbers[1] - numbers[0] : 1;
-    return step < numbers[index] + width ? [numbers[index] - width / 2, numbers[index] + width / 2] : null;
+    const width = narrowest(numbers);
+    const index = cellOf(numbers, width, step);
+    return index < 0 ? null : [numbers[index] - width / 2, numbers[index] + width / 2];
+  }
+
+  // The number of the heat map's row of a rank; -1: it has none. "ranks 4-" is a row of several.
+  function rowOf(heatmap, rank) {
+    const labels = heatmap.data[0].y;
+    const firsts = labels.map((label) => Number(/\d+/.exec(label)[0]));
+    return cellOf(firsts, labels[0].startsWith("ranks ") ? narrowest(firsts) : 1, rank);
+  }
+
+  // Which cell a number is in: each bears the first one of its numbers.
+  function cellOf(firsts, width, wanted) {
+    const index = firsts.findLastIndex((first) => first <= wanted);
+    return index >= 0 && wanted < firsts[index] + width ? index : -1;
+  }
+
+  function narrowest(firsts) {
+    const gaps = firsts.slice(1).map((first, before) => first - firsts[before]);
+    return gaps.reduce((least, gap) => Math.min(least, gap), gaps[0] ?? 1);
   }
 
   // plotly's arrays of numbers come as base64 of a typed array.
@@ -104,5 +119,5 @@ const dsprofFigures = (() => {
     return true;
   }
 
-  return { draw, marked, copyButton, reveal };
+  return { draw, marked, columnOf, rowOf, copyButton, reveal };
 })();

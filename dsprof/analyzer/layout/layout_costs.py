@@ -114,6 +114,11 @@ class LayoutCosts:
         return self.ran.pp * self.ran.chunks
 
     @property
+    def divides_stages(self) -> bool:
+        """Whether stages that did not run can be told: by layers that were timed, or as parts of several that ran."""
+        return self.layers is not None or self.ran.pp > 1
+
+    @property
     def computed_again(self) -> float:
         """Of a forward, what a backward computes again in a layout that does: as in the run, or all."""
         forward = sum(self.taken[stage, "F"] for stage in range(self.stage_count)) / self.stage_count

@@ -94,6 +94,11 @@ class LayoutWanted:
             )
         if found.tp != ran.tp and costs.layers is None and not costs.tensor_calls:
             raise NotJudged("how many layers would exchange something was not seen: run again with --level full")
+        if not costs.divides_stages and found.pp != ran.pp:
+            raise NotJudged(
+                "stages of a job that ran without a pipeline are told by what each layer takes, which was not timed: "
+                "run again with --level full"
+            )
         try:
             stage_work(costs, plan_of(found).stages)
         except ValueError as wrong:
@@ -158,8 +163,13 @@ def memory_of(study: Study, layout: Layout) -> tuple[RankMemory, ...]:
     places = [(rank, place) for rank in study.ranks if (place := main_place(study.memory_uses, rank)) is not None]
     if layout.pp == costs.ran.pp:
         stages = study.topology.stage_of or dict.fromkeys(study.ranks, (0,))
+        position = {rank: min(stages[rank]) % layout.pp for rank, _ in places}
+        # `then` is of the replica that took most: another one's peak stays as much below.
+        highest = {at: max(use.peak for rank, use in places if position[rank] == at) for at in position.values()}
         return tuple(
-            RankMemory(rank, use.place, use.peak, then[min(stages[rank]) % layout.pp].total, use.capacity)
+            RankMemory(
+                rank, use.place, use.peak, then[position[rank]].total - highest[position[rank]] + use.peak, use.capacity
+            )
             for rank, use in places
         )
     most = max((use for _, use in places), key=lambda use: use.peak)
