@@ -84,7 +84,8 @@ class SequenceParallel:
 
     def mean(self, loss: Tensor) -> Tensor:
         """The mean loss over whole sequences, of each rank's over its part. Without a gradient; on all ranks."""
-        total = (torch.nan_to_num(loss.detach()) * self.weight / self.comm.size).reshape(1)
+        mine = loss.detach() * self.weight if self.weight else torch.zeros_like(loss)  # a mean over nothing is NaN
+        total = (mine / self.comm.size).reshape(1)
         self.comm.all_reduce(total, "context-parallel").wait()
         return total.view(loss.shape)
 
