@@ -37,7 +37,10 @@ def hold_against_whole(shared: SequenceParallel, model: nn.Module, args: Any, kw
     mine = layout.positions(comm.rank)
 
     seen: list[bool] = []
-    each_tensor((args, kwargs), lambda tensor: _note(seen, tensor, has_positions(tensor, dim, len(mine))))
+    each_tensor(
+        (args, kwargs),
+        lambda t: _note(seen, t, has_positions(t, dim, len(mine)) and not _of_whole(t, layout.length)),
+    )
     # What has as many elements on one rank by chance has not on all.
     divided = torch.tensor([*seen, True], dtype=torch.int32, device=comm.device)
     comm.all_reduce(divided, "context-parallel", dist.ReduceOp.MIN).wait()
@@ -50,25 +53,42 @@ def hold_against_whole(shared: SequenceParallel, model: nn.Module, args: Any, kw
             )
         return tensor.narrow(dim, 0, few).contiguous()
 
+    def kept(tensor: Tensor) -> Tensor:
+        """A mask of whole sequences, as one of the few positions."""
+        if not _of_whole(tensor, layout.length):
+            return tensor
+        columns = tensor.narrow(-1, 0, small.length)
+        return columns.narrow(-2, 0, small.length) if tensor.shape[-2] == layout.length else columns
+
     def changed(change: Callable[[Tensor], Tensor]) -> Any:
         flags = iter(divided.tolist())
-        return each_tensor((args, kwargs), lambda tensor: change(tensor) if next(flags) else tensor)
+        return each_tensor((args, kwargs), lambda tensor: change(tensor) if next(flags) else kept(tensor))
 
     with _evaluating(model):
         whole, parts = changed(lambda tensor: _gathered(cut(tensor), comm, dim)), changed(cut)
-        expected = model(*whole[0], **whole[1])
-        with _in_the_place_of_its_layout(shared, small), shared.running():
+        with _outputs(model) as of_whole:
+            expected = model(*whole[0], **whole[1])
+        with _in_the_place_of_its_layout(shared, small), shared.running(), _outputs(model) as of_parts:
             calls = shared.calls
             found = model(*parts[0], **parts[1])
+    results = [
+        (".".join(map(str, path)) or "its result", _part_of(one, other, small, comm.rank), other)
+        for (path, one), (_, other) in zip(leaves(expected), leaves(found), strict=False)
+    ]
+    if all(part is None for _, part, _ in results):  # a model that returns its loss: what it is computed of
+        results = [
+            (name, _part_of(one, other, small, comm.rank), other)
+            for (name, one), (_, other) in zip(of_whole, of_parts, strict=False)
+        ]
+        results = [each for each in results if each[1] is not None][-1:]
     differing = torch.zeros(1, dtype=torch.float64)
     worst = ""
-    for (path, one), (_, other) in zip(leaves(expected), leaves(found), strict=False):
-        part = _part_of(one, other, small, comm.rank)
+    for name, part, other in results:
         if part is not None:
             off = float((part - other).double().norm() / part.double().norm().clamp(min=1e-30))
             limit = TOLERANCE.get(part.dtype, IN_HALF)
             if not off / limit <= differing.item():
-                differing[0], worst = off / limit, f"{'.'.join(map(str, path)) or 'its result'} by {off:.2g}"
+                differing[0], worst = off / limit, f"{name} by {off:.2g}"
     differing = differing.to(comm.device or "cpu")
     comm.all_reduce(differing, "context-parallel", dist.ReduceOp.MAX).wait()
     if differing.item() <= 1 and shared.calls > calls:
@@ -82,6 +102,31 @@ def hold_against_whole(shared: SequenceParallel, model: nn.Module, args: Any, kw
         "dsprof.engine.sequence.positions(length, device), or an input; and nothing else, such as a convolution or a "
         'pooling, may mix positions. If the model is right as it is, write "context_parallel": {"check": false}'
     )
+
+
+def _of_whole(tensor: Tensor, length: int) -> bool:
+    """Whether a tensor is a mask of whole sequences of `length` positions: [..., length or 1, length]."""
+    return tensor.dim() > 1 and tensor.shape[-1] == length and tensor.shape[-2] in (1, length)
+
+
+@contextlib.contextmanager
+def _outputs(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """What each module returns in this block, where that is a tensor, in the order in which they do."""
+    found: list[tuple[str, Tensor]] = []
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                found.append((name, output))
+
+        return hook
+
+    handles = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _note(seen: list[bool], tensor: Tensor, flag: bool) -> Tensor:

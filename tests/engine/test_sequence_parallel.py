@@ -366,7 +366,7 @@ def test_what_cannot_be_divided_is_named(ranks: Ranks) -> None:
 def test_attention_in_torchs_own_modules_and_with_a_mask_of_whole_sequences(ranks: Ranks) -> None:
     hows = ["module", "encoder", "whole mask"]
     for found in ranks.run(2, tried, hows):
-        assert [message for message, _ in found[:2]] == ["", ""]
+        assert [message for message, _ in found] == ["", "", ""]
         assert max(off for _, off in found) < 1e-12
 
 
@@ -444,6 +444,56 @@ def test_positions_that_each_rank_counts_from_zero_are_found(ranks: Ranks) -> No
     assert "(its result by " in says[1], "rank 0 begins with position 0, as a model that counts from 0 does"
     unchecked = configuration(2, context_parallel={"check": False})
     assert [error for _, _, error in ranks.run(2, seen, unchecked, True)] == ["", ""]
+
+
+def means(rank: int) -> list[float]:
+    """Of losses of which one is not finite where its labels count, and where none do, over whole sequences."""
+    engine = ds.initialize(model=language(), config=configuration(2))[0]
+    found = []
+    for labels in ([1, 1, 1, 1], [1, 1, -100, -100]):
+        engine.shard_sequence(torch.tensor([labels]))
+        found.append(engine.sequence_mean(torch.tensor(float("nan") if rank else 2.0)).item())
+    engine.destroy()
+    return found
+
+
+def test_a_loss_that_is_not_finite_is_not_hidden(ranks: Ranks) -> None:
+    for diverged, of_nothing in ranks.run(2, means):
+        assert diverged != diverged
+        assert of_nothing == 2.0, "a rank without labels has a mean over nothing"
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss alone."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.inner = language(counts=counts)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return loss_of(self.inner(ids), labels)
+
+
+def of_losses(rank: int) -> list[str]:
+    """What is raised for a model that returns its loss, and has positions of the sequence, or of this rank's part."""
+    ids, labels = (each[1, 0, 0] for each in data(1, 1, LENGTH))
+    found = []
+    for counts in (False, True):
+        engine = ds.initialize(model=WithLoss(counts), config=configuration(2, 3))[0]
+        try:
+            engine(*engine.shard_sequence((ids, labels)))
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+        engine.destroy()
+    return found
+
+
+def test_a_model_that_returns_its_loss_is_held_against_the_whole_one_too(ranks: Ranks) -> None:
+    for rank, (right, wrong) in enumerate(ranks.run(2, of_losses)):
+        assert right == ""
+        assert "the model computes something else of a sequence that is divided over 2 ranks" in wrong
+        assert not rank or "(inner by " in wrong
 
 
 def other_data(rank: int) -> str:
