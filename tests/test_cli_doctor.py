@@ -122,6 +122,7 @@ def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
   dump_state                     false
   wall_clock_breakdown           false
   memory_breakdown               false
+  sequence_parallel_size         1
   optimizer
     type                         SGD
     params
@@ -135,7 +136,7 @@ def test_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     check_grad_overflow          true
   at their defaults              zero_optimization, fp16, fp8, data_types, activation_checkpointing,
                                  checkpoint, aio, comms_logger, flops_profiler, tensorboard, csv_monitor,
-                                 tensor_parallel, pipeline, heterogeneous
+                                 tensor_parallel, context_parallel, pipeline, heterogeneous
 
 {THIS_MACHINE}
 warning  log_level: has no effect; it says what DeepSpeed logs

@@ -29,12 +29,14 @@ def make_run(parent: Path, name: str = "job-20261120T101500Z-a1b2c3") -> RunFold
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run folder in the parent folder `runs`, whose analysis is that of the straggler."""
-    monkeypatch.setattr(reports, "examine", lambda folder, jobs=None, observer=None: factories.straggler())
+    monkeypatch.setattr(
+        reports, "examine", lambda folder, jobs=None, observer=None, executor=None: factories.straggler()
+    )
     monkeypatch.chdir(tmp_path)
     return make_run(tmp_path / "runs")
 
 
-def refuse(folder: RunFolder, jobs: int | None = None, observer: object = None) -> Analysis:
+def refuse(folder: RunFolder, jobs: int | None = None, observer: object = None, executor: object = None) -> Analysis:
     raise RunError(f"{folder.path}: no capture in it")
 
 

@@ -220,10 +220,10 @@ PUBLIC_FACES: Final = ("dsprof.engine", "dsprof.engine.tensor")
 TWICE: Final = {"Init"}
 """Classes of the engine that DeepSpeed's stand-in has under the same name, which is DeepSpeed's."""
 
-DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py", "werkzeug": "tensorboard"}
-"""Import name -> name in pyproject.toml, where they differ."""
+DISTRIBUTIONS: Final = {"pynvml": "nvidia-ml-py", "werkzeug": "tensorboard", "triton": "torch"}
+"""Import name -> name in pyproject.toml, where they differ; or what brings it."""
 
-OPTIONAL: Final = ("perfetto",)
+OPTIONAL: Final = ("perfetto", "dask")
 """Extras of pyproject.toml whose packages dsprof uses where they are installed."""
 
 HEAVY: Final = (

@@ -122,6 +122,7 @@ class QuantizedReduction:
         self._width, self._mine, self._accumulate, self._purpose = width, mine, accumulate, purpose
         self._nodes = nodes
         self._ended = False
+        self._flags = rows.shape[1] - width
         near = comm if nodes is None else nodes.near
         places = rows.view(-1, near.size, rows.shape[1]).transpose(0, 1)
         self._ticket, self._arrived = self._send(places[..., :width], places[..., width:], near)
@@ -153,7 +154,6 @@ class QuantizedReduction:
             _INT4.encode(part, into[..., :packed])
         sent[..., packed : packed + flags.shape[-1]] = flags != 0
         arrived = torch.empty_like(sent)
-        self._flags = flags.shape[-1]
         return comm.all_to_all(sent.view(-1), arrived.view(-1), self._purpose), arrived
 
     def _sums(self) -> tuple[Tensor, Tensor]:

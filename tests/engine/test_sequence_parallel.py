@@ -446,23 +446,6 @@ def test_positions_that_each_rank_counts_from_zero_are_found(ranks: Ranks) -> No
     assert [error for _, _, error in ranks.run(2, seen, unchecked, True)] == ["", ""]
 
 
-def means(rank: int) -> list[float]:
-    """Of losses of which one is not finite where its labels count, and where none do, over whole sequences."""
-    engine = ds.initialize(model=language(), config=configuration(2))[0]
-    found = []
-    for labels in ([1, 1, 1, 1], [1, 1, -100, -100]):
-        engine.shard_sequence(torch.tensor([labels]))
-        found.append(engine.sequence_mean(torch.tensor(float("nan") if rank else 2.0)).item())
-    engine.destroy()
-    return found
-
-
-def test_a_loss_that_is_not_finite_is_not_hidden(ranks: Ranks) -> None:
-    for diverged, of_nothing in ranks.run(2, means):
-        assert diverged != diverged
-        assert of_nothing == 2.0, "a rank without labels has a mean over nothing"
-
-
 class WithLoss(nn.Module):
     """A model that returns its loss alone."""
 
