@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Final, TextIO
 
 from rich.console import Console
 from rich.padding import Padding
@@ -285,12 +285,20 @@ def _memory(console: Console, glyphs: Glyphs, held: DeviceMemory, cwd: str) -> N
 # --- findings -------------------------------------------------------------------------------------
 
 
+INDENT: Final = 3
+"""Of what stands below a finding's number."""
+LEAST_WIDTH: Final = 20
+
+
 def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
     head = Text.assemble(
         f"{index}. ", (finding.severity, SEVERITY_STYLE[finding.severity]), "  ", (finding.code, "bold"), "  ",
         wording.unbroken(text.clean(finding.title), KEPT),
     )  # fmt: skip
-    console.print(head)
+    first, *others = head.wrap(console, max(console.width - INDENT, LEAST_WIDTH))
+    console.print(first)
+    for rest in others:
+        console.print(Padding(rest, (0, 0, 0, INDENT)))
     grid = _labelled()
     saved = wording.saving(finding)
     if saved:
@@ -312,7 +320,7 @@ def _finding(console: Console, index: int, finding: Finding, cwd: str) -> None:
         for line in edits.changes(fix, cwd):
             grid.add_row("", Text(f"  {line}", style="bold"))
         label = ""
-    console.print(Padding(grid, (0, 0, 0, 3)))
+    console.print(Padding(grid, (0, 0, 0, INDENT)))
 
 
 def _prose(words: str, style: str = "") -> Text:

@@ -327,7 +327,7 @@ def capture_facts(analysis: Analysis) -> str:
     if noise(analysis):
         words.append(f"noise {noise(analysis)}")
     if capture.replay is not None and capture.replay.held_out is not None:
-        words.append(f"replay of held-out steps within {percent(100 * capture.replay.held_out.missed)}")
+        words.append(f"replay of held-out steps within {percent(max(100 * capture.replay.held_out.missed, 0.1))}")
     return ", ".join(words)
 
 
