@@ -84,7 +84,6 @@ PAIRS: Final = {
 class Running:
     process: subprocess.Popen[str]
     folder: Path
-    begun: float
 
 
 def begin(folder: Path, arguments: tuple[str, ...], flags: tuple[str, ...]) -> Running:
@@ -103,7 +102,7 @@ def begin(folder: Path, arguments: tuple[str, ...], flags: tuple[str, ...]) -> R
     begun = time.monotonic()
     while process.poll() is None and not done.exists() and time.monotonic() - begun < LIMIT_S:
         time.sleep(0.05)
-    return Running(process, folder, begun)
+    return Running(process, folder)
 
 
 def end(running: Running) -> dict[str, Any]:

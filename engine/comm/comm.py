@@ -238,20 +238,22 @@ class Comm:
 
 
 def pass_on(
-    group: dist.ProcessGroup, sent: Iterable[tuple[Tensor, int]], received: Iterable[tuple[Tensor, int]], tag: int = 0
+    group: dist.ProcessGroup, sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]], tag: int = 0
 ) -> None:
     """Send tensors to ranks of `group` and have those that others send written into `received`, and wait for all.
 
     gloo sends what is in host memory: a device's tensors go through it.
     """
-    works, kept, landed = [], [], []
+    works, landed = [], []
+    copies: dict[int, Tensor] = {}  # of what goes to several ranks, one; kept until all has been sent
     for tensor, source in received:
         into = torch.empty_like(tensor, device="cpu") if _by_host(tensor, group) else tensor
         works.append(dist.irecv(into, group=group, group_src=source, tag=tag))
         landed.append((into, tensor))
     for tensor, to in sent:
-        kept.append(tensor.cpu() if _by_host(tensor, group) else tensor)
-        works.append(dist.isend(kept[-1], group=group, group_dst=to, tag=tag))
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.cpu() if _by_host(tensor, group) else tensor
+        works.append(dist.isend(copies[id(tensor)], group=group, group_dst=to, tag=tag))
     wait_all(works)
     for into, tensor in landed:
         if into is not tensor:
