@@ -84,9 +84,10 @@ def test_stages_in_a_v_and_backwards_in_two_parts_beside_whole_ones() -> None:
     times = schedule.simulate(plan, cost).times
     made = [
         {
-            "rank": plan.owner(action.stage), "restart": 0, "step": 3, "kind": "pipe", "name": action.op, "lane": "main",
-            "stage": action.stage, "microbatch": action.microbatch, "start_ns": round((1000 + start) * MS),
-            "dur_ns": round((end - start) * MS), "ended": True, "source": "measured",
+            "rank": plan.owner(action.stage), "restart": 0, "step": 3, "kind": "pipe", "name": action.op,
+            "lane": "main", "stage": action.stage, "microbatch": action.microbatch,
+            "start_ns": round((1000 + start) * MS), "dur_ns": round((end - start) * MS), "ended": True,
+            "source": "measured",
         }
         for action, (start, end) in times.items()
     ]  # fmt: skip
