@@ -20,8 +20,11 @@ class ScheduleError(ValueError):
     """A plan that is not whole, or can never finish."""
 
 
-def check(plan: Plan) -> None:
+def check(plan: Plan, *, mixed: bool = False) -> None:
     """Raise ScheduleError unless `plan` has each action once, on its rank and after what it needs, and can finish.
+
+    mixed: whether some backwards may be in two parts and others whole. The engine runs no such plan, and where one
+           lacks a W, gradients would be missing without a word.
 
     A plan without transfers is checked with those of `with_transfers`. It must finish where sends are buffered, which
     return at once, and also where they are not: each waits for its receive, of which every channel (F or B, from one
@@ -33,7 +36,7 @@ def check(plan: Plan) -> None:
             f"{_title(plan)} has the actions of {len(plan.actions)} ranks; give it a tuple for each rank"
         )
     transfers = any(action.op in TRANSFERS for actions in plan.actions for action in actions)
-    _check_whole(plan, transfers)
+    _check_whole(plan, transfers, mixed)
     if not transfers:
         plan = with_transfers(plan)
     try:
@@ -102,14 +105,16 @@ def _needs(plan: Plan, buffered: bool) -> Needs:
     return needs
 
 
-def _check_whole(plan: Plan, transfers: bool) -> None:
+def _check_whole(plan: Plan, transfers: bool, mixed: bool) -> None:
     """Each action that there must be is there once, on its rank, and nothing else."""
     ranks_of: dict[Action, list[int]] = {}
     for rank, actions in enumerate(plan.actions):
         for action in actions:
             ranks_of.setdefault(action, []).append(rank)
-    ops = COMPUTE if plan.splits else COMPUTE[:2]
-    computed = [Action(op, s, m) for op in ops for s in range(plan.stages) for m in range(plan.microbatches)]
+    computed = [
+        Action(op, s, m) for op in COMPUTE for s in range(plan.stages) for m in range(plan.microbatches)
+        if op != "W" or (s, m) in plan.split or (plan.splits and not mixed)
+    ]  # fmt: skip
     wanted = dict.fromkeys(computed)
     if transfers:
         wanted |= {each: None for action in computed for each in plan.transfers(action) if each is not None}

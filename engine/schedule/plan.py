@@ -55,6 +55,9 @@ class Plan:
     """Parts of the model that each rank holds."""
     actions: tuple[tuple[Action, ...], ...]
     """One tuple a pipeline rank."""
+    v_shaped: bool = False
+    """Whether every other round of stages is dealt out from the last rank back to the first: with two stages a rank,
+    the first rank then has the first and the last. Otherwise all rounds begin at the first rank, as in Megatron-LM."""
 
     @property
     def stages(self) -> int:
@@ -62,13 +65,24 @@ class Plan:
         return self.ranks * self.virtual_stages
 
     def owner(self, stage: int) -> int:
-        """The rank that holds `stage`: assigned round-robin, as in Megatron-LM."""
-        return stage % self.ranks
+        """The rank that holds `stage`."""
+        dealt, rank = divmod(stage, self.ranks)
+        return self.ranks - 1 - rank if self.v_shaped and dealt % 2 else rank
+
+    @property
+    def places_its_actions(self) -> bool:
+        """Whether each action is on the rank that holds its stage."""
+        return all(self.owner(action.stage) == rank for rank, mine in enumerate(self.actions) for action in mine)
 
     @cached_property
     def splits(self) -> bool:
-        """Whether B is the input-gradient part of the backward alone, and W the rest; otherwise B is all of it."""
-        return any(action.op == "W" for actions in self.actions for action in actions)
+        """Whether B is the input-gradient part of the backward alone, and W the rest, of any stage and micro-batch."""
+        return bool(self.split)
+
+    @cached_property
+    def split(self) -> frozenset[tuple[int, int]]:
+        """(stage, micro-batch) of the backwards that are in two parts; the B of others is all of their backward."""
+        return frozenset(action[1:] for actions in self.actions for action in actions if action.op == "W")
 
     def needs(self, action: Action) -> tuple[Action, ...]:
         """What must have been computed, on whichever rank, before `action` of `COMPUTE` can be."""
@@ -86,12 +100,15 @@ class Plan:
         Stages of one rank pass on without one.
         """
         op, stage, microbatch = action
-        if op == "W" or self.ranks == 1:
+        if op == "W":
             return None, None
-        first, last = (0, self.stages - 1) if op == "F" else (self.stages - 1, 0)
-        receive = None if stage == first else Action(f"RECV_{op}", stage, microbatch)
-        send = None if stage == last else Action(f"SEND_{op}", stage, microbatch)
-        return receive, send
+        before, after = (stage - 1, stage + 1) if op == "F" else (stage + 1, stage - 1)
+
+        def transfer(name: str, other: int) -> Action | None:
+            away = 0 <= other < self.stages and self.owner(other) != self.owner(stage)
+            return Action(f"{name}_{op}", stage, microbatch) if away else None
+
+        return transfer("RECV", before), transfer("SEND", after)
 
 
 def with_transfers(plan: Plan) -> Plan:
