@@ -37,7 +37,7 @@ from dsprof.analyzer.whatif.schedule import Reschedule, makespan, schedule_graph
 from dsprof.analyzer.whatif.select import Communications
 from dsprof.analyzer.whatif.typical import Typical
 from dsprof.analyzer.whatif.waited_for import WaitedFor
-from dsprof.analyzer.whatif.without_flows import WithoutFlows
+from dsprof.analyzer.whatif.without_flows import TransfersAtOnce, WithoutFlows
 from dsprof.analyzer.whatif.work import Change, EvenRanks, LessWork, ScaleWork
 from dsprof.engine import schedule
 
@@ -179,6 +179,7 @@ def test_a_faster_host_and_one_that_does_not_wait() -> None:
     assert replay(apply(graph, [FasterHosts(0.5)])).durations[0] == pytest.approx(1.6 + 10 + 0.1 + 1.6 + 5 + 3)
     assert replay(apply(graph, [WithoutFlows(SYNC)])).durations[0] == pytest.approx(3.1 + 15 + 3)
     assert replay(apply(graph, [WithoutFlows(SYNC), FasterHosts(0.5)])).durations[0] == pytest.approx(1.6 + 15 + 3)
+    assert replay(apply(graph, [TransfersAtOnce()])).durations[0] == pytest.approx(24.3 - 2)
     with pytest.raises(Refused, match=r"launching x 0\.5: no rank has a device whose chain is known beside its host's"):
         apply(data_parallel(), [FasterHosts(0.5)])
 
@@ -203,6 +204,7 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: FasterHosts(0.5),
     lambda: WithoutFlows(SYNC),
     lambda: WithoutFlows(LAUNCH),
+    lambda: TransfersAtOnce(),
     lambda: ScaleLink(latency=0.25, of=Communications(groups=("0",))),
     lambda: ScaleLink(bandwidth=10.0, of=Communications(groups=("0",))),
     lambda: ScaleLink(0.5, 2.0, GRADIENTS),
@@ -263,7 +265,7 @@ def test_every_what_if_there_is_is_drawn() -> None:
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [36, 38, 32]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [37, 39, 33]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])

@@ -12,7 +12,7 @@ from dsprof.trace import concat_rows
 
 from .. import signals
 from ..align.steps import captured_part, describe_steps, early_ends, lasting_change, without_training
-from ..analysis import Analysis, CaptureQuality, Verdict
+from ..analysis import Analysis, CaptureQuality
 from ..budget.wall_time import divide_time, run_span
 from ..device import unknown_kernels
 from ..finding import Finding
@@ -30,6 +30,7 @@ from ..work.module_times import module_times
 from ..work.stack_difference import StackDifference, stack_difference
 from ..work.stacks import outside_phases
 from .headline import verdict_of
+from .next_step import NOT_YET
 from .overrides import applied_knobs, lost_knobs, verified_fixes
 from .useful_by_name import untold_work
 
@@ -92,7 +93,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
             *applied_knobs(run),
             *verified_fixes(run),
         ),
-        verdict=Verdict("inconclusive", ""),
+        verdict=NOT_YET,
         capture=_quality(study),
     )
     verdict = verdict_of(

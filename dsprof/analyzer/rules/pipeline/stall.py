@@ -12,20 +12,18 @@ import numpy as np
 from ... import signals
 from ...arrays import Float
 from ...candidate import Candidate, Price
+from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...graph.replay import replay
 from ...price.calibration import ModelError
-from ...price.certainty import with_all_errors
-from ...price.gains import mean_gain
+from ...price.effects import sure_gain
 from ...study import Study, once
 from ...text import ms, size
-from ...whatif import Refused, apply
 from ...whatif.communications import ScaleLink
 from ...whatif.lowering.messages import awaited
 from ...whatif.lowering.program import is_message
 from ...whatif.overlapped_messages import OverlappedMessages, pair_of
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, at, hosts_of
+from ..base import NotJudged, at, hosts_of
 from ..comm.slow_link import wants_cores
 from ..rule import Found, Look, Rule
 
@@ -217,13 +215,8 @@ def _network(study: Study, pair: Pair, gain: Gain) -> Fix:
 
 def _beside_if_sure(study: Study) -> list[Fix]:
     """Messages beside the computation, where that is sure to save something."""
-    graph = signals.replay(study)
-    try:
-        saved = replay(graph).durations - replay(apply(graph, [OverlappedMessages()])).durations
-    except Refused:
-        return []
-    gain = with_all_errors(study, mean_gain(study, saved), STALL_ERROR)
-    return _beside(study, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else []
+    gain = sure_gain(study, Effect("pipeline.stall", (OverlappedMessages(),), counts_cores=True), STALL_ERROR)
+    return [] if gain is None else _beside(study, gain)
 
 
 def _beside(study: Study, gain: Gain) -> list[Fix]:
