@@ -168,7 +168,8 @@ def _waiting_for_cores(study: Study) -> str:
     if study.contended is None or not len(waits) or float(waits.mean()) < FOR_CORES * late_ms:
         return ""
     why = "other processes use theirs" if study.contended.busy < ALL_CORES else "the job has too few"
-    return f"a rank waits {ms(float(waits.mean()))} of each step for a core, as {why}: run it where cores are free"
+    waits_for_core = f"a rank waits {ms(float(waits.mean()))} of each step for a core"
+    return f"{waits_for_core}, as {why}: run it with `dsprof run` where cores are free"
 
 
 def _describe_change(first: int, before: float, after: float) -> str:

@@ -97,7 +97,7 @@ def _answer(
     if step is None and len(analysis.steps):
         return inconclusive("no step was completed on all captured ranks, so nothing can be compared", EVERY_RANK)
     if step is None and missing:
-        return inconclusive(missing, "run a part of the job that trains with `dsprof run`, such as --steps 10:30")
+        return inconclusive(missing, "capture a part that trains, as `dsprof run --steps 10:30` does")
     if step is None:
         return Verdict("failed", "no complete step was captured, so nothing can be said about its speed")
     if not analysis.passed and not analysis.findings:
