@@ -44,8 +44,10 @@ function element(tag, attributes = {}, children = []) {
 function drawTable(block) {
   const head = element("thead", {}, [element("tr", {}, block.columns.map((column) =>
     element("th", { scope: "col", class: column.number ? "n" : "", text: column.title })))]);
-  const body = element("tbody", {}, block.rows.map((row) => element("tr",
-    { class: [row.marked && "blamed", row.bad && "bad"].filter(Boolean).join(" ") },
+  const body = element("tbody", {}, block.rows.flatMap((row) => [
+    [row, ""], ...row.below.map((one) => [one, "below"]),
+  ]).map(([row, kind]) => element("tr",
+    { class: [kind, row.marked && "blamed", row.bad && "bad"].filter(Boolean).join(" ") },
     row.cells.map((value, at) => {
       const column = block.columns[at];
       const cell = element("td", { class: column.number ? "n" : column.soft ? "meaning" : "" });
