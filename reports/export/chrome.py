@@ -1,8 +1,8 @@
 """JSON of the Trace Event Format: chrome://tracing, ui.perfetto.dev, and programs that read torch.profiler's traces.
 
 Times are microseconds from the first row on. Each rank is a process, each track a thread. Steps, kernels, copies,
-launches and a device's collectives have torch.profiler's names, categories and arguments, so that tools for these traces
-read them, too. HTA takes a file a rank, and what it finds first as "rank" for its number.
+launches and a device's collectives have torch.profiler's names, categories and arguments, so that tools for these
+traces read them, too. HTA takes a file a rank, and what it finds first as "rank" for its number.
 """
 
 from __future__ import annotations
