@@ -28,7 +28,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 QUOTA, LIMIT = "cpu", "memory"
 """Controllers of cgroups (v1)."""
 CORES = 0.3
-MEMORY, MAPPED, TOUCHED = 96 << 20, 160 << 20, 1200
+MEMORY, MAPPED, TOUCHED = 224 << 20, 320 << 20, 1500
 """Bytes that a rank may have, bytes of a file that it maps, and how many of its pages it looks at in a step."""
 WINDOW = range(24, 34)
 BUSY = "while True: pass"
