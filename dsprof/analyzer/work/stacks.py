@@ -151,8 +151,12 @@ def differing_line(study: Study, slow: Bool, late_ms: float) -> Line | None:
 
 
 def _net(by_path: Mapping[Path, float], of_line: Callable[[Path], float]) -> dict[Path, float]:
-    """What of the difference at each path is one of its line, too, ms: no more than what the line differs by in all
-    (`of_line`), and without what the lines that it calls have only moved there from other callers."""
+    """What of the difference at each path, ms, is one of its line as well.
+
+    by_path: path -> by how much the slow ranks are longer there; of_line: the same of a line, whoever calls it. A path
+    differs by no more than its part of what its line does, and by nothing that is only called from elsewhere: what the
+    lines below it lose by that is taken from those above them, too.
+    """
     rises: dict[Path, float] = defaultdict(float)
     for path, difference in by_path.items():
         line = last_line(path)
