@@ -26,6 +26,8 @@ from .sequence import causal, causal_shards
 SIZES_TELL: Final = 0.5
 """Correlation of what ranks compute beyond their peers, as their inputs' sizes say and as their micro-batches do, from
 which on it is the sizes."""
+MOST_PIECES: Final = 4_000_000
+"""Of all ranks and steps, that are looked at one by one."""
 MOST_OF_WHOLE: Final = 0.8
 """Of what whole steps say that unequal inputs cost, that the pieces which follow them have to have."""
 
@@ -67,9 +69,12 @@ def explained_by_size(study: Study) -> Float | None:
 @once
 def pieces_by_size(study: Study) -> Pieces | None:
     """The pieces of the work that follow a rank's input. None where none does, or they have but a part of what the
-    whole steps say: of many micro-batches a step each may follow the step's input too little to be sure."""
+    whole steps say: of many micro-batches a step each may follow the step's input too little to be sure. None, too, of
+    a job so large that each piece of each rank and step would take much memory."""
     whole, sizes = _of_whole_steps(study), study.input_sizes
-    if whole is None or sizes is None or study.graph is None:
+    if whole is None or not whole.any() or sizes is None or study.graph is None:
+        return None
+    if sum(steps.work.shape[0] * steps.work.shape[1] for steps in study.graph.templates) > MOST_PIECES:
         return None
     teams = [study.ranks_where(peer_group) for peer_group in study.peer_groups]
     found = pieces_that_follow(study, teams, _less_mean_of_team(study, sizes), sizes)
