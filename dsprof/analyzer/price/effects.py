@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..arrays import Float
+from ..candidate import Between
 from ..effect import Effect, WhatIfs
 from ..finding import Gain
 from ..graph.replay import replay
@@ -17,6 +18,7 @@ from ..whatif import Refused, WhatIf, apply
 from .calibration import ModelError
 from .certainty import with_all_errors
 from .contention import freed_ms, kept_of_overlap, lost_by_waiting_less
+from .excess import between
 from .gains import LEAST_SHARE, beside_other_work, mean_gain
 
 
@@ -25,17 +27,34 @@ def effect_gains(study: Study, effects: Sequence[Effect]) -> list[Gain]:
     What several have the same is replayed once, if it is the same object. Raises Refused where a change cannot be
     replayed."""
     took: dict[int, Float] = {}
+    return [_gain(study, effect, _variants(study, effect, took)) for effect in effects]
+
+
+def _variants(study: Study, effect: Effect, took: dict[int, Float]) -> list[tuple[Float, Float]]:
+    """The steps before it and after, [S] ms, as it is and as it may as well be. took: of what-ifs by the id of their
+    tuple, what was replayed already."""
 
     def steps(changes: WhatIfs) -> Float:
         if id(changes) not in took:
             took[id(changes)] = replayed(study, *changes)
         return took[id(changes)]
 
-    return [_gain(study, effect, [(steps(now), steps(then)) for now, then in effect.variants]) for effect in effects]
+    return [(steps(now), steps(then)) for now, then in effect.variants]
+
+
+def parts_of_others(study: Study, effect: Effect) -> Between | None:
+    """Between which parts of what an effect saves lies what it saves as it may as well be; None where it cannot be
+    replayed."""
+    try:
+        saved = [float((before - after).mean()) for before, after in _variants(study, effect, {})]
+    except Refused:
+        return None
+    parts = [each / saved[0] for each in saved] if saved[0] > 0 else [1.0]
+    return Between(min(parts), max(parts), study.step_ms)
 
 
 def _gain(study: Study, effect: Effect, variants: Sequence[tuple[Float, Float]]) -> Gain:
-    """variants: the steps before it and after, [S] ms, as it is and as it may as well be."""
+    """variants: as of `_variants`."""
     first = variants[0][0]
     saved = [corrected(study, effect, before, before - after, first) for before, after in variants]
     if effect.per_batch != 1:
@@ -44,6 +63,8 @@ def _gain(study: Study, effect: Effect, variants: Sequence[tuple[Float, Float]])
         kept = 1 - lost_by_waiting_less(study, float(saved[0].mean()))
         saved = [kept * each for each in saved]
     gain, ends = mean_gain(study, saved[0]), [float(each.mean()) for each in saved[1:]]
+    if effect.between is not None:
+        gain = between(gain, effect.between)
     low, high = min([gain.low, *ends]) - effect.unsure_ms, max([gain.high, *ends]) + effect.unsure_ms
     return with_costs_between(replace(gain, low=low, high=high), effect)
 

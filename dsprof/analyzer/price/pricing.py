@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..arrays import Float
-from ..candidate import Between, Candidate, DeviceCost, OneOf, Price
+from ..candidate import Candidate, DeviceCost, OneOf, Price
 from ..finding import Gain, Together
 from ..graph.replay import replay_all
 from ..graph.step_graph import StepGraph
@@ -15,7 +15,7 @@ from ..whatif import Refused, WhatIf, apply, clash
 from .attribution import Attribution, attribute
 from .contention import lost_by_waiting_less
 from .device import measured_gain, price_of_device
-from .excess import excess_gain, surely_most, whole_ms, widened
+from .excess import between, excess_gain, surely_most, whole_ms
 from .gains import LEAST_SHARE, mean_gain, noise_floor_ms
 
 
@@ -142,8 +142,3 @@ def _saved(graph: StepGraph, before: Float, changes: Sequence[object]) -> list[F
     """What each change saves alone, [S] ms."""
     graphs = (apply(graph, [change]) for change in changes if isinstance(change, WhatIf))
     return [before - replayed.durations for replayed in replay_all(graphs)]
-
-
-def between(gain: Gain, factor: Between) -> Gain:
-    low = gain.low * factor.part if min(gain.low, factor.part) > 0 else gain.ms * min(factor.part, 0.0)
-    return widened(gain, low, min(gain.high * factor.multiple, factor.most_ms))

@@ -19,8 +19,8 @@ from .calibration import ModelError
 from .certainty import negated, with_all_errors
 from .contention import lost_by_waiting_less
 from .effects import corrected, with_costs_between
+from .excess import between
 from .gains import mean_gain
-from .pricing import between
 
 
 def gain_together(study: Study, graph: StepGraph, effects: Sequence[Effect], errors: Sequence[ModelError]) -> Gain:
