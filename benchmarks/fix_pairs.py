@@ -22,64 +22,28 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from fix_cases import CASES, FRESH, STEPS, Case
+from forked_dsprof import Failed, dsprof, end_all
+
+from dsprof.atomic import write_atomically
+from dsprof.fix import proposals
+from dsprof.knobs.registry import flags
+
 HERE: Final = Path(__file__).resolve().parent
-TESTS: Final = HERE.parent / "tests"
-sys.path.insert(0, str(TESTS))
-
-from fix_cases import CASES, FRESH, STEPS, Case  # noqa: E402
-from forked_python import MODULES_ONLY, end_all, start  # noqa: E402
-
-from dsprof.atomic import write_atomically  # noqa: E402
-from dsprof.fix import proposals  # noqa: E402
-from dsprof.knobs.registry import flags  # noqa: E402
-
 RESULTS: Final = HERE / "results" / "fix_pairs.json"
 JOBS: Final = HERE / "prediction_jobs"
-LONGEST_S: Final = 900
 PAIRS: Final = 3
 EFFECT: Final = 0.05
 """Of the step: effects above have a sign."""
 GAIN: Final = 0.1
 
 Record = dict[str, Any]
-
-
-class Failed(Exception):
-    """A command did not do what it was asked for; the message says which, and its last words."""
-
-
-def dsprof(case: Case, where: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command, run in a folder. Raises Failed where it takes too long."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if case.device:
-        environment |= {MODULES_ONLY: "1", "SLEEPING_DEVICE": str(_device()), "DSPROF_WITHOUT": "nvml"}
-    streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with start([sys.executable, "-m", "dsprof", *words], env=environment, cwd=where, **streams) as process:
-        try:
-            out, err = process.communicate(timeout=LONGEST_S)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            raise Failed(f"dsprof {words[0]} was not done after {LONGEST_S} s") from None
-        except BaseException:
-            process.terminate()
-            raise
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
-
-
-def _device() -> Path:
-    from sleeping_device.build import build
-
-    cache = Path(tempfile.gettempdir()) / "dsprof-sleeping-device"
-    cache.mkdir(exist_ok=True)
-    return build(cache)
 
 
 def predicted(case: Case, where: Path) -> Record:
@@ -91,7 +55,7 @@ def predicted(case: Case, where: Path) -> Record:
         (where / "ds.json").write_text(json.dumps(case.config, indent=2) + "\n")
         words += ["--deepspeed_config", str(where / "ds.json")]
     ranks = ["--nproc-per-node", str(case.ranks)]
-    done = dsprof(case, where, "run", "-o", "run", "--force", "--no-report", "-q", *ranks, *words)
+    done = dsprof(where, "run", "-o", "run", "--force", "--no-report", "-q", *ranks, *words, device=case.device)
     if done.returncode:
         raise Failed(f"the job ended with status {done.returncode}: {done.stderr[-600:]}")
     found = json.loads((where / "run" / "findings.json").read_text())
@@ -106,7 +70,7 @@ def predicted(case: Case, where: Path) -> Record:
     if offered and not case.asked:
         return {**record, "set": dict(offered[0].knobs), "by": "its finding", "predicted": _gain(offered[0].gain)}
     record |= {"set": dict(case.change), "by": "whatif"}
-    done = dsprof(case, where, "whatif", "run", *flags(case.change.items()), "--json")
+    done = dsprof(where, "whatif", "run", *flags(case.change.items()), "--json", device=case.device)
     try:
         row = json.loads(done.stdout)["answers"][-1]
     except ValueError:
@@ -123,7 +87,7 @@ def _gain(gain: Any) -> Record:
 def measured(case: Case, where: Path, change: dict[str, Any]) -> Record:
     """What `dsprof fix --verify` measures of a change."""
     turned = flags(change.items())
-    done = dsprof(case, where, "fix", "run", *turned, "--verify", "--pairs", str(PAIRS), "--json")
+    done = dsprof(where, "fix", "run", *turned, "--verify", "--pairs", str(PAIRS), "--json", device=case.device)
     try:
         found: Record = json.loads(done.stdout)["measured"]
     except ValueError:

@@ -4,6 +4,7 @@ where, what the job's configuration and hosts are, and how ranks and occasions a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..candidate import Candidate
 from ..effect import Effect
 from ..finding import Finding, Fix, Gain
 from ..graph.replay import replay
+from ..price.gains import mean_gain
 from ..price.pricing import LEAST_SHARE as LEAST_SHARE
 from ..study import Study, once
 from ..text import count
@@ -60,6 +62,23 @@ def replay_divided(study: Study, divisions: Sequence[WhatIf], untried: str) -> F
         return replay(apply(study.need_graph(), divisions)).durations
     except Refused as refused:
         raise NotJudged(f"{untried}: {refused.why}") from None
+
+
+def effect_gain(study: Study, effect: Effect) -> Gain:
+    """What a knob's what-if saves, for a rule that offers its value. The interval holds what the effect may as well
+    be; errors of the model are added where findings are priced. Raises NotJudged where it cannot be replayed."""
+
+    def saved(now: Sequence[WhatIf], then: Sequence[WhatIf]) -> Float:
+        before = replay_divided(study, now, "no other value was tried")
+        found: Float = effect.correct(before, before - replay_divided(study, then, "no other value was tried"))
+        return found
+
+    if not effect.then:
+        return Gain(0.0, 0.0, 0.0, 0.0)
+    first, *others = (saved(now, then) for now, then in effect.variants)
+    gain, ends = mean_gain(study, first), [float(one.mean()) for one in others]
+    low, high = min([gain.low, *ends]) - effect.unsure_ms, max([gain.high, *ends]) + effect.unsure_ms
+    return replace(gain, low=low, high=high)
 
 
 INSTALLED: Final = ("/site-packages/", "/dist-packages/")

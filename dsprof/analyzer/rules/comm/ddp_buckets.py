@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Final
@@ -22,9 +22,10 @@ from ...text import count, ms, size
 from ...whatif import WhatIf
 from ...whatif.rebucket import Rebucket, reduced_in_backwards
 from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, replay_divided
+from .deepspeed_config import elements, is_own_engine, stage_of, zero_fix
 from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 from .redundant_reduce import repeated_reductions
-from .shards import by_bytes
+from .shards import FAR, beyond, by_bytes
 
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
 AS_GOOD: Final = 0.9
@@ -92,7 +93,7 @@ def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
     )
     title = f"{cut.count} gradient collectives a step of {size(cut.median_bytes)} each are bound by latency"
     where = cut.domain.where(study, cut.op)
-    fixes = (_bucket_fix(cut, best),)
+    fixes = (_bucket_fix(study, cut, best),)
     return Finding(
         "comm.small-messages", title + cut.domain.inside, "info", where, evidence, best.gain, fixes,
         unknown="" if cut.link.fitted else ONE_SIZE,
@@ -110,7 +111,7 @@ def _large(study: Study, cut: _Cut, best: Rebucketed, waited: float) -> Finding:
     title = f"gradients are reduced in {one}, too late to hide behind backward: {ms(waited)} of each step wait for them"
     return Finding(
         "comm.large-bucket", title + cut.domain.inside, "info", cut.domain.where(study, cut.op), evidence, best.gain,
-        (_bucket_fix(cut, best),), unknown="" if cut.link.fitted else ONE_SIZE,
+        (_bucket_fix(study, cut, best),), unknown="" if cut.link.fitted else ONE_SIZE,
     )  # fmt: skip
 
 
@@ -181,6 +182,11 @@ class _Cut:
     groups: Mapping[Reduced, _Group]
     ddp: Mapping[str, Any] | None
     """What the DistributedDataParallel that makes them said of itself."""
+
+    @property
+    def present(self) -> dict[Reduced, list[int]]:
+        """The bucket sizes of each group as they are."""
+        return {reduced: list(now.sizes) for reduced, now in self.groups.items()}
 
 
 def _gradients(study: Study, domain: Domain) -> _Cut:
@@ -256,7 +262,7 @@ def _ddps_of(study: Study, group: str, total_bytes: float) -> tuple[Mapping[str,
 
 def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
     """The step replayed with other bucket sizes. Raises NotJudged where buckets are no knob of this job."""
-    before = _replay_cut(study, cut, {reduced: list(now.sizes) for reduced, now in cut.groups.items()})
+    before = _replay_cut(study, cut, cut.present)
     freed = freed_ms(study, before, cut.total_bytes)
     spread = (1.0, 1 + cut.link.spread, 1 - cut.link.spread)
     found: list[Rebucketed] = []
@@ -269,6 +275,8 @@ def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
         small = not cut.link.fitted and cut.link.latency_ms > 0  # all of one size: it may be the bytes that take long
         if cut.domain.on_device and small:
             saved.append(before - _replay_cut(study, _by_bytes(cut), sizes))
+        if _are_far(cut, sizes):
+            saved.append(_replay_cut(study, _beyond(cut), cut.present) - _replay_cut(study, _beyond(cut), sizes))
         if in_all > cut.in_all:
             kept = kept_of_overlap(study)
             saved = [before - beside_other_work(study, before, before - of_link) for of_link in saved]
@@ -284,6 +292,21 @@ def _by_bytes(cut: _Cut) -> _Cut:
     """The same over links of which as much as may be is owed to the bytes."""
     groups = {name: replace(now, link=by_bytes(now.link, cut.median_bytes)) for name, now in cut.groups.items()}
     return replace(cut, groups=groups)
+
+
+def _beyond(cut: _Cut) -> _Cut:
+    """The same over links of whose bytes more may take long than was fitted to small ones."""
+    links = {name: beyond(now.link) if now.link.fitted else now.link for name, now in cut.groups.items()}
+    return replace(cut, groups={name: replace(now, link=links[name]) for name, now in cut.groups.items()})
+
+
+def _are_far(cut: _Cut, sizes: Mapping[Reduced, list[int]]) -> bool:
+    """Whether some of these buckets are much larger than all that a group's link was fitted to."""
+    links = {reduced: now.link for reduced, now in cut.groups.items()}
+    return any(
+        links[reduced].fitted and max(of_group, default=0) > FAR * links[reduced].largest
+        for reduced, of_group in sizes.items()
+    )
 
 
 def _replay_cut(study: Study, cut: _Cut, sizes: Mapping[Reduced, list[int]], slower: float = 1.0) -> Float:
@@ -311,18 +334,33 @@ def with_cap(study: Study, cap_mb: float) -> Effect:
     cuts = [cut for cut in (_gradients(study, domain) for domain in reduced) if cut.ddp is not None]
     if not cuts:
         raise NotJudged("no DistributedDataParallel was seen to reduce gradients in this run")
-    sizes = [{reduced: now.packed(int(cap_mb * 2**20)) for reduced, now in cut.groups.items()} for cut in cuts]
+    return _with_buckets_of(study, cuts, int(cap_mb * 2**20))
+
+
+def with_buckets_of(study: Study, most_bytes: int) -> Effect:
+    """Gradients that an engine reduces while backward goes on, in buckets of up to so many bytes."""
+    need_every_rank(study)
+    reduced = [domain for domain in domains(study) if len(domain.of(GRADIENT).table)]
+    if not reduced:
+        raise NotJudged("no collective was seen to carry gradients")
+    return _with_buckets_of(study, [_gradients(study, domain) for domain in reduced], most_bytes)
+
+
+def _with_buckets_of(study: Study, cuts: list[_Cut], most_bytes: int) -> Effect:
+    sizes = [{reduced: now.packed(most_bytes) for reduced, now in cut.groups.items()} for cut in cuts]
     before, after = sum(cut.in_all for cut in cuts), sum(len(of) for one in sizes for of in one.values())
 
-    def divided(slower: int) -> tuple[WhatIf, ...]:
+    def divided(over: Sequence[_Cut], times: int) -> tuple[WhatIf, ...]:
         found: list[WhatIf] = []
-        for cut, of_cut in zip(cuts, sizes, strict=True):
-            found += _divided(cut, of_cut, 1 + slower * cut.link.spread)
+        for cut, of_cut in zip(over, sizes, strict=True):
+            found += _divided(cut, of_cut, 1 + times * cut.link.spread)
         return tuple(found)
 
-    now: list[WhatIf] = []
-    for cut in cuts:
-        now += _divided(cut, {reduced: list(of.sizes) for reduced, of in cut.groups.items()}, 1.0)
+    def divided_as_now(over: Sequence[_Cut]) -> tuple[WhatIf, ...]:
+        found: list[WhatIf] = []
+        for cut in over:
+            found += _divided(cut, cut.present, 1.0)
+        return tuple(found)
 
     def correct(whole: Float, saved: Float) -> Float:
         if after > before:
@@ -332,10 +370,13 @@ def with_cap(study: Study, cap_mb: float) -> Effect:
         found: Float = saved + freed * (1 - after / before)
         return found
 
-    then, *others = (divided(slower) for slower in (0, 1, -1))
+    then, *others = (divided(cuts, times) for times in (0, 1, -1))
     like = "comm.small-messages" if after < before else "comm.large-bucket"
-    as_it_is = tuple(now)
+    as_it_is = divided_as_now(cuts)
     either = tuple((as_it_is, other) for other in others)
+    if any(_are_far(cut, of_cut) for cut, of_cut in zip(cuts, sizes, strict=True)):
+        slower = [_beyond(cut) for cut in cuts]
+        either = (*either, (divided_as_now(slower), divided(slower, 0)))
     return Effect(like, then, as_it_is, either, correct=correct, counts_cores=True)
 
 
@@ -350,7 +391,10 @@ def pack(tensors: list[int], cap_bytes: int) -> list[int]:
     return [*sizes, current] if current else sizes
 
 
-def _bucket_fix(cut: _Cut, best: Rebucketed) -> Fix:
+def _bucket_fix(study: Study, cut: _Cut, best: Rebucketed) -> Fix:
+    if cut.ddp is None and is_own_engine(study) and stage_of(study) in (1, 2):
+        most = elements(study, best.cap_mb * 2**20)
+        return zero_fix({"reduce_bucket_size": most}, f"{count(best.buckets, 'reduction')} a step", best.gain)
     if cut.ddp is None:
         return Fix(
             "code",

@@ -41,6 +41,8 @@ MOSTLY: Final = 0.5
 """Of what merging gains on a device, what must be fixed costs that are saved for messages to be too small."""
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
+FAR: Final = 2.0
+"""A link that was fitted to transfers of so many times fewer bytes does not tell how much of them the bytes took."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def with_modules_per_unit(study: Study, together: int) -> Effect:
         raise NotJudged("no parameters were seen to be gathered")
     if together < 2:
         return Effect("comm.small-messages", counts_cores=True)
-    around = [_links(units) for units in sharded]
+    around = [_links(units, together) for units in sharded]
 
     def merged(variant: int, together: int) -> tuple[WhatIf, ...]:
         found: list[WhatIf] = []
@@ -168,10 +170,10 @@ def with_modules_per_unit(study: Study, together: int) -> Effect:
     return Effect("comm.small-messages", then, now, tuple(others), correct=correct, counts_cores=True)
 
 
-def _links(units: _ShardUnits) -> list[dict[Communications, Link]]:
-    """The links over which it moves, and then others that they may as well be."""
-    median = float(units.table["bytes"].median())
-    around = {of: links_around(link, median) for of, link in units.links().items()}
+def _links(units: _ShardUnits, together: int) -> list[dict[Communications, Link]]:
+    """The links over which it moves, and then others that they may as well be. together: the most that is merged."""
+    median, most = float(units.table["bytes"].median()), together * float(units.table["bytes"].max())
+    around = {of: links_around(link, median, most) for of, link in units.links().items()}
     most = max(map(len, around.values()))
     return [{of: links[min(i, len(links) - 1)] for of, links in around.items()} for i in range(most)]
 
@@ -181,29 +183,39 @@ def _merges(study: Study, units: _ShardUnits) -> list[_Merged]:
     tried = [together for together in TOGETHER if 2 * together <= units.a_step / 2]
     if not tried:
         return []
-    each = _links(units)
-    before = [_replay(study, units, links, 1) for links in each]
+    before = [_replay(study, units, links, 1) for links in _links(units, max(tried))]
     freed = freed_ms(study, before[0], _moved_bytes(study, units))
     found = []
     for together in tried:
         fewer = freed * (1 - 1 / together)
         saved = [
-            now - _replay(study, units, links, together) + fewer for now, links in zip(before, each, strict=True)
-        ]  # fmt: skip
+            now - _replay(study, units, links, together) + fewer
+            for now, links in zip(before, _links(units, together), strict=False)  # the last may be of larger ones only
+        ]
         gain, ends = mean_gain(study, saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
         found.append(_Merged(together, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
     return found
 
 
-def links_around(link: Link, size: float) -> list[Link]:
-    """The link, and others that it may as well be, by what was seen of transfers of `size` bytes."""
+def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
+    """The link, and others that it may as well be, by what was seen of transfers of `size` bytes. most: bytes of the
+    largest transfer that it is to tell of."""
     links = [link] + [
         replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
         for slower in (1 - link.spread, 1 + link.spread)
     ]
     if not link.fitted:  # all of one size: it may be the bytes that take long
         links.append(by_bytes(link, size))
+    elif most > FAR * link.largest:
+        links.append(beyond(link))
     return links
+
+
+def beyond(link: Link) -> Link:
+    """A fitted link whose bytes take as much longer as the largest transfers that were seen allow: what the fit misses
+    of these may be their bytes, and grows with them."""
+    whole = float(link.transfer_ms(np.array(link.largest)))
+    return replace(link, ms_per_byte=link.ms_per_byte + link.spread * whole / link.largest)
 
 
 def by_bytes(link: Link, size: float) -> Link:

@@ -17,8 +17,9 @@ from ...study import Study
 from ...text import count, ms, size
 from ...whatif.merge import Merge, packed
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, replay_divided, zero_stage
-from .deepspeed_config import elements, item_bytes, told, zero_fix
+from ..base import LEAST_SHARE, NotJudged, replay_divided
+from .ddp_buckets import with_buckets_of
+from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
 from .shards import links_around
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
@@ -93,7 +94,8 @@ def _larger(study: Study, table: pd.DataFrame, link: Link) -> list[_Larger]:
     """The sizes that hold more than one of the present buckets, and more than DeepSpeed was told."""
     largest, item = float(table["bytes"].max()), item_bytes(study)
     host_ms = study.host_ms("gradient")
-    links = links_around(link, float(table["bytes"].median()))
+    median, whole = float(table["bytes"].median()), float(table["bytes"].sum()) / len(study.step_numbers)
+    links = links_around(link, median, min(max(TOGETHER) * largest, whole))
     now = [_replay(study, each, host_ms, 0.0) for each in links]
     before = len(table) / len(study.step_numbers)
     moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
@@ -105,9 +107,10 @@ def _larger(study: Study, table: pd.DataFrame, link: Link) -> list[_Larger]:
         if most <= told(study, KEY) or buckets >= (found[-1].buckets if found else before):
             continue
         fewer = freed * (1 - buckets / before)
+        possible = links_around(link, median, min(most * item, whole))  # the last of `links` may be of larger ones only
         saved = [
             present - _replay(study, each, host_ms, most * item) + fewer
-            for present, each in zip(now, links, strict=True)
+            for present, each in zip(now, possible, strict=False)
         ]
         gain, ends = mean_gain(study, saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
         found.append(_Larger(most, buckets, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
@@ -133,9 +136,15 @@ def _up_to(link: Link, host_ms: float, most: float) -> Merge:
 
 def with_bucket_size(study: Study, number: float) -> Effect:
     """A larger `reduce_bucket_size`, of so many elements. Raises NotJudged where it holds less than the present one, as
-    smaller buckets cannot be made of what is known of larger ones, and where the stage has no such buckets."""
-    if zero_stage(study) not in (1, 2):
-        raise NotJudged("reduce_bucket_size is predicted for ZeRO's stages 1 and 2 of DeepSpeed only")
+    smaller buckets cannot be made of what is known of larger ones that are waited for at once, and where the stage has
+    no such buckets."""
+    if stage_of(study) not in (1, 2):
+        raise NotJudged("reduce_bucket_size is predicted for ZeRO's stages 1 and 2 only")
+    config = zero_config(study) if is_own_engine(study) else None
+    if config is not None and config.zero_optimization.overlap_comm:
+        if number == config.zero_optimization.reduce_bucket_size:
+            return Effect("comm.small-messages")
+        return with_buckets_of(study, int(number * item_bytes(study)))
     table = _gradients(study)
     if table.empty:
         raise NotJudged("no collective was seen to carry gradients")
@@ -145,17 +154,17 @@ def with_bucket_size(study: Study, number: float) -> Effect:
         now = f"{present or largest / item_bytes(study):,.0f} elements"
         raise NotJudged(f"the run's buckets hold {now}: what smaller ones take is not told by larger ones")
     link, host_ms = _link(study, table), study.host_ms("gradient")
-    before = len(table) / len(study.step_numbers)
+    before, whole = len(table) / len(study.step_numbers), float(table["bytes"].sum()) / len(study.step_numbers)
     same = number == present
     after = before if same else _buckets(study, most)
     moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
-    def correct(whole: Float, saved: Float) -> Float:
-        found: Float = saved + freed_ms(study, whole, moved) * (1 - after / before)
+    def correct(now: Float, saved: Float) -> Float:
+        found: Float = saved + freed_ms(study, now, moved) * (1 - after / before)
         return found
 
     (as_it_is, then), *others = (
         ((_up_to(each, host_ms, 0.0),), (_up_to(each, host_ms, 0.0 if same else most),))
-        for each in links_around(link, float(table["bytes"].median()))
+        for each in links_around(link, float(table["bytes"].median()), min(most, whole))
     )
     return Effect("comm.small-messages", then, as_it_is, tuple(others), correct=correct, counts_cores=True)
