@@ -153,3 +153,18 @@ FRESH: Final = (
          {"fsdp2.forward_prefetch": 2}, device=True),
 )  # fmt: skip
 CASES: Final = (*DEVELOPED, *FRESH)
+RATE: Final = "320mbit"
+"""Of the loopback of a network namespace, in which all that LINKED run talks: 40 MB/s."""
+LINKED: Final = (
+    Case("n1 DDP, one bucket", "link", "comm.large-bucket", "ddp.py",
+         "--forward-ms 30 --layers 8 --width 192 --bucket-mb 1000", {"ddp.bucket_cap_mb": 0.4}),
+    Case("n2 DDP, gradients fill the link", "link", "comm.volume", "ddp.py",
+         "--forward-ms 12 --layers 4 --width 320", {"ddp.comm_hook": "bf16"}, asked=True),
+    Case("n3 DDP, four micro-batches that all reduce", "link", "comm.redundant-reduce", "ddp.py",
+         "--forward-ms 8 --layers 4 --width 192 --accumulate 4", {"ddp.accumulate": 4}),
+    Case("n4 the engine, every reduction waited for", "link", "comm.exposed", "zero_json.py",
+         "--own --forward-ms 30 --layers 8 --width 192", {f"{ZERO}overlap_comm": True},
+         config=zero(reduce_bucket_size=40_000, overlap_comm=False)),
+    Case("n5 FSDP2, parameters gathered twice", "link", "comm.redundant-gather", "fsdp.py",
+         "--forward-ms 15 --layers 4 --width 192", {"fsdp2.reshard_after_forward": False}),
+)  # fmt: skip

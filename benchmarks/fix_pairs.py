@@ -5,6 +5,7 @@ against what they measure.
     python benchmarks/fix_pairs.py NAME ...            # those whose names begin so
     python benchmarks/fix_pairs.py --again NAME ...    # once more: what was there is kept beside it, as `before`
     python benchmarks/fix_pairs.py --summary           # runs nothing
+    python benchmarks/fix_pairs.py --slow-link         # others, over a slow link (root); results/slow_links.json
 
 Each pair of `fix_cases.py` is run as a user would: `dsprof run` of a job with one fault, and `dsprof fix RUN --set ...
 --verify` of the change that its finding offers, or of one that `dsprof whatif` predicts. Nothing is changed by hand.
@@ -22,13 +23,15 @@ import json
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fix_cases import CASES, FRESH, STEPS, Case
+from fix_cases import CASES, FRESH, LINKED, RATE, STEPS, Case
 from forked_dsprof import Failed, dsprof, end_all
 
 from dsprof.atomic import write_atomically
@@ -37,6 +40,13 @@ from dsprof.knobs.registry import flags
 
 HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE / "results" / "fix_pairs.json"
+SLOW_LINKS: Final = HERE / "results" / "slow_links.json"
+IN_NAMESPACE: Final = "FIX_PAIRS_IN_NAMESPACE"
+SHAPE: Final = (
+    f"ip link set lo mtu 4000 up && tc qdisc add dev lo root tbf rate {RATE} burst 32kb latency 2s && "
+    'exec "$@"'
+)
+"""In a new network namespace: its loopback moves so much and no more."""
 JOBS: Final = HERE / "prediction_jobs"
 PAIRS: Final = 3
 EFFECT: Final = 0.05
@@ -136,7 +146,7 @@ def _median(values: Iterable[float]) -> float | None:
     return round(statistics.median(listed), 1) if listed else None
 
 
-def result(records: list[Record]) -> Record:
+def result(records: list[Record], cases: Sequence[Case] = CASES) -> Record:
     """The file: the summaries of all pairs, of those that were chosen before any ran, and each pair."""
     fresh = {case.name for case in FRESH}
     failed = [record["name"] for record in records if "why" in record or "why" in record.get("measured", {})]
@@ -146,11 +156,19 @@ def result(records: list[Record]) -> Record:
         "summary": {
             "all": summary(records),
             "chosen_before_any_ran": summary(record for record in records if record["name"] in fresh),
-            "left": len(CASES) - len({record["name"] for record in records if "measured" in record}),
+            "left": len(cases) - len({record["name"] for record in records if "measured" in record}),
         },
         "not_decided_or_failed": failed,
         "pairs": [{**record, "judged": judged(record)} for record in records],
     }
+
+
+def over_slow_link() -> None:
+    """Begin this program anew in a network namespace of its own. Ends it where that is not allowed."""
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+        sys.exit("a network namespace of its own is not allowed here: run as root")
+    line = ["unshare", "--net", "sh", "-c", SHAPE, "sh", sys.executable, *sys.argv]
+    os.execvpe(line[0], line, {**os.environ, IN_NAMESPACE: "1"})
 
 
 def main() -> None:
@@ -160,22 +178,27 @@ def main() -> None:
     arguments.add_argument("--note", default="", help="with --again: what was mended since, for the result")
     arguments.add_argument("--summary", action="store_true", help="run nothing")
     arguments.add_argument("--until", default="", metavar="HH:MM", help="begin no pair after that")
-    arguments.add_argument("--results", type=Path, default=RESULTS)
+    arguments.add_argument("--slow-link", action="store_true", help="in a network namespace whose loopback is slow")
+    arguments.add_argument("--results", type=Path)
     arguments.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "dsprof-fix-pairs")
     options = arguments.parse_args()
+    if options.slow_link and IN_NAMESPACE not in os.environ:
+        over_slow_link()
+    cases = LINKED if options.slow_link else CASES
+    options.results = options.results or (SLOW_LINKS if options.slow_link else RESULTS)
     records: list[Record] = json.loads(options.results.read_text())["pairs"] if options.results.exists() else []
 
     def write() -> None:
-        order = {case.name: place for place, case in enumerate(CASES)}
+        order = {case.name: place for place, case in enumerate(cases)}
         records.sort(key=lambda record: order.get(record["name"], len(order)))
-        write_atomically(options.results, json.dumps(result(records), indent=1) + "\n")
+        write_atomically(options.results, json.dumps(result(records, cases), indent=1) + "\n")
 
     if options.summary:
         write()
-        print(json.dumps(result(records)["summary"], indent=1))
+        print(json.dumps(result(records, cases)["summary"], indent=1))
         return
     try:
-        for case in CASES:
+        for case in cases:
             if options.names and not any(case.name.startswith(name) for name in options.names):
                 continue
             if options.until and time.strftime("%H:%M") >= options.until:

@@ -235,11 +235,21 @@ def fixes_of(made: Layered) -> list[tuple[str, Fix]]:
 
 def test_the_key_that_a_finding_offers_is_priced_as_its_what_if() -> None:
     made = job(config("dsprof", **ALONE))
-    (fix,) = [fix for _, fix in fixes_of(made) if PREFETCH in dict(fix.knobs)]
-    (alone,) = saved(made, PREFETCH, dict(fix.knobs)[PREFETCH])
+    fixes = [fix for code, fix in fixes_of(made) if code == "comm.exposed"]
+    alone = saved(made, PREFETCH, *(dict(fix.knobs)[PREFETCH] for fix in fixes))
+    assert [fix.gain.ms for fix in fixes if fix.gain is not None] == pytest.approx(alone)
+    assert alone == pytest.approx([7 * GATHER_MS], rel=0.15)
+
+
+def test_larger_buckets_are_priced_as_the_engine_would_gather_with_them() -> None:
+    """What is gathered ahead is hidden, too, and the two reductions of a backward become one."""
+    made = job(config("dsprof", **ALONE, reduce_bucket_size=ELEMENTS))
+    (fix,) = [fix for code, fix in fixes_of(made) if code == "comm.small-messages"]
+    knobs = dict(fix.knobs)
+    assert set(knobs) == {PREFETCH, "zero_optimization.reduce_bucket_size"}
+    (gathers,) = saved(made, PREFETCH, knobs[PREFETCH])
     assert fix.gain is not None
-    assert fix.gain.ms == pytest.approx(alone)
-    assert alone == pytest.approx(7 * GATHER_MS, rel=0.15)
+    assert 0 < fix.gain.ms - gathers < 1
 
 
 def test_the_engine_waits_for_each_reduction_and_is_told_to_overlap() -> None:
@@ -259,9 +269,10 @@ def test_the_engine_is_told_no_overlap_that_hides_nothing() -> None:
 
 def test_buckets_of_the_engine_that_are_waited_for() -> None:
     """Two reductions of a step become one: a latency less. Smaller ones are not told by larger ones."""
-    made = job(config("dsprof", stage=2, overlap_comm=False, reduce_bucket_size=2 * ELEMENTS), gathers=False)
+    facts = config("dsprof", stage=2, overlap_comm=False, reduce_bucket_size=8 * ELEMENTS)
+    made = job(facts, gathers=False, reduced=(8 * ELEMENTS, 32 * ELEMENTS))
     key = "zero_optimization.reduce_bucket_size"
-    (one,) = saved(made, key, 8 * ELEMENTS)
+    (one,) = saved(made, key, 16 * ELEMENTS)
     assert one == pytest.approx(0.2, abs=0.1)
     assert "what smaller ones take is not told" in reason(made, key, ELEMENTS)
     assert "stages 1 and 2 only" in reason(job(config("dsprof")), key, ELEMENTS)

@@ -20,7 +20,7 @@ MOST_ENTRIES: Final = 20_000
 NO_OUTPUT: Final = (".py", ".pyc", ".lock", ".pid")
 """Ends of names that do not count."""
 PRINTED: Final = (".log", ".txt", ".out", ".err")
-"""Ends of names that do not count either where it is not known who wrote what the job printed: `tee`, or a scheduler."""
+"""Ends of names that do not count either where it is not known who wrote what the job printed: `tee`, a scheduler."""
 OF_TORCHRUN: Final = ("stdout.log", "stderr.log")
 """What torchrun writes of what its ranks print, into a folder of each start."""
 SKIPPED: Final = frozenset({"__pycache__", "site-packages", "node_modules", "tmp", "temp", "cache", "caches"})

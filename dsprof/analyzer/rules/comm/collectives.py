@@ -23,7 +23,7 @@ from .engine_reductions import engine_reductions
 from .prefetch import exposed_gathers
 from .shards import gathers_parameters, small_shards
 from .zero_buckets import blocking_buckets
-from .zero_prefetch import exposed_fetches
+from .zero_prefetch import exposed_fetches, larger_buckets
 
 CODES: Final = ("comm.small-messages", "comm.large-bucket", "comm.exposed")
 
@@ -73,7 +73,8 @@ def _judges(study: Study, stage: int | None) -> list[tuple[Domain, Callable[[], 
     by_zero = stage_of(study) == 3
     for domain in sharded:
         of_domain = [one for one in replicas if one is not domain]
-        found.append((domain, partial(small_shards, study, domain, of_domain)))
+        by_key = larger_buckets if stage_of(study) is not None else None
+        found.append((domain, partial(small_shards, study, domain, of_domain, by_key)))
         found.append((domain, partial(exposed_fetches if by_zero else exposed_gathers, study, domain)))
     for domain in every:
         if domain in sharded or (sharded and domain in replicas) or domain.of(GRADIENT).table.empty:

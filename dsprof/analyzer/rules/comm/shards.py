@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -24,7 +24,6 @@ from ...whatif import WhatIf
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, NotJudged, at, code_fix, replay_divided
-from .deepspeed_config import elements, stage_of, told, zero_fix
 from .dimensions import Domain, domains, waited_ms
 
 TOGETHER: Final = (2, 4, 8, 16)
@@ -43,6 +42,10 @@ SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
 FAR: Final = 2.0
 """A link that was fitted to transfers of so many times fewer bytes does not tell how much of them the bytes took."""
+
+
+ByKey = Callable[[Study, Domain, int, Gain], Fix]
+"""(study, dimension, how many neighbours are merged, what that saves) -> the fix of a job with a configuration."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,14 @@ class _ShardUnits:
         return found
 
 
-def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) -> list[Finding]:
+def small_shards(
+    study: Study, domain: Domain, replicas: Sequence[Domain] = (), by_key: ByKey | None = None
+) -> list[Finding]:
     """Many small gathers and scatters, each of which pays the latency: what merging neighbours would gain, in all
     groups of the dimension alike.
 
     replicas: the dimensions in which scattered gradients are reduced once more (HSDP): as many fewer, too
+    by_key:   the fix where a configuration divides them
     """
     units = _units(study, domain, replicas)
     table, a_step, worked, host_ms = units.table, units.a_step, units.worked_ms, units.host_ms
@@ -122,7 +128,7 @@ def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) 
     )
     title = f"{a_step:.0f} all-gathers and reduce-scatters a step, of {size(median)} each, are bound by latency"
     where = domain.where(study, "all_gather")
-    fixes = _fixes(study, domain, best)
+    fixes = _fixes(study, domain, best, by_key)
     return [Finding("comm.small-messages", title + domain.inside, "info", where, evidence, best.gain, fixes)]
 
 
@@ -256,7 +262,7 @@ def _moved_bytes(study: Study, units: _ShardUnits) -> float:
     return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
 
-def _fixes(study: Study, domain: Domain, best: _Merged) -> tuple[Fix, ...]:
+def _fixes(study: Study, domain: Domain, best: _Merged, by_key: ByKey | None) -> tuple[Fix, ...]:
     fact = next(iter(study.facts.get("fsdp", [])[-1:]), None)
     if fact is not None:
         units = int(fact.get("units") or 0)
@@ -267,19 +273,6 @@ def _fixes(study: Study, domain: Domain, best: _Merged) -> tuple[Fix, ...]:
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
         knobs = {MODULES: best.together} if fact.get("version") == 2 else {}
         return (code_fix(title, grouped, "", site, best.gain, knobs),)
-    if stage_of(study) is not None:
-        return (_bucket_fix(study, domain, best),)
+    if by_key is not None:
+        return (by_key(study, domain, best.together, best.gain),)
     return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)
-
-
-def _bucket_fix(study: Study, domain: Domain, best: _Merged) -> Fix:
-    """Of DeepSpeed's stage 3: as many parameters are gathered, and gradients reduced, at a time as a bucket holds."""
-    largest = domain.table[is_of_shards(domain.table)].groupby("name", observed=True)["bytes"].max()
-    keys = {
-        "all_gather": ("stage3_prefetch_bucket_size", "prefetch_bucket_size"),
-        "reduce_scatter": ("reduce_bucket_size", "reduce_bucket_size"),
-    }
-    wanted = {keys[str(name)]: elements(study, best.together * float(size)) for name, size in largest.items()}
-    settings = {key: value for (key, setting), value in wanted.items() if value > told(study, setting)}
-    note = f"{best.together} of the present ones at a time; it holds more memory"
-    return zero_fix(settings, note, best.gain) if settings else Fix("code", f"gather {note}", gain=best.gain)

@@ -1,22 +1,61 @@
-"""ZeRO's stage 3 whose modules wait for parameters that could be gathered while others compute: which
-stage3_prefetch_bucket_size hides most of it, as the engine would gather with it."""
+"""ZeRO's stage 3 by its own keys: which stage3_prefetch_bucket_size hides most of what modules wait for, or gathers
+more at a time, as the engine would gather with it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from ...effect import WhatIfs
 from ...finding import Finding, Fix, Gain
 from ...study import Study
+from ...whatif.merge import Merge
 from ..base import LEAST_SHARE, NotJudged, effect_gain
 from .deepspeed_config import elements, told, zero_fix
 from .dimensions import Domain, waited_ms
 from .fetched_parameters import PREFETCH, limits, with_prefetch_bucket
 from .prefetch import exposed_gathers, waiting_for_gathers
+from .shards import is_of_shards
 
 AHEAD: Final = (1, 2, 4)
 """So many of the largest gathers ahead are tried."""
+REDUCE: Final = "reduce_bucket_size"
 NEXT: Final = "what comes next is gathered while a module computes"
+
+
+def larger_buckets(study: Study, domain: Domain, together: int, merged: Gain) -> Fix:
+    """Of stage 3: as many parameters are gathered, and gradients reduced, at a time as a bucket holds: `together` of
+    the present ones. merged: what merging neighbours saves; where it is seen what the engine would gather with the
+    larger prefetch bucket, the saving is that."""
+    table = domain.table[is_of_shards(domain.table)]
+    largest = table.groupby("name", observed=True)["bytes"].max()
+    keys = {"all_gather": (PREFETCH, "prefetch_bucket_size"), "reduce_scatter": (REDUCE, REDUCE)}
+    wanted = {keys[str(name)]: elements(study, together * float(size)) for name, size in largest.items()}
+    settings = {key: value for (key, setting), value in wanted.items() if value > told(study, setting)}
+    note = f"{together} of the present ones at a time; it holds more memory"
+    if not settings:
+        return Fix("code", f"gather {note}", gain=merged)
+    return zero_fix(settings, note, _with_settings(study, settings, together) or merged)
+
+
+def _with_settings(study: Study, settings: Mapping[str, int], together: int) -> Gain | None:
+    """What these save, by what the engine gathers with such a prefetch bucket; None: that is not seen."""
+    if PREFETCH not in settings:
+        return None
+    try:
+        effect = with_prefetch_bucket(study, settings[PREFETCH])
+        if REDUCE not in settings:
+            return effect_gain(study, effect)
+
+        def fewer(then: WhatIfs) -> WhatIfs:
+            """With as many scatters in one; all gathers are told by the policy."""
+            return tuple(replace(one, together=together) if isinstance(one, Merge) else one for one in then)
+
+        others = tuple((now, fewer(then)) for now, then in effect.others)
+        return effect_gain(study, replace(effect, then=fewer(effect.then), others=others))
+    except NotJudged:
+        return None
 
 
 def exposed_fetches(study: Study, domain: Domain) -> list[Finding]:
