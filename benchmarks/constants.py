@@ -1,10 +1,11 @@
-"""What some predictions of rules rest on that no run tells: measured by CPU time, on one thread, in interleaved turns.
+"""What some predictions of rules rest on that no run tells: measured by CPU time, with one thread of torch, in
+interleaved turns.
 
     python benchmarks/constants.py        # writes benchmarks/results/constants.json; a minute
 
 fused      the part of a step of Adam, which loops over tensors, that `fused=True` spares
            (`rules/compute/fused_optimizer.py`, SAVED)
-cast       ms a byte of gradients that a CPU turns into bfloat16 and back, as bf16_compress_hook does
+cast       ms a byte of gradients that a CPU turns into bfloat16 and back, as bf16_compress_hook does, and gloo adds
            (`rules/comm/volume.py`, CAST_MS_PER_BYTE)
 recompute  ms of a block that activation checkpointing takes beside computing it again
            (`rules/compute/recompute.py`, BESIDE_MS)
@@ -15,8 +16,10 @@ tests/test_constants.py holds the rules against the result.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import platform
+import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,16 +42,19 @@ BLOCKS: Final = 12
 WIDTHS: Final = (8, 64, 256)
 
 
-def median_ms(turns: Sequence[Callable[[], Any]], calls: int = 1) -> list[float]:
-    """Of each of these, CPU time of the thread, median over turns in which all of them run."""
+def median_ms(
+    turns: Sequence[Callable[[], Any]], calls: int = 1, clock: Callable[[], float] = time.thread_time
+) -> list[float]:
+    """Of each of these, CPU time of the thread, or what else the clock tells, median over turns in which all of them
+    run."""
     took: list[list[float]] = [[] for _ in turns]
     for number in range(TURNS + 2):
         for place, turn in enumerate(turns):
-            began = time.thread_time()
+            began = clock()
             for _ in range(calls):
                 turn()
             if number >= 2:
-                took[place].append(1e3 * (time.thread_time() - began) / calls)
+                took[place].append(1e3 * (clock() - began) / calls)
     return [statistics.median(of) for of in took]
 
 
@@ -62,16 +69,45 @@ def fused(tensors: int, elements: int, kind: type[torch.optim.Optimizer]) -> flo
     return 1 - at_once / looped
 
 
-def cast(megabytes: float) -> float:
-    """ms a byte of float32."""
-    bucket = torch.randn(int(megabytes * 250_000))
+def cast(rank: int, port: int, answer: Any) -> None:
+    """Of each size, what a rank's process spends more on an all-reduce in bfloat16 than on half of one in float32, ms a
+    byte of float32: both casts, and gloo's slower sum."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    found: dict[str, float] = {}
+    for megabytes in BUCKETS_MB:
+        bucket = torch.ones(int(megabytes * 250_000))
 
-    def there_and_back() -> None:
-        short = bucket.to(torch.bfloat16).div_(2)
-        bucket.copy_(short)
+        def whole(bucket: torch.Tensor = bucket) -> None:
+            dist.all_reduce(bucket.div_(2))
 
-    (took,) = median_ms([there_and_back], calls=max(int(4 / megabytes), 1))
-    return took / (bucket.numel() * 4)
+        def short(bucket: torch.Tensor = bucket) -> None:
+            half = bucket.to(torch.bfloat16).div_(2)
+            dist.all_reduce(half)
+            bucket.copy_(half)
+
+        calls = max(int(16 / megabytes), 1)
+        as_it_is, shorter = median_ms([whole, short], calls, time.process_time)
+        found[f"{megabytes:g} MB"] = float(f"{(shorter - as_it_is / 2) / (bucket.numel() * 4):.3g}")
+    dist.destroy_process_group()
+    if rank == 0:
+        answer.put(found)
+
+
+def casts() -> dict[str, float]:
+    """As `cast` tells, in two processes."""
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [context.Process(target=cast, args=(rank, port, answer)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    found: dict[str, float] = answer.get(timeout=300)
+    for process in ranks:
+        process.join()
+    return found
 
 
 def recompute(width: int) -> float:
@@ -101,13 +137,12 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {
         "torch": torch.__version__, "machine": platform.machine(), "cpus": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1), "fused": {}, "cast_ms_per_byte": {}, "recompute_ms": {},
+        "load": round(os.getloadavg()[0], 1), "fused": {}, "recompute_ms": {},
     }  # fmt: skip
     for kind in (torch.optim.Adam, torch.optim.AdamW):
         for tensors, elements in SHAPES:
             found["fused"][f"{kind.__name__} {tensors} x {elements}"] = round(fused(tensors, elements, kind), 3)
-    for megabytes in BUCKETS_MB:
-        found["cast_ms_per_byte"][f"{megabytes:g} MB"] = float(f"{cast(megabytes):.3g}")
+    found["cast_ms_per_byte"] = casts()
     for width in WIDTHS:
         found["recompute_ms"][f"width {width}"] = round(recompute(width), 4)
     write_atomically(RESULTS, json.dumps(found, indent=1) + "\n")

@@ -43,8 +43,7 @@ RESULTS: Final = HERE / "results" / "fix_pairs.json"
 SLOW_LINKS: Final = HERE / "results" / "slow_links.json"
 IN_NAMESPACE: Final = "FIX_PAIRS_IN_NAMESPACE"
 SHAPE: Final = (
-    f"ip link set lo mtu 4000 up && tc qdisc add dev lo root tbf rate {RATE} burst 32kb latency 2s && "
-    'exec "$@"'
+    f'ip link set lo mtu 4000 up && tc qdisc add dev lo root tbf rate {RATE} burst 32kb latency 2s && exec "$@"'
 )
 """In a new network namespace: its loopback moves so much and no more."""
 JOBS: Final = HERE / "prediction_jobs"
