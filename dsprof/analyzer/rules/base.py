@@ -4,22 +4,19 @@ where, what the job's configuration and hosts are, and how ranks and occasions a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Float
 from ..candidate import Candidate
 from ..effect import Effect
 from ..finding import Finding, Fix, Gain
-from ..graph.replay import replay
-from ..price.gains import mean_gain
-from ..price.pricing import LEAST_SHARE as LEAST_SHARE
+from ..price.effects import effect_gains
+from ..price.gains import LEAST_SHARE as LEAST_SHARE
 from ..study import Study, once
 from ..text import count
-from ..whatif import Refused, WhatIf, apply
+from ..whatif import Refused
 
 OF_STEP: Final = 0.014
 """By which part of a step predictions of rules miss it, as calibrated (`price.calibration.ModelError.of_step`)."""
@@ -55,30 +52,13 @@ class NotConcerned(Exception):
     """The job has nothing that the rule is about: it neither passed nor was left unjudged."""
 
 
-def replay_divided(study: Study, divisions: Sequence[WhatIf], untried: str) -> Float:
-    """Step durations [S] with communications divided otherwise. Where most steps do not allow that it raises NotJudged:
-    `untried`, and why."""
+def gains_tried(study: Study, effects: Sequence[Effect], untried: str) -> list[Gain]:
+    """What each of several settings would gain alone. Where most steps do not allow one it raises NotJudged: `untried`,
+    and why."""
     try:
-        return replay(apply(study.need_graph(), divisions)).durations
+        return effect_gains(study, effects)
     except Refused as refused:
         raise NotJudged(f"{untried}: {refused.why}") from None
-
-
-def effect_gain(study: Study, effect: Effect) -> Gain:
-    """What a knob's what-if saves, for a rule that offers its value. The interval holds what the effect may as well
-    be; errors of the model are added where findings are priced. Raises NotJudged where it cannot be replayed."""
-
-    def saved(now: Sequence[WhatIf], then: Sequence[WhatIf]) -> Float:
-        before = replay_divided(study, now, "no other value was tried")
-        found: Float = effect.correct(before, before - replay_divided(study, then, "no other value was tried"))
-        return found
-
-    if not effect.then:
-        return Gain(0.0, 0.0, 0.0, 0.0)
-    first, *others = (saved(now, then) for now, then in effect.variants)
-    gain, ends = mean_gain(study, first), [float(one.mean()) for one in others]
-    low, high = min([gain.low, *ends]) - effect.unsure_ms, max([gain.high, *ends]) + effect.unsure_ms
-    return replace(gain, low=low, high=high)
 
 
 INSTALLED: Final = ("/site-packages/", "/dist-packages/")

@@ -8,7 +8,7 @@ from typing import Final
 from ...finding import Evidence, Finding, Fix, Gain
 from ...study import Study
 from ...text import ms
-from ..base import LEAST_SHARE, NotJudged, PartlyJudged, effect_gain
+from ..base import LEAST_SHARE, NotJudged, PartlyJudged, gains_tried
 from .by_hand import reduced_together
 from .ddp_buckets import bucket_size
 from .deepspeed_config import elements, zero_config, zero_fix
@@ -49,7 +49,7 @@ def _beside_backward(study: Study, domain: Domain) -> Finding | None:
     first = next(one for one in domains(study) if len(one.of(GRADIENT).table))
     if domain is not first or waited < LEAST_SHARE * study.step_ms:
         return None
-    gain = effect_gain(study, with_overlap(study, True))
+    (gain,) = gains_tried(study, [with_overlap(study, True)], "overlap_comm was not tried")
     if gain.ms < LEAST_SHARE * study.step_ms:
         return None
     evidence = (

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
-from ...effect import WhatIfs
+from ...effect import Effect, WhatIfs
 from ...finding import Finding, Fix, Gain
 from ...study import Study
 from ...whatif.merge import Merge
-from ..base import LEAST_SHARE, NotJudged, effect_gain
+from ..base import LEAST_SHARE, NotJudged, gains_tried
 from .deepspeed_config import elements, told, zero_fix
 from .dimensions import Domain, waited_ms
 from .fetched_parameters import PREFETCH, limits, with_prefetch_bucket
@@ -46,16 +46,21 @@ def _with_settings(study: Study, settings: Mapping[str, int], together: int) -> 
     try:
         effect = with_prefetch_bucket(study, settings[PREFETCH])
         if REDUCE not in settings:
-            return effect_gain(study, effect)
+            return _gain(study, effect)
 
         def fewer(then: WhatIfs) -> WhatIfs:
             """With as many scatters in one; all gathers are told by the policy."""
             return tuple(replace(one, together=together) if isinstance(one, Merge) else one for one in then)
 
         others = tuple((now, fewer(then)) for now, then in effect.others)
-        return effect_gain(study, replace(effect, then=fewer(effect.then), others=others))
+        return _gain(study, replace(effect, then=fewer(effect.then), others=others))
     except NotJudged:
         return None
+
+
+def _gain(study: Study, effect: Effect) -> Gain:
+    (gain,) = gains_tried(study, [effect], "no other prefetch bucket was tried")
+    return gain
 
 
 def exposed_fetches(study: Study, domain: Domain) -> list[Finding]:
@@ -77,7 +82,7 @@ def exposed_fetches(study: Study, domain: Domain) -> list[Finding]:
     try:
         present = limits(study)[0]
         values = [value for ahead in AHEAD if (value := elements(study, ahead * largest)) > present]
-        tried = [(value, effect_gain(study, with_prefetch_bucket(study, value))) for value in values]
+        tried = [(value, _gain(study, with_prefetch_bucket(study, value))) for value in values]
     except NotJudged:
         return exposed_gathers(study, domain, unseen)
     best, chosen = Gain(0.0, 0.0, 0.0, 0.0), 0
