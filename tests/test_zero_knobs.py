@@ -296,3 +296,11 @@ def test_where_sizes_are_not_told_nothing_is_said_of_other_limits(dialect: str, 
     (row,) = ask(study(Trace.of(trace.run, rows)), [[turned(key, value, "RUN")]]).rows
     assert row.gain is None
     assert row.reason == "the run does not tell how large the parameters are that are gathered"
+
+
+def test_where_sizes_are_not_told_waiting_is_still_a_finding_and_no_value_is_offered() -> None:
+    trace = job(config("dsprof", **ALONE)).sharded()
+    rows = trace.rows.assign(bytes=pd.array([pd.NA] * len(trace.rows), dtype=trace.rows["bytes"].dtype))
+    analysis = analyze(Trace.of(trace.run, rows))
+    assert "comm.exposed" in [one.code for one in analysis.findings]
+    assert not [fix for one in analysis.findings for fix in one.fixes if PREFETCH in dict(fix.knobs)]

@@ -71,7 +71,10 @@ def exposed_fetches(study: Study, domain: Domain) -> list[Finding]:
     """
     if waited_ms(study, domain) < LEAST_SHARE * study.step_ms:
         return []
-    largest = float(domain.of("parameter").table["bytes"].max())
+    sizes = domain.of("parameter").table["bytes"]
+    if not (sizes > 0).any():  # they were not told, so no value is known to hold what comes next
+        return exposed_gathers(study, domain)
+    largest = float(sizes.max())
 
     def unseen(study: Study, ahead: int, gain: Gain) -> Fix:
         value = elements(study, (1 + ahead) * largest)
