@@ -42,6 +42,8 @@ PRELOADED: Final = (
 MANY: Final = 16
 """Threads of a rank between two jobs. A process group has three, of which one wakes 125 times a second as long as
 anything refers to the group: what jobs have left took more CPU time than the jobs."""
+IDLE_S: Final = 0.5
+"""A rank that gets no job for so long collects at once: it may stay idle for minutes, and its threads would not."""
 
 
 class RankFailed(AssertionError):
@@ -131,13 +133,16 @@ def _serve(pipe: Connection, folder: str, port: int) -> None:
     sys.path.insert(0, folder)
     store = dist.TCPStore("127.0.0.1", port)
     before: Bindings = []
-    known = 0
+    known, collected = 0, True
     while True:
+        if not collected and not pipe.poll(IDLE_S):
+            gc.collect()
+            collected = True
         try:
             module, name, rank, world_size, job, args = pipe.recv()
         except EOFError:
             return
-        good, value = False, None
+        good, value, collected = False, None, False
         try:
             function = getattr(importlib.import_module(module), name)
             dist.init_process_group(
