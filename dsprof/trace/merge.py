@@ -17,7 +17,6 @@ from typing import Any, Final
 import pandas as pd
 
 from dsprof import regular_files
-from dsprof.names import CaptureName
 from dsprof.permissions import LINK
 from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
 from dsprof.schema import LOST_FACT
@@ -142,10 +141,8 @@ def parquet_files(folder: RunFolder) -> dict[int, Path]:
 def captures_by_rank(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
     """rank -> [(restart, capture folder)]."""
     found: dict[int, list[tuple[int, Path]]] = defaultdict(list)
-    for path in regular_files.folders(folder.capture, "rank*"):
-        name = CaptureName.of(path.name)
-        if name:
-            found[name.rank].append((name.restart, path))
+    for name, path in folder.captures():
+        found[name.rank].append((name.restart, path))
     return found
 
 

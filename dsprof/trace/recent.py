@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from dsprof import regular_files
-from dsprof.names import CaptureName
 from dsprof.run import RunFolder
 
 from .capture import Capture, read_capture
@@ -32,10 +31,8 @@ def load_recent(folder: RunFolder, *, chunks: int = CHUNKS, written_first: Itera
     info.warnings, info.ranks, info.facts = [], [], []
     places: dict[int, list[tuple[int, Path]]] = {rank: list(found) for rank, found in captures_by_rank(folder).items()}
     for place in written_first:
-        for path in regular_files.folders(place / "capture", "rank*"):
-            name = CaptureName.of(path.name)
-            if name is not None:
-                places.setdefault(name.rank, []).append((name.restart, path))
+        for name, path in RunFolder(place).captures():
+            places.setdefault(name.rank, []).append((name.restart, path))
     tables = []
     for rank, found in sorted(places.items()):
         try:
