@@ -36,6 +36,8 @@ IMPORT_RESULTS = HERE / "results" / "import.json"
 CASES = [(2, 100, 500), (8, 100, 500), (64, 100, 500), (64, 100, 100), (8, 20, 500), (32, 20, 500), (128, 20, 500),
          (512, 20, 500)]  # fmt: skip
 """(ranks, steps, rows a step): the sizes that are asked for, then those of the plot."""
+PLOTTED = (20, 500)
+"""Steps and rows a step of the cases that are plotted over the number of ranks."""
 
 STAGES = {
     "align": ["align"],
@@ -193,8 +195,20 @@ def main() -> int:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n")
         print(json.dumps(found, indent=1))
-    draw(known, output.with_suffix(".svg"))
+    plot(known, output.with_suffix(".svg"))
     return 0
+
+
+def plot(cases: list[dict[str, Any]], file: Path) -> None:
+    """CPU seconds and memory over the number of ranks, of the cases of one number of steps and rows."""
+    steps, rows = PLOTTED
+    alike = [case for case in cases if (case["steps"], case["rows_a_step"]) == PLOTTED]
+    chosen = sorted(alike, key=lambda case: int(case["ranks"]))
+    panels = {
+        "CPU seconds, Parquet to verdict": [case["cpu_s"] for case in chosen],
+        "peak memory above the imports, MB": [case["peak_mb"] - case["imports_mb"] for case in chosen],
+    }
+    draw([case["ranks"] for case in chosen], panels, f"ranks, of {steps} steps of {rows} rows each", file)
 
 
 if __name__ == "__main__":
