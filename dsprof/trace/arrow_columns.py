@@ -62,7 +62,7 @@ def _column(stored: pa.ChunkedArray, name: str) -> Any:
     elif values.type == STORED_AS[name]:
         dtype = DTYPES[name]
         if not isinstance(dtype, np.dtype):
-            return dtype.__from_arrow__(values)  # type: ignore[union-attr]  # all of pandas' own nullable types have it
+            return dtype.__from_arrow__(values)  # as all of pandas' own nullable types have it
         if not values.null_count or dtype == np.float64:
             return values.to_numpy(zero_copy_only=False)
     return as_stated(values.to_pandas(), name)
