@@ -15,9 +15,9 @@ from ..comm.comm import Comm
 from ..comm.lane import Ticket
 from ..config import Config
 from ..optim.loss_scaler import DTYPES
-from .buffer_pool import BufferPool
 from .packed import Nodes, QuantizedReduction
 from .shard import ShardedParam
+from .storage import BufferPool
 
 RUN: Final = 1 << 17
 """Elements that are copied into a bucket at once, so that small gradients cost no call each: so few are still in the

@@ -17,12 +17,11 @@ from ..comm.comm import Comm
 from ..comm.consensus import any_rank
 from ..config import Config
 from .bucket import Bucket, BucketExchange, MicrobatchSums, await_host_copies, divide, has_samples, read_flags, scales
-from .bucket_layout import BackwardPart, BucketLayout
 from .packed import Nodes
-from .placeholder import no_torch_function
-from .ready import ReadyGradients
+from .ready import BackwardPart, BucketLayout, ReadyGradients
 from .shard import ShardedParam
 from .sparse import SparseReducer
+from .storage import no_torch_function
 
 
 class Reducer:

@@ -3,6 +3,7 @@ schedule's bubble and unequal stages explain."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -11,12 +12,15 @@ import numpy as np
 
 from ... import signals
 from ...arrays import Float
-from ...candidate import Candidate, Price
+from ...candidate import Between, Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...graph.link import LEAST_SPREAD
 from ...graph.replay import replay
-from ...price.calibration import ModelError
+from ...graph.step_graph import WAKE_UP_DELAY
+from ...price.calibration import BETWEEN_RUNS
 from ...price.certainty import with_all_errors
 from ...price.gains import mean_gain
+from ...price.pricing import between
 from ...study import Study, once
 from ...text import ms, size
 from ...whatif import Refused, apply
@@ -33,11 +37,12 @@ SLOWER: Final = 1.5
 """So many times what the messages of the other pairs take, in the median."""
 FEWEST: Final = 8
 """Messages of a pair that someone waited for."""
+MOST_SPREAD: Final = 0.9
+"""Messages that differ by more than that tell next to nothing of the next ones."""
 ALIKE: Final = 0.02
 """What is smaller by no more than this share is as large."""
 SURE: Final = 0.25
 """All but this share of a slow pair's messages take longer than all but this share of what the others' usually do."""
-STALL_ERROR: Final = ModelError(of_gain=0.175, of_step=0.03, busy=0.036)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +53,8 @@ class Pair:
     took:     what those took that someone waited for, ms, each
     bytes:    of one, median
     count:    how many there are a step
+    behind_ms: how much later than their ends those went on who waited for them, in a step: where a sender goes on as
+              soon as a message is on its way, its end is not known better, and that may be what it took as well
     """
 
     lane: str
@@ -56,22 +63,43 @@ class Pair:
     took: Float
     bytes: float
     count: float
+    behind_ms: float = 0.0
 
     @property
     def typical_ms(self) -> float:
         return float(np.median(self.took))
 
+    @property
+    def of_step_ms(self) -> float:
+        """What they take a step."""
+        return float(self.took.mean()) * self.count if len(self.took) else 0.0
+
 
 @dataclass(frozen=True)
 class SlowPair:
-    """A pair whose messages take longer than those of the others of the pipeline do, which take usual_ms."""
+    """A pair whose messages take longer than those of the others of the pipeline do.
+
+    usual_ms: what those take
+    fast_ms, late_ms: all but a quarter of the messages of the fastest of the other pairs take longer, and all but a
+              quarter of those of the slowest take less: a mended link may be like any of theirs
+    """
 
     pair: Pair
     usual_ms: float
+    fast_ms: float
+    late_ms: float
 
     @property
     def times(self) -> float:
         return self.pair.typical_ms / max(self.usual_ms, 1e-3)
+
+    def between(self, step_ms: float) -> Between:
+        """Between which parts of what is taken from each message the true one lies: those of the others differ, and
+        what comes behind the messages may go with them."""
+        taken = self.pair.typical_ms - self.usual_ms
+        least, most = (max(self.pair.typical_ms - of, 0.0) / taken for of in (self.late_ms, self.fast_ms))
+        behind = self.pair.behind_ms / max(self.pair.of_step_ms, 1e-9)
+        return Between(min(least, 1.0), max(most, 1.0) * (1 + behind), step_ms)
 
 
 @once
@@ -81,6 +109,7 @@ def pairs_of(study: Study) -> tuple[Pair, ...]:
     took: dict[str, list[Float]] = {}
     sizes: dict[str, list[Float]] = {}
     ends: dict[str, tuple[int, int]] = {}
+    behind: dict[str, float] = defaultdict(float)
     for steps in graph.templates:
         judged = np.isin(steps.numbers, graph.judged_steps)
         waited = awaited(steps)
@@ -91,10 +120,12 @@ def pairs_of(study: Study) -> tuple[Pair, ...]:
             ends[task.lane] = pair
             took.setdefault(task.lane, []).append(steps.transfer[number, judged & waited[number]])
             sizes.setdefault(task.lane, []).append(steps.size[number, judged])
+            waiting = steps.structure.waits[steps.structure.waits[:, 0] == number, 1]
+            behind[task.lane] += float(steps.work[waiting][:, judged, WAKE_UP_DELAY].sum())
     found = [
         Pair(
             lane, *ends[lane], np.concatenate(took[lane]), float(np.median(np.concatenate(sizes[lane]))),
-            sum(len(of) for of in sizes[lane]) / len(graph.judged_steps),
+            sum(len(of) for of in sizes[lane]) / len(graph.judged_steps), behind[lane] / len(graph.judged_steps),
         )
         for lane in took
     ]  # fmt: skip
@@ -106,7 +137,8 @@ def slow_pairs(study: Study) -> list[SlowPair]:
     every = [pair for pair in pairs_of(study) if len(pair.took) >= FEWEST and pair.bytes > 0]
     bytes_ = np.array([pair.bytes for pair in every])
     typical = np.array([pair.typical_ms for pair in every])
-    long = np.array([np.quantile(pair.took, 1 - SURE) for pair in every])
+    quarters = np.array([np.quantile(pair.took, (SURE, 1 - SURE)) for pair in every]).reshape(-1, 2)
+    short, long = quarters[:, 0], quarters[:, 1]
     found = []
     for size_ in np.unique(bytes_).tolist():
         large = np.flatnonzero(bytes_ >= (1 - ALIKE) * size_)
@@ -116,10 +148,11 @@ def slow_pairs(study: Study) -> list[SlowPair]:
         for place in np.flatnonzero(bytes_[large] == size_).tolist():
             pair, usual_ms = every[large[place]], float(usual[place])
             apart = pair.typical_ms - usual_ms > 2 * study.clock_error_ms  # from one rank's arrival to another's end
-            surely = np.quantile(pair.took, SURE) > longest[place] and apart
+            surely = short[large[place]] > longest[place] and apart
             # A receiver that waits for a core goes on late after every message.
             if pair.typical_ms > SLOWER * usual_ms and surely and not wants_cores(study, (pair.target,)):
-                found.append(SlowPair(pair, usual_ms))
+                least, most = np.delete(short[large], place).min(), np.delete(long[large], place).max()
+                found.append(SlowPair(pair, usual_ms, min(usual_ms, float(least)), max(usual_ms, float(most))))
     found.sort(key=lambda slow: (slow.pair.source, slow.pair.target, slow.pair.lane))
     return sorted(found, key=lambda slow: -(slow.pair.typical_ms - slow.usual_ms) * slow.pair.count)
 
@@ -146,7 +179,48 @@ def stall(study: Study) -> Found:
     slow = slow_pairs(study)
     if slow:
         return [_slow(study, one) for one in slow]
-    return [Candidate("pipeline.stall", OverlappedMessages(), lambda price: _blocked(study, price), a_trade=True)]
+    beside = _if_beside(study)
+    known_up_to = None if beside is None else beside[1]
+    return [
+        Candidate(
+            "pipeline.stall", OverlappedMessages(), lambda price: _blocked(study, price), between=known_up_to,
+            a_trade=True,
+        )
+    ]  # fmt: skip
+
+
+@once
+def _if_beside(study: Study) -> tuple[Float, Between] | None:
+    """What messages beside the computation save, [S] ms, and between which parts of that the true saving lies: nobody
+    has seen what a message takes there, so it may take longer or less than now by as much as messages of one pair do
+    now. None where they cannot go there."""
+    graph = signals.replay(study)
+    spread = max(_spread(study), LEAST_SPREAD)
+    slower = ScaleLink(latency=1 + spread, bandwidth=1 / (1 + spread), of=_messages(study))
+    faster = ScaleLink(latency=1 - spread, bandwidth=1 / (1 - spread), of=_messages(study))
+    try:
+        changes = ([OverlappedMessages()], [slower, OverlappedMessages()], [faster, OverlappedMessages()])
+        now = replay(graph).durations
+        saved, least, most = (now - replay(apply(graph, change)).durations for change in changes)
+    except Refused:
+        return None
+    mean = float(saved.mean()) if len(saved) else 0.0
+    if mean <= 0:
+        return saved, Between(1.0, 1.0, study.step_ms)
+    return saved, Between(min(float(least.mean()) / mean, 1.0), max(float(most.mean()) / mean, 1.0), study.step_ms)
+
+
+def _spread(study: Study) -> float:
+    """By what share messages of one pair take longer, or less, than the typical one: half of them do by no more; the
+    median of the pairs, below 1."""
+    pairs = [pair for pair in pairs_of(study) if len(pair.took) >= FEWEST]
+    quarters = [np.quantile(pair.took, (SURE, 1 - SURE)) for pair in pairs]
+    each = [float((late - soon) / max(late + soon, 1e-9)) for soon, late in quarters]
+    return min(float(np.median(each)), MOST_SPREAD) if each else 0.0
+
+
+def _messages(study: Study) -> Communications:
+    return Communications(groups=tuple(dict.fromkeys(pair.lane for pair in pairs_of(study))))
 
 
 def _slow(study: Study, slow: SlowPair) -> Candidate:
@@ -170,14 +244,14 @@ def _slow(study: Study, slow: SlowPair) -> Candidate:
             "pipeline.stall", title, "info", _where(study, pair), evidence, price.gain, fixes, share=price.share
         )
 
-    return Candidate("pipeline.stall", change, say)
+    return Candidate("pipeline.stall", change, say, between=slow.between(study.step_ms))
 
 
 def _blocked(study: Study, price: Price) -> Finding:
-    worst = max(pairs_of(study), key=_waited_ms)
+    worst = max(pairs_of(study), key=lambda pair: pair.of_step_ms)
     evidence = (
         Evidence("waiting for another stage, mean of the ranks", round(_bubble_ms(study), 3), "ms"),
-        Evidence(f"messages from {_stage(study, worst.source)} on their way a step", round(_waited_ms(worst), 3), "ms"),
+        Evidence(f"messages from {_stage(study, worst.source)} on their way a step", round(worst.of_step_ms, 3), "ms"),
         Evidence("messages of that pair a step", round(worst.count, 1), "count"),
         *([Evidence("bytes of one", round(worst.bytes), "B")] if worst.bytes > 0 else []),  # else they are not told
     )
@@ -187,11 +261,6 @@ def _blocked(study: Study, price: Price) -> Finding:
     )
     fixes = (*_beside(study, price.gain), _smaller())
     return Finding("pipeline.stall", title, "info", _where(study, worst), evidence, price.gain, fixes)
-
-
-def _waited_ms(pair: Pair) -> float:
-    """What a pair's messages take a step."""
-    return float(pair.took.mean()) * pair.count if len(pair.took) else 0.0
 
 
 def _bubble_ms(study: Study) -> float:
@@ -233,12 +302,11 @@ def _network(study: Study, pair: Pair, gain: Gain) -> Fix:
 
 def _beside_if_sure(study: Study) -> list[Fix]:
     """Messages beside the computation, where that is sure to save something."""
-    graph = signals.replay(study)
-    try:
-        saved = replay(graph).durations - replay(apply(graph, [OverlappedMessages()])).durations
-    except Refused:
+    found = _if_beside(study)
+    if found is None:
         return []
-    gain = with_all_errors(study, mean_gain(study, saved), STALL_ERROR)
+    saved, known_up_to = found
+    gain = with_all_errors(study, between(mean_gain(study, saved), known_up_to), BETWEEN_RUNS)
     return _beside(study, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else []
 
 
@@ -278,7 +346,7 @@ RULES = (
         looks=(Look(stall, needs=(signals.replay,)),),
         needs=(signals.communications,),
         outranked_by=("pipeline.imbalance", "rank.straggler"),
-        error=STALL_ERROR,
+        error=BETWEEN_RUNS,
         place=109,
     ),
 )
