@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from .text import quantity
+
 Severity = Literal["high", "medium", "low", "info"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("high", "medium", "low", "info")
 
@@ -67,6 +69,11 @@ class Evidence:
     value: float | str
     unit: str
     expected: float | str | None = None
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether it is, in the digits that are shown, what it is to be: then it accuses nobody."""
+        return self.expected is not None and quantity(self.value, self.unit) == quantity(self.expected, self.unit)
 
     def to_dict(self) -> dict[str, Any]:
         return {"metric": self.metric, "value": self.value, "unit": self.unit, "expected": self.expected}
@@ -165,6 +172,11 @@ class Finding:
         """What says how severe it is, and where it stands among the others: its share where it has one, as of two
         faults that hide each other neither gains anything alone."""
         return self.gain if self.share is None else self.share
+
+    @property
+    def telling(self) -> list[Evidence]:
+        """The evidence that is shown: without what is as expected, where another piece is not."""
+        return [item for item in self.evidence if not item.as_expected] or list(self.evidence)
 
     @property
     def is_problem(self) -> bool:
