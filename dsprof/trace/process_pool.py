@@ -70,7 +70,7 @@ class Processes(ProcessPoolExecutor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._numbers = numbers()
-        self._sent: tuple[Any, _Sent | None] = None, None
+        self._sent: tuple[Any, _PickledOnce | None] = None, None
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         if not args:
@@ -86,29 +86,29 @@ class Processes(ProcessPoolExecutor):
         self._sent = None, None
         super().shutdown(wait, cancel_futures=cancel_futures)
 
-    def _packed(self, first: Any) -> _Sent | None:
+    def _packed(self, first: Any) -> _PickledOnce | None:
         """None: it cannot be pickled, as the task's future will say."""
         try:
-            return _Sent(next(self._numbers), pickle.dumps(first, pickle.HIGHEST_PROTOCOL))
+            return _PickledOnce(next(self._numbers), pickle.dumps(first, pickle.HIGHEST_PROTOCOL))
         except Exception:  # objects raise whatever they like
             return None
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _PickledOnce:
     """A pickle, known by its number."""
 
     number: int
     packed: bytes = field(compare=False, repr=False)
 
 
-def _call(function: Callable[..., Any], first: _Sent, *args: Any, **kwargs: Any) -> Any:
+def _call(function: Callable[..., Any], first: _PickledOnce, *args: Any, **kwargs: Any) -> Any:
     """In a process of the pool."""
     return function(_unpacked(first), *args, **kwargs)
 
 
 @lru_cache(maxsize=1)
-def _unpacked(sent: _Sent) -> Any:
+def _unpacked(sent: _PickledOnce) -> Any:
     return pickle.loads(sent.packed)
 
 
