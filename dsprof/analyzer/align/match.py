@@ -354,9 +354,6 @@ class Matches:
         self._key = key[self._row]
         self.unique = bool((np.diff(self._key) > 0).all())
         """Whether each is there once, as it should be: else none can be told from the other."""
-        self.depends_on = collectives[list(DEPENDS_ON)]
-        """Whose arrival the end of each depends on, the columns that `arrivals` takes: a table by itself, as to choose
-        columns of a large one takes as long as all of its rows, and each rank asks."""
 
     def find(self, rows: pd.DataFrame, run: RunInfo | None = None) -> Int:
         """Row of the matched table for each of `rows` (with a number), -1: not matched."""

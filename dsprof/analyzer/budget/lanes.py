@@ -19,7 +19,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..align.match import PAIRED, Matches, arrivals, asked_ns, is_issued
+from ..align.match import DEPENDS_ON, PAIRED, Matches, arrivals, asked_ns, is_issued
 from ..align.topology import PIPELINE
 from ..arrays import Int
 from ..columns import codes_of, is_one_of
@@ -144,7 +144,7 @@ class Lanes:
         target = self._matches.find(comm[numbered], self._run)
         known = np.flatnonzero(numbered)[target != NOTHING]
         ranks = comm["rank"].to_numpy(np.int64)[known]
-        arrival[known] = arrivals(self._matches.depends_on.take(target[target != NOTHING]), ranks)
+        arrival[known] = arrivals(self._collectives.iloc[target[target != NOTHING]], ranks)
         return np.clip(arrival, start, end)
 
     def _does(self, lane: int) -> Parts:
@@ -313,8 +313,7 @@ def bind_waits(
     arrival = start.copy()
     known = bound != NOTHING
     if known.any():
-        assert matches is not None  # it found them
-        target = matches.depends_on.take(bound[known])
+        target = collectives[list(DEPENDS_ON)].take(bound[known])
         rank = np.full(len(target), int(rows["rank"].iloc[0]), np.int64)
         arrival[known] = np.maximum(arrivals(target, rank), start[known])
     return pd.DataFrame(
