@@ -14,14 +14,13 @@ import pandas as pd
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS
 
+from .arrow_columns import held, typed
 from .files import brief, open_parquet
 from .map_ranks import Observer
 from .memory import Memory, StoredMemory
 from .merge import bring_up_to_date, derive_anew, parquet_files, warn
 
 EVERY_COLUMN: Final = tuple(COLUMNS)
-CATEGORIES: Final = frozenset(name for name, dtype in COLUMNS.items() if dtype == "category")
-DTYPES: Final = {name: pd.api.types.pandas_dtype(dtype) for name, dtype in COLUMNS.items()}
 
 
 class Source(Protocol):
@@ -49,7 +48,7 @@ class Trace:
     @classmethod
     def of(cls, run: RunInfo, rows: pd.DataFrame, memory: Mapping[int, Memory] | None = None) -> Trace:
         """A trace whose rows are all there already."""
-        return cls(run, _Held(_by_rank(_typed(rows))), memory or {})
+        return cls(run, _Held(_by_rank(typed(rows))), memory or {})
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -126,7 +125,7 @@ class _Stored:
     ) -> None:
         self._folder, self._info = folder, info
         self._files = dict(files)
-        self._held = {rank: _typed(rows) for rank, rows in unwritten.items()}
+        self._held = {rank: typed(rows) for rank, rows in unwritten.items()}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -142,7 +141,7 @@ class _Stored:
                     known = set(file.schema_arrow.names)
                     there = [name for name in columns if name in known]
                     table = file.read(columns=there, use_threads=False)  # ranks are read side by side: no file is
-                    return _typed(table.to_pandas(use_threads=False), columns)
+                    return held(table, columns)
             except Exception as error:  # pyarrow and pandas raise whatever a damaged file has them meet
                 warn(self._info, f"{path.name}: unreadable ({brief(error)})")
                 self._held[rank] = self._derived(rank)
@@ -154,20 +153,7 @@ class _Stored:
         except Exception as error:  # whatever is wrong with one rank, the others count
             warn(self._info, f"rank {rank}: its capture is unreadable, too ({type(error).__name__}: {brief(error)})")
             rows = None
-        return _nothing(EVERY_COLUMN) if rows is None else _typed(rows)
-
-
-def _typed(rows: pd.DataFrame, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
-    """The columns with the types that they are to have; one that is not there is empty."""
-    there = set(rows.columns)
-    found = {name: _column(rows[name] if name in there else pd.Series(np.nan, rows.index), name) for name in columns}
-    return pd.DataFrame(found, index=rows.index, copy=False)
-
-
-def _column(values: pd.Series[Any], name: str) -> pd.Series[Any]:
-    """`astype` takes as long as reading does, also where there is nothing to do."""
-    is_there = isinstance(values.dtype, pd.CategoricalDtype) if name in CATEGORIES else values.dtype == DTYPES[name]
-    return values if is_there else values.astype(COLUMNS[name])
+        return _nothing(EVERY_COLUMN) if rows is None else typed(rows)
 
 
 def _nothing(columns: Sequence[str]) -> pd.DataFrame:

@@ -11,20 +11,31 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS
 
-from ..columns import is_one_of
+from ..columns import RankRows, as_rows
 
 COLLECTIVE_NS: Final = {True: 3_300.0, False: 52_000.0}
 RECORD_NS: Final = {True: 200.0, False: 1_600.0}
 """CPU time of recording a collective, and anything else, with the native recorder and with the Python one: measured
 once in a tight loop, so an estimate. benchmarks/overhead.py measures what a job really pays."""
 
+MOST_NUMBERS: Final = 1 << 20
+"""Numbers of steps from the first to the last that are counted in an array of so many."""
 
-def count_records(rows: pd.DataFrame) -> pd.DataFrame:
+
+def count_records(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
     """step, collectives, others: how many records of each the rows of a rank come from."""
-    measured = is_one_of(rows["source"], "measured")
-    is_collective = is_one_of(rows["kind"], "comm")[measured]
-    step, at = np.unique(rows["step"].to_numpy(np.int64)[measured], return_inverse=True)
-    count, collectives = np.bincount(at), np.bincount(at, is_collective).astype(np.int64)
+    rows = as_rows(rows)
+    measured = rows.are("source", "measured")
+    of, is_collective = rows.whole("step")[measured], rows.are("kind", "comm")[measured]
+    first = of.min(initial=np.iinfo(np.int64).max)
+    if len(of) and of.max() - first <= MOST_NUMBERS:  # counting takes a tenth of what sorting does
+        every = np.bincount(of - first)
+        there = np.flatnonzero(every)
+        step, count = there + first, every[there]
+        collectives = np.bincount((of - first)[is_collective], minlength=len(every))[there]
+    else:
+        step, at = np.unique(of, return_inverse=True)
+        count, collectives = np.bincount(at), np.bincount(at, is_collective).astype(np.int64)
     return pd.DataFrame({"step": step, "collectives": collectives, "others": count - collectives})
 
 
