@@ -10,7 +10,7 @@ map_ranks  what is of one rank, done for all of them by an executor
 memory   side tables: segments, blocks and history of a device's allocator
 snapshot reads them from what torch dumps (plain_pickle: pickles that hold nothing but data)
 files    how the folder's files are written
-load     a run folder as a Trace, whose ranks are read one at a time (arrow_columns: columns of Parquet as pandas' own)
+load     a run folder as a Trace, whose ranks are read one at a time (arrow_columns: its columns as those of the trace)
 process_pool  processes in which the ranks of a large trace are analyzed
 dask_cluster  workers of a Dask cluster that do it (cluster_worker: what they must have in common with this process)
 save     a Trace as a run folder, for importers

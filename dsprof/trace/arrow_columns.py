@@ -1,13 +1,12 @@
-"""Columns of a rank's Parquet file as pandas holds them.
+"""Columns of a Parquet file as those of the trace, without pandas' own way from Arrow: that takes as long as reading.
 
-pyarrow's own way to pandas looks at the whole table for what each column is to become. Here that is known
-(`schema.COLUMNS`), and a column that is stored as it is to be held is taken as it lies there; any other goes pyarrow's
-way, and is cast.
+The columns are exactly those that `table.to_pandas()` and `astype` would make.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -18,64 +17,58 @@ from dsprof.schema import COLUMNS
 
 CATEGORIES: Final = frozenset(name for name, dtype in COLUMNS.items() if dtype == "category")
 DTYPES: Final = {name: pd.api.types.pandas_dtype(dtype) for name, dtype in COLUMNS.items()}
-STORED: Final = {
-    name: pa.bool_() if dtype == "boolean" else pa.from_numpy_dtype(np.dtype(dtype.lower()))
+STORED_AS: Final = {
+    name: pa.bool_() if dtype == "boolean" else pa.from_numpy_dtype(dtype.lower())
     for name, dtype in COLUMNS.items()
     if dtype != "category"
 }
-"""The type that a column which is no category is stored with."""
+"""Name -> the type in which `write_parquet` stores a column that is no category."""
+NO_WORDS: Final = pd.CategoricalDtype(pd.Index([], dtype="float64"))
+"""Of a column without a value, which says nothing of what its values would be."""
 
 
-def held(table: pa.Table, columns: Sequence[str]) -> pd.DataFrame:
-    """These columns of a trace, with the types that they are to have; one that is not there is empty."""
-    there, count = set(table.column_names), table.num_rows
-    found = {name: _held(table, name) if name in there else _empty(name, count) for name in columns}
-    return pd.DataFrame(found, index=pd.RangeIndex(count), copy=False)
+def frame_of(table: pa.Table, columns: Sequence[str]) -> pd.DataFrame:
+    """These columns of the trace; one that the table does not have is empty. Raises ValueError or TypeError where a
+    column cannot be what it should be."""
+    there = set(table.column_names)
+    index = pd.RangeIndex(len(table))
+    found = {
+        name: _column(table.column(name), name) if name in there else as_stated(pd.Series(np.nan, index), name)
+        for name in columns
+    }
+    return pd.DataFrame(found, index=index, copy=False)
 
 
-def typed(rows: pd.DataFrame, columns: Sequence[str] = tuple(COLUMNS)) -> pd.DataFrame:
-    """The same of a table of pandas."""
-    there = set(rows.columns)
-    found = {name: _cast(rows[name] if name in there else pd.Series(np.nan, rows.index), name) for name in columns}
-    return pd.DataFrame(found, index=rows.index, copy=False)
-
-
-def _held(table: pa.Table, name: str) -> Any:
-    column = table.column(name)
-    if column.null_count == len(column):
-        return _empty(name, len(column))
-    if column.num_chunks == 1:
-        values = column.chunk(0)
-        if name in CATEGORIES:
-            if pa.types.is_dictionary(values.type) and pa.types.is_signed_integer(values.type.index_type):
-                codes = values.indices.fill_null(-1).to_numpy()
-                return pd.Categorical.from_codes(codes, pd.Index(values.dictionary.to_pylist()))
-        elif values.type == STORED[name]:
-            held = _numbers(values, DTYPES[name])
-            if held is not None:
-                return held
-    return _cast(table.select([name]).to_pandas(use_threads=False)[name], name)
-
-
-def _numbers(values: pa.Array, dtype: Any) -> Any:
-    """None where a value is missing in a column that must have all."""
-    if isinstance(dtype, np.dtype):
-        if values.null_count and dtype.kind != "f":
-            return None
-        return values.to_numpy(zero_copy_only=False).copy()
-    missing = values.is_null().to_numpy(zero_copy_only=False) if values.null_count else np.zeros(len(values), bool)
-    if pa.types.is_boolean(values.type):
-        return pd.arrays.BooleanArray(values.fill_null(False).to_numpy(zero_copy_only=False), missing)
-    return pd.arrays.IntegerArray(values.fill_null(0).to_numpy(zero_copy_only=False).copy(), missing)
-
-
-def _empty(name: str, count: int) -> Any:
-    if name in CATEGORIES:
-        return pd.Categorical.from_codes(np.full(count, -1, np.int8), pd.Index([], dtype=object))
-    return _cast(pd.Series(np.full(count, np.nan)), name).array
-
-
-def _cast(values: pd.Series[Any], name: str) -> pd.Series[Any]:
-    """`astype` takes as long as reading does, also where there is nothing to do."""
+def as_stated(values: pd.Series[Any], name: str) -> pd.Series[Any]:
+    """A column with the type that it is to have: `astype` takes as long as reading does, also where there is nothing to
+    do."""
     is_there = isinstance(values.dtype, pd.CategoricalDtype) if name in CATEGORIES else values.dtype == DTYPES[name]
     return values if is_there else values.astype(COLUMNS[name])
+
+
+def _column(stored: pa.ChunkedArray, name: str) -> Any:
+    values = stored.combine_chunks() if stored.num_chunks != 1 else stored.chunk(0)
+    if name in CATEGORIES:
+        if (
+            isinstance(values, pa.DictionaryArray)
+            and pa.types.is_string(values.type.value_type)
+            and len(values.dictionary)
+        ):
+            codes = values.indices.fill_null(-1) if values.null_count else values.indices
+            words = _categories(tuple(values.dictionary.to_pylist()), pd.get_option("mode.string_storage"))
+            return pd.Categorical.from_codes(codes.to_numpy(), dtype=words)
+        if values.null_count == len(values) and pa.types.is_float64(values.type):
+            return pd.Categorical.from_codes(np.full(len(values), -1, np.int8), dtype=NO_WORDS)
+    elif values.type == STORED_AS[name]:
+        dtype = DTYPES[name]
+        if not isinstance(dtype, np.dtype):
+            return dtype.__from_arrow__(values)  # as all of pandas' own nullable types have it
+        if not values.null_count or dtype == np.float64:
+            return values.to_numpy(zero_copy_only=False)
+    return as_stated(values.to_pandas(), name)
+
+
+@lru_cache(maxsize=1024)
+def _categories(words: tuple[str, ...], storage: str) -> pd.CategoricalDtype:
+    """Ranks alike have the same words. `storage`: as strings are held at the time (`strings.plain_strings`)."""
+    return pd.CategoricalDtype(pd.Series(pa.array(words, pa.string()).to_pandas()).array)

@@ -14,7 +14,7 @@ import pandas as pd
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS
 
-from .arrow_columns import held, typed
+from .arrow_columns import as_stated, frame_of
 from .files import brief, open_parquet
 from .map_ranks import Observer
 from .memory import Memory, StoredMemory
@@ -48,7 +48,7 @@ class Trace:
     @classmethod
     def of(cls, run: RunInfo, rows: pd.DataFrame, memory: Mapping[int, Memory] | None = None) -> Trace:
         """A trace whose rows are all there already."""
-        return cls(run, _Held(_by_rank(typed(rows))), memory or {})
+        return cls(run, _Held(_by_rank(_typed(rows))), memory or {})
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class _Stored:
     ) -> None:
         self._folder, self._info = folder, info
         self._files = dict(files)
-        self._held = {rank: typed(rows) for rank, rows in unwritten.items()}
+        self._held = {rank: _typed(rows) for rank, rows in unwritten.items()}
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ class _Stored:
                     known = set(file.schema_arrow.names)
                     there = [name for name in columns if name in known]
                     table = file.read(columns=there, use_threads=False)  # ranks are read side by side: no file is
-                    return held(table, columns)
+                    return frame_of(table, columns)
             except Exception as error:  # pyarrow and pandas raise whatever a damaged file has them meet
                 warn(self._info, f"{path.name}: unreadable ({brief(error)})")
                 self._held[rank] = self._derived(rank)
@@ -153,7 +153,14 @@ class _Stored:
         except Exception as error:  # whatever is wrong with one rank, the others count
             warn(self._info, f"rank {rank}: its capture is unreadable, too ({type(error).__name__}: {brief(error)})")
             rows = None
-        return _nothing(EVERY_COLUMN) if rows is None else typed(rows)
+        return _nothing(EVERY_COLUMN) if rows is None else _typed(rows)
+
+
+def _typed(rows: pd.DataFrame, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+    """The columns with the types that they are to have; one that is not there is empty."""
+    there = set(rows.columns)
+    found = {name: as_stated(rows[name] if name in there else pd.Series(np.nan, rows.index), name) for name in columns}
+    return pd.DataFrame(found, index=rows.index, copy=False)
 
 
 def _nothing(columns: Sequence[str]) -> pd.DataFrame:

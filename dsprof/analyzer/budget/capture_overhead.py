@@ -44,11 +44,12 @@ def estimate_overhead(run: RunInfo, recorded: Iterable[pd.DataFrame], ordinary: 
     step, and of another tool's trace: nobody told what its records cost. `recorded`: of each rank (`count_records`)."""
     if ordinary.empty or run.imported:
         return None
-    steps, native = ordinary["step"].unique(), all(item.native for item in run.ranks)
+    steps, native = np.unique(ordinary["step"].to_numpy(np.int64)), all(item.native for item in run.ranks)
     spent = 0.0
     for counts in recorded:
-        counts = counts[counts["step"].isin(steps)]
-        spent += counts["collectives"].sum() * COLLECTIVE_NS[native] + counts["others"].sum() * RECORD_NS[native]
+        inside = np.isin(counts["step"].to_numpy(), steps)
+        collectives, others = (int(counts[name].to_numpy()[inside].sum()) for name in ("collectives", "others"))
+        spent += collectives * COLLECTIVE_NS[native] + others * RECORD_NS[native]
     return float(100 * spent / ordinary["dur_ns"].sum())
 
 
@@ -63,9 +64,13 @@ def measure_overhead(rows: pd.DataFrame, ordinary: pd.DataFrame) -> float | None
     gauges = rows.loc[(rows["kind"] == "gauge") & rows["name"].isin(names), ["rank", "name", "start_ns", "value"]]
     step_s = ordinary.groupby("rank")["dur_ns"].mean() / 1e9
     of_rank = dict(iter(gauges.groupby("rank")))
-    shares = [_share(of_rank.get(rank, gauges[:0]), float(mean_s)) for rank, mean_s in step_s.items()]
-    found = [share for share in shares if share is not None]
-    return 100 * float(np.mean(found)) if len(found) == len(shares) else None
+    shares = []
+    for rank, mean_s in step_s.items():
+        share = _share(of_rank[rank], float(mean_s)) if rank in of_rank else None
+        if share is None:
+            return None
+        shares.append(share)
+    return 100 * float(np.mean(shares))
 
 
 def _share(gauges: pd.DataFrame, step_s: float) -> float | None:

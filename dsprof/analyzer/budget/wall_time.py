@@ -127,12 +127,17 @@ def divide_time(
     begin, end = span
     ranks = sorted(outside_training)
     numbers, shares = _known_shares(irregular)
-    of_rank = dict(iter(steps.groupby("rank")))
-    for rank in ranks:
-        mine = of_rank.get(rank, steps[:0]).sort_values("start_ns")
+    rank_of, begins, lengths, step_of = (
+        steps[name].to_numpy(np.int64) for name in ("rank", "start_ns", "dur_ns", "step")
+    )
+    is_ordinary = steps["ordinary"].to_numpy(bool)
+    order = np.lexsort((begins, rank_of))
+    edges = np.searchsorted(rank_of[order], [ranks, [rank + 1 for rank in ranks]])
+    for rank, first_step, behind in zip(ranks, *edges.tolist(), strict=True):
+        mine = order[first_step:behind]
         spans = outside_training[rank]
-        starts = mine["start_ns"].to_numpy(np.int64)
-        ends = starts + mine["dur_ns"].to_numpy(np.int64)
+        starts = begins[mine]
+        ends = starts + lengths[mine]
         first, last = (int(starts[0]), int(ends[-1])) if len(mine) else (end, end)
         outside = {kind: _within(of, [(begin, first), (last, end)]) for kind, of in spans.items()}
         before = sum(_within(of, [(begin, first)]) for of in spans.values())
@@ -141,15 +146,15 @@ def divide_time(
         total["startup"] += max(first - begin, 0) - before
         total["rest"] += max(end - last, 0) - (sum(outside.values()) - before)
         duration = (ends - starts).astype(np.float64)
-        ordinary = mine["ordinary"].to_numpy(bool)
+        ordinary = is_ordinary[mine]
         typical = (
             float(np.mean(duration[ordinary])) if ordinary.any() else float(np.median(duration)) if len(mine) else 0.0
         )
         own = {kind: (of.before(ends) - of.before(starts)).astype(np.float64) for kind, of in spans.items()}
         all_own = sum(own.values(), np.zeros(len(mine)))
         excess = np.minimum(np.maximum(duration - typical, all_own), duration)
-        place = np.searchsorted(numbers, mine["step"].to_numpy(np.int64))
-        told = np.append(numbers, -1)[place] == mine["step"].to_numpy(np.int64)
+        place = np.searchsorted(numbers, step_of[mine])
+        told = np.append(numbers, -1)[place] == step_of[mine]
         for kind in KNOWN:
             share = np.append(shares[kind], 0.0)[place]
             assigned = np.where(told, excess * share, own.get(kind, 0.0))
