@@ -102,6 +102,7 @@ def under_engine(args: argparse.Namespace) -> None:
 def under_torch(args: argparse.Namespace) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+    from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
     world, ranks = dist.get_world_size(), args.stages
     mesh = init_device_mesh("cpu", (world // ranks, ranks), mesh_dim_names=("dp", "pp"))
@@ -109,13 +110,16 @@ def under_torch(args: argparse.Namespace) -> None:
     rank, count = dist.get_rank(pp), ranks * args.chunks
     bounds = args.boundaries or [round(len(args.layer_ms) * i / count) for i in range(count + 1)]
     stages = []
-    for index in range(rank, count, ranks):
+    mine = [rank, count - 1 - rank] if args.schedule == "dualpipe-v" else range(rank, count, ranks)
+    for index in mine:
         module: nn.Module = nn.Sequential(*(Plain(ms) for ms in args.layer_ms[bounds[index] : bounds[index + 1]]))
         if world > ranks:
             module = DistributedDataParallel(module, process_group=dp)
         stages.append(PipelineStage(module, index, count, torch.device("cpu"), group=pp))
-    if args.chunks > 1:
-        schedule: Any = ScheduleInterleaved1F1B(stages, args.micro_batches, loss_fn=F.mse_loss)
+    if args.schedule == "dualpipe-v":
+        schedule: Any = ScheduleDualPipeV(stages, args.micro_batches, loss_fn=F.mse_loss)
+    elif args.chunks > 1:
+        schedule = ScheduleInterleaved1F1B(stages, args.micro_batches, loss_fn=F.mse_loss)
     else:
         kind = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[args.schedule]
         schedule = kind(stages[0], args.micro_batches, loss_fn=F.mse_loss)
@@ -123,7 +127,7 @@ def under_torch(args: argparse.Namespace) -> None:
     optimizer = torch.optim.SGD(parameters, lr=1e-3)
     for _ in range(args.steps):
         x = torch.randn(SAMPLES * args.micro_batches, WIDTH)
-        given = {"target": x} if rank == ranks - 1 else {}
+        given = {"target": x} if count - 1 in mine else {}
         schedule.step(*([x] if rank == 0 else []), **given)
         optimizer.step()
         optimizer.zero_grad()

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from dsprof.engine.config import Config
 from dsprof.engine.config.deepspeed_keys import FOREIGN, RENAMED, REPLACED
+from dsprof.engine.config.keys import wanted
 from dsprof.engine.config.model import Section, TorchParams, as_section, sections, shown
-from dsprof.engine.config.values import wanted
 from dsprof.words import joined
 
 HEAD: Final = """\

@@ -19,8 +19,7 @@ from dsprof.analyzer.budget.step_budget import RankTime, label_time, step_budget
 from dsprof.collectors.frameworks import dsprof_engine
 from dsprof.engine.config.zero import AioConfig
 from dsprof.engine.hooks import Hooks
-from dsprof.engine.offload.buffers import aligned
-from dsprof.engine.offload.disk import Disk
+from dsprof.engine.offload.disk import Disk, aligned
 from dsprof.schema import BUDGET_PARTS, COLUMNS
 from dsprof.trace.capture import read_capture
 from dsprof.trace.derive import trace_rows

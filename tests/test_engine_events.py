@@ -342,7 +342,7 @@ from dsprof.collectors.frameworks import dsprof_engine
 from dsprof.engine.comm.comm import Comm, open_comm
 from dsprof.engine.hooks import Hooks
 from dsprof.engine.comm.lane import CpuLane, Inline
-from dsprof.engine.optim.grad_norm import global_norm
+from dsprof.engine.optim.loss_scaler import global_norm
 kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 torch.set_num_threads(1)
 recorder = open_recorder(kind, folder / f"rank0000{rank}.0.host.{rank + 1}")

@@ -88,6 +88,67 @@ def test_with_what_else_is_changed() -> None:
         assert makespan(apply(ran(), order)) == pytest.approx([11 * (F + B) / 2] * 2, rel=1e-9)
 
 
+# --- DualPipeV, whose first rank has the first and the last stage
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_dual_pipe_v_is_what_torch_runs(ranks: int, more: int) -> None:
+    from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+    names = {"FORWARD": "F", "BACKWARD_INPUT": "B", "FULL_BACKWARD": "B", "BACKWARD_WEIGHT": "W"}
+    plan = schedule.dual_pipe_v(ranks, 2 * ranks + more)
+    torchs = object.__new__(ScheduleDualPipeV)
+    torchs.pp_group_size, torchs._n_microbatches = ranks, 2 * ranks + more
+    for rank, actions in enumerate(plan.actions):
+        wanted = [
+            Action(names[one.computation_type.name], one.stage_index, one.microbatch_index)
+            for action in torchs._calculate_single_rank_operations(rank)
+            for one in action.sub_actions or (action,)
+        ]
+        assert list(actions) == wanted
+    assert plan.places_its_actions
+
+
+def test_of_dual_pipe_v_neighbours_on_one_rank_send_nothing() -> None:
+    plan = schedule.dual_pipe_v(2, 4)
+    assert [plan.owner(stage) for stage in range(4)] == [0, 1, 1, 0]
+    assert plan.transfers(Action("F", 1, 0)) == (Action("RECV_F", 1, 0), None)
+    assert plan.transfers(Action("F", 2, 0)) == (None, Action("SEND_F", 2, 0))
+    assert plan.transfers(Action("B", 3, 0)) == (None, Action("SEND_B", 3, 0))
+    assert plan.transfers(Action("W", 1, 0)) == (None, None)
+
+
+def test_dual_pipe_v_takes_as_many_micro_batches_as_stages() -> None:
+    with pytest.raises(ValueError, match=r"3 micro-batches on 2 ranks: .* write 4 or more"):
+        schedule.dual_pipe_v(2, 3)
+
+
+@pytest.mark.parametrize("lag", [0.0, 0.4])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (2, 7), (3, 6), (4, 11)])
+def test_dual_pipe_v_from_1f1b(ranks: int, microbatches: int, lag: float) -> None:
+    """As long as its simulation, in which W is half of what is divided and all of the rest is in B."""
+    plan = schedule.dual_pipe_v(ranks, microbatches)
+
+    def cost(action: Action) -> float:
+        if action.op == "F":
+            return F / 2
+        return B / 4 if action[1:] in plan.split else B / 2
+
+    parts = Stages({(stage, op): 0.5 for stage in range(plan.stages) for op in "FB"}, weight_share=0.5)
+    lowered = apply(ran("1f1b", ranks, microbatches, lag=lag), [Lower(plan, parts)])
+    assert makespan(lowered) == pytest.approx([schedule.simulate(plan, cost, lag).makespan] * 2, rel=1e-9)
+
+
+def test_dual_pipe_v_that_ran() -> None:
+    plan = schedule.dual_pipe_v(3, 7)
+    graph = schedule_graph(plan, lambda action: {"F": F, "B": B, "W": B / 3}[action.op], 0.2, steps=2)
+    assert replay(apply(graph, [Lower()])).durations.tolist() == replay(graph).durations.tolist()
+    whole = Stages({(stage, op): 2.0 for stage in range(3) for op in "FB"})
+    lowered = apply(schedule_graph(plan, lambda action: F, steps=2), [Lower(schedule.make_plan("gpipe", 3, 7), whole)])
+    assert makespan(lowered)[0] >= 7 * 4 * F
+
+
 # --- prologues, epilogues, other tasks -------------------------------------------------------------
 
 SEND = "send_recv pipeline"

@@ -49,6 +49,9 @@ def graph_of_run(finished: Finished) -> StepGraph:
         # Not torch's: its DDP stops under an interleaved schedule, with any profiler or none.
         pytest.param(4, "--stages 2 --schedule interleaved --chunks 2 --micro-batches 4", marks=pytest.mark.slow),
         pytest.param(2, "--framework torch --stages 2 --micro-batches 3", marks=pytest.mark.slow),
+        pytest.param(
+            2, "--framework torch --stages 2 --schedule dualpipe-v --chunks 2 --micro-batches 5", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_plan_that_ran_takes_what_was_measured(tmp_path: Path, ranks: int, arguments: str) -> None:

@@ -8,6 +8,7 @@ import factories
 import pandas as pd
 
 from dsprof.analyzer.work.pipeline_step import has_pipeline, pipeline_step
+from dsprof.engine import schedule
 from dsprof.reports import gantt, html
 from dsprof.reports.sections import report_of
 from dsprof.run import RunInfo
@@ -71,6 +72,33 @@ def test_a_step_whose_actions_are_not_all_there_has_no_ideal() -> None:
     assert found is not None
     assert found.why == "not every stage was captured, or they are not dealt out in turns"
     assert "no ideal: not every stage was captured" in gantt.pipeline(found).layout.meta["note"]
+
+
+def test_stages_in_a_v_and_backwards_in_two_parts_beside_whole_ones() -> None:
+    """Each action took as long as others of its kind, so the ideal is what was measured: its order, without a wait."""
+    plan = schedule.dual_pipe_v(2, 4)
+
+    def cost(action: schedule.Action) -> float:
+        return 10 if action.op != "B" else 12 if action[1:] in plan.split else 22
+
+    times = schedule.simulate(plan, cost).times
+    made = [
+        {
+            "rank": plan.owner(action.stage), "restart": 0, "step": 3, "kind": "pipe", "name": action.op,
+            "lane": "main", "stage": action.stage, "microbatch": action.microbatch,
+            "start_ns": round((1000 + start) * MS), "dur_ns": round((end - start) * MS), "ended": True,
+            "source": "measured",
+        }
+        for action, (start, end) in times.items()
+    ]  # fmt: skip
+    found = pipeline_step(Trace.of(RunInfo(id="p", name="p", command=[]), pd.DataFrame(made)), 3)
+    assert found is not None
+    assert found.why == ""
+    assert found.ideal_ms == found.measured_ms
+    gone = [row for row in made if (row["name"], row["stage"], row["microbatch"]) != ("B", 3, 0)]
+    found = pipeline_step(Trace.of(RunInfo(id="p", name="p", command=[]), pd.DataFrame(gone)), 3)
+    assert found is not None
+    assert found.why == "not every action of each micro-batch was recorded once"
 
 
 def test_replicas_are_one_pipeline_of_the_lowest_ranks() -> None:

@@ -11,6 +11,7 @@ from meshes import Call, MeshJob, Phase, Program, Work
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.rules.comm.slow_link import slow_links
+from dsprof.analyzer.rules.run.slow_chain import slower_transfers
 from dsprof.analyzer.study import study
 
 PAIRS = {"r0": ((0, 1), ""), "r1": ((2, 3), "")}
@@ -56,6 +57,17 @@ def test_the_group_whose_link_is_slow_is_named_with_what_its_peers_take() -> Non
     true = slow.step_ms() - job({}, hosts=("a", "b", "c", "d")).step_ms()
     assert first.gain.ms == pytest.approx(true, rel=0.1)
     assert first.gain.low <= true <= first.gain.high
+
+
+def test_what_a_slow_device_communicates_more_slowly_may_be_saved_with_it() -> None:
+    """Both groups of rank 3 are twice as slow as those without it: so much more may be saved if it is its device."""
+    slow = job({"r1": 2.0, "c1": 2.0})
+    of_job = study(slow.trace())
+    gain = slower_transfers(of_job, (3,))
+    assert gain is not None
+    assert gain.ms == pytest.approx(slow.step_ms() - job({}).step_ms(), rel=0.1)
+    assert slower_transfers(of_job, (0,)) is None
+    assert slower_transfers(study(job({}, slow_rank=3).trace()), (3,)) is None
 
 
 def test_ranks_that_are_on_two_hosts_while_their_peers_are_on_one() -> None:

@@ -41,10 +41,9 @@ def stage_ms(graph: StepGraph) -> Taken:
         for pipeline in measured_plan(steps.structure).pipelines:
             for action, block in pipeline.blocks.items():
                 found[action.stage, action.op].append(float(total[block.ends] - total[block.begins]))
-    mean = {key: float(np.mean(of)) for key, of in found.items()}
     return {
-        (stage, op): ms + (mean.get((stage, "W"), 0.0) if op == "B" else 0.0)
-        for (stage, op), ms in mean.items() if op != "W"
+        (stage, op): sum(of + (found[stage, "W"] if op == "B" and (stage, "W") in found else [])) / len(of)
+        for (stage, op), of in found.items() if op != "W"
     }  # fmt: skip
 
 
@@ -82,7 +81,7 @@ def of_layers(ran: Plan, plan: Plan, taken: Taken, layers: Sequence[StageLayer],
     """Stages that begin at these layers. What a stage took beside its layers, as the last one's loss, stays with it."""
     times = {}
     for stage, (low, high) in enumerate(pairwise(bounds)):
-        source = source_stage(ran, plan, stage)
+        source = ran.stages - 1 if stage == plan.stages - 1 else source_stage(ran, plan, stage)
         stays = (source == ran.stages - 1) == (stage == plan.stages - 1)
         for op in "FB":
             rest = (

@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from dsprof.engine.partition import partition
-from dsprof.engine.schedule import Plan, make_plan, peak_activations
+from dsprof.engine.schedule import DUAL_PIPE_V, Plan, dual_pipe_v, make_plan, peak_activations
 from dsprof.words import did_you_mean
 
 from .effect import Effect
@@ -29,6 +29,7 @@ AUTO: Final = "auto"
 NAMES: Final = {
     "1f1b": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved", "interleaved-1f1b": "interleaved",
     "vpp": "interleaved", "zero-bubble": "zero-bubble", "zb-h1": "zero-bubble", "zbh1": "zero-bubble",
+    DUAL_PIPE_V: DUAL_PIPE_V, "dualpipev": DUAL_PIPE_V,
 }  # fmt: skip
 """What a schedule is called -> its name in `dsprof.engine.schedule`. A plan that is of several has the first one's: of
 one micro-batch, 1F1B and GPipe are the same."""
@@ -134,12 +135,22 @@ def pipeline_that_ran(study: Study) -> Plan:
     except NotLowered as why:
         raise NotJudged(str(why)) from None
     for name in dict.fromkeys(NAMES.values()):
-        if plan.virtual_stages > 1 and name != "interleaved":
+        try:
+            known = _named(name, plan.ranks, plan.microbatches, plan.virtual_stages)
+        except ValueError:  # not with so many parts or micro-batches
             continue
-        known = make_plan(name, plan.ranks, plan.microbatches, plan.virtual_stages)
         if known.actions == plan.actions:
             return replace(plan, schedule=name)
     return plan
+
+
+def _named(name: str, ranks: int, microbatches: int, chunks: int) -> Plan:
+    """Raises ValueError where there is no such plan."""
+    if name != DUAL_PIPE_V:
+        return make_plan(name, ranks, microbatches, chunks)
+    if chunks != 2:
+        raise ValueError(f"{chunks} parts of the model on each rank, and {DUAL_PIPE_V} has two")
+    return dual_pipe_v(ranks, microbatches)
 
 
 def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
@@ -174,7 +185,7 @@ def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
                 f"{number(plan.microbatches / ran.microbatches)} times as large, and what is said is of a "
                 f"batch of {ran.microbatches}"
             )
-    if plan.splits and not ran.splits:
+    if plan.splits and plan.actions != ran.actions and len(ran.split) < ran.stages * ran.microbatches:
         notes.append("how long weight gradients take was not measured: between 33 and 60 % of a backward")
         stages = (*stages, *(replace(stages[0], weight_share=share) for share in WEIGHT_SHARES))
     size = ran.microbatches / plan.microbatches if wanted.same_batch else 1.0
@@ -200,7 +211,7 @@ def _plan(study: Study, ran: Plan, wanted: PipelineStructure) -> Plan:
         hint = did_you_mean(wanted.schedule, NAMES, otherwise=f"; there are {', '.join(names)}", show=str)
         raise NotJudged(f"{wanted.schedule}: no schedule of this name can be predicted{hint}")
     name = ran.schedule if wanted.schedule is None else NAMES[wanted.schedule.lower()]
-    several = name == "interleaved" or (name not in NAMES and ran.virtual_stages > 1)
+    several = name in ("interleaved", DUAL_PIPE_V) or (name not in NAMES and ran.virtual_stages > 1)
     chunks = wanted.chunks or (max(ran.virtual_stages, 2) if several and wanted.schedule else ran.virtual_stages)
     if not several and wanted.chunks is None:
         chunks = 1
@@ -223,7 +234,7 @@ def _plan(study: Study, ran: Plan, wanted: PipelineStructure) -> Plan:
             f"multiple of the rounds, {rounds}; write {microbatches - microbatches % rounds}"
         )
     try:
-        return make_plan(name, ran.ranks, microbatches, chunks)
+        return _named(name, ran.ranks, microbatches, chunks)
     except ValueError as wrong:
         raise NotJudged(str(wrong)) from None
 

@@ -56,7 +56,7 @@ def command(
             "--schedule",
             metavar="NAME",
             show_default=False,
-            help="Of a pipeline: gpipe, 1f1b, interleaved or zero-bubble.",
+            help="Of a pipeline: gpipe, 1f1b, interleaved, zero-bubble or dualpipe-v.",
         ),
     ] = None,
     micro_batches: Annotated[

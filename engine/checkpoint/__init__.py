@@ -11,12 +11,12 @@ run code.
 
     saving        a checkpoint from beginning to end, written
     loading       and read
-    state         what is saved under which name, and what of the weights a rank holds
+    state         what is saved under which name, what of the weights a rank holds, and shards of tensor-parallel
+                  ranks, from one division to another
     optimizer     the optimizer's state, likewise
-    reshard       shards of tensor-parallel ranks, from one division to another
     dcp           flat pieces of tensors, through torch.distributed.checkpoint
-    serialize     everything that is no tensor, and random number generators
-    folder        tags, `latest`, and how a new checkpoint takes its place at once or not at all
+    folder        tags, `latest`, how a new checkpoint takes its place at once or not at all, and everything in it that
+                  is no tensor
     consolidate   the model alone, in one file, with an engine or without
 """
 

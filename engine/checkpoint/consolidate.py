@@ -15,10 +15,8 @@ from ..comm.consensus import World, gather_objects
 from ..tensor.sharding import TensorShard
 from ..training_state import Training
 from .dcp import Contents, Piece
-from .folder import CheckpointError, find, replace_whole
-from .reshard import Wanted, join, read, tensor_shard
-from .serialize import unpack
-from .state import about_training, buffers, merged, names
+from .folder import CheckpointError, find, replace_whole, unpack
+from .state import Wanted, about_training, buffers, join, merged, names, read, tensor_shard
 
 
 def save_16bit_model(

@@ -19,12 +19,22 @@ from ..training_state import Training
 from ..zero.gather import update_shards
 from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
-from .folder import CheckpointError, find
+from .folder import CheckpointError, find, set_random_states, unpack
 from .optimizer import OptimizerLoading, OptimizerState, group_names
-from .reshard import Wanted, read, tensor_shard
 from .saving import COUNTERS
-from .serialize import set_random_states, unpack
-from .state import Holdings, about_training, buffers, holdings, loader_of, merged, own_buffer, weight
+from .state import (
+    Holdings,
+    Wanted,
+    about_training,
+    buffers,
+    holdings,
+    loader_of,
+    merged,
+    own_buffer,
+    read,
+    tensor_shard,
+    weight,
+)
 
 
 def load(

@@ -15,7 +15,7 @@ from ..zero import Zero
 from ..zero.shard import Partition, ShardedParam
 from .dcp import Contents, Piece
 from .folder import CheckpointError
-from .reshard import Wanted, part_name, same_sharding, tensor_shard
+from .state import Wanted, part_name, same_sharding, tensor_shard
 
 PER_RANK: Final = ("worker_error", "server_error")
 """Optimizer state that differs from rank to rank although the parameters do not: what 1-bit Adam still owes. The first

@@ -13,11 +13,21 @@ from typing import Any, Final
 from ..comm.consensus import World, gather_objects
 from ..training_state import Training
 from .dcp import Piece, shares, write
-from .folder import CheckpointError, Place, check_tag, write_synced
+from .folder import CheckpointError, Place, check_tag, pack, plain, random_states, write_synced
 from .optimizer import optimizer_state
-from .reshard import part_name, tensor_shard
-from .serialize import pack, plain, random_states
-from .state import FORMAT, Holdings, buffers, digests, holdings, loader_of, merged, own_buffer, weight
+from .state import (
+    FORMAT,
+    Holdings,
+    buffers,
+    digests,
+    holdings,
+    loader_of,
+    merged,
+    own_buffer,
+    part_name,
+    tensor_shard,
+    weight,
+)
 
 COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 

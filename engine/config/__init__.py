@@ -9,25 +9,24 @@ A section is a file, a key a field with its documentation under it (docs/engine-
 
     config          the top-level keys; precision, checkpoints
     model           what sections and values are made of
-    zero  optimizer  scheduler  debugging  parallel  heterogeneous
+    zero  optimizer  scheduler  debugging  parallel (and heterogeneous ranks)
 
-and what is done to a configuration, in this order, by `loading`:
+and what is done to a configuration, in this order, by `loading`, which also says what one key does and takes:
 
-    keys            unknown, renamed and foreign ones; the nearest of these; deepspeed_keys lists the last
-    values          pydantic's errors in our words
+    keys            unknown, renamed and foreign ones; the nearest of these; deepspeed_keys lists the last; pydantic's
+                    errors about values in our words
     rules           contradictions, and what has no effect
     batch           train_batch_size = micro-batch x accumulation x ranks
 
-`one_key` says what a key by itself does and takes, `held` what a rank holds in memory. docs/engine_config.py makes a
-page of all. Free of torch and of the rest of the engine: the analyzer and `dsprof doctor` use it too.
+`held` says what a rank holds in memory. docs/engine_config.py makes a page of all. Free of torch and of the rest of
+the engine: the analyzer and `dsprof doctor` use it too.
 """
 
 from .batch import ACCUMULATION, MICRO, TRAIN, Batch, BatchError, remedies
 from .config import Config, data_parallel_ranks, replicas_of
 from .held import ELEMENT_BYTES, Held, held
 from .keys import known_paths
-from .loading import ConfigError, as_far_as_known, load
-from .one_key import key_can_be, key_says, key_takes
+from .loading import ConfigError, as_far_as_known, key_can_be, key_says, key_takes, load
 from .zero import ZeroConfig
 
 __all__ = [

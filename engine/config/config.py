@@ -8,10 +8,16 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
 from .debugging import CommsLoggerConfig, CsvMonitorConfig, FlopsProfilerConfig, TensorBoardConfig
-from .heterogeneous import HeterogeneousConfig, divide, replica_speeds
 from .model import TO_BE_SOLVED, DataType, Number, Section, Whole
 from .optimizer import OptimizerConfig
-from .parallel import ContextParallelConfig, PipelineConfig, TensorParallelConfig
+from .parallel import (
+    ContextParallelConfig,
+    HeterogeneousConfig,
+    PipelineConfig,
+    TensorParallelConfig,
+    divide,
+    replica_speeds,
+)
 from .scheduler import SchedulerConfig
 from .zero import AioConfig, ZeroConfig
 

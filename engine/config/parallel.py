@@ -3,11 +3,13 @@ them, and layers divided among them."""
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .model import Complaint, Section, Whole, shown
+from .model import Complaint, Section, Whole, real, shown
 
 
 def _partition(value: object) -> str | tuple[int, ...]:
@@ -83,3 +85,84 @@ class PipelineConfig(Section):
 
     activation_checkpoint_interval: Whole = Field(default=0, ge=0)
     """Layers between two activation checkpoints; 0 keeps all activations."""
+
+
+# --- `heterogeneous`: ranks of unequal speed, and what each gets then of a batch and of a pipeline's layers
+
+
+Speed = float | None
+"""Of a rank, in any unit; None: a rank that gets no samples."""
+
+
+def _speeds(value: object) -> object:
+    if value is None or value == "measure":
+        return value
+    if not isinstance(value, list | tuple) or not value:
+        raise Complaint(f'{shown(value)} is neither "measure" nor a list with the speed of each rank, such as [1, 2]')
+    return tuple(_speed(each, rank) for rank, each in enumerate(value))
+
+
+def _speed(value: object, rank: int) -> Speed:
+    if value is None:
+        return None
+    try:
+        number = real(value)
+    except ValueError:
+        number = 0.0
+    if number <= 0:
+        raise Complaint(
+            f"{shown(value)} for rank {rank} is not a number above 0; write how fast it is beside the others, such as "
+            "0.5 for half as fast, or null for a rank that is to get no samples"
+        )
+    return number
+
+
+class HeterogeneousConfig(Section):
+    """dsprof's own. Ranks of unequal speed: each data-parallel replica gets samples, and each pipeline stage layers,
+    in proportion. The result is that of the same batch in one process."""
+
+    speeds: Annotated[Literal["measure"] | tuple[Speed, ...] | None, BeforeValidator(_speeds)] = None
+    """How fast each rank is, in order, in any unit: `[1, 2]`, the second twice as fast. `null` in the place of a speed:
+    a rank without samples, which keeps its shards. `"measure"`: every rank times the job's own model at the start.
+    `train_micro_batch_size_per_gpu` is then the mean of the replicas. Default: all are equally fast."""
+
+
+def stage_speeds(speeds: Sequence[Speed], stages: int, tensor: int) -> list[float]:
+    """How fast each pipeline stage is, all its replicas together; of ranks that share each layer, the slowest counts.
+
+    Rank = (stage x replicas + replica) x `tensor` + part. Replicas without samples do not count.
+    """
+    rows = _grid(speeds, stages, tensor)
+    return [sum(row[at] or 0.0 for at in range(len(row)) if all(other[at] for other in rows)) for row in rows]
+
+
+def replica_speeds(speeds: Sequence[Speed], stages: int, tensor: int) -> list[float]:
+    """How fast each data-parallel replica is beside the others: as its slowest stage, for the layers that this has
+    (`stage_speeds`). 0 for one that is to get no samples."""
+    rows, whole = _grid(speeds, stages, tensor), stage_speeds(speeds, stages, tensor)
+    return [
+        min((each or 0.0) / all_ if all_ else 0.0 for each, all_ in zip(column, whole, strict=True))
+        for column in zip(*rows, strict=True)
+    ]
+
+
+def _grid(speeds: Sequence[Speed], stages: int, tensor: int) -> list[list[Speed]]:
+    """The speed of each stage of each replica [stages, replicas]."""
+    parts = [speeds[at : at + tensor] for at in range(0, len(speeds), tensor)]
+    slowest = [None if None in part else min(each for each in part if each is not None) for part in parts]
+    replicas = len(parts) // stages
+    return [slowest[at : at + replicas] for at in range(0, len(slowest), replicas)]
+
+
+def divide(samples: int, speeds: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `samples`, such that the rank which takes longest, its number / its speed, takes as
+    short as it can. Ranks of speed 0 get none."""
+    total = sum(speeds)
+    found = [int(samples * speed / total) for speed in speeds]
+    queue = [((number + 1) / speed, at) for at, (number, speed) in enumerate(zip(found, speeds, strict=True)) if speed]
+    heapq.heapify(queue)
+    for _ in range(samples - sum(found)):
+        _, at = queue[0]
+        found[at] += 1
+        heapq.heapreplace(queue, ((found[at] + 1) / speeds[at], at))
+    return found

@@ -14,8 +14,8 @@ from typing import Final
 from dsprof.words import either, joined
 
 from .config import Config, data_parallel_ranks
-from .heterogeneous import Speed, replica_speeds
 from .model import Section
+from .parallel import Speed, replica_speeds
 from .zero import AioConfig
 
 

@@ -1,8 +1,8 @@
 """DeepSpeed's debugging sections, fed by what the engine reports through `hooks` and by nothing else.
 
-wall_clock     `wall_clock_breakdown`: time of forward, backward, reduction and step; clocks and phases
+wall_clock     `wall_clock_breakdown`: time of forward, backward, reduction and step; `memory_breakdown`: memory at the
+               ends of the phases
 comms_logger   `comms_logger`: communications by kind and size, and who is late
-memory         `memory_breakdown`: memory at the ends of the phases
 flops          `flops_profiler`: operations, parameters and time of each module
 writers        `tensorboard` and `csv_monitor`: loss, learning rate, loss scale and times
 """
@@ -20,8 +20,7 @@ from ..config import Config
 from ..hooks import Hooks, Listener
 from .comms_logger import CommsLogger, Gather
 from .flops import FlopsProfiler
-from .memory import MemoryBreakdown, meter_for
-from .wall_clock import WallClock, timer_for
+from .wall_clock import MemoryBreakdown, WallClock, meter_for, timer_for
 from .writers import CsvWriter, Curves, TensorBoardWriter, Writer
 
 Show = Callable[[str], None]

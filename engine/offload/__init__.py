@@ -1,7 +1,6 @@
 """Offloading: states and parameters that are not in use lie in host memory or in files.
 
-    disk        files that are read and written beside the computation
-    buffers     the memory that they are read to and written from
+    disk        files that are read and written beside the computation, and the memory for that
     optimizer   masters and the optimizer's states in a file, tile by tile
     params      this rank's shards of the parameters (stage 3) in a file
     build       all of it, as a configuration says; in memory, too

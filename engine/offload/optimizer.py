@@ -16,8 +16,7 @@ from ..config.zero import OffloadOptimizerConfig
 from ..hooks import Attributes
 from ..optim.build import bytes_per_element
 from ..zero.shard import ShardedParam
-from .buffers import Buffer, Pool, hollow, round_up
-from .disk import Disk, File, OffloadError
+from .disk import Buffer, Disk, File, OffloadError, Pool, hollow, round_up
 
 Tiles = Sequence[Sequence[ShardedParam]]
 

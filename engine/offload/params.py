@@ -13,8 +13,7 @@ from ..comm.lane import LaneTicket
 from ..config.zero import OffloadParamConfig
 from ..hooks import Attributes
 from ..zero.shard import ShardedParam
-from .buffers import Buffer, Pool, hollow, round_up
-from .disk import Disk
+from .disk import Buffer, Disk, Pool, hollow, round_up
 
 
 def to_host(param: ShardedParam, pin: bool = True) -> None:

@@ -2,13 +2,12 @@
 
 build        the optimizer of a config's `optimizer` section
 adopt        a client's optimizer, made to step the masters in place of the model's parameters
-shard        what an optimizer must know of a master that is a shard of a parameter
-tiled        the common ground of our own; Lion, and LAMB with norms of whole parameters
+tiled        what an optimizer must know of a shard; the common ground of our own; Lion, and LAMB with norms of whole
+             parameters
 muon         Muon, which gathers whole matrices, and AdamW for the rest
 onebit       1-bit Adam
 lr           learning rate schedules
-grad_norm    the norm of gradients over ranks, and clipping
-loss_scaler  loss scales for fp16, and casts
+loss_scaler  loss scales for fp16, and casts; the norm of gradients over ranks, and clipping
 
 Every optimizer may be stepped in tiles: several calls of `step` a training step, each with the gradients of some
 masters only. So nothing is counted per call; a master without a gradient is left alone.
@@ -16,6 +15,6 @@ masters only. So nothing is counted per call; a master without a gradient is lef
 
 from .adopt import Adopted, StepGuard, adopt, check_client, renew, settles_groups
 from .build import build
-from .shard import Shard, wants_muon
+from .tiled import Shard, wants_muon
 
 __all__ = ["Adopted", "Shard", "StepGuard", "adopt", "build", "check_client", "renew", "settles_groups", "wants_muon"]

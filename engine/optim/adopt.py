@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from .build import ELEMENTWISE
 from .muon import Muon
 from .onebit import OneBitAdam
-from .shard import Shard, Shards, whole
-from .tiled import Lamb, Lion
+from .tiled import Lamb, Lion, Shard, Shards, whole
 
 _NEVER: Final[Mapping[type[Optimizer], str]] = {
     torch.optim.LBFGS: "it evaluates the model several times a step, on parameters of its own",

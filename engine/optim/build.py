@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..comm.comm import Comm
+from ..config.keys import checked
 from ..config.optimizer import OPTIMIZERS
-from ..config.values import checked
 from .muon import Muon
 from .onebit import OneBitAdam
-from .shard import Shards, comm_of
-from .tiled import Lamb, Lion
+from .tiled import Lamb, Lion, Shards, comm_of
 
 Groups = list[dict[str, Any]]
 

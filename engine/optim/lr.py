@@ -18,8 +18,8 @@ import torch
 from torch.optim import Optimizer, lr_scheduler
 
 from ..config import scheduler
+from ..config.keys import checked
 from ..config.model import Params
-from ..config.values import checked
 
 
 class Schedule(abc.ABC):

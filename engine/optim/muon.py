@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .shard import Shard, Shards, comm_of, whole
-from .tiled import Tile, TiledOptimizer
+from .tiled import Shard, Shards, Tile, TiledOptimizer, comm_of, whole
 
 
 class Muon(TiledOptimizer):

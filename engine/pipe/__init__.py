@@ -2,8 +2,7 @@
 
 layers          layers as a script gives them, to be built where they are needed
 module          which layers are here, and their calls
-placement       where they are
-topology        where ranks are, by DeepSpeed's names
+topology        where ranks are, by DeepSpeed's names, and which layers they have
 p2p             activations and gradients between stages
 split_backward  weight gradients put off, for zero-bubble schedules
 step_data       the micro-batches that a step reads

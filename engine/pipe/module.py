@@ -19,8 +19,7 @@ from ..partition import partition, read_costs
 from ..unsupported import PIPELINE_MODULE
 from .layers import LayerSpec, PipelineLayer, check_agreement, described, named, of_model, shared_parameters
 from .p2p import PipelineError
-from .placement import NAMES, Placement
-from .topology import ProcessTopology, stages_asked
+from .topology import NAMES, Placement, ProcessTopology, stages_asked
 
 Passage = Callable[[int, Callable[[Any], Any], Any], Any]
 """Calls a layer on its way through a stage: the layer's number, what is to be called, and on what -> its output."""

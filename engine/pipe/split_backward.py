@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..forward import Undo, last_first, wrap_forward
-from ..zero.placeholder import no_torch_function
+from ..zero.storage import no_torch_function
 
 Work = Callable[[], None]
 

@@ -12,7 +12,7 @@ from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
 from ..tensor import layers
 from ..tensor.attention import HeadsAttention
-from ..tensor.batch_norm import Features, is_batch_norm, shard_batch_norm
+from ..tensor.layers import Features, is_batch_norm, shard_batch_norm
 from ..tensor.rng import RankStream
 from ..tensor.shape_override import override_shapes
 from ..tensor.sharding import TensorShard, even_shard, mark_partial, shard_in_place

@@ -14,8 +14,7 @@ from typing import Final, TypeVar
 
 from torch import nn
 
-from ..tensor.batch_norm import is_batch_norm
-from ..tensor.layers import layers_of
+from ..tensor.layers import is_batch_norm, layers_of
 from .dependence import Bands, Flow, RowSharding, Share, Source, independent_parts, row_sharding
 from .styles import PlanError, Role, Roles, Style, Wanted, leave_whole, listed
 from .tracer import Call, Trial

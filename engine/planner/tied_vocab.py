@@ -20,8 +20,7 @@ from ..comm.comm import Comm
 from ..comm.consensus import gather_objects
 from ..pipe.layers import PipelineLayer
 from ..pipe.module import PipelineModule
-from ..tensor.collectives import copy, join
-from ..tensor.cross_entropy import VocabularyCrossEntropy
+from ..tensor.collectives import VocabularyCrossEntropy, copy, join
 from ..tensor.layers import layer_of
 from ..tensor.sharding import even_shard, shard_of
 from .apply import ElsewhereError, parallelize, shard_vocabulary

@@ -25,8 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from dsprof.words import joined
 
-from ..tensor.batch_norm import is_batch_norm
-from ..tensor.layers import Layer, derived, layers_of
+from ..tensor.layers import Layer, derived, is_batch_norm, layers_of
 from ..tensor.shape_override import plain
 from ..tree import leaves
 from .example_inputs import Inputs

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from .plan import COMPUTE, TRANSFERS, Action, Plan, with_transfers
 
@@ -18,8 +20,11 @@ class ScheduleError(ValueError):
     """A plan that is not whole, or can never finish."""
 
 
-def check(plan: Plan) -> None:
+def check(plan: Plan, *, mixed: bool = False) -> None:
     """Raise ScheduleError unless `plan` has each action once, on its rank and after what it needs, and can finish.
+
+    mixed: whether some backwards may be in two parts and others whole. The engine runs no such plan, and where one
+           lacks a W, gradients would be missing without a word.
 
     A plan without transfers is checked with those of `with_transfers`. It must finish where sends are buffered, which
     return at once, and also where they are not: each waits for its receive, of which every channel (F or B, from one
@@ -31,7 +36,7 @@ def check(plan: Plan) -> None:
             f"{_title(plan)} has the actions of {len(plan.actions)} ranks; give it a tuple for each rank"
         )
     transfers = any(action.op in TRANSFERS for actions in plan.actions for action in actions)
-    _check_whole(plan, transfers)
+    _check_whole(plan, transfers, mixed)
     if not transfers:
         plan = with_transfers(plan)
     try:
@@ -100,14 +105,16 @@ def _needs(plan: Plan, buffered: bool) -> Needs:
     return needs
 
 
-def _check_whole(plan: Plan, transfers: bool) -> None:
+def _check_whole(plan: Plan, transfers: bool, mixed: bool) -> None:
     """Each action that there must be is there once, on its rank, and nothing else."""
     ranks_of: dict[Action, list[int]] = {}
     for rank, actions in enumerate(plan.actions):
         for action in actions:
             ranks_of.setdefault(action, []).append(rank)
-    ops = COMPUTE if plan.splits else COMPUTE[:2]
-    computed = [Action(op, s, m) for op in ops for s in range(plan.stages) for m in range(plan.microbatches)]
+    computed = [
+        Action(op, s, m) for op in COMPUTE for s in range(plan.stages) for m in range(plan.microbatches)
+        if op != "W" or (s, m) in plan.split or (plan.splits and not mixed)
+    ]  # fmt: skip
     wanted = dict.fromkeys(computed)
     if transfers:
         wanted |= {each: None for action in computed for each in plan.transfers(action) if each is not None}
@@ -159,3 +166,94 @@ def _listed(title: str, lines: Iterable[str]) -> str:
     every = list(lines)
     rest = [f"and {len(every) - MOST_LISTED} more"] if len(every) > MOST_LISTED else []
     return "\n  ".join([title, *every[:MOST_LISTED], *rest])
+
+
+# --- When everything in a plan would happen, given what it costs, also as text; how many activations are held at once
+
+
+Cost = Callable[[Action], float]
+"""What an F, B or W takes, in seconds or any other unit."""
+
+Lag = float | Callable[[int, int], float]
+"""What a transfer between ranks takes, in the same unit: one number, or a function of its two stages, from and to."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step of a pipeline, from 0."""
+
+    times: dict[Action, tuple[float, float]]
+    """Start and end of each F, B and W."""
+    makespan: float
+    """The end of the last one."""
+    busy_times: tuple[float, ...]
+    """A rank, what its actions take."""
+
+    def idle(self, rank: int) -> float:
+        """What of the step `rank` does nothing for: before its first action, between actions and after the last."""
+        return self.makespan - self.busy_times[rank]
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time that is idle, from 0 to 1."""
+        total = self.makespan * len(self.busy_times)
+        return 1 - math.fsum(self.busy_times) / total if total else 0.0
+
+
+def simulate(plan: Plan, cost: Cost, lag: Lag = 0.0) -> Simulation:
+    """Every action starts when its rank has done the one before and what it needs is there.
+
+    Transfers hold no rank up: what one rank makes is there for another `lag` later, whatever else is under way. Those
+    in `plan` are passed over. Takes time linear in the number of actions. Raises ScheduleError for a plan that
+    can never finish; `check` finds those before.
+    """
+    plan = replace(plan, actions=tuple(tuple(a for a in actions if a.op in COMPUTE) for actions in plan.actions))
+    lag_of = lag if callable(lag) else lambda _from, _to: lag
+    ends: dict[Action, float] = {}
+    times: dict[Action, tuple[float, float]] = {}
+    clock = [0.0] * plan.ranks
+    for action in in_order(plan, plan.needs):
+        rank = plan.owner(action.stage)
+        start = clock[rank]
+        for need in plan.needs(action):
+            away = plan.owner(need.stage) != rank
+            there = ends[need] + (lag_of(need.stage, action.stage) if away else 0.0)
+            start = max(start, there)
+        clock[rank] = ends[action] = start + cost(action)
+        times[action] = (start, clock[rank])
+    busy = tuple(math.fsum(times[a][1] - times[a][0] for a in actions) for actions in plan.actions)
+    return Simulation(times, max(clock), busy)
+
+
+def peak_activations(plan: Plan, until: Literal["B", "W"] = "B") -> list[int]:
+    """A rank, the most activations (of one stage and one micro-batch) that it holds at once.
+
+    One is held from its F to its B. Where the plan splits the backward, W needs a part of it still: ZB-H1's authors,
+    and "B" here, leave that out of the count; "W" counts it as a whole.
+    """
+    last = until if plan.splits else "B"
+
+    def peak(actions: tuple[Action, ...]) -> int:
+        held = most = 0
+        for action in actions:
+            held += (action.op == "F") - (action.op == last)
+            most = max(most, held)
+        return most
+
+    return [peak(actions) for actions in plan.actions]
+
+
+def render(plan: Plan, simulation: Simulation, width: int = 100) -> str:
+    """A line a rank, `width` columns for the step: actions as in `F0==`, with the stage if ranks hold several; idle
+    time as dots. A name that its action is too short for is cut off."""
+    scale = width / simulation.makespan if simulation.makespan else 0.0
+    lines = []
+    for rank, actions in enumerate(plan.actions):
+        line = ["."] * width
+        for action in actions:
+            if action.op in COMPUTE:
+                start, end = (round(time * scale) for time in simulation.times[action])
+                name = str(action) if plan.virtual_stages > 1 else f"{action.op}{action.microbatch}"
+                line[start:end] = name[: end - start].ljust(end - start, "=")
+        lines.append(f"rank {rank:<3} {''.join(line)}")
+    return "\n".join(lines)

@@ -2,8 +2,7 @@
 
 layout    which positions
 ulysses   the attention: all-to-alls between positions and heads
-ring      the other: keys and values that go round, block by block
-blocks    the attention of one block
+ring      the other: keys and values that go round, and the attention of one block of them
 parallel  divides batches, counts losses, and puts that attention in the place of torch's
 trial     holds a model that is divided so against the whole one
 

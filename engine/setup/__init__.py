@@ -3,6 +3,6 @@
 initialize   the way from one to the other
 arguments    what it is given, refused before anything is opened
 measure_speed  how fast each rank is, where the configuration asks for that
-parallelize  leaves a rank its stages, and its shard of each layer; what ranks of a replica share
-sync         the same configuration and model on every rank
+parallelize  leaves a rank its stages, and its shard of each layer; what ranks of a replica share; the same
+             configuration and model on every rank
 """

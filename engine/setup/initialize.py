@@ -44,8 +44,15 @@ from ..zero.shard import ShardedParam, find_sharded
 from ..zero.validate import abandoned, refuse_lazy, refuse_overlaps
 from ..zero.zero import GRADIENTS
 from . import arguments
-from .parallelize import arrange, shard_layers, share_parameters, stages_of
-from .sync import broadcast_model, check_same_config, check_same_model
+from .parallelize import (
+    arrange,
+    broadcast_model,
+    check_same_config,
+    check_same_model,
+    shard_layers,
+    share_parameters,
+    stages_of,
+)
 
 _SAID: Final[list[str]] = []
 """What is warned of once."""

@@ -1,10 +1,8 @@
 """Tensor parallelism: layers sharded over ranks that work on the same data.
 
-layers          column, row and vocabulary layers
+layers          column, row and vocabulary layers, and batch norms over features that are sharded
 attention       nn.MultiheadAttention, by head
-batch_norm      batch norms over features that are sharded
-cross_entropy   over a vocabulary that is sharded
-collectives     the communications, each with its gradient
+collectives     the communications, each with its gradient; cross-entropy over a vocabulary that is sharded
 sharding        how one parameter is sharded
 shape_override  activations that report another shape
 rng             random numbers that agree, or differ, over the ranks
@@ -18,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from .check_data import check_same
-from .cross_entropy import VocabularyCrossEntropy, vocabulary_cross_entropy
+from .collectives import VocabularyCrossEntropy, vocabulary_cross_entropy
 from .rng import RankStream, same_random_numbers
 from .sharding import TensorShard, partial_parameters, shard_of, sharded_parameters
 

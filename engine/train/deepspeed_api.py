@@ -21,7 +21,7 @@ from .. import checkpoint, unsupported
 from ..data import WORKERS, ShardedLoader
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import PipelineError
-from ..pipe.placement import Placement
+from ..pipe.topology import Placement
 from ..training_state import Training
 from ..zero import GatheredParameters
 from .settings import SETTINGS, communication_dtype, documented

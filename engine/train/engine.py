@@ -22,10 +22,10 @@ from ..sequence.trial import hold_against_whole
 from ..tensor.check_data import shapes_of
 from ..training_state import Training
 from ..tree import loss_of, to_device
-from ..zero.placeholder import no_torch_function
+from ..zero.storage import no_torch_function
 from ..zero.zero import GRADIENTS
-from . import clipping
 from .base_engine import CHECK_DATA_EVERY, BaseEngine
+from .optimizer_step import refuse_clipping_of
 
 
 class Engine(BaseEngine):
@@ -41,7 +41,7 @@ class Engine(BaseEngine):
         self._shapes: list[tuple[int, ...]] = []
         self._synchronized = False
         """Whether a backward outside `no_sync` has come since the last step."""
-        clipping.refuse_for(self)
+        refuse_clipping_of(self)
         for owner in (training.module, training.optimizer):  # between backward and step gradients are in buckets, too
             if owner is not None:
                 opened.callback(watch_zero_grad(owner, self._cleared))

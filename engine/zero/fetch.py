@@ -28,10 +28,9 @@ from ..config import ZeroConfig
 from ..hooks import Hooks
 from .fetch_order import CurrentPass, ModuleParams, Pass
 from .gather import Gatherer
-from .param_hooks import SavedParams, WatchedParameters, in_backward, once_a_backward, tensors_in
+from .param_hooks import Functions, SavedParams, WatchedParameters, in_backward, is_torchs, once_a_backward, tensors_in
 from .shard import ShardedParam
 from .storage import LiveParams
-from .torch_code import Functions, is_torchs
 from .validate import UNCOMPILED, is_compiled
 
 

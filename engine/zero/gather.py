@@ -21,8 +21,8 @@ from ..comm.consensus import difference, gather_objects
 from ..comm.lane import Ticket
 from ..config import ZeroConfig
 from ..tree import batches
-from .buffer_pool import BufferPool
 from .shard import Packing, Partition, ShardedParam
+from .storage import BufferPool
 
 DIRECT: Final = 1 << 22
 """Elements from which on a parameter is gathered by itself, into its own storage: that takes no buffer and no copy."""

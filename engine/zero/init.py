@@ -25,8 +25,8 @@ from ..hooks import Hooks
 from ..optim.loss_scaler import model_dtype
 from .gather import Gatherer
 from .param_hooks import WatchedParameters
-from .placeholder import REGISTRY
 from .shard import ParamGatherer, Partition, ShardedParam, find_sharded
+from .storage import REGISTRY
 
 INSTEAD: Final = {
     "remote_device": "write zero_optimization.offload_param",

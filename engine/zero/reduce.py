@@ -17,12 +17,11 @@ from ..comm.comm import Comm
 from ..comm.consensus import any_rank
 from ..config import Config
 from .bucket import Bucket, BucketExchange, MicrobatchSums, await_host_copies, divide, has_samples, read_flags, scales
-from .bucket_layout import BackwardPart, BucketLayout
 from .packed import Nodes
-from .placeholder import no_torch_function
-from .ready import ReadyGradients
+from .ready import BackwardPart, BucketLayout, ReadyGradients
 from .shard import ShardedParam
 from .sparse import SparseReducer
+from .storage import no_torch_function
 
 
 class Reducer:
@@ -58,7 +57,7 @@ class Reducer:
         self._ever_used: set[ShardedParam] = set()
         self._next = 0
         """The first bucket that has not been sent in this backward."""
-        self._prescale, self._postscale = scales(self._params, comm.size, config)
+        self._prescale, self._postscale = scales(comm.size, config)
         self._last = self._complete = True
         self._part: BackwardPart | None = None
         """What this backward is a part of, if it is, and its gradients are reduced by itself."""

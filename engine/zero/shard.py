@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.comm import Comm
-from .placeholder import REGISTRY, fetchable
-from .storage import LiveParams, Storage
+from .storage import REGISTRY, LiveParams, Storage, fetchable
 
 
 @dataclass(frozen=True, slots=True)

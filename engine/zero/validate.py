@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from .placeholder import Absent, no_torch_function
 from .shard import ShardedParam, find_sharded
+from .storage import Absent, no_torch_function
 
 UNCOMPILED: Final = (
     "ZeRO stage 3 fetches parameters while modules run, which torch.compile cannot follow: use stage 0, 1 or 2, or "

@@ -22,11 +22,11 @@ from ..comm.deadlock import DeadlockWatch
 from ..config import Config
 from ..hooks import Hooks, MemoryPart, holds_memory
 from ..tree import batches
-from .bucket_layout import BackwardPart
 from .fetch import Fetcher
 from .gather import Agreement, Gatherer
 from .init import EarlyParam
 from .packed import Int8Shards, Nodes
+from .ready import BackwardPart
 from .reduce import Reducer
 from .shard import Packing, ParamGatherer, Partition, ShardedParam, find_sharded, forget, register
 from .sparse import SparseReducer, sparse_params

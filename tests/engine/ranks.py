@@ -39,6 +39,8 @@ PRELOADED: Final = (
 
 COLLECT_EVERY: Final = 8
 """Jobs. What a job leaves refers to itself and to its process groups, and a thread of each wakes 125 times a second."""
+IDLE_S: Final = 0.5
+"""A rank that gets no job for so long collects at once: it may stay idle for minutes, and its threads would not."""
 
 
 class RankFailed(AssertionError):
@@ -115,12 +117,16 @@ def _serve(pipe: Connection, folder: str, port: int) -> None:
     sys.path.insert(0, folder)
     store = dist.TCPStore("127.0.0.1", port)
     before: Bindings = []
-    known = 0
+    known = uncollected = 0
     while True:
+        if uncollected >= COLLECT_EVERY or (uncollected and not pipe.poll(IDLE_S)):
+            gc.collect()
+            uncollected = 0
         try:
             module, name, rank, world_size, job, args = pipe.recv()
         except EOFError:
             return
+        uncollected += 1
         try:
             function = getattr(importlib.import_module(module), name)
             dist.init_process_group(
@@ -139,8 +145,6 @@ def _serve(pipe: Connection, folder: str, port: int) -> None:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-                if job % COLLECT_EVERY == 0:
-                    gc.collect()
         except BaseException:
             known = 0  # what it has left replaced is not the next one's
             with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsprof.engine.sequence import blocks
+from dsprof.engine.sequence import ring
 from dsprof.engine.sequence.layout import divide
 from dsprof.engine.sequence.ring import part_of
 
@@ -20,7 +20,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """By the device's fused attention where it has one for these, or by matrix products."""
     if request.param == "plain":
-        monkeypatch.setattr(blocks, "_flash", lambda query, value: "")
+        monkeypatch.setattr(ring, "_flash", lambda query, value: "")
     return bool(request.param == "fused")
 
 
@@ -54,7 +54,7 @@ def test_blocks_of_keys_are_the_whole_attention(
             if part is None:
                 continue
             k, v = (layout.part(each, 2, source)[:, :, part[1]] for each in (key, value))
-            found, its = blocks.forward(q[:, :, part[0]], k, v, part[2], None)
+            found, its = ring.attend_block(q[:, :, part[0]], k, v, part[2], None)
             assert found.dtype == dtype
             before = lse[:, :, part[0]]
             after = torch.logaddexp(before, its.double())
@@ -71,7 +71,7 @@ def test_blocks_of_keys_are_the_whole_attention(
                 continue
             k, v = (layout.part(each, 2, source)[:, :, part[1]] for each in (key, value))
             rows = part[0]
-            of_blocks = blocks.backward(
+            of_blocks = ring.block_gradients(
                 g[:, :, rows], q[:, :, rows], k, v, out[:, :, rows].to(dtype), lse[:, :, rows], part[2], None
             )
             where = [places[rank][rows], places[source][part[1]], places[source][part[1]]]
@@ -102,5 +102,5 @@ def test_scores_that_each_rank_computes_under_a_causal_mask(zigzag: bool, cells:
 def test_features_of_values_may_differ() -> None:
     """The fused attention does not take them."""
     query, key, value = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 6)
-    out, _ = blocks.forward(query, key, value, True, 0.2)
+    out, _ = ring.attend_block(query, key, value, True, 0.2)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.2))

@@ -27,8 +27,7 @@ from dsprof import engine as ds
 from dsprof.engine import Engine, checkpoint
 from dsprof.engine.checkpoint import CheckpointError, dcp
 from dsprof.engine.checkpoint.dcp import Contents, Piece, _Value, shares
-from dsprof.engine.checkpoint.folder import Place
-from dsprof.engine.checkpoint.serialize import pack, unpack
+from dsprof.engine.checkpoint.folder import Place, pack, unpack
 from dsprof.engine.checkpoint.state import about_training
 
 BIG = {"stage3_param_persistence_threshold": 100}

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from dsprof import engine as ds
 from dsprof.engine.checkpoint import CheckpointError
 from dsprof.engine.checkpoint.dcp import Contents, Piece, write
-from dsprof.engine.checkpoint.reshard import Wanted, join, part_name, read, tensor_shard
-from dsprof.engine.checkpoint.serialize import unpack
+from dsprof.engine.checkpoint.folder import unpack
+from dsprof.engine.checkpoint.state import Wanted, join, part_name, read, tensor_shard
 from dsprof.engine.comm.consensus import World
 from dsprof.engine.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from dsprof.engine.tensor import TensorShard

@@ -19,7 +19,7 @@ from dsprof.engine.comm.lane import _CudaTicket
 from dsprof.engine.config import Config, ZeroConfig
 from dsprof.engine.setup.initialize import warn_untried
 from dsprof.engine.zero.bucket import Bucket, BucketExchange, await_host_copies
-from dsprof.engine.zero.buffer_pool import BufferPool
+from dsprof.engine.zero.storage import BufferPool
 
 
 class Stream:

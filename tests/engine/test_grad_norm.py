@@ -11,7 +11,7 @@ from ranks import Ranks, everyone
 from spans import recorded
 from torch import Tensor, nn
 
-from dsprof.engine.optim.grad_norm import clip_coefficient, clip_on_device_, global_norm, unscale_and_clip_
+from dsprof.engine.optim.loss_scaler import clip_coefficient, clip_on_device_, global_norm, unscale_and_clip_
 
 
 def test_norm_of_several_tensors() -> None:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dsprof import engine as ds
 from dsprof.engine.config import ConfigError, key_takes, load
-from dsprof.engine.config.heterogeneous import divide, replica_speeds, stage_speeds
+from dsprof.engine.config.parallel import divide, replica_speeds, stage_speeds
 from dsprof.engine.data import RepeatingLoader, ShardedLoader, _CountingSampler
 from dsprof.engine.pipe import LayerSpec, PipelineModule
 

@@ -16,8 +16,8 @@ from ranks import Ranks
 
 from dsprof import engine as ds
 from dsprof.engine.comm.consensus import SharedError
-from dsprof.engine.zero.placeholder import Absent
 from dsprof.engine.zero.shard import ShardedParam
+from dsprof.engine.zero.storage import Absent
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 

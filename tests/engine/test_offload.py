@@ -35,8 +35,7 @@ from dsprof.engine.config import Config, ZeroConfig, load
 from dsprof.engine.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from dsprof.engine.hooks import Attributes, Hooks, Span
 from dsprof.engine.offload import InMemory, Offload, OffloadError, open_offload
-from dsprof.engine.offload.buffers import PAGE, Pool, aligned, as_bytes, hollow
-from dsprof.engine.offload.disk import Disk
+from dsprof.engine.offload.disk import PAGE, Disk, Pool, aligned, as_bytes, hollow
 from dsprof.engine.offload.optimizer import OnDisk
 from dsprof.engine.offload.params import ShardFile
 from dsprof.engine.optim import build as build_optimizer

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dsprof.engine import optim
 from dsprof.engine.optim.muon import iterations, orthogonalize, owners
-from dsprof.engine.optim.shard import Shards, whole
+from dsprof.engine.optim.tiled import Shards, whole
 
 SHAPES = [(6, 4), (3, 7), (5,), (), (2, 3, 2), (1,)]
 """Of a small model: pieces of them have different lengths, and some are empty."""

@@ -62,8 +62,11 @@ def pipeline_step(trace: Trace, step: int) -> PipelineStep | None:
     order = [rank for _, rank in sorted(first.items())]
     try:
         plan = _plan(measured, order)
-        costs = measured.groupby("action")["ms"].mean()
-        times = schedules.simulate(plan, lambda action: float(costs[action.op])).times
+        in_two = [action.op == "B" and action[1:] in plan.split for action in map(_action, measured.itertuples())]
+        costs = measured.groupby(["action", in_two])["ms"].mean().to_dict()
+        times = schedules.simulate(
+            plan, lambda action: costs[action.op, action.op == "B" and action[1:] in plan.split]
+        ).times
     except (ScheduleError, ValueError, KeyError) as error:
         why = "its actions were not all recorded" if isinstance(error, KeyError) else str(error).splitlines()[0]
         return PipelineStep(step, measured, idle, None, why)
@@ -112,15 +115,15 @@ def _plan(measured: pd.DataFrame, order: list[int]) -> Plan:
     actions = tuple(tuple(map(_action, by_rank[rank].itertuples())) for rank in order)
     stages = sorted({int(stage) for stage in measured["stage"]})
     microbatches = int(measured["microbatch"].nunique())
-    plan = Plan("as measured", len(order), microbatches, max(len(stages) // len(order), 1), actions)
-    if stages != list(range(plan.stages)) or any(
-        plan.owner(action.stage) != at for at, mine in enumerate(actions) for action in mine
-    ):
+    each = max(len(stages) // len(order), 1)
+    dealt = (Plan("as measured", len(order), microbatches, each, actions, v) for v in (False, True))
+    plan = next((one for one in dealt if one.places_its_actions and stages == list(range(one.stages))), None)
+    if plan is None:
         raise ValueError("not every stage was captured, or they are not dealt out in turns")
-    kinds = COMPUTE if plan.splits else COMPUTE[:2]
-    every = {Action(op, stage, micro) for op in kinds for stage in stages for micro in set(measured["microbatch"])}
-    done = [action for mine in actions for action in mine]
-    if len(done) != len(every) or set(done) != every:
+    every = {Action(op, stage, micro) for op in "FB" for stage in stages for micro in set(measured["microbatch"])}
+    done = [action for mine in actions for action in mine if action.op != "W"]
+    weights = [action for mine in actions for action in mine if action.op == "W"]
+    if len(done) != len(every) or set(done) != every or len(weights) != len(plan.split):
         raise ValueError("not every action of each micro-batch was recorded once")
     return plan
 

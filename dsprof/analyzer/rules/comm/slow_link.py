@@ -172,9 +172,14 @@ def slow_link(study: Study) -> Found:
     return [_candidate(study, one) for one in slow_links(study)]
 
 
-def _candidate(study: Study, link: SlowLink) -> Candidate:
+def as_its_peers(link: SlowLink) -> ScaleLink:
+    """The transfers of a slow group as fast as those of its peers."""
     of = Communications(groups=(link.group,))
-    change = ScaleLink(latency=1 / link.times, bandwidth=link.times, of=of)
+    return ScaleLink(latency=1 / link.times, bandwidth=link.times, of=of)
+
+
+def _candidate(study: Study, link: SlowLink) -> Candidate:
+    change = as_its_peers(link)
     evidence = (
         Evidence(f"{link.op} of {size(link.bytes)}", round(link.own_ms, 3), "ms", round(link.peers_ms, 3)),
         Evidence("times as slow as its peers", round(link.times, 2), "", 1.0),

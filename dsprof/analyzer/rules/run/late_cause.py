@@ -26,6 +26,7 @@ FAULTS: Final = 100
 """Pages a step that are read from a disk: fewer do not hold a rank up."""
 READ: Final = 1 << 20
 """Bytes a step: the same of files."""
+CORE_WAIT: Final = "core_wait_seconds"
 
 
 def quota(late: Late) -> Cause | None:
@@ -71,26 +72,43 @@ def _raise_limit(late: Late, verb: str) -> tuple[Fix, ...]:
 
 
 def without_core(late: Late) -> Cause | None:
-    """It was ready to run, and something else had its cores."""
-    waited = late.beyond("core_wait_seconds")
+    """It was ready to run, and something else had its cores: for sure where it waits longer for what it computes than
+    the others do, and its cgroup says that no quota stops it (which kernels before Linux 6.18 count as such a wait)."""
+    waited = late.beyond(CORE_WAIT)
     if not late.mostly(waited):
         return None
     evidence = [Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0)]
+    quota_is_read = bool(np.isfinite(late.study.gauges.spent(gauges.THROTTLED)[late.slow]).all())
+    crowded = late.mostly(_beyond_its_work(late))
+    sure = quota_is_read and crowded
     few = _bound(late)
     if few is not None:
         mine, others = few
         evidence.append(Evidence("cores that it may use", mine, "count", others))
         words = f"it may use {count(mine, 'core')} only ({others} elsewhere), and waits {ms(waited)} a step for one"
         bind = f"bind {late.who} to as many cores as the others (taskset, numactl, --cpus-per-task, cpuset.cpus)"
-        return Cause("affinity", words, tuple(evidence), (Fix("code", bind),))
+        return Cause("affinity", words, tuple(evidence), (Fix("code", bind),), sure)
     own = python_thread(late, waited)
     if own is not None:  # what has its core, and the lock that it wants, is its own process
         return replace(own, evidence=(*own.evidence, *evidence))
-    fix = (
+    words = f"it waits {ms(waited)} a step for a core"
+    fixes = [
         f"something else runs on the cores of {late.who} (workers, the job's own threads, another process): "
         "give each rank cores of its own"
-    )
-    return Cause("no-core", f"it waits {ms(waited)} a step for a core", tuple(evidence), (Fix("code", fix),))
+    ]
+    if not crowded:
+        words += ", as much for what it computes as the others do"
+        fixes.append(f"look for what {late.who} computes more than the others")
+    if not quota_is_read:
+        fixes.append(f"or raise the CPU limit of the container of {late.who}, if it has one: its cgroup cannot be read")
+    return Cause("no-core", words, tuple(evidence), tuple(Fix("code", fix) for fix in fixes), sure)
+
+
+def _beyond_its_work(late: Late) -> float:
+    """How much longer the slow ranks wait for a core than what they compute would at the others' rate, ms; 0 where that
+    is not known."""
+    (mine, others), (computes, usual) = (late.gauge(name) for name in (CORE_WAIT, "training_thread_cpu_seconds"))
+    return mine - computes * others / usual if usual > 0 else 0.0
 
 
 def _bound(late: Late) -> tuple[int, int] | None:

@@ -57,7 +57,7 @@ class Lower(WhatIf):
         if plan.ranks != was.plan.ranks:
             raise NotLowered(f"the plan is of {plan.ranks} ranks, and the pipeline that ran of {was.plan.ranks}")
         try:
-            check(plan)
+            check(plan, mixed=True)
         except ScheduleError as error:
             raise NotLowered(str(error)) from None
         return assemble(structure, was, plan, self.stages, waited)

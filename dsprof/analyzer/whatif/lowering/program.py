@@ -228,14 +228,16 @@ def _whole_plan(actions: tuple[tuple[Action, ...], ...], microbatches: int) -> P
     ranks = len(actions)
     if len(stages) % ranks:
         raise NotLowered(f"{len(stages)} stages on {ranks} ranks: each has to hold as many")
-    plan = Plan("as measured", ranks, microbatches, len(stages) // ranks, actions)
-    if any(plan.owner(action.stage) != rank for rank, mine in enumerate(actions) for action in mine):
+    dealt = (Plan("as measured", ranks, microbatches, len(stages) // ranks, actions, v) for v in (False, True))
+    plan = next((one for one in dealt if one.places_its_actions), None)
+    if plan is None:
         raise NotLowered("the stages are not dealt out to the ranks in turns, stage 0 to the first")
-    kinds = COMPUTE if plan.splits else COMPUTE[:2]
-    every = {Action(op, stage, micro) for op in kinds for stage in stages for micro in range(microbatches)}
-    done = [action for mine in actions for action in mine]
+    every = {Action(op, stage, micro) for op in "FB" for stage in stages for micro in range(microbatches)}
+    done = [action for mine in actions for action in mine if action.op != "W"]
     if len(done) != len(every) or set(done) != every:
         raise NotLowered("not every stage runs one forward and one backward of every micro-batch in each step")
+    if sum(action.op == "W" for mine in actions for action in mine) != len(plan.split):
+        raise NotLowered("a part of a backward ran twice in a step")
     return plan
 
 

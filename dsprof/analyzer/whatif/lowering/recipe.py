@@ -50,9 +50,9 @@ class Stages:
 def source_stage(measured: Plan, plan: Plan, stage: int) -> int:
     """The measured stage that a stage of `plan` is made of: itself where ranks hold as many; else one of the same rank,
     the last for the last."""
-    if plan.virtual_stages == measured.virtual_stages:
+    if (plan.virtual_stages, plan.v_shaped) == (measured.virtual_stages, measured.v_shaped):
         return stage
-    held = range(plan.owner(stage), measured.stages, measured.ranks)
+    held = [one for one in range(measured.stages) if measured.owner(one) == plan.owner(stage)]
     return held[-1] if stage == plan.stages - 1 else held[0]
 
 
@@ -97,9 +97,10 @@ class Recipe:
 
         if action.op == "F":
             return (copied("F", carried="all"),)
-        if was.splits == plan.splits:
+        in_two = (stage, micro) in was.split
+        if in_two == (action[1:] in plan.split):
             return (copied(action.op),)
-        if was.splits:
+        if in_two:
             return (copied("B"), copied("W", whole=False))
         share = self._stages.weight_share
         if action.op == "B":
