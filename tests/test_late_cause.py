@@ -102,7 +102,16 @@ def test_a_rank_that_computes_more_on_cores_as_crowded_as_the_others() -> None:
     found = late(NO_QUOTA, core_wait=0.8)
     assert cause(found) == "no-core, probably"
     assert "as much for what it computes as the others do" in found.title
-    assert any(fix.title == "look for what rank 1 computes more than the others" for fix in found.fixes)
+    assert any(fix.title == "or look for what rank 1 does more than the others" for fix in found.fixes)
+
+
+@pytest.mark.parametrize(
+    ("measured", "name"),
+    [({gauges.MAJOR_FAULTS: on(5e6)}, "paging, probably"), ({gauges.READ: on(64e9)}, "disk, probably")],
+)
+def test_on_a_crowded_machine_what_only_this_rank_has_comes_first(measured: dict[str, PerStep], name: str) -> None:
+    """Whose step is longer for another reason waits longer for cores, too, where all ranks do."""
+    assert cause(late({**NO_QUOTA, **measured}, core_wait=0.8, cpu_share=0.4)) == name
 
 
 @pytest.mark.parametrize("told", [True, False])
