@@ -72,25 +72,28 @@ def _raise_limit(late: Late, verb: str) -> tuple[Fix, ...]:
 
 
 def without_core(late: Late) -> Cause | None:
-    """It was ready to run, and something else had its cores: for sure where its cgroup says that no quota stops it
-    (which kernels before Linux 6.18 count as such a wait)."""
+    """It was ready to run, and something else had its cores, which are none of the others': for sure where its cgroup
+    says that no quota stops it (which kernels before Linux 6.18 count as such a wait)."""
     if not late.mostly(late.beyond(CORE_WAIT)):
         return None
     # What has its core, and the lock that it wants, is its own process.
     own = python_thread(late, late.beyond(CORE_WAIT))
     if own is not None:
         return replace(own, evidence=(*own.evidence, _core_wait(late)))
-    return _no_core(late) if late.mostly(_beyond_its_work(late)) else None
+    has_its_own = _bound(late) is not None or not _shares_cores(late)
+    return _no_core(late) if has_its_own and late.mostly(_beyond_its_work(late)) else None
 
 
 def crowded_cores(late: Late) -> Cause | None:
-    """It waits longer for a core, but no longer for what it computes than the others do: it may have more to do."""
+    """It waits longer for a core, but no longer for what it computes than the others do, so it may have more to do; or
+    for one that they wait for as well, so it may want one more often, as a thread that hands over a lock does."""
     if not late.mostly(late.beyond(CORE_WAIT)):
         return None
     found = _no_core(late)
     more = Fix("code", f"or look for what {late.who} does more than the others")
-    words = f"{found.words}, as much for what it computes as the others do"
-    return replace(found, words=words, fixes=(*found.fixes, more), sure=False)
+    more_often = late.mostly(_beyond_its_work(late))
+    words = "of those that the others use, too" if more_often else "as much for what it computes as the others do"
+    return replace(found, words=f"{found.words}, {words}", fixes=(*found.fixes, more), sure=False)
 
 
 def _no_core(late: Late) -> Cause:
@@ -114,6 +117,20 @@ def _no_core(late: Late) -> Cause:
     return Cause(
         "no-core", f"it waits {ms(waited)} a step for a core", (_core_wait(late),), tuple(fixes), quota_is_read
     )
+
+
+def _shares_cores(late: Late) -> bool:
+    """Whether a slow rank may run on cores that another rank may run on, too: then what else runs there is none of the
+    reasons for which only the one is late."""
+    host_of = {item.rank: item.host for item in late.study.run.ranks}
+    cpus = {int(fact["rank"]): fact.get("cpus") for fact in late.study.facts.get("process", [])}
+
+    def meet(one: int, other: int) -> bool:
+        mine, its = cpus.get(one), cpus.get(other)
+        return host_of.get(one) == host_of.get(other) and (not mine or not its or bool(set(mine) & set(its)))
+
+    slow, others = late.study.ranks_where(late.slow), late.study.ranks_where(~late.slow)
+    return any(meet(one, other) for one in slow for other in others)
 
 
 def _core_wait(late: Late) -> Evidence:
