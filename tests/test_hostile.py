@@ -21,7 +21,7 @@ from dsprof import cli
 from dsprof.collectors.capture import scratch
 from dsprof.launch.claim import claim, is_run
 from dsprof.launch.peak import facts_told
-from dsprof.live.tail import Tail, captures
+from dsprof.live.tail import Tail
 from dsprof.run import RunError, RunFolder, RunInfo, open_run
 from dsprof.trace import load
 
@@ -110,7 +110,7 @@ def read_all(run: Path) -> None:
     folder = open_run(run)
     is_run(folder), folder.read_hosts(), folder.read_hints(), folder.read_hangs(), folder.rank_of("host", 1)
     facts_told(folder), scratch.waiting(run)
-    for *_, capture in captures(folder.capture):
+    for _, capture in folder.captures():
         tail = Tail(capture)
         tail.facts("process", "group"), tail.meta(), tail.dropped(), tail.lock_stacks()
         with suppress(OSError):

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
-import numpy as np
-
-from ...arrays import Float
-from ...finding import Evidence, Finding, Fix, Gain
-from ...price.contention import kept_of_overlap
-from ...price.gains import beside_other_work, mean_gain
+from ...effect import Effect, WhatIfs
+from ...finding import NOTHING, Evidence, Finding, Fix, Gain
+from ...price.gains import sure_up_to
 from ...study import Study
 from ...text import ms
 from ...whatif import WhatIf
 from ...whatif.merge import Merge
 from ...whatif.prefetched import Prefetched
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, at, code_fix, replay_divided
+from ..base import LEAST_SHARE, at, code_fix, gains_tried
 from .deepspeed_config import elements, stage_of, told, zero_fix
 from .dimensions import Domain, waited_ms
 from .shards import GATHER, KINDS
@@ -34,15 +30,15 @@ def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
     waited = waited_ms(study, domain)
     if waited < LEAST_SHARE * study.step_ms:
         return []
-    best, ahead = Gain(0.0, 0.0, 0.0, 0.0), 0
-    before = _replay(study, domain, 0)
-    for tried in AHEAD:
-        gain = mean_gain(study, hidden_beside(study, before, before - _replay(study, domain, tried)))
+    now = _gathered(domain, 0)
+    tried = [Effect("comm.exposed", _gathered(domain, each), now, overlaps="more", counts_cores=True) for each in AHEAD]
+    best, ahead = NOTHING, 0
+    for each, gain in zip(AHEAD, gains_tried(study, tried, "gathering earlier was not tried"), strict=True):
         if gain.ms > best.ms + LEAST_SHARE * study.step_ms:
-            best, ahead = gain, tried
+            best, ahead = gain, each
     # No public setting of torch's does it where collectives run on the CPU: a remark.
     if study.facts.get("fsdp") and not study.on_gpu:
-        best = replace(best, low=min(best.low, 0.0))
+        best = sure_up_to(best, 0.0)
     gathers = len(domain.of("parameter").table) / len(study.step_numbers) / max(len(domain.groups), 1)
     evidence = (
         Evidence("exposed communication a step", round(waited, 3), "ms", 0.0),
@@ -55,9 +51,9 @@ def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
     return [Finding("comm.exposed", title, "info", domain.where(study, "all_gather"), evidence, best, fixes)]
 
 
-def _replay(study: Study, domain: Domain, ahead: int) -> Float:
-    """Step durations [S] with gathers issued so many ahead. Transfers are modelled, even where nothing is moved: what
-    is under way at once shares the link."""
+def _gathered(domain: Domain, ahead: int) -> WhatIfs:
+    """Gathers issued so many ahead. Transfers are modelled, even where nothing is moved: what is under way at once
+    shares the link."""
     of_shards = domain.of("parameter", "gradient")
     changes: list[WhatIf] = [
         Merge(Communications(kinds=KINDS, groups=(group,)), link, together=1)
@@ -65,14 +61,7 @@ def _replay(study: Study, domain: Domain, ahead: int) -> Float:
     ]
     if ahead:
         changes.append(Prefetched(Communications(kinds=(GATHER,), groups=domain.groups), ahead))
-    return replay_divided(study, changes, "gathering earlier was not tried")
-
-
-def hidden_beside(study: Study, before: Float, saved: Float) -> Float:
-    """Of ms that are saved in each step, [S], by gathering beside computation: as much as there are cores for, since a
-    backend needs them, too."""
-    left: Float = before - beside_other_work(study, before, before - saved)
-    return np.where(left > 0, kept_of_overlap(study) * left, left)
+    return tuple(changes)
 
 
 def _fix(study: Study, domain: Domain, ahead: int, gain: Gain) -> Fix:

@@ -11,19 +11,15 @@ import numpy.typing as npt
 import pandas as pd
 
 from ...align.groups import REPLICATE
-from ...arrays import Float
-from ...effect import Effect
+from ...effect import Effect, WhatIfs
 from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import SHARDING_PART
-from ...price.contention import freed_ms
-from ...price.gains import mean_gain
 from ...study import Study, once
 from ...text import count, size
-from ...whatif import WhatIf
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, at, code_fix, replay_divided
+from ..base import LEAST_SHARE, NotJudged, at, code_fix, gains_tried
 from .deepspeed_config import elements, stage_of, told, zero_fix
 from .dimensions import Domain, domains, waited_ms
 
@@ -151,21 +147,39 @@ def with_modules_per_unit(study: Study, together: int) -> Effect:
         raise NotJudged("no parameters were seen to be gathered")
     if together < 2:
         return Effect("comm.small-messages", counts_cores=True)
-    around = [_links(units) for units in sharded]
+    return _together(study, sharded, together, _as_they_are(study, sharded))
 
-    def merged(variant: int, together: int) -> tuple[WhatIf, ...]:
-        found: list[WhatIf] = []
-        for units, links in zip(sharded, around, strict=True):
-            found += _merged(study, units, links[min(variant, len(links) - 1)], together)
-        return tuple(found)
 
-    def correct(whole: Float, saved: Float) -> Float:
-        moved = sum(_moved_bytes(study, units) for units in sharded)
-        found: Float = saved + freed_ms(study, whole, moved) * (1 - 1 / together)
-        return found
+def _as_they_are(study: Study, sharded: Sequence[_ShardUnits]) -> list[WhatIfs]:
+    """The present gathers and scatters with modelled transfers, over the links that there may be."""
+    return [_merged_all(study, sharded, variant, 1) for variant in range(_most_links(sharded))]
 
-    (now, then), *others = ((merged(i, 1), merged(i, together)) for i in range(max(map(len, around))))
-    return Effect("comm.small-messages", then, now, tuple(others), correct=correct, counts_cores=True)
+
+def _together(study: Study, sharded: Sequence[_ShardUnits], together: int, now: Sequence[WhatIfs]) -> Effect:
+    """So many neighbours merged into one, in every dimension of these."""
+    pairs = [(present, _merged_all(study, sharded, variant, together)) for variant, present in enumerate(now)]
+    (as_it_is, then), *others = pairs
+    return Effect(
+        "comm.small-messages",
+        then,
+        as_it_is,
+        tuple(others),
+        fewer=1 - 1 / together,
+        moved_bytes=sum(_moved_bytes(study, units) for units in sharded),
+        counts_cores=True,
+    )
+
+
+def _most_links(sharded: Sequence[_ShardUnits]) -> int:
+    return max(len(_links(units)) for units in sharded)
+
+
+def _merged_all(study: Study, sharded: Sequence[_ShardUnits], variant: int, together: int) -> WhatIfs:
+    found: list[Merge] = []
+    for units in sharded:
+        links = _links(units)
+        found += _merged(study, units, links[min(variant, len(links) - 1)], together)
+    return tuple(found)
 
 
 def _links(units: _ShardUnits) -> list[dict[Communications, Link]]:
@@ -179,20 +193,10 @@ def _links(units: _ShardUnits) -> list[dict[Communications, Link]]:
 def _merges(study: Study, units: _ShardUnits) -> list[_Merged]:
     """What each of TOGETHER gains that leaves several of the collectives there are."""
     tried = [together for together in TOGETHER if 2 * together <= units.a_step / 2]
-    if not tried:
-        return []
-    each = _links(units)
-    before = [_replay(study, units, links, 1) for links in each]
-    freed = freed_ms(study, before[0], _moved_bytes(study, units))
-    found = []
-    for together in tried:
-        fewer = freed * (1 - 1 / together)
-        saved = [
-            now - _replay(study, units, links, together) + fewer for now, links in zip(before, each, strict=True)
-        ]  # fmt: skip
-        gain, ends = mean_gain(study, saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
-        found.append(_Merged(together, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
-    return found
+    now = _as_they_are(study, [units]) if tried else []
+    effects = [_together(study, [units], together, now) for together in tried]
+    gains = gains_tried(study, effects, "no other number of gathers was tried")
+    return [_Merged(together, gain) for together, gain in zip(tried, gains, strict=True)]
 
 
 def links_around(link: Link, size: float) -> list[Link]:
@@ -211,10 +215,6 @@ def by_bytes(link: Link, size: float) -> Link:
     whole = float(link.transfer_ms(np.array(size)))
     a_byte = min(whole / max(size, 1.0), SLOWEST_MS_PER_BYTE)
     return Link(whole - size * a_byte, a_byte, False, link.spread)
-
-
-def _replay(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> Float:
-    return replay_divided(study, _merged(study, units, links, together), "no other number of gathers was tried")
 
 
 def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> list[Merge]:
