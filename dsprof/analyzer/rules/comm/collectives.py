@@ -71,11 +71,15 @@ def _judges(study: Study, stage: int | None) -> list[tuple[Domain, Callable[[], 
     found: list[tuple[Domain, Callable[[], list[Finding]]]] = []
     sharded = [one for one in every if gathers_parameters(one)]
     by_zero = stage_of(study) == 3
+    by_engine = is_own_engine(study) and stage_of(study) in (1, 2)
     for domain in sharded:
         of_domain = [one for one in replicas if one is not domain]
         by_key = larger_buckets if stage_of(study) is not None else None
         found.append((domain, partial(small_shards, study, domain, of_domain, by_key)))
-        found.append((domain, partial(exposed_fetches if by_zero else exposed_gathers, study, domain)))
+        if by_engine:  # what is gathered there are updated parameters: it is gradients that modules wait for
+            found.append((domain, partial(_reduced, study, domain, stage)))
+        else:
+            found.append((domain, partial(exposed_fetches if by_zero else exposed_gathers, study, domain)))
     for domain in every:
         if domain in sharded or (sharded and domain in replicas) or domain.of(GRADIENT).table.empty:
             continue

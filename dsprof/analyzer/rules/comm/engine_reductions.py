@@ -37,6 +37,8 @@ def engine_reductions(study: Study, domain: Domain) -> list[Finding]:
         found += [one for one in part.findings if isinstance(one, Finding)]
     except NotJudged as reason:
         unjudged = str(reason)
+    if not all(link.fitted for link in mine.links().values()):
+        found = []  # all of one size: it may be their bytes that take long, which fewer of them do not spare
     beside = _beside_backward(study, domain)
     if unjudged and beside is None:
         raise NotJudged(unjudged)
