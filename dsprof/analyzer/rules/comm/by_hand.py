@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from ...effect import Effect, WhatIfs
-from ...finding import Evidence, Finding, Fix
+from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...study import Study
 from ...text import size
@@ -20,14 +20,18 @@ UNJUDGED = (
     "each reduction of gradients is waited for before anything else is done: what reducing them while backward goes on "
     "would gain, as DistributedDataParallel does, is not replayed; try it"
 )
+FLATTEN = "flatten the gradients of a group into one tensor, and reduce them at once"
 FEWEST = 2
 MATTERS = 0.01
 """Of the step: less exposed communication than this need not be judged."""
 
 
-def reduced_together(study: Study, domain: Domain) -> list[Finding]:
+def reduced_together(study: Study, domain: Domain, say: Callable[[Gain], Fix] | None = None) -> list[Finding]:
     """Each group's gradients flattened and reduced at once: comm.small-messages. What hiding them behind backward would
-    gain is not judged, if it matters (PartlyJudged). Raises NotJudged where they are not waited for one by one."""
+    gain is not judged, if it matters (PartlyJudged). Raises NotJudged where they are not waited for one by one.
+
+    say: the fix that reduces them at once; None: in words, for a script that reduces them itself
+    """
     domain = domain.of(GRADIENT)
     links, a_step = domain.links(), domain.a_step(study)
     link = links[domain.groups[0]]
@@ -58,7 +62,7 @@ def reduced_together(study: Study, domain: Domain) -> list[Finding]:
         )
         title = f"{a_step:.0f} reductions of gradients a step, of {size(median)} each, are waited for one by one"
         op = str(domain.table["name"].mode().iloc[0])
-        fix = Fix("code", "flatten the gradients of a group into one tensor, and reduce them at once", gain=gain)
+        fix = say(gain) if say is not None else Fix("code", FLATTEN, gain=gain)
         found.append(
             Finding(
                 "comm.small-messages",

@@ -18,9 +18,10 @@ from ...study import Study, once
 from ...text import count, ms, size
 from ...whatif.rebucket import Rebucket, reduced_in_backwards
 from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, gains_tried
+from .deepspeed_config import elements, is_own_engine, stage_of, zero_fix
 from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 from .redundant_reduce import repeated_reductions
-from .shards import by_bytes
+from .shards import FAR, beyond, by_bytes
 
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
 AS_GOOD: Final = 0.9
@@ -88,7 +89,7 @@ def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
     )
     title = f"{cut.count} gradient collectives a step of {size(cut.median_bytes)} each are bound by latency"
     where = cut.domain.where(study, cut.op)
-    fixes = (_bucket_fix(cut, best),)
+    fixes = (_bucket_fix(study, cut, best),)
     return Finding(
         "comm.small-messages", title + cut.domain.inside, "info", where, evidence, best.gain, fixes,
         unknown="" if cut.link.fitted else ONE_SIZE,
@@ -106,7 +107,7 @@ def _large(study: Study, cut: _Cut, best: Rebucketed, waited: float) -> Finding:
     title = f"gradients are reduced in {one}, too late to hide behind backward: {ms(waited)} of each step wait for them"
     return Finding(
         "comm.large-bucket", title + cut.domain.inside, "info", cut.domain.where(study, cut.op), evidence, best.gain,
-        (_bucket_fix(cut, best),), unknown="" if cut.link.fitted else ONE_SIZE,
+        (_bucket_fix(study, cut, best),), unknown="" if cut.link.fitted else ONE_SIZE,
     )  # fmt: skip
 
 
@@ -296,15 +297,35 @@ def _divided_otherwise(study: Study, cuts: Sequence[_Cut], sizes: Sequence[Sizes
     # All of one size: it may be the bytes that take long.
     if any(cut.domain.on_device and not cut.link.fitted and cut.link.latency_ms > 0 for cut in cuts):
         others.append(divided(0, by_bytes=True))
+    pairs = [(now, other) for other in others]
+    if any(_are_far(cut, of) for cut, of in zip(cuts, sizes, strict=True)):
+        slower = [_beyond(cut) for cut in cuts]
+        then = tuple(one for cut, of in zip(slower, sizes, strict=True) for one in _divided(cut, of))
+        pairs.append((_now(slower), then))
     return Effect(
         "comm.small-messages" if after < before else "comm.large-bucket",
         divided(0),
         now,
-        tuple((now, other) for other in others),
+        tuple(pairs),
         overlaps="more" if after > before else "",
         fewer=1 - after / before,
         moved_bytes=sum(cut.total_bytes for cut in cuts),
         counts_cores=True,
+    )
+
+
+def _beyond(cut: _Cut) -> _Cut:
+    """The same over links of whose bytes more may take long than was fitted to small ones."""
+    links = {name: beyond(now.link) if now.link.fitted else now.link for name, now in cut.groups.items()}
+    return replace(cut, groups={name: replace(now, link=links[name]) for name, now in cut.groups.items()})
+
+
+def _are_far(cut: _Cut, sizes: Sizes) -> bool:
+    """Whether some of these buckets are much larger than all that a group's link was fitted to."""
+    links = {reduced: now.link for reduced, now in cut.groups.items()}
+    return any(
+        links[reduced].fitted and max(of_group, default=0) > FAR * links[reduced].largest
+        for reduced, of_group in sizes.items()
     )
 
 
@@ -335,6 +356,16 @@ def with_cap(study: Study, cap_mb: float) -> Effect:
     return _divided_otherwise(study, cuts, [_sizes(cut, cap_mb) for cut in cuts], _now(cuts))
 
 
+def with_buckets_of(study: Study, most_bytes: int) -> Effect:
+    """Gradients that an engine reduces while backward goes on, in buckets of up to so many bytes."""
+    need_every_rank(study)
+    reduced = [domain for domain in domains(study) if len(domain.of(GRADIENT).table)]
+    if not reduced:
+        raise NotJudged("no collective was seen to carry gradients")
+    cuts = [_gradients(study, domain) for domain in reduced]
+    return _divided_otherwise(study, cuts, [_sizes(cut, most_bytes / 2**20) for cut in cuts], _now(cuts))
+
+
 def pack(tensors: list[int], cap_bytes: int) -> list[int]:
     """Bucket sizes as DDP makes them for an explicit bucket_cap_mb: a bucket closes when it has reached its size."""
     sizes, current = [], 0
@@ -346,7 +377,10 @@ def pack(tensors: list[int], cap_bytes: int) -> list[int]:
     return [*sizes, current] if current else sizes
 
 
-def _bucket_fix(cut: _Cut, best: Rebucketed) -> Fix:
+def _bucket_fix(study: Study, cut: _Cut, best: Rebucketed) -> Fix:
+    if cut.ddp is None and is_own_engine(study) and stage_of(study) in (1, 2):
+        most = elements(study, best.cap_mb * 2**20)
+        return zero_fix({"reduce_bucket_size": most}, f"{count(best.buckets, 'reduction')} a step", best.gain)
     if cut.ddp is None:
         return Fix(
             "code",

@@ -20,12 +20,10 @@ from ...whatif.select import Communications
 from ..base import NotJudged
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
 from .dimensions import Domain, domains
-from .shards import GATHER, gathers_parameters, is_of_shards, links_around
+from .shards import FAR, GATHER, gathers_parameters, is_of_shards, links_around
 
 PREFETCH: Final = "stage3_prefetch_bucket_size"
 LIVE: Final = "stage3_max_live_parameters"
-FAR: Final = 2.0
-"""So many times larger, another collective tells more of the bytes of what is gathered together than gathers do."""
 SCATTER: Final = "reduce_scatter gradient"
 
 

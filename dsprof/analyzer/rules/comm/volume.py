@@ -47,10 +47,10 @@ AS_STATED: Final = 0.75
 AS_GOOD: Final = 1 / 3
 """Numbers of half the size are proposed first where they surely save this part of what fewer reductions do: they leave
 the batch as it is."""
-CAST_MS_PER_BYTE: Final = 1.2e-6
+CAST_MS_PER_BYTE: Final = 6e-7
 CAST_BETWEEN: Final = (0.5, 2.0)
-"""Of a byte of gradients that a CPU turns into another number format and back; half and twice as much are possible
-(0.5 to 1.6 ms a MiB were measured)."""
+"""Of a byte of gradients that a CPU turns into another number format, adds up and turns back; half and twice as much
+are possible. Measured by benchmarks/constants.py: half of it for buckets of a MB and more, twice for small ones."""
 
 
 @dataclass(frozen=True)

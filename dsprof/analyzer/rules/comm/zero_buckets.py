@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,8 +16,9 @@ from ...study import Study
 from ...text import count, ms, size
 from ...whatif.merge import Merge, packed
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, gains_tried, zero_stage
-from .deepspeed_config import elements, item_bytes, told, zero_fix
+from ..base import LEAST_SHARE, NotJudged, gains_tried
+from .ddp_buckets import with_buckets_of
+from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
 from .shards import links_around
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
@@ -114,7 +116,13 @@ def _buckets(study: Study, most: float) -> float:
 
 def _now(study: Study, table: pd.DataFrame, link: Link) -> list[WhatIfs]:
     """The buckets as they are, with transfers modelled over each link that there may be."""
-    return [_up_to(study, each, 0.0) for each in links_around(link, float(table["bytes"].median()))]
+    return [_up_to(study, each, 0.0) for each in _links_around(study, table, link, math.inf)]
+
+
+def _links_around(study: Study, table: pd.DataFrame, link: Link, most: float) -> list[Link]:
+    """Those that there may be, of buckets of up to `most` bytes: none is larger than all gradients of a step."""
+    whole = float(table["bytes"].sum()) / len(study.step_numbers)
+    return links_around(link, float(table["bytes"].median()), min(most, whole))
 
 
 def _of_up_to(
@@ -122,8 +130,8 @@ def _of_up_to(
 ) -> Effect:
     """Buckets of up to `most` bytes (0: as they are), of which there are so many a step."""
     moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
-    each = links_around(link, float(table["bytes"].median()))
-    pairs = [(present, _up_to(study, one, most)) for present, one in zip(now, each, strict=True)]
+    each = _links_around(study, table, link, most)  # of `now` the last may be of larger buckets only
+    pairs = [(present, _up_to(study, one, most)) for present, one in zip(now, each, strict=False)]
     (as_it_is, then), *others = pairs
     return Effect(
         "comm.small-messages",
@@ -142,9 +150,15 @@ def _up_to(study: Study, link: Link, most: float) -> WhatIfs:
 
 def with_bucket_size(study: Study, number: float) -> Effect:
     """A larger `reduce_bucket_size`, of so many elements. Raises NotJudged where it holds less than the present one, as
-    smaller buckets cannot be made of what is known of larger ones, and where the stage has no such buckets."""
-    if zero_stage(study) not in (1, 2):
-        raise NotJudged("reduce_bucket_size is predicted for ZeRO's stages 1 and 2 of DeepSpeed only")
+    smaller buckets cannot be made of what is known of larger ones that are waited for at once, and where the stage has
+    no such buckets."""
+    if stage_of(study) not in (1, 2):
+        raise NotJudged("reduce_bucket_size is predicted for ZeRO's stages 1 and 2 only")
+    config = zero_config(study) if is_own_engine(study) else None
+    if config is not None and config.zero_optimization.overlap_comm:
+        if number == config.zero_optimization.reduce_bucket_size:
+            return Effect("comm.small-messages")
+        return with_buckets_of(study, int(number * item_bytes(study)))
     table = _gradients(study)
     if table.empty:
         raise NotJudged("no collective was seen to carry gradients")

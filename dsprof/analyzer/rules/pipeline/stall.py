@@ -132,20 +132,37 @@ def pairs_of(study: Study) -> tuple[Pair, ...]:
 def slow_pairs(study: Study) -> list[SlowPair]:
     """The pairs whose messages are slow beside those of the others that are as large or larger; the worst first."""
     every = [pair for pair in pairs_of(study) if len(pair.took) >= FEWEST and pair.bytes > 0]
+    bytes_ = np.array([pair.bytes for pair in every])
+    typical = np.array([pair.typical_ms for pair in every])
+    quarters = np.array([np.quantile(pair.took, (SURE, 1 - SURE)) for pair in every]).reshape(-1, 2)
+    short, long = quarters[:, 0], quarters[:, 1]
     found = []
-    for pair in every:
-        others = [other for other in every if other is not pair and other.bytes >= (1 - ALIKE) * pair.bytes]
-        if not others:
+    for size_ in np.unique(bytes_).tolist():
+        large = np.flatnonzero(bytes_ >= (1 - ALIKE) * size_)
+        if len(large) < 2:
             continue
-        usual = float(np.median([other.typical_ms for other in others]))
-        longest = float(np.median([np.quantile(other.took, 1 - SURE) for other in others]))
-        apart = pair.typical_ms - usual > 2 * study.clock_error_ms  # from one rank's arrival to another's end
-        surely = np.quantile(pair.took, SURE) > longest and apart
-        # A receiver that waits for a core goes on late after every message.
-        if pair.typical_ms > SLOWER * usual and surely and not wants_cores(study, (pair.target,)):
-            quarters = np.array([np.quantile(other.took, (SURE, 1 - SURE)) for other in others])
-            found.append(SlowPair(pair, usual, min(usual, quarters[:, 0].min()), max(usual, quarters[:, 1].max())))
+        usual, longest = medians_of_others(typical[large]), medians_of_others(long[large])
+        for place in np.flatnonzero(bytes_[large] == size_).tolist():
+            pair, usual_ms = every[large[place]], float(usual[place])
+            apart = pair.typical_ms - usual_ms > 2 * study.clock_error_ms  # from one rank's arrival to another's end
+            surely = short[large[place]] > longest[place] and apart
+            # A receiver that waits for a core goes on late after every message.
+            if pair.typical_ms > SLOWER * usual_ms and surely and not wants_cores(study, (pair.target,)):
+                least, most = np.delete(short[large], place).min(), np.delete(long[large], place).max()
+                found.append(SlowPair(pair, usual_ms, min(usual_ms, float(least)), max(usual_ms, float(most))))
+    found.sort(key=lambda slow: (slow.pair.source, slow.pair.target, slow.pair.lane))
     return sorted(found, key=lambda slow: -(slow.pair.typical_ms - slow.usual_ms) * slow.pair.count)
+
+
+def medians_of_others(values: Float) -> Float:
+    """Of each of at least two values the median of all the others, [n]."""
+    order = np.argsort(values, kind="stable")
+    place = np.empty(len(values), np.int64)
+    place[order] = np.arange(len(values))
+    ascending, others = values[order], len(values) - 1
+    low, high = (np.where(middle < place, middle, middle + 1) for middle in ((others - 1) // 2, others // 2))
+    found: Float = (ascending[low] + ascending[high]) / 2
+    return found
 
 
 def stall(study: Study) -> Found:
