@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import mmap
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 WIDTH, LATE = 384, 1
-QUOTA = Path("/sys/fs/cgroup/cpu")
+CGROUPS = Path("/sys/fs/cgroup")
+QUOTA, LIMIT = "cpu", "memory"
+"""Controllers of cgroups (v1)."""
+CORES = 0.3
+MEMORY, MAPPED, TOUCHED = 224 << 20, 320 << 20, 1500
+"""Bytes that a rank may have, bytes of a file that it maps, and how many of its pages it looks at in a step."""
 WINDOW = range(24, 34)
 BUSY = "while True: pass"
 
@@ -30,19 +37,57 @@ Extra = Callable[[int], None]
 """What rank 1 does beside its work, in a step."""
 
 
+def own_cgroup(controller: str) -> Path:
+    """The folder of the cgroup (v1) that this process is in."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, names, path = line.split(":", 2)
+        if controller in names.split(","):
+            return CGROUPS / controller / path.lstrip("/")
+    return CGROUPS / controller
+
+
 @contextlib.contextmanager
-def quota() -> Iterator[Extra]:
-    """A tenth of a core."""
-    folder = QUOTA / f"dsprof-late-{os.getpid()}"
+def cgroup(controller: str, **settings: int) -> Iterator[None]:
+    """This process in a cgroup of its own, below the one that it is in."""
+    home = own_cgroup(controller)
+    folder = home / f"dsprof-late-{os.getpid()}"
     folder.mkdir()
     try:
-        (folder / "cpu.cfs_period_us").write_text("100000")
-        (folder / "cpu.cfs_quota_us").write_text("10000")
+        for name, value in settings.items():
+            (folder / f"{controller}.{name}").write_text(str(value))
         (folder / "cgroup.procs").write_text(str(os.getpid()))
-        yield lambda step: None
+        yield
     finally:
-        (QUOTA / "cgroup.procs").write_text(str(os.getpid()))
+        (home / "cgroup.procs").write_text(str(os.getpid()))
         folder.rmdir()
+
+
+@contextlib.contextmanager
+def quota() -> Iterator[Extra]:
+    """A part of a core, in each tenth of a second."""
+    with cgroup(QUOTA, cfs_period_us=100_000, cfs_quota_us=int(100_000 * CORES)):
+        yield lambda step: None
+
+
+@contextlib.contextmanager
+def paging() -> Iterator[Extra]:
+    """It looks at pages of a mapped file that does not fit into the memory that it may have."""
+    with tempfile.NamedTemporaryFile(dir=os.environ.get("LATE_RANKS_DISK")) as file:
+        for _ in range(MAPPED >> 20):
+            file.write(os.urandom(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        draw = random.Random(0)
+        with mmap.mmap(file.fileno(), MAPPED, prot=mmap.PROT_READ) as mapped:
+            mapped.madvise(mmap.MADV_RANDOM)
+
+            def touch(step: int) -> None:
+                for _ in range(TOUCHED):
+                    mapped[draw.randrange(MAPPED)]
+
+            with cgroup(LIMIT, limit_in_bytes=MEMORY):
+                yield touch
 
 
 @contextlib.contextmanager
@@ -151,7 +196,8 @@ def nothing() -> Iterator[Extra]:
 
 
 CAUSES = {
-    "quota": quota, "competitor": competitor, "affinity": affinity, "gil": gil, "disk": disk, "gc": collections,
+    "quota": quota, "competitor": competitor, "affinity": affinity, "gil": gil, "disk": disk, "paging": paging,
+    "gc": collections,
     "compilation": compilation, "branch": branch, "window": window, "work": nothing, "none": nothing,
 }  # fmt: skip
 

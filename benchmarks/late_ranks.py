@@ -1,10 +1,13 @@
 """Why is a rank late? Jobs in which rank 1 is late for one known reason, and what is said of it.
 
     python benchmarks/late_ranks.py            # writes benchmarks/results/late_ranks.json after each job, and resumes
-    python benchmarks/late_ranks.py --times 3  # each cause three times
+    python benchmarks/late_ranks.py --only gil --again  # the jobs of one cause that went wrong, once more
 
-Needs two cores that nobody else uses; put `chrt -r 1` in front of it on a machine that others use. The quota needs
-leave to make a cgroup (v1, /sys/fs/cgroup/cpu); where there is none the job is skipped, and so said.
+Each cause is planted three times. Needs two cores that nobody else uses; put `chrt -r 1` in front of it on a machine
+that others use: what the others take of the cores is a cause of its own, which is told as well. `load_before` is how
+many threads wanted one. A quota and a limit of memory need leave to make a cgroup (v1, /sys/fs/cgroup); where there is
+none the job is skipped, and so said. `of_thirty`: the ten causes of a late rank, without a branch (whose cause is not
+to be known, but whose line is) and without a fault.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ HERE: Final = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
 from jobs import profile  # noqa: E402
-from late_rank_job import CAUSES, LATE, QUOTA  # noqa: E402
+from late_rank_job import CAUSES, LATE, LIMIT, QUOTA, own_cgroup  # noqa: E402
 
 from dsprof.atomic import write_atomically  # noqa: E402
 
@@ -50,6 +53,7 @@ TRUTHS: Final = {
     "affinity": Truth(STRAGGLER, ("affinity", "no-core")),
     "gil": Truth(STRAGGLER, ("python-thread",), "prefetcher"),
     "disk": Truth(STRAGGLER, ("disk",)),
+    "paging": Truth(STRAGGLER, ("paging",)),
     "gc": Truth("pause.gc"),
     "compilation": Truth("compute.recompile"),
     "branch": Truth(STRAGGLER, (UNKNOWN,), "late_rank_job.py:"),
@@ -57,12 +61,15 @@ TRUTHS: Final = {
     "work": Truth("data.imbalance"),
     "none": Truth(None),
 }
+NO_CAUSE: Final = ("branch", "none")
+CGROUP_OF: Final = {"quota": QUOTA, "paging": LIMIT}
+TIMES: Final = 3
 
 
 def run(cause: str) -> dict[str, Any]:
     """What is said of a job, and whether that is right."""
-    if cause == "quota" and not os.access(QUOTA, os.W_OK):
-        return {"cause": cause, "skipped": "no leave to make a cgroup with a quota"}
+    if cause in CGROUP_OF and not os.access(own_cgroup(CGROUP_OF[cause]), os.W_OK):
+        return {"cause": cause, "skipped": f"no leave to make a cgroup ({CGROUP_OF[cause]})"}
     with tempfile.TemporaryDirectory() as folder:
         finished = profile(
             Path(folder), HERE / "late_rank_job.py", "--cause", cause, ranks=2, flags=("--no-report",), fresh=True
@@ -94,26 +101,29 @@ def judged(truth: Truth, findings: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=1, help="how often each cause is planted")
+    parser.add_argument("--times", type=int, default=TIMES, help="how often each cause is planted")
     parser.add_argument("--only", metavar="CAUSE", choices=CAUSES)
+    parser.add_argument("--again", action="store_true", help="run the jobs that went wrong again")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "late_ranks.json")
     args = parser.parse_args()
     done: dict[str, Any] = json.loads(args.output.read_text())["jobs"] if args.output.exists() else {}
     for number in range(args.times):
         for cause in CAUSES:
             name = f"{cause} {number + 1}"
-            if name in done or args.only not in (None, cause):
+            if args.only not in (None, cause) or (name in done and not (args.again and not done[name].get("right"))):
                 continue
             load = os.getloadavg()[0]
             done[name] = {**run(cause), "load_before": round(load, 1)}
             told = {key: done[name].get(key) for key in ("right", "first", "told", "skipped")}
             print(f"{name:16s} {json.dumps(told)}", flush=True)
             ran = [job for job in done.values() if "right" in job]
+            late = [job for job in ran if job["cause"] not in NO_CAUSE]
             result = {
                 "what": "what `dsprof run` says of a rank that is late for one known reason",
                 "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
                 "run": len(ran),
                 "right": sum(job["right"] for job in ran),
+                "of_thirty": f"{sum(job['right'] for job in late)} of {len(late)}",
                 "certain_and_wrong": sum(job["certain_and_wrong"] for job in ran),
                 "jobs": done,
             }

@@ -9,6 +9,10 @@ ABOUT: Final = "dsprof"
 PARQUET: Final = b"dsprof.export"
 """Its key among the metadata of a Parquet file."""
 EXPORT_SCHEMA: Final = 1
+PROFILER_STEP: Final = "ProfilerStep#"
+"""How torch.profiler calls a step; its number follows."""
+COLLECTIVE: Final = "Collective name"
+"""What torch.profiler calls the collective that a kernel is of."""
 DETAILS: Final = (
     "step", "module", "purpose", "group", "seq", "peer", "tag", "bytes", "dtype", "stage", "microbatch", "site",
     "value", "source", "root", "grad", "host_ns", "thread",

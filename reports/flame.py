@@ -5,12 +5,11 @@ from __future__ import annotations
 from html import escape
 from typing import Final
 
-import plotly.graph_objects as go
-
 from dsprof.analyzer.text import clean, count, ms, percent
 from dsprof.analyzer.text import ranks as ranks_in_words
 from dsprof.analyzer.work.stack_difference import Node, StackDifference
 
+from . import graph_objects as go
 from . import palette
 from .plots import styled
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import plotly.graph_objects as go
-
 from dsprof.analyzer import text
 from dsprof.analyzer.work.pipeline_step import ARRIVING, FOR_STAGE, NOTHING_LEFT, PipelineStep
 
+from . import graph_objects as go
 from . import palette
 from .plots import styled
 

@@ -7,13 +7,13 @@ from html import escape
 from typing import Any, Final
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from dsprof.analyzer import text
 from dsprof.analyzer.memory.allocator_state import STATE_COLUMNS
 from dsprof.analyzer.memory.use_by_step import HELD, MemoryUse, main_place
 from dsprof.schema import MEMORY_PARTS
 
+from . import graph_objects as go
 from . import palette
 from .plots import mark_profiled, styled
 

@@ -87,9 +87,6 @@ IRREGULAR: Final = {
 }
 """What makes a step irregular (`Analysis.irregular`, column `kind`)."""
 
-LEAST_SHARE: Final = 5e-4
-"""A part of less of the step is not shown."""
-
 SERIES: Final = ("#2F86EE", "#E0914A", "#1F7C59", "#A01C8C", "#45C8F5", "#DCCB1E", "#7A2CEB", "#B5121B")
 """Colours for what is no budget part: ranks, operators."""
 

@@ -13,11 +13,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-import plotly.graph_objects as go
 
 from dsprof import gauges
 from dsprof.analyzer import text
+from dsprof.analyzer.analysis import own_work_of_budget
 
+from . import graph_objects as go
 from . import palette, tables, wording
 from .tables import NS_PER_MS
 
@@ -88,7 +89,7 @@ def budget_bar(
     """
     table = budget_by_rank
     mean = dict(budget) if budget is not None else table.mean().to_dict()
-    own = tables.own_work_of_budget(table)
+    own = own_work_of_budget(table)
     shown = table.loc[sorted(own.sort_values(ascending=False, kind="stable").index[:max_ranks])]
     note = "" if len(shown) == len(table) else f"{len(shown)} of {len(table)} ranks: those with the most own work"
     labels = ["mean", *(f"rank {rank}" for rank in shown.index)]
@@ -345,12 +346,17 @@ def _ceiling(values: npt.NDArray[np.float64]) -> float:
 # --- collectives ------------------------------------------------------------------------------------
 
 
+def sized_collectives(table: pd.DataFrame) -> pd.DataFrame:
+    """Those with bytes and a measured transfer."""
+    return table[(table["bytes"].fillna(-1) > 0) & (table["transfer_ns"].fillna(-1) > 0)]
+
+
 def collectives(table: pd.DataFrame, *, max_points: int = 3000) -> go.Figure:
     """Bytes against transfer time (last arrival to end) of the matched collectives, a colour an operator.
 
     Of more than `max_points`, the slowest tenth is kept whole and the others are thinned evenly.
     """
-    sized = table[(table["bytes"].fillna(-1) > 0) & (table["transfer_ns"].fillna(-1) > 0)]
+    sized = sized_collectives(table)
     notes = []
     if len(sized) < len(table):
         notes.append(f"{len(table) - len(sized):,} without bytes or a measured transfer left out")

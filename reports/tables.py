@@ -25,11 +25,6 @@ def own_work_ms(steps: pd.DataFrame) -> pd.Series:
     return (step_ms(steps) - waiting).clip(lower=0.0)
 
 
-def own_work_of_budget(budget_by_rank: pd.DataFrame) -> pd.Series:
-    """Likewise of each rank's mean ordinary step (`Analysis.budget_by_rank`), ms."""
-    return budget_by_rank.drop(columns=[part for part in WAITING if part in budget_by_rank]).sum(axis=1)
-
-
 def by_step(steps: pd.DataFrame, values: pd.Series) -> pd.DataFrame:
     """`values` as a table with a row per rank and a column per step; NaN where a rank lacks a step."""
     table = pd.DataFrame({"rank": steps["rank"], "step": steps["step"], "value": values})

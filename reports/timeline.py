@@ -8,11 +8,11 @@ from html import escape
 from typing import Any, Final
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from dsprof.analyzer import text
 from dsprof.schema import CALL_SITE, PHASES
 
+from . import graph_objects as go
 from . import palette, tables
 from .plots import styled
 from .tables import NS_PER_MS

@@ -6,36 +6,22 @@ import datetime
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from dsprof.analyzer.align.steps import StepTime
-from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.analysis import Analysis, time_shown
 from dsprof.analyzer.finding import MEASURED_EXCESS, MEASURED_ON_DEVICE, Evidence, Finding, Gain, Where
 from dsprof.analyzer.memory.allocator_state import DeviceMemory, Holder
 from dsprof.analyzer.rules.registry import ends_run
 from dsprof.analyzer.text import clean, count, ms, number, percent, quantity, ranks, spans, unit_of
 from dsprof.run import RankExit, last_processes
-from dsprof.schema import TIME_KINDS
 
 from . import palette
 from .edits import settings, site
 
 # --- the verdict --------------------------------------------------------------------------------
-
-Tone = Literal["good", "unsure", "low", "medium", "high"]
-
-
-def tone(analysis: Analysis) -> Tone:
-    """How grave the verdict is: green, yellow, by the worst finding's severity, red."""
-    if analysis.verdict.status == "bottleneck":
-        graver: dict[str, Tone] = {"high": "high", "medium": "medium", "low": "low"}
-        return next((graver[finding.severity] for finding in analysis.problems if finding.severity in graver), "low")
-    return _TONES[analysis.verdict.status]
-
-
-_TONES: Final[dict[str, Tone]] = {"healthy": "good", "inconclusive": "unsure", "failed": "high"}
 
 
 def steps_judged(analysis: Analysis) -> str:
@@ -69,8 +55,6 @@ def _beside(reference: float, value: float) -> str:
 
 # --- kinds of time ------------------------------------------------------------------------------
 
-LEAST_SECONDS: Final = 0.05
-
 
 @dataclass(frozen=True)
 class KindOfTime:
@@ -91,9 +75,8 @@ def kinds_of_time(time: Mapping[str, float]) -> list[KindOfTime]:
     """What the run's wall time (kind -> s) went to, in schema.TIME_KINDS's order, without what is next to nothing."""
     total = sum(time.values())
     return [
-        KindOfTime(name, palette.TIMES[name], time[name], 100 * time[name] / total)
-        for name in TIME_KINDS
-        if time.get(name, 0.0) >= LEAST_SECONDS
+        KindOfTime(name, palette.TIMES[name], seconds, 100 * seconds / total)
+        for name, seconds in time_shown(time).items()
     ]
 
 
@@ -112,16 +95,6 @@ def duration(seconds: float) -> str:
 
 
 # --- findings -----------------------------------------------------------------------------------
-
-
-def codes(analysis: Analysis, place_of: Callable[[str], str | None]) -> dict[str, list[str]]:
-    """Where lost time shows, by `part_of` or `kind_of` of `analyzer.analysis` -> codes of the problems that lose it."""
-    found: dict[str, list[str]] = {}
-    for finding in analysis.problems:
-        place = place_of(finding.code)
-        if place is not None and finding.code not in found.setdefault(place, []):
-            found[place].append(finding.code)
-    return found
 
 
 def where(place: Where) -> str:
@@ -305,8 +278,8 @@ def _bad_ends(analysis: Analysis) -> list[str]:
     return [f"{ranks(who)} {words}" for words, who in alike.items()]
 
 
-def capture_facts(analysis: Analysis) -> str:
-    """The capture's quality in one line."""
+def capture_facts(analysis: Analysis, *, brief: bool = False) -> str:
+    """The capture's quality in one line. brief: of one that is whole, without what is as it is to be."""
     capture = analysis.capture
     missing = analysis.missing_ranks
     words = [f"{len(analysis.ranks_captured)}/{count(analysis.ranks_expected, 'rank')}"]
@@ -316,17 +289,17 @@ def capture_facts(analysis: Analysis) -> str:
         words.append(f"imported from {imported_from(analysis.run.imported)}, of unknown overhead")
     elif capture.overhead_percent is not None:
         words.append(f"overhead {'' if capture.overhead_measured else 'est. '}{percent(capture.overhead_percent)}")
-    if not analysis.run.imported or capture.dropped:
+    if not brief and (not analysis.run.imported or capture.dropped):
         words.append(f"{count(capture.dropped, 'record')} dropped")
     if len(analysis.ranks_captured) > 1:
         error = capture.clock_error_us
         if error is None:
             words.append("clocks taken for one, as the trace does not name them")
         else:
-            words.append(f"clocks within {quantity(error, 'us')}" if error > 0 else "one clock")
+            words += [] if brief else [f"clocks within {quantity(error, 'us')}" if error > 0 else "one clock"]
     if noise(analysis):
         words.append(f"noise {noise(analysis)}")
-    if capture.replay is not None and capture.replay.held_out is not None:
+    if not brief and capture.replay is not None and capture.replay.held_out is not None:
         words.append(f"replay of held-out steps within {percent(max(100 * capture.replay.held_out.missed, 0.1))}")
     return ", ".join(words)
 

@@ -66,6 +66,8 @@ class Job:
     """The same of its loading, where that differs."""
     core_wait: float = 0.0
     """How long it wants a core, as a share of its own work."""
+    crowded: PerStep = lambda rank, step: 0
+    """How long it wants a core beside that."""
     gauges: dict[str, PerStep] = field(default_factory=dict)
     """Other gauges, and by how many ms each rises in a step."""
     pause_before: float = 0.0
@@ -137,7 +139,7 @@ class Job:
                 used = (begin - now[rank] - loading + spent) * self.cpu_share
                 used += loading * (self.cpu_share if self.data_cpu_share is None else self.data_cpu_share)
                 cpu[rank] += used
-                wanted[rank] += (begin - now[rank] + spent) * self.core_wait
+                wanted[rank] += (begin - now[rank] + spent) * self.core_wait + self.crowded(rank, step)
                 now[rank] = begin + spent
             free, link = [0.0, 0.0], 0.0
             done = now.copy()

@@ -127,6 +127,22 @@ def test_what_a_kernel_does_not_count_is_left_out(tmp_path: Path, text: str) -> 
     assert {row.name for row in read_rows(tmp_path / "capture")} == {gauges.SWITCHED_OUT, gauges.MAJOR_FAULTS}
 
 
+@pytest.mark.parametrize(
+    ("stat", "seconds"),
+    [
+        ("usage_usec 900\nnr_throttled 3\nthrottled_usec 250000\n", [(gauges.THROTTLED, 0.25)]),
+        ("usage_usec 900\nuser_usec 500\n", [(gauges.THROTTLED, 0.0)]),  # without the cpu controller: no quota
+        ("", []),  # not ours to read
+    ],
+)
+def test_how_long_a_quota_stopped_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stat: str, seconds: list[tuple[str, float]]
+) -> None:
+    (tmp_path / "cpu.stat").write_text(stat)
+    monkeypatch.setattr(hindrances.proc, "cgroups_of", lambda controller, root: [(tmp_path, 2)])
+    assert [*hindrances.read_throttled("/proc")] == seconds
+
+
 def test_the_host_itself_answers(tmp_path: Path) -> None:
     opened = capture(tmp_path)
     seen = machine_load.looks(opened, True, lambda: False)

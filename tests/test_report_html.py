@@ -72,7 +72,8 @@ def test_straggler_says_what_matters() -> None:
     text = text_of(rendered(factories.straggler))
     for phrase in (
         "rank 1 arrives late in every step: its forward takes longer; fixing it saves 37.9 ms of each 212 ms step",
-        "peer wait 19.00 ms 8.9 % standing still until the last rank arrives rank.straggler",
+        "peer wait 19.0 ms 8.9 % standing still until the last rank arrives rank.straggler "
+        "rank 0 38.0 ms own work 162.4 ms rank 1 0.0 ms own work 200.4 ms",
         "Saves 37.9 ms a step (18 %) 95 % interval 31.2 to 44.6 ms, predicted by replay",
         "confidence 97 % where rank 1, all_reduce, group 0, steps 0-39",
         "forward on rank 1 88.0 ms 50.0 ms",
@@ -82,7 +83,7 @@ def test_straggler_says_what_matters() -> None:
         "verdict bottleneck rank 1 arrives late in every step",
         "ordinary step 212 ms median 212 ms p10 to p90 212 to 213 ms ordinary steps 35 of 40 ranks 2",
         "Where the run goes Its wall time, 12.9 s; mean over the ranks.",
-        "training 8.5 s 65.7 % training steps",
+        "training 8.5 s 66 % training steps",
         "Mean over the ranks and 35 ordinary steps of 40.",
         "Noise of this run: 0.60 ms.",
         "Shown: step 5, the ordinary one nearest to the mean.",

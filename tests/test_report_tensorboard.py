@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from dsprof.reports import tensorboard
-from dsprof.reports.tensorboard.text import finding_markdown, verdict_markdown
+from dsprof.reports.tensorboard.text import markdown_texts, verdict_markdown
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -79,11 +79,6 @@ def test_text(tmp_path: Path) -> None:
         "\n"
         "Where: rank 1, all\\_reduce, group 0, steps 0\\-39\n"
         "\n"
-        "| evidence | measured | expected |\n"
-        "|---|---:|---:|\n"
-        "| forward on rank 1 | 88\\.0 ms | 50\\.0 ms |\n"
-        "| steps in which it is last | 40 of 40 | 20 of 40 |\n"
-        "\n"
         "**Fix**: the slow part is called here; move it off the training thread\n"
         "\n"
         "    examples/train_gpt.py:112  slow_rank=None\n"
@@ -91,6 +86,11 @@ def test_text(tmp_path: Path) -> None:
         "**Fix**: or leave it the cores\n"
         "\n"
         "    export OMP_NUM_THREADS=1\n"
+        "\n"
+        "| evidence | measured | expected |\n"
+        "|---|---:|---:|\n"
+        "| forward on rank 1 | 88\\.0 ms | 50\\.0 ms |\n"
+        "| steps in which it is last | 40 of 40 | 20 of 40 |\n"
     )
 
 
@@ -101,16 +101,19 @@ def test_the_verdict_as_text() -> None:
         "",
         "Verdict: **bottleneck**",
         "",
-        "Run 18.5 s: training 12\\.6 s \\(68 %\\), evaluation 1\\.3 s, checkpointing 0\\.2 s, start\\-up 4\\.0 s, "
-        "rest 0\\.4 s",
+        "Note: steps are slower from step 41 on",
         "",
         "Step 175 ms (median 175, p10-p90 174-175), 44 ordinary steps of 60, 2 ranks; "
-        "a step is an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2.",
+        "a step is an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2\\.",
     ]
+    assert "\n1. **high** `eval.uneven` rank 0 alone evaluates and the others wait (saves 42\\.0 ms" in text
+    assert "\nIts wall time, 18\\.5 s; mean over the ranks\\.\n" in text
+    assert "| training | 12\\.6 s | 68 % | training steps |  |\n" in text
+    assert "| evaluation | 1\\.3 s | 6\\.8 % |" in text
+    assert "| `eval.uneven` |\n" in text
     assert "\nNot judged: `rank.straggler` (the ranks do different work)\n" in text
-    assert "\nNote: steps are slower from step 41 on\n" in text
     assert ", noise 0\\.60 ms\n" in text
-    assert "\nRun " not in verdict_markdown(factories.empty())
+    assert "Where the run goes" not in verdict_markdown(factories.empty())
 
 
 def test_kinds_of_time(tmp_path: Path) -> None:
@@ -122,7 +125,8 @@ def test_kinds_of_time(tmp_path: Path) -> None:
 
 def test_markdown_in_names_is_escaped() -> None:
     finding = replace(factories.STRAGGLER, title="**bold** | <script>alert(1)</script> [x](http://y)")
-    assert finding_markdown(finding).startswith(
+    shown = markdown_texts(replace(factories.straggler(), findings=(finding,)))
+    assert shown["01 rank.straggler"].startswith(
         "### \\*\\*bold\\*\\* \\| \\<script\\>alert\\(1\\)\\</script\\> \\[x\\]\\(http://y\\)\n"
     )
 

@@ -34,49 +34,50 @@ def literal(text: str) -> str:
 
 def test_healthy() -> None:
     assert text_of(factories.healthy()) == literal("""
-        [dsprof] verdict: healthy ────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        [dsprof] verdict: healthy ────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
         nothing found that is sure to shorten the 175 ms step
 
         run 11.4 s  training 7.0 s (61 %), start-up 4.0 s, rest 0.4 s
         step 175 ms  median 175, p10-p90 174-175, 35 ordinary steps of 40, 2 ranks
-        ├─ compute       140.0 ms  80.2 %  ███████████████████▎
-        ├─ exposed comm   12.0 ms   6.9 %  █▋
+        ├─ compute       140.0 ms  80.2 %  ████████████████
+        ├─ exposed comm   12.0 ms   6.9 %  █▍
         ├─ peer wait       0.2 ms   0.1 %
-        ├─ data            4.4 ms   2.5 %  ▋
-        ├─ optimizer      16.0 ms   9.2 %  ██▎
+        ├─ data            4.4 ms   2.5 %  ▌
+        ├─ optimizer      16.0 ms   9.2 %  █▉
         └─ other           2.0 ms   1.1 %  ▎
 
-        info      comm.exposed: the last all-reduce is not overlapped; saves 1.10 ms a step (0.6 %) [0.20,
-                  2.00], not certain
-        passed    comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler, run.rank-died
-        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us, noise 0.60 ms
+        info      comm.exposed: the last all-reduce is not overlapped; saves 1.10 ms a
+                  step (0.6 %) [0.20, 2.00], not certain
+        capture   6 checks passed; 2/2 ranks, overhead est. 0.2 %, noise 0.60 ms
         """)
 
 
 def test_straggler() -> None:
     assert text_of(factories.straggler()) == literal("""
-        [dsprof] verdict: bottleneck ─────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
-        rank 1 arrives late in every step: its forward takes longer; fixing it saves 37.9 ms of each 212 ms
-        step (18 %)
+        [dsprof] verdict: bottleneck ─────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        rank 1 arrives late in every step: its forward takes longer; fixing it saves
+        37.9 ms of each 212 ms step (18 %)
+        fix  the slow part is called here; move it off the training thread
+               examples/train_gpt.py:112  slow_rank=None
 
         run 12.9 s  training 8.5 s (66 %), start-up 4.0 s, rest 0.4 s
         step 212 ms  median 212, p10-p90 212-213, 35 ordinary steps of 40, 2 ranks
-        ├─ compute       159.0 ms  74.9 %  ██████████████████
-        ├─ exposed comm   12.0 ms   5.6 %  █▍ ◀ comm.small-messages
-        ├─ peer wait      19.0 ms   8.9 %  ██▏ ◀ rank.straggler
+        ├─ compute       159.0 ms  74.9 %  ███████████████
+        ├─ exposed comm   12.0 ms   5.6 %  █▏ ◀ comm.small-messages
+        ├─ peer wait      19.0 ms   8.9 %  █▊ ◀ rank.straggler
         │  ├─ rank 0      38.0 ms          own work 162.4 ms
         │  └─ rank 1       0.0 ms          own work 200.4 ms
-        ├─ data            4.4 ms   2.1 %  ▌
-        ├─ optimizer      16.0 ms   7.5 %  █▊
+        ├─ data            4.4 ms   2.1 %  ▍
+        ├─ optimizer      16.0 ms   7.5 %  █▌
         └─ other           2.0 ms   0.9 %  ▎
 
-        1. high  rank.straggler  rank 1 arrives late in every step: its forward takes longer
+        1. high  rank.straggler  rank 1 arrives late in every step: its forward takes
+           longer
            gain   saves 37.9 ms a step (18 %) [31.2, 44.6], confidence 97 %
            where  rank 1, all_reduce, group 0, steps 0-39
            why    forward on rank 1: 88.0 ms (expected 50.0 ms)
                   steps in which it is last: 40 of 40 (expected 20 of 40)
-           fix    the slow part is called here; move it off the training thread
-                    examples/train_gpt.py:112  slow_rank=None
+           fix    as said above
                   or leave it the cores
                     export OMP_NUM_THREADS=1
 
@@ -88,33 +89,36 @@ def test_straggler() -> None:
            fix    larger buckets in DistributedDataParallel
                     bucket_cap_mb=25
 
-        passed    comm.exposed, data.imbalance, data.stall, pause.gc, run.rank-died
-        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us, noise 0.60 ms
+        capture   5 checks passed; 2/2 ranks, overhead est. 0.2 %, noise 0.60 ms
         """)
 
 
 def test_dead_rank() -> None:
     assert text_of(factories.dead_rank()) == literal("""
-        [dsprof] verdict: failed ─────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        [dsprof] verdict: failed ─────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
         rank 1 was killed by SIGKILL in step 12, during forward
+        fix  the kernel log says whether memory ran out: dmesg | grep -i oom
 
         run 6.5 s  training 2.1 s (32 %), start-up 4.0 s, rest 0.4 s
         step 175 ms  median 175, p10-p90 174-175, 11 ordinary steps of 12, 2 ranks
-        ├─ compute       140.0 ms  80.2 %  ███████████████████▎
-        ├─ exposed comm   12.0 ms   6.9 %  █▋
+        ├─ compute       140.0 ms  80.2 %  ████████████████
+        ├─ exposed comm   12.0 ms   6.9 %  █▍
         ├─ peer wait       0.2 ms   0.1 %
-        ├─ data            4.4 ms   2.5 %  ▋
-        ├─ optimizer      16.0 ms   9.2 %  ██▎
+        ├─ data            4.4 ms   2.5 %  ▌
+        ├─ optimizer      16.0 ms   9.2 %  █▉
         └─ other           2.0 ms   1.1 %  ▎
 
-        1. high  run.rank-died  rank 1 was killed by SIGKILL in step 12, during forward
+        1. high  run.rank-died  rank 1 was killed by SIGKILL in step 12, during
+           forward
            where  rank 1, forward, step 12
            why    exit status: 137 (expected 0)
                   last complete step: 11 (expected 39)
-           fix    the kernel log says whether memory ran out: dmesg | grep -i oom
+           fix    as said above
 
-        passed    comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler
-        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us, noise 0.60 ms
+        passed    comm.exposed, comm.small-messages, data.imbalance, data.stall,
+                  pause.gc, rank.straggler
+        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within
+                  3.00 us, noise 0.60 ms
         warning   rank 0 killed by SIGTERM (143), last complete step 11
         warning   rank 1: 1 record torn
         """)
@@ -122,32 +126,32 @@ def test_dead_rank() -> None:
 
 def test_a_cost_beside_the_ordinary_steps() -> None:
     assert text_of(factories.evaluates()) == literal("""
-        [dsprof] verdict: bottleneck ─────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        [dsprof] verdict: bottleneck ─────────────── train_gpt-20261120T101500Z-a1b2c3 ─
         rank 0 alone evaluates and the others wait; it takes 42.0 ms of each step
+        fix  shard the evaluation over the ranks, or let it run in a job of its own
 
-        run 18.5 s  training 12.6 s (68 %), evaluation 1.3 s ◀ eval.uneven, checkpointing 0.2 s,
-            start-up 4.0 s, rest 0.4 s
+        run 18.5 s  training 12.6 s (68 %), evaluation 1.3 s ◀ eval.uneven,
+            checkpointing 0.2 s, start-up 4.0 s, rest 0.4 s
         step 175 ms  median 175, p10-p90 174-175, 44 ordinary steps of 60, 2 ranks
              a step is an iteration of 6 optimizer steps: 5 of Adam 1, 1 of Adam 2
-        ├─ compute       140.0 ms  80.2 %  ███████████████████▎
-        ├─ exposed comm   12.0 ms   6.9 %  █▋
+        ├─ compute       140.0 ms  80.2 %  ████████████████
+        ├─ exposed comm   12.0 ms   6.9 %  █▍
         ├─ peer wait       0.2 ms   0.1 %
-        ├─ data            4.4 ms   2.5 %  ▋
-        ├─ optimizer      16.0 ms   9.2 %  ██▎
+        ├─ data            4.4 ms   2.5 %  ▌
+        ├─ optimizer      16.0 ms   9.2 %  █▉
         └─ other           2.0 ms   1.1 %  ▎
 
         1. high  eval.uneven  rank 0 alone evaluates and the others wait
-           gain   saves 42.0 ms a step on average (17 % of the run's time per step) [38.1, 45.9], confidence
-                  98 %
+           gain   saves 42.0 ms a step on average (17 % of the run's time per step)
+                  [38.1, 45.9], confidence 98 %
            where  rank 0, steps 9-59
            why    evaluation on rank 0: 420 ms (expected 0 ms)
                   steps with evaluation: 6 of 60 (expected 0 of 60)
-           fix    shard the evaluation over the ranks, or let it run in a job of its own
+           fix    as said above
 
-        passed    comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, run.rank-died
         unjudged  rank.straggler: the ranks do different work
         note      steps are slower from step 41 on
-        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us, noise 0.60 ms
+        capture   6 checks passed; 2/2 ranks, overhead est. 0.2 %, noise 0.60 ms
         """)
 
 
@@ -190,12 +194,13 @@ def test_a_gain_next_to_nothing_is_no_remark() -> None:
 
 def test_no_step() -> None:
     assert text_of(factories.empty()) == literal("""
-        [dsprof] verdict: failed ─────────────────────────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
+        [dsprof] verdict: failed ─────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
         no complete step was captured, so nothing can be said about its speed
 
-        unjudged  comm.exposed, comm.small-messages, data.imbalance, data.stall, pause.gc, rank.straggler,
-                  run.rank-died: no complete step
-        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within 3.00 us
+        unjudged  comm.exposed, comm.small-messages, data.imbalance, data.stall,
+                  pause.gc, rank.straggler, run.rank-died: no complete step
+        capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within
+                  3.00 us
         """)
 
 
@@ -203,7 +208,7 @@ def test_many_ranks_fit_on_a_page() -> None:
     text = text_of(factories.wide(ranks=64, steps=8))
     assert (
         literal("""
-        ├─ peer wait               20.7 ms  10.6 %  ██▌ ◀ rank.straggler
+        ├─ peer wait               20.7 ms  10.6 %  ██▏ ◀ rank.straggler
         │  ├─ rank 2               21.1 ms          own work 162.3 ms
         │  ├─ rank 5                0.0 ms          own work 183.4 ms
         │  └─ 62 others (median)   21.0 ms          own work 162.4 ms
@@ -221,12 +226,12 @@ def test_missing_ranks_are_named() -> None:
 def test_the_noise_is_told_with_the_capture() -> None:
     text = text_of(replace(factories.healthy(), noise_ms=5.0))
     assert "nothing found that is sure to shorten the 175 ms step\n" in text
-    assert "clocks within 3.00 us, noise 5.00 ms\n" in text
+    assert "capture   6 checks passed; 2/2 ranks, overhead est. 0.2 %, noise 5.00 ms\n" in text
 
 
 def test_one_step_has_no_noise_estimate() -> None:
     text = text_of(replace(factories.healthy(), noise_ms=float("inf")))
-    assert "clocks within 3.00 us\n" in text
+    assert "capture   6 checks passed; 2/2 ranks, overhead est. 0.2 %\n" in text
     assert "inf" not in text.replace("info", "")
 
 
@@ -255,7 +260,7 @@ def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")
     screen = Terminal()
-    terminal.render(factories.straggler(), screen, width=100)
+    terminal.render(factories.straggler(), screen, width=80)
     assert screen.getvalue() == text_of(factories.straggler())
 
 

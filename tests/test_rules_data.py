@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from meshes import Call, MeshJob, Phase, Program, Work
 from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
@@ -351,6 +353,32 @@ def test_lengths_are_grouped_by_a_flag_of_transformers() -> None:
     assert first.fixes[0].patch == (
         {"file": None, "line": None, "argument": "--train_sampling_strategy", "value": "group_by_length"},
     )
+
+
+def unequal_lengths(length: Callable[[int, int], int]) -> MeshJob:
+    """What comes before the first of two collectives in forward grows with the input; the rest of the step does not."""
+
+    def program(rank: int, step: int) -> Program:
+        size = length(rank, step)
+        forward = Work(size / 20), Call("w", "all_reduce", 4096), Work(60), Call("w", "all_reduce", 4096)
+        gradients = Call("w", "all_reduce", 65536, "gradient")
+        return Phase("forward", forward, inputs=size), Phase("backward", (Work(20), gradients)), Phase(
+            "optimizer", (Work(2),)
+        )  # fmt: skip
+
+    return MeshJob(2, {"w": ((0, 1), "")}, program, steps=40)
+
+
+def test_unequal_inputs_cost_where_the_work_grows_with_them() -> None:
+    luck = random.Random(3)
+    lengths = [(luck.randint(200, 1000), luck.randint(200, 1000)) for _ in range(40)]
+    job = unequal_lengths(lambda rank, step: lengths[step][rank])
+    equal = unequal_lengths(lambda rank, step: sum(lengths[step]) // 2)
+    first = analyze(job.trace()).findings[0]
+    assert first.code == "data.imbalance"
+    saved = job.step_ms() - equal.step_ms()
+    assert first.gain.ms == pytest.approx(saved, rel=0.06)
+    assert first.gain.low < saved < first.gain.high
 
 
 def test_rows_of_ranks_that_only_load_are_no_error() -> None:

@@ -3,12 +3,17 @@ neither."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 from findings import of
 from made_up_pipeline import MadeUpPipeline
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.rules.pipeline.stall import medians_of_others
 
 SOUND = MadeUpPipeline()
 
@@ -47,6 +52,14 @@ def test_of_two_stages_the_other_way_is_what_it_is_compared_with() -> None:
     )
 
 
+@pytest.mark.parametrize("count", range(2, 8))
+def test_the_median_of_all_the_others(count: int) -> None:
+    draw = np.random.default_rng(count)
+    for values in (draw.random(count), draw.integers(0, 3, count).astype(float)):
+        wanted = [float(np.median(np.delete(values, at))) for at in range(count)]
+        assert medians_of_others(values).tolist() == wanted
+
+
 def test_gradients_that_come_back_slowly() -> None:
     found = first(slow_link(2, 1).with_(schedule="gpipe"))
     assert (found.code, found.where.ranks, found.where.stage) == ("pipeline.stall", (1, 2), 1)
@@ -60,6 +73,34 @@ def test_messages_that_could_go_beside_the_computation() -> None:
     assert "they could go beside the computation" in found.title
     assert found.gain.ms == pytest.approx(job.step_ms() - job.with_(early=True).step_ms(), rel=0.05)
     assert "torch then asks for what it receives ahead" in found.fixes[0].title
+
+
+def noisy(seed: int, spread: float, slow: tuple[int, int] | None, ms: float) -> Callable[[int, int], float]:
+    """Messages of a link take 0.8 ms, of a slow one `ms`, and each more or less than that."""
+    draw = np.random.default_rng(seed)
+    return lambda source, target: (ms if (source, target) == slow else 0.8) * math.exp(spread * draw.standard_normal())
+
+
+@pytest.mark.parametrize(
+    ("job", "slow", "ms", "spread"),
+    [
+        (SOUND.with_(stages=3, seed=1), (2, 1), 8.0, 0.38),
+        (SOUND.with_(stages=4, seed=5), (3, 2), 13.2, 0.15),
+        (SOUND.with_(stages=4, seed=6, schedule="gpipe", handed=False), (1, 2), 11.2, 0.18),
+    ],
+    ids=["three stages", "gradients", "gpipe"],
+)
+def test_the_interval_is_as_wide_as_what_was_measured_is_spread(
+    job: MadeUpPipeline, slow: tuple[int, int], ms: float, spread: float
+) -> None:
+    """It holds what the job with a sound link saves, another time; and it says something."""
+    job = job.with_(jitter=0.05)
+    faulty = job.with_(link=noisy(job.seed, spread, slow, ms))
+    sound = job.with_(link=noisy(job.seed + 100, spread, None, ms), seed=job.seed + 1000)
+    found = first(faulty)
+    assert (found.code, found.where.ranks) == ("pipeline.stall", tuple(sorted(slow)))
+    assert found.gain.low < faulty.step_ms() - sound.step_ms() < found.gain.high
+    assert found.gain.high - found.gain.low < found.gain.ms
 
 
 def test_of_messages_whose_sizes_are_not_told_none_are_made_up() -> None:

@@ -14,14 +14,14 @@ import factories
 import pytest
 from werkzeug.test import Client
 
-from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.analysis import LEAST_SHARE, Analysis
 from dsprof.interactive.loaded_run import Run
 from dsprof.reports import html, palette, terminal
 from dsprof.reports.sections import report_of
 from dsprof.reports.sections.as_json import report_json
 from dsprof.reports.tab.plugin import DsprofTab
 from dsprof.reports.tab.run_views import RunViews
-from dsprof.reports.tensorboard.text import finding_markdown, verdict_markdown
+from dsprof.reports.tensorboard.text import markdown_texts
 from dsprof.run import RunFolder
 
 MADE = [factories.straggler, factories.healthy, factories.evaluates, factories.dead_rank]
@@ -62,7 +62,7 @@ def shown(analysis: Analysis, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]
     terminal.render(analysis, file, color=False, width=4000)
     run = Run.__new__(Run)
     run.__dict__["analysis"] = analysis
-    markdown = verdict_markdown(analysis) + "".join(finding_markdown(one) for one in analysis.findings)
+    markdown = "".join(markdown_texts(analysis).values())
     return {
         "html": words_of(html.render(analysis)),
         "tab": in_the_tab(analysis, monkeypatch),
@@ -83,7 +83,7 @@ def test_the_same_numbers_everywhere(made: Callable[[], Analysis], monkeypatch: 
         total = told["run"]["step_ms"]["mean"]
         assert f"{total:.0f} ms" in said, where
         for part, ms in told["budget"].items():
-            if ms < palette.LEAST_SHARE * total:
+            if ms < LEAST_SHARE * total:
                 continue
             share = 100 * ms / total
             digits = {f"{ms:.2f}", f"{ms:.1f}", f"{ms:.0f}"} | ({f"{ms:.3g}"} if ms else set())

@@ -64,6 +64,64 @@ def test_where_all_lines_take_longer_none_is_told() -> None:
     assert " → " not in found.title
 
 
+def two_callers(rank: int, step: int) -> list[tuple[float, int]]:
+    """Both spend 40 ms of forward in helper.py:7, which another line calls on rank 1; that is 50 ms in b.py:26, too."""
+    if rank == 0:
+        return [(ms + 0.5, 1) for ms in range(2, 40, 5)] + [(ms + 0.5, 4) for ms in range(42, 182, 5)]
+    found = [(ms + 0.5, 2 if ms < 42 else 3) for ms in range(2, 90, 5)]
+    return [*found, *[(ms + 0.5, 4) for ms in range(92, 182, 5)]]
+
+
+def stated(stacks: dict[int, list[str]]) -> list[dict[str, Any]]:
+    return [
+        {"fact": "stack", "rank": rank, "number": number, "frames": frames}
+        for rank in range(2)
+        for number, frames in stacks.items()
+    ]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["beside what both call", "in what both call"])
+def test_a_line_that_two_ranks_reach_by_different_callers_is_counted_as_one(inside: bool) -> None:
+    """By call paths rank 1 is 90 ms longer below train.py:42, of which no line that it calls has most."""
+    longer = "/j/helper.py:7" if inside else "/j/b.py:26"
+    stacks = {
+        1: ["/j/train.py:40", "/j/a.py:20", "/j/helper.py:7", "torch/functional.py:einsum"],
+        2: ["/j/train.py:42", "/j/b.py:25", "/j/helper.py:7", "torch/functional.py:einsum"],
+        3: ["/j/train.py:42", *(["/j/b.py:25"] if inside else []), longer],
+        4: ["/j/train.py:48", "torch/_tensor.py:backward"],
+    }
+    job = Job(ranks=2, steps=24, forward=lambda rank, step: 90.0 if rank == 1 else 40.0, stacks=two_callers,
+              facts=stated(stacks))  # fmt: skip
+    found = analyze(job.trace()).findings[0]
+    assert (found.code, found.where.ranks) == ("rank.straggler", (1,))
+    name = longer.removeprefix("/j/")
+    (told,) = [item for item in found.evidence if item.metric == f"in {name} a step"]
+    assert told.value == pytest.approx(90 if inside else 50, rel=0.15)
+    assert told.expected == pytest.approx(40 if inside else 0, rel=0.15)
+    assert f": {name} takes " in found.title
+
+
+def test_a_branch_that_calls_the_same_is_no_difference() -> None:
+    """Rank 1 is late on a slower machine, and calls what all call from a line of its own."""
+    stacks = {
+        1: ["/j/train.py:40", "/j/model.py:12"],
+        2: ["/j/train.py:42", "/j/model.py:12"],
+        3: ["/j/train.py:40", "/j/model.py:13"],
+        4: ["/j/train.py:42", "/j/model.py:13"],
+        5: ["/j/train.py:40", "/j/model.py:14"],
+        6: ["/j/train.py:42", "/j/model.py:14"],
+    }
+
+    def spread(rank: int, step: int) -> list[tuple[float, int]]:
+        return [(ms + 0.5, 1 + rank + 2 * (ms // 5 % 3)) for ms in range(0, 150 if rank else 120, 5)]
+
+    job = Job(ranks=2, steps=24, forward=lambda rank, step: 70.0 if rank == 1 else 40.0, stacks=spread,
+              facts=stated(stacks))  # fmt: skip
+    found = analyze(job.trace()).findings[0]
+    assert (found.code, found.where.ranks) == ("rank.straggler", (1,))
+    assert "train.py:42" not in found.title
+
+
 def test_what_lies_between_the_phases_has_a_line() -> None:
     """30 ms between the optimizer and the next batch, which no phase covers."""
 

@@ -283,6 +283,30 @@ def test_the_tab_shows_a_run_as_the_address_asks(browser: Any, server: str) -> N
     assert (look.errors, look.outside) == ([], [])
 
 
+def test_a_rank_and_a_step_are_deep_links(browser: Any, server: str) -> None:
+    """They are marked in the heat map, the step is shown, and an address that is changed is followed."""
+    look = Look(browser, f"{server}#dsprof&run={RUN}&rank=1&step=7", color_scheme="light")
+    look.until("document.querySelector('#timeline figcaption').textContent === 'Shown: step 7.'")
+    frames = "document.getElementById('plot-heatmap').layout.shapes.map(one => [one.x0, one.x1, one.y0, one.y1])"
+    assert look.ask(frames) == [[6.5, 7.5, 0, 1], [0, 1, 0.5, 1.5]]
+    assert look.ask("document.getElementById('heatmap').getBoundingClientRect().top") < 900
+    look.page.evaluate(f"location.hash = '#dsprof&run={RUN}&rank=0&step=99'")
+    look.until(
+        "document.getElementById('not-captured')?.textContent === "
+        "'The address names step 99, which this run has not captured.'"
+    )
+    look.until(f"JSON.stringify({frames}) === '[[0,1,-0.5,0.5]]'")
+    look.until("document.querySelector('#timeline [role=status]').textContent === 'there is no complete step 99'")
+    look.page.evaluate("location.hash = '#dsprof&run=%E0%A4%A'")  # not well encoded
+    look.until("!document.getElementById('not-captured')")
+    click = "document.getElementById('plot-heatmap').emit('plotly_click', {points: [{x: 5, y: 'rank 1'}]})"
+    look.page.evaluate(f"location.hash = '#dsprof&run={RUN}'")
+    look.ask(click)
+    look.until("document.querySelector('#timeline figcaption').textContent === 'Shown: step 5.'")
+    assert look.page.evaluate("location.hash").endswith("&rank=1&step=5")
+    assert look.outside == []
+
+
 def test_the_tab_draws_sections_with_the_words_of_the_report(browser: Any, tmp_path: Path) -> None:
     fix = Fix("code", "larger buckets", patch=({"argument": "bucket_cap_mb", "value": 25},),
               knobs=(("ddp.bucket_cap_mb", 25),))  # fmt: skip

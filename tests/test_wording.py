@@ -95,12 +95,12 @@ def test_kinds_of_time() -> None:
 @pytest.mark.parametrize(("severity", "tone"), [("high", "high"), ("medium", "medium"), ("low", "low")])
 def test_a_bottleneck_has_the_tone_of_its_worst_finding(severity: Severity, tone: str) -> None:
     findings = (replace(factories.STRAGGLER, severity=severity), factories.SMALL_MESSAGES)
-    assert wording.tone(replace(factories.straggler(), findings=findings)) == tone
+    assert replace(factories.straggler(), findings=findings).tone == tone
 
 
 def test_tones() -> None:
     runs = (factories.healthy(), factories.inconclusive(), factories.dead_rank())
-    assert [wording.tone(analysis) for analysis in runs] == ["good", "unsure", "high"]
+    assert [analysis.tone for analysis in runs] == ["good", "unsure", "high"]
 
 
 def test_where() -> None:

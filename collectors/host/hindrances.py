@@ -29,7 +29,8 @@ OURS: Final = "dsprof-"
 
 
 def read_throttled(root: str) -> Reading:
-    """How long the CPU quota of its cgroups has kept threads of the process waiting: of the one where it is longest."""
+    """How long the CPU quota of its cgroups has kept threads of the process waiting: of the one where it is longest; 0
+    where these can be read, and none has a quota."""
     stats = [_cpu_stat(folder, version) for folder, version in proc.cgroups_of(proc.CPU, Path(root))]
     told = [seconds for seconds in stats if seconds is not None]
     if told:
@@ -38,8 +39,8 @@ def read_throttled(root: str) -> Reading:
 
 def _cpu_stat(folder: Path, version: int) -> float | None:
     fields = dict(line.split(" ", 1) for line in proc.read(folder / "cpu.stat").decode().splitlines() if " " in line)
-    if version == 2:
-        return int(fields["throttled_usec"]) / 1e6 if "throttled_usec" in fields else None
+    if version == 2:  # where no quota can be set, only what was used is counted
+        return int(fields.get("throttled_usec", 0)) / 1e6 if fields else None
     return int(fields["throttled_time"]) / 1e9 if "throttled_time" in fields else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -33,6 +34,12 @@ WAITING: Final = ("comm_exposed", "peer_wait", "bubble")
 """Parts of the budget in which a rank stands still for others; the rest of a step is its own work."""
 LEAST_PERCENT: Final = 0.1
 """A remark that gains less of the step than this is not worth a line."""
+LEAST_SHARE: Final = 5e-4
+"""A part of less of the step is not shown, unless a finding is about it."""
+LEAST_SECONDS: Final = 0.05
+"""A kind of the run's time of less is not shown."""
+MOST_RANKS_BELOW: Final = 3
+"""Ranks that are told one by one below a part of the step."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,24 @@ class Verdict:
 
     status: Status
     headline: str
+
+
+Tone = Literal["good", "unsure", "low", "medium", "high"]
+
+
+@dataclass(frozen=True)
+class RanksBelow:
+    """A rank that a part of the step is told of by itself, or all others together.
+
+    ms:     in that part, of several ranks the median
+    own_ms: its own work, or, where its device was traced, how long the others stand still for it
+    named:  whether a finding about this part names it
+    """
+
+    ranks: tuple[int, ...]
+    ms: float
+    own_ms: float
+    named: bool
 
 
 @dataclass(frozen=True)
@@ -193,6 +218,66 @@ class Analysis:
         return typical_step(self.steps), "the only one" if alone else "the ordinary one nearest to the mean"
 
     @property
+    def tone(self) -> Tone:
+        """How grave the verdict is; that of a bottleneck by the worst finding's severity."""
+        if self.verdict.status == "bottleneck":
+            graver: dict[str, Tone] = {"high": "high", "medium": "medium", "low": "low"}
+            return next((graver[one.severity] for one in self.problems if one.severity in graver), "low")
+        return _TONES[self.verdict.status]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the run was judged, and its capture is whole: then how it was captured needs no second look."""
+        capture = self.capture
+        whole = not (self.missing_ranks or capture.dropped or capture.warnings)
+        return whole and self.verdict.status in ("healthy", "bottleneck")
+
+    @property
+    def codes_by_part(self) -> dict[str, list[str]]:
+        """Part of the step -> codes of the problems that lose time there."""
+        return self._codes_by(part_of)
+
+    @property
+    def codes_by_time(self) -> dict[str, list[str]]:
+        """The same by the kind of the run's time beside the ordinary steps."""
+        return self._codes_by(kind_of)
+
+    def _codes_by(self, place_of: Callable[[str], str | None]) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for finding in self.problems:
+            place = place_of(finding.code)
+            if place is not None and finding.code not in found.setdefault(place, []):
+                found[place].append(finding.code)
+        return found
+
+    @property
+    def budget_shown(self) -> dict[str, float]:
+        """The parts of the step that are worth a line, ms: what is not next to nothing, or what a finding is about."""
+        least, told = LEAST_SHARE * sum(self.budget.values()), self.codes_by_part
+        return {part: ms for part, ms in self.budget.items() if ms >= least or part in told}
+
+    def ranks_below(self, part: str) -> list[RanksBelow]:
+        """Which ranks a part of the step is told of by themselves: where findings about it name some, these, the other
+        extreme, and the rest together."""
+        table = self.budget_by_rank
+        about = [finding for finding in self.problems if part_of(finding.code) == part]
+        named = {rank for finding in about for rank in finding.where.ranks or () if rank in table.index}
+        if len(table) < 2 or not named:
+            return []
+        picked = order = list(table[part].sort_values(ascending=False, kind="stable").index)
+        if len(order) > MOST_RANKS_BELOW:
+            picked = sorted(named)[: MOST_RANKS_BELOW - 1]
+            picked.append(order[-1] if order[0] in picked else order[0])
+        own = own_work_of_budget(table)
+        if self.delays is not None:
+            own = self.delays.mean(axis=1).reindex(table.index, fill_value=0.0)
+        told = [RanksBelow((rank,), table[part][rank], own[rank], rank in named) for rank in sorted(picked)]
+        others = table.index.difference(picked)
+        if len(others):
+            told.append(RanksBelow(tuple(others), table[part][others].median(), own[others].median(), False))
+        return told
+
+    @property
     def steps_judged(self) -> int:
         """How many ordinary steps the budget and the findings are of."""
         return int(self.steps.loc[self.steps["ordinary"].astype(bool), "step"].nunique())
@@ -260,6 +345,19 @@ class Analysis:
                 "replay": self.capture.replay.to_dict() if self.capture.replay is not None else None,
             },
         }
+
+
+_TONES: Final[dict[str, Tone]] = {"healthy": "good", "inconclusive": "unsure", "failed": "high"}
+
+
+def own_work_of_budget(budget_by_rank: pd.DataFrame) -> pd.Series:
+    """Each rank's mean ordinary step without the parts in which it stood still for others, ms."""
+    return budget_by_rank.drop(columns=[part for part in WAITING if part in budget_by_rank]).sum(axis=1)
+
+
+def time_shown(time: Mapping[str, float]) -> dict[str, float]:
+    """The kinds of a run's wall time that are worth a line, s, in the order of schema.TIME_KINDS."""
+    return {kind: time[kind] for kind in TIME_KINDS if time.get(kind, 0.0) >= LEAST_SECONDS}
 
 
 def typical_step(steps: pd.DataFrame) -> int | None:

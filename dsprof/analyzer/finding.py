@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from .text import quantity
+
 Severity = Literal["high", "medium", "low", "info"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("high", "medium", "low", "info")
 
@@ -68,6 +70,11 @@ class Evidence:
     unit: str
     expected: float | str | None = None
 
+    @property
+    def as_expected(self) -> bool:
+        """Whether it is, in the digits that are shown, what it is to be: then it accuses nobody."""
+        return self.expected is not None and quantity(self.value, self.unit) == quantity(self.expected, self.unit)
+
     def to_dict(self) -> dict[str, Any]:
         return {"metric": self.metric, "value": self.value, "unit": self.unit, "expected": self.expected}
 
@@ -93,6 +100,15 @@ class Gain:
             "ms": self.ms, "percent": self.percent, "low": self.low,
             "high": self.high, "method": self.method,
         }  # fmt: skip
+
+
+NOTHING: Final = Gain(0.0, 0.0, 0.0, 0.0)
+"""Of a remark on what no change that was tried shortens."""
+NOT_PRICED: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
+"""Of what costs no part of a step that could be told, such as a job that hangs."""
+SAVES_MEMORY: Final = Gain(0.0, 0.0, 0.0, 0.0, method=MEASURED_MEMORY)
+SAVES_SEGMENTS: Final = Gain(0.0, 0.0, 0.0, 0.0, method=ALLOCATOR_TWIN)
+"""Of what saves memory and no time."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +181,11 @@ class Finding:
         """What says how severe it is, and where it stands among the others: its share where it has one, as of two
         faults that hide each other neither gains anything alone."""
         return self.gain if self.share is None else self.share
+
+    @property
+    def telling(self) -> list[Evidence]:
+        """The evidence that is shown: without what is as expected, where another piece is not."""
+        return [item for item in self.evidence if not item.as_expected] or list(self.evidence)
 
     @property
     def is_problem(self) -> bool:

@@ -17,7 +17,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dsprof.exported import ABOUT, DETAILS, PARQUET, SINCE
+from dsprof.exported import ABOUT, COLLECTIVE, DETAILS, PARQUET, PROFILER_STEP, SINCE
 from dsprof.names import new_run_id
 from dsprof.run import RunError, RunInfo
 from dsprof.schema import COLUMNS
@@ -142,7 +142,8 @@ def _chrome(path: Path) -> Tables:
             if rank is None or not isinstance(name, str) or start is None or not (_is_time(start) and _is_time(length)):
                 continue
             category = str(event.get("cat", ""))
-            kind, lane = CATEGORIES.get(category, category), lanes.get((str(rank), str(event.get("tid"))), "")
+            kind, name = _as_dsprof(CATEGORIES.get(category, category), name, args)
+            lane = lanes.get((str(rank), str(event.get("tid"))), "")
             row = _row(str(event.get("ph")), kind, name, lane, _ns(start), _ns(length), args)
             if row is not None:
                 corr = args.get("correlation")
@@ -153,6 +154,16 @@ def _chrome(path: Path) -> Tables:
     about = about if isinstance(about, dict) else {}
     zero = about.get("zero_ns", 0)
     return about, tables, zero if type(zero) is int and 0 <= zero < MOST else 0
+
+
+def _as_dsprof(kind: str, name: str, args: Mapping[str, Any]) -> tuple[str, str]:
+    """Kind and name of a step, and of a collective on a device, which the file calls as torch.profiler does."""
+    collective = args.get(COLLECTIVE)
+    if kind == "kernel" and isinstance(collective, str):
+        return "comm", collective
+    if kind == "user_annotation" and name.startswith(PROFILER_STEP):
+        return "step", "step"
+    return kind, name
 
 
 def _perfetto(path: Path) -> Tables:

@@ -47,13 +47,22 @@ def _card(finding: Finding, analysis: Analysis, ids: dict[str, int]) -> FindingC
         color=_color(finding.code),
         saving=_capital(wording.saving(finding) if together else wording.predicted(gain)),
         how="" if together or gain.ms <= 0 else wording.how(gain),  # its interval, too
+        gain=wording.saving(finding),
+        doubt=_doubt(finding),
         measured=_measured(analysis.run.verified.get(finding.code)),
         confidence=wording.confidence(finding),
         where=wording.where(finding.where),
         fixes=tuple(_fix(fix, finding, analysis.run.cwd) for fix in finding.fixes),
-        evidence=_evidence([item for item in finding.evidence if not isinstance(item.value, str)]),
-        also=_in_words([item for item in finding.evidence if isinstance(item.value, str)]),
+        evidence=_evidence([item for item in finding.telling if not isinstance(item.value, str)]),
+        also=_in_words([item for item in finding.telling if isinstance(item.value, str)]),
     )
+
+
+def _doubt(finding: Finding) -> str:
+    """`not certain: the gain may be zero`, of a remark that says what it would save."""
+    if finding.is_problem or not wording.saving(finding):
+        return ""
+    return "not certain: the gain may be zero" if finding.gain.low <= 0 else "not certain"
 
 
 def _capital(words: str) -> str:
@@ -90,13 +99,11 @@ def _fix(fix: Fix, finding: Finding, cwd: str) -> FixCard:
 
 
 def _evidence(items: Sequence[Evidence]) -> Table | None:
-    """What was measured beside what was to be expected. A number that is what it is to be accuses nobody, and is left
-    out where another one is not."""
-    told = [item for item in items if item.expected is None or _value(item) != _expected(item)] or list(items)
-    if not told:
+    """What was measured beside what was to be expected."""
+    if not items:
         return None
-    expects = any(item.expected is not None for item in told)
-    rows = [Row((clean(item.metric), _value(item), *((_expected(item),) if expects else ()))) for item in told]
+    expects = any(item.expected is not None for item in items)
+    rows = [Row((clean(item.metric), _value(item), *((_expected(item),) if expects else ()))) for item in items]
     expected = (Column("expected", number=True),) if expects else ()
     return table((Column("evidence"), Column("measured", number=True, strong=True), *expected), rows)
 

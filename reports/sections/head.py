@@ -16,7 +16,7 @@ def head(analysis: Analysis) -> Head:
         name=clean(run.name),
         run=clean(run.id),
         status=verdict.status,
-        tone=wording.tone(analysis),
+        tone=analysis.tone,
         headline=clean(verdict.headline, 1000),
         notes=tuple(clean(note) for note in analysis.notes),
         warnings=tuple(wording.capture_warnings(analysis)),

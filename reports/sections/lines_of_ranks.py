@@ -38,7 +38,7 @@ def _blocks(analysis: Analysis) -> list[Block]:
     found = analysis.stack_difference
     if found is None:
         return []
-    figure = Figure("stacks", f"flame graph of {flame.whom(found)}", flame.difference(found))
+    figure = Figure("stacks", f"flame graph of {flame.whom(found)}", lambda: flame.difference(found))
     # The innermost lines of those that differ: what calls them differs by as much, and says less.
     told = [node for node in found.nodes if node.differs or not found.others]
     inner = [

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.budget.irregular import profiled_steps
 from dsprof.analyzer.memory.allocator_state import DeviceMemory, segment_uses
-from dsprof.analyzer.text import clean, size
+from dsprof.analyzer.text import clean, count, percent, size
 
 from .. import memory, wording
 from .section import Block, Column, Figure, Heading, Maker, Row, Words, table
@@ -24,19 +24,23 @@ def _needs_samples(analysis: Analysis) -> str:
 
 def _use(analysis: Analysis) -> list[Block]:
     uses = memory.main_uses(analysis.memory_uses)
-    over = memory.over_steps(
-        analysis.memory_steps, uses, profiled_steps(analysis.run), highlight=analysis.hungry_rank
-    )  # fmt: skip
     return [
-        Figure("memory", "memory in use over the steps, by rank", over),
+        Figure("memory", "memory in use over the steps, by rank", lambda: _over_steps(analysis)),
         Heading("What it was for"),
-        Figure("memory-parts", "stacked bars of what memory was for, by rank", memory.by_part(uses)),
+        Figure("memory-parts", "stacked bars of what memory was for, by rank", lambda: memory.by_part(uses)),
         Words(
             "Parameters, gradients, optimizer states and buffers are counted by the storage of the tensors that are "
             "alive when a step has ended, in the first steps and then ever more rarely. Activations are what was "
             "allocated, or the process had grown by, when backward began."
         ),
     ]
+
+
+def _over_steps(analysis: Analysis) -> Any:
+    uses = memory.main_uses(analysis.memory_uses)
+    return memory.over_steps(
+        analysis.memory_steps, uses, profiled_steps(analysis.run), highlight=analysis.hungry_rank
+    )  # fmt: skip
 
 
 # --- allocators -----------------------------------------------------------------------------------
@@ -51,15 +55,18 @@ def _allocators(analysis: Analysis) -> list[Block]:
 
 
 def _device(analysis: Analysis, at: int, held: DeviceMemory) -> list[Block]:
-    parts = ", ".join(f"{size(value)} {label}" for label, value in wording.memory_parts(held))
+    reserved = held.total("reserved")
+    parts = [
+        Row((label, size(value), percent(100 * value / reserved)), share=100 * value / reserved)
+        for label, value in wording.memory_parts(held)
+    ]
     blocks: list[Block] = [
-        Heading(f"{wording.device(held)}: {size(held.total('reserved'))} reserved"),
-        Words(f"{parts}."),
+        Heading(f"{wording.device(held)}: {size(reserved)} reserved, {count(held.total('segments'), 'segment')}"),
+        table([Column("what"), Column("bytes", number=True), Column("share", number=True)], parts, bare=True),
     ]
     if at < MOST_SNAPSHOTS and held.total("reserved"):
-        drawn = memory.segments(segment_uses(analysis.trace.memory[held.rank], held.device))
         label = "segments of the allocator, the largest first, and what their bytes are"
-        blocks.append(Figure(f"segments-{at}", label, drawn))
+        blocks.append(Figure(f"segments-{at}", label, lambda: _segments(analysis, held)))
     numbers = ("stream", "segments", "reserved", "in use", "asked for", "pending", "free, whole segments",
                "free, between blocks", "largest free block")  # fmt: skip
     pools = []
@@ -68,7 +75,7 @@ def _device(analysis: Analysis, at: int, held: DeviceMemory) -> list[Block]:
             pool.reserved, pool.allocated, pool.requested, pool.pending, pool.releasable, pool.split, pool.largest_free,
         )  # fmt: skip
         pools.append(Row((clean(pool.pool), str(pool.stream), f"{pool.segments:,}", *map(size, bytes_of))))
-    blocks.append(table([Column("pool"), *(Column(name, number=True) for name in numbers)], pools))
+    blocks.append(table([Column("pool"), *(Column(name, number=True) for name in numbers)], pools, wide=True))
     if held.holders:
         blocks.append(Words("Who holds what is in use: the innermost line of the stack that is the script's own."))
         columns = [
@@ -86,6 +93,12 @@ def _device(analysis: Analysis, at: int, held: DeviceMemory) -> list[Block]:
 USE = Maker(
     "memory-use", "Memory", _needs_samples, lambda analysis: f"{memory.line(analysis.memory_uses)}.", _use
 )  # fmt: skip
+
+
+def _segments(analysis: Analysis, held: DeviceMemory) -> Any:
+    return memory.segments(segment_uses(analysis.trace.memory[held.rank], held.device))
+
+
 ALLOCATORS = Maker(
     "memory", "Device memory", _needs_snapshots,
     lambda _: "What the caching allocator held in the end. A segment is as wide as it is large, so areas are bytes. "

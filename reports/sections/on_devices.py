@@ -33,8 +33,8 @@ def _devices(analysis: Analysis) -> list[Block]:
     told = tables.device_gauges(analysis.trace, tables.pick_ranks(watched, analysis.named_ranks, DEVICE_RANKS))
     if not len(told):
         return []
-    drawn = plots.devices(told, of_ranks=len(watched))
-    return [Figure("devices", "clock, power, temperature and utilization over time", drawn)]
+    label = "clock, power, temperature and utilization over time"
+    return [Figure("devices", label, lambda: plots.devices(told, of_ranks=len(watched)))]
 
 
 def _needs_counts(analysis: Analysis) -> str:

@@ -35,8 +35,8 @@ def _heatmap_lead(analysis: Analysis) -> str:
 
 
 def _heatmap(analysis: Analysis) -> list[Block]:
-    drawn = plots.heatmap(analysis.steps, analysis.delays)
-    return [Figure("heatmap", "heat map of who was slower, by rank and step", drawn)]
+    label = "heat map of who was slower, by rank and step"
+    return [Figure("heatmap", label, lambda: plots.heatmap(analysis.steps, analysis.delays))]
 
 
 # --- one step -------------------------------------------------------------------------------------
@@ -71,7 +71,12 @@ def chosen_step(analysis: Analysis, step: int | None, ranks: tuple[int, ...] = (
     """The timeline of a step; of None the one that is worth a look. ranks: to be shown before all others."""
     number, why = analysis.step_to_show if step is None else (step, "")
     assert number is not None
-    return Figure("timeline", "timeline of one step", one_step(analysis, number, why, ranks))
+    return timeline_of(analysis, number, why, ranks)
+
+
+def timeline_of(analysis: Analysis, step: int, why: str = "", ranks: tuple[int, ...] = ()) -> Figure:
+    """As `one_step` has it."""
+    return Figure("timeline", "timeline of one step", lambda: one_step(analysis, step, why, ranks))
 
 
 # --- step by step ---------------------------------------------------------------------------------
@@ -90,22 +95,27 @@ def _steps_lead(analysis: Analysis) -> str:
 
 
 def _steps(analysis: Analysis) -> list[Block]:
-    drawn = plots.step_time(
+    return [Figure("steps", "step time over the steps", lambda: _step_time(analysis))]
+
+
+def _step_time(analysis: Analysis) -> Any:
+    return plots.step_time(
         analysis.steps, analysis.irregular, profiled_steps(analysis.run), highlight=analysis.blamed_rank
     )
-    return [Figure("steps", "step time over the steps", drawn)]
 
 
 # --- collectives ----------------------------------------------------------------------------------
 
 
 def _collectives(analysis: Analysis) -> list[Block]:
-    drawn = plots.collectives(analysis.collectives)
-    return [Figure("collectives", "scatter of bytes and transfer time", drawn)] if drawn.data else []
+    label = "scatter of bytes and transfer time"
+    return [Figure("collectives", label, lambda: plots.collectives(analysis.collectives))]
 
 
 def _needs_collectives(analysis: Analysis) -> str:
-    return "" if len(analysis.collectives) else "no collective was matched"
+    if not len(analysis.collectives):
+        return "no collective was matched"
+    return "" if len(plots.sized_collectives(analysis.collectives)) else "no transfer was measured"
 
 
 HEATMAP = Maker("heatmap", "Who was slower, and when", _needs_steps, _heatmap_lead, _heatmap)

@@ -47,7 +47,7 @@ def _blocks(analysis: Analysis) -> list[Block]:
         Column("stage"), Column("rank"), Column("works", number=True), Column("waits for a stage", number=True),
         Column("until it arrives, or else busy", number=True), Column("has nothing left", number=True),
     )  # fmt: skip
-    figure = Figure("pipeline", "what each stage of the pipeline did in one step", gantt.pipeline(found))
+    figure = Figure("pipeline", "what each stage of the pipeline did in one step", lambda: gantt.pipeline(found))
     words = f"From the first action to the last it took {ms(found.measured_ms)}."
     if found.ideal_ms is not None:
         words += (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.analysis import Analysis, own_work_of_budget
 from dsprof.analyzer.text import clean
 from dsprof.run import last_processes
 
-from .. import palette, tables, wording
+from .. import palette, wording
 from .section import Block, Column, Maker, Row, always, table
 
 LEAST_MS = 0.005
@@ -15,7 +15,7 @@ LEAST_MS = 0.005
 def _blocks(analysis: Analysis) -> list[Block]:
     by_rank = analysis.budget_by_rank
     parts = [part for part in by_rank if (by_rank[part] > LEAST_MS).any()]
-    own = tables.own_work_of_budget(by_rank)
+    own = own_work_of_budget(by_rank)
     infos = {info.rank: info for info in analysis.run.ranks}
     exits = {item.rank: item for item in last_processes(analysis.run.exits)}
     everyone = sorted({*by_rank.index, *infos, *exits, *analysis.ranks_captured, *analysis.missing_ranks})

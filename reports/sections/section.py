@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.analysis import Analysis, Tone
 
 from ..edits import Edit
-from ..wording import Tone
 
 # --- blocks ---------------------------------------------------------------------------------------
 
@@ -37,12 +37,17 @@ class Figure:
 
     name:  unique in a report
     label: what it is, for somebody who cannot see it
+    draw:  makes it, once, when somebody wants to see it
     note:  which part of the data it shows, where that is not all of it
     """
 
     name: str
     label: str
-    drawn: Any = field(compare=False)
+    draw: Callable[[], Any] = field(compare=False)
+
+    @cached_property
+    def drawn(self) -> Any:
+        return self.draw()
 
     @property
     def note(self) -> str:
@@ -79,23 +84,30 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Of a table. swatch: the colour that stands for it in a figure; codes: the findings that are about it."""
+    """Of a table. swatch: the colour that stands for it in a figure; codes: the findings that are about it.
+
+    share: percent of the whole, for whatever draws it as a bar
+    below: rows that say more of this one
+    """
 
     cells: tuple[str, ...]
     swatch: str = ""
     marked: bool = False
     bad: bool = False
     codes: tuple[str, ...] = ()
+    share: float | None = None
+    below: tuple[Row, ...] = ()
 
 
 @dataclass(frozen=True)
 class Table:
-    """tall: scrolls by itself; bare: its columns need no titles."""
+    """tall: scrolls by itself; bare: its columns need no titles; wide: needs more room than a terminal has."""
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     tall: bool = False
     bare: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,7 +168,12 @@ class FixCard:
 
 @dataclass(frozen=True)
 class FindingCard:
-    """A finding. id: unique in a report, its code where it is the first of it."""
+    """A finding.
+
+    id:     unique in a report, its code where it is the first of it
+    saving: what fixing it saves, and `how` that is known; gain: both in short, the interval in brackets
+    doubt:  of a remark, how sure its gain is
+    """
 
     id: str
     code: str
@@ -165,6 +182,8 @@ class FindingCard:
     color: str
     saving: str
     how: str
+    gain: str
+    doubt: str
     measured: str
     confidence: str
     where: str
@@ -261,7 +280,7 @@ def flat(blocks: Sequence[Block]) -> list[Block]:
 def without_figures(blocks: Sequence[Block]) -> tuple[Block, ...]:
     """What is left where no figure can be drawn: no figure, and no title that nothing else stood below."""
     left = [block for block in blocks if not isinstance(block, Figure)]
-    below = [*left[1:], None]
+    below = [*left[1:], None][: len(left)]
     return tuple(
         block for block, next_one in zip(left, below, strict=True)
         if not isinstance(block, Heading) or not (next_one is None or isinstance(next_one, Heading))
@@ -273,5 +292,7 @@ def always(_: Analysis) -> str:
     return ""
 
 
-def table(columns: Sequence[Column], rows: Sequence[Row], *, tall: bool = False, bare: bool = False) -> Table:
-    return Table(tuple(columns), tuple(rows), tall, bare)
+def table(
+    columns: Sequence[Column], rows: Sequence[Row], *, tall: bool = False, bare: bool = False, wide: bool = False
+) -> Table:
+    return Table(tuple(columns), tuple(rows), tall, bare, wide)

@@ -13,8 +13,7 @@ from dsprof.run import RunError, RunFolder
 from .. import comparison, examine
 from ..sections import report_of
 from ..sections.as_json import figure_json, report_json
-from ..sections.over_steps import one_step
-from ..sections.section import Figure
+from ..sections.over_steps import timeline_of
 from .cannot_answer import CannotAnswer
 
 KEPT: Final = 4
@@ -40,7 +39,7 @@ class RunViews:
         analysis = self._analysis(folder)
         if step not in set(analysis.steps["step"]):
             raise CannotAnswer(f"there is no complete step {step}")
-        return figure_json(Figure("timeline", "timeline of one step", one_step(analysis, step, ranks=ranks)))
+        return figure_json(timeline_of(analysis, step, ranks=ranks))
 
     def comparison(self, before: RunFolder, after: RunFolder) -> dict[str, Any]:
         """What is different in the second run, in words. Raises CannotAnswer."""

@@ -44,8 +44,10 @@ function element(tag, attributes = {}, children = []) {
 function drawTable(block) {
   const head = element("thead", {}, [element("tr", {}, block.columns.map((column) =>
     element("th", { scope: "col", class: column.number ? "n" : "", text: column.title })))]);
-  const body = element("tbody", {}, block.rows.map((row) => element("tr",
-    { class: [row.marked && "blamed", row.bad && "bad"].filter(Boolean).join(" ") },
+  const body = element("tbody", {}, block.rows.flatMap((row) => [
+    [row, ""], ...row.below.map((one) => [one, "below"]),
+  ]).map(([row, kind]) => element("tr",
+    { class: [kind, row.marked && "blamed", row.bad && "bad"].filter(Boolean).join(" ") },
     row.cells.map((value, at) => {
       const column = block.columns[at];
       const cell = element("td", { class: column.number ? "n" : column.soft ? "meaning" : "" });
@@ -138,7 +140,7 @@ function link(id, inside, name = "") {
   return made;
 }
 
-// --- the address: #dsprof&run=ID&at=rank.straggler&step=12
+// --- the address: #dsprof&run=ID&at=rank.straggler&rank=3&step=12
 
 const outer = (() => {
   try {
@@ -148,9 +150,23 @@ const outer = (() => {
   }
 })();
 
+// Empty of an address that is of another tab, or not well encoded.
 function asked() {
-  const [, ...words] = outer.location.hash.slice(1).split("&");
-  return Object.fromEntries(words.map((word) => word.split("=").map(decodeURIComponent)).filter((pair) => pair.length === 2));
+  const [tab, ...words] = outer.location.hash.slice(1).split("&");
+  if (tab !== "dsprof") return {};
+  try {
+    return Object.fromEntries(words.map((word) => word.split("=").map(decodeURIComponent)).filter((pair) => pair.length === 2));
+  } catch {
+    return {};
+  }
+}
+
+// What of the address is a rank and a step: {rank, step}, each a number or null; null where neither is.
+function chosen() {
+  const words = asked();
+  const number = (name) => (/^\d{1,9}$/.test(words[name] ?? "") ? Number(words[name]) : null);
+  const found = { rank: number("rank"), step: number("step") };
+  return found.rank === null && found.step === null ? null : found;
 }
 
 function remember(change) {
@@ -171,6 +187,7 @@ async function ask(route, words = {}) {
 // --- the page
 
 let shown = null;
+let follow = () => {};  // the address, which somebody else has changed
 
 function theme() {
   let dark = null;
@@ -185,9 +202,36 @@ function theme() {
 
 function drawFigures() {
   for (const [canvas, block] of drawn) {
-    if (canvas.isConnected) dsprofFigures.draw(canvas, block.name, block.figure);
+    if (canvas.isConnected) dsprofFigures.draw(canvas, block.name, dsprofFigures.marked(block.name, block.figure, chosen()));
     else drawn.delete(canvas);
   }
+}
+
+// Marks the rank and step of the address where ranks and steps are drawn, and says what of them the run has not.
+function mark() {
+  drawFigures();
+  document.getElementById("not-captured")?.remove();
+  const wanted = chosen();
+  const entry = [...drawn].find(([, block]) => block.name === "heatmap");
+  if (!wanted || !entry) return;
+  const [canvas, block] = entry;
+  const missing = [];
+  if (wanted.rank !== null && dsprofFigures.rowOf(block.figure, wanted.rank) < 0) missing.push(`rank ${wanted.rank}`);
+  if (wanted.step !== null && !dsprofFigures.columnOf(block.figure, wanted.step)) missing.push(`step ${wanted.step}`);
+  if (missing.length === 0) return;
+  const text = `The address names ${missing.join(" and ")}, which this run has not captured.`;
+  canvas.parentElement.before(element("p", { id: "not-captured", class: "lead", text }));
+}
+
+// A click on the heat map chooses its rank and step: marked, kept in the address, and shown as the timeline.
+function choosable(choose) {
+  const canvas = document.getElementById("plot-heatmap");
+  canvas?.on?.("plotly_click", (event) => {
+    const [rank] = /\d+/.exec(event.points[0].y);
+    remember({ rank, step: String(event.points[0].x), at: "" });
+    mark();
+    choose();
+  });
 }
 
 async function show(run, runs, main) {
@@ -207,11 +251,22 @@ async function show(run, runs, main) {
   const nav = element("nav", { "aria-label": "sections" }, report.sections.map((section) => link(section.id, section.title)));
   main.replaceChildren(drawHead(report.head), nav, ...report.sections.map(drawSection));
   const timeline = document.getElementById("timeline");
-  if (timeline && report.steps) timeline.insertBefore(stepChooser(run, report, timeline), timeline.querySelector("figure"));
+  let chooser = null;
+  if (timeline && report.steps) {
+    chooser = stepChooser(run, report, timeline);
+    timeline.insertBefore(chooser.form, timeline.querySelector("figure"));
+  }
   if (runs.length > 1) main.append(comparison(run, runs));
-  drawFigures();
+  mark();
+  follow = () => {
+    mark();
+    chooser?.follow();
+  };
+  choosable(() => chooser?.follow());
+  chooser?.follow();
   const wanted = asked();
   if (wanted.at) dsprofFigures.reveal(wanted.at);
+  else if (chosen()) dsprofFigures.reveal("heatmap") || dsprofFigures.reveal("steps");
 }
 
 function drawHead(head) {
@@ -248,6 +303,7 @@ function stepChooser(run, report, section) {
       section.querySelector("figure").replaceWith(drawFigure(block));
       drawFigures();
       remember({ step: step.value });
+      mark();
     } catch (error) {
       said.textContent = error.message;
     }
@@ -256,12 +312,15 @@ function stepChooser(run, report, section) {
     event.preventDefault();
     look();
   });
-  const wanted = asked().step;
-  if (wanted) {
-    step.value = wanted;
-    setTimeout(look);
-  }
-  return form;
+  // The step of the address, and its rank before all others.
+  const follow = () => {
+    const wanted = chosen();
+    if (!wanted || wanted.step === null) return;
+    step.value = wanted.step;
+    if (wanted.rank !== null) ranks.value = wanted.rank;
+    look();
+  };
+  return { form, follow };
 }
 
 function comparison(run, runs) {
@@ -311,11 +370,19 @@ export async function render() {
     const button = element("button", { type: "button" }, [run.name, element("small", { text: run.headline ? `${run.status}: ${run.headline}` : "not analyzed yet" })]);
     button.dataset.run = run.id;
     button.addEventListener("click", () => {
-      remember({ run: run.id, at: "", step: "" });
+      remember({ run: run.id, at: "", rank: "", step: "" });
       show(run.id, runs, main);
     });
     list.append(element("li", {}, [button]));
   }
+  outer.addEventListener("hashchange", () => {
+    const { run, at } = asked();
+    if (!outer.location.hash.startsWith("#dsprof")) return;
+    const other = run && run !== shown && runs.find((one) => one.id === run);
+    if (other) show(run, runs, main);
+    else follow();
+    if (!other && at) dsprofFigures.reveal(at);
+  });
   const wanted = asked().run;
   const first = runs.find((run) => run.id === wanted) || runs[0];
   if (first) await show(first.id, runs, main);

@@ -29,12 +29,11 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from dsprof import gauges, regular_files
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.text import clean
 from dsprof.atomic import write_atomically
 from dsprof.permissions import make_folder
 
 from .. import tables, wording
-from .text import finding_markdown, verdict_markdown
+from .text import markdown_texts
 
 MAX_POINTS: Final = 1000
 WINDOWS: Final = 500
@@ -145,10 +144,8 @@ def _scalar_events(values: pd.DataFrame, start: float) -> Iterator[Any]:
 
 
 def _text_events(analysis: Analysis, start: float) -> Iterator[Any]:
-    yield _text_event("00 verdict", verdict_markdown(analysis), start)
-    for index, finding in enumerate(analysis.listed, 1):
-        tag = f"{index:02d} {clean(finding.code)}"
-        yield _text_event(tag, finding_markdown(finding, analysis.run.cwd), start)
+    for tag, markdown in markdown_texts(analysis).items():
+        yield _text_event(tag, markdown, start)
 
 
 def _time_events(analysis: Analysis, start: float) -> Iterator[Any]:

@@ -14,10 +14,11 @@ def main():
     parser.add_argument("--accumulate", type=int, default=1, help="or micro-batches of a pipeline")
     parser.add_argument("--pipeline", type=int, default=1, metavar="STAGES")
     parser.add_argument("--slow-stage", type=int)
+    parser.add_argument("--slow-rank", type=int, help="without a pipeline")
     parser.add_argument("--slow-by", type=float, default=2.2)
     parser.add_argument("--forward-ms", type=float, default=16.0)
     args = parser.parse_args()
-    _, ranks = start(args.seed)
+    rank, ranks = start(args.seed)
     log = Log(args)
 
     config = {
@@ -37,7 +38,7 @@ def main():
             partition_method="uniform",
         )
     else:
-        model = mlp(32, 4, args.forward_ms)
+        model = mlp(32, 4, args.forward_ms * (args.slow_by if rank == args.slow_rank else 1.0))
     engine, _, loader, _ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), training_data=samples, config=config
     )

@@ -11,11 +11,14 @@ def main():
     parser.add_argument("--layers", type=int, default=60)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--forward-ms", type=float, default=0.3, help="of one layer")
+    parser.add_argument("--slow-rank", type=int)
+    parser.add_argument("--slow-by", type=float, default=1.3)
     args = parser.parse_args()
     rank, _ = start(args.seed)
     log = Log(args)
 
-    model = torch.nn.Sequential(*(Layer(args.width, args.forward_ms) for _ in range(args.layers)))
+    forward_ms = args.forward_ms * (args.slow_by if rank == args.slow_rank else 1.0)
+    model = torch.nn.Sequential(*(Layer(args.width, forward_ms) for _ in range(args.layers)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)

@@ -43,6 +43,9 @@ class ModelError:
         return math.hypot(self.of_gain * gain_ms, (self.of_step + busy * load) * step_ms)
 
 
+BETWEEN_RUNS: Final = ModelError(of_gain=0.0, of_step=0.014, busy=0.014)
+"""What two runs of one job differ by, which every calibrated rule has: of predictions whose own error is told by the
+spread of what was measured, and not by pairs."""
 OUTSIDE_STEPS: Final = ModelError(of_gain=0.108, of_step=0.009, busy=0.018)
 """Of what comes between ordinary steps."""
 OF_CONTENTION: Final = 0.6

@@ -115,33 +115,80 @@ def _within(when: Int, spans: pd.DataFrame) -> Bool:
 
 def differing_line(study: Study, slow: Bool, late_ms: float) -> Line | None:
     """The innermost line in which the slow ranks, [R], are longer than the others by most of what they are late by;
-    None: samples do not tell."""
+    None: samples do not tell.
+
+    The way down to it is by call paths. How much longer a rank is in a line is the difference of the line's totals,
+    whoever calls it: where two ranks reach one line by different callers, what both spend there is no difference.
+    """
     stacks = stacks_of(study)
     mine = [stacks[rank] for rank in study.ranks_where(slow) if rank in stacks]
     others = [stacks[rank] for rank in study.ranks_where(~slow) if rank in stacks]
     if not mine or not others:
         return None
-    each = [by_prefix(one, one.own) for one in (*mine, *others)]
+    every = (*mine, *others)
+    by_path, by_line = ([count(one, one.own) for one in every] for count in (by_prefix, by_last_line))
 
-    def spent(path: Path) -> tuple[float, float]:
-        of = [counts.get(path, 0) * one.a_sample_ms for counts, one in zip(each, (*mine, *others), strict=True)]
+    def spent(counts: Sequence[Mapping[Path, int]], path: Path) -> tuple[float, float]:
+        of = [each.get(path, 0) * one.a_sample_ms for each, one in zip(counts, every, strict=True)]
         return float(np.mean(of[: len(mine)])), float(np.median(of[len(mine) :]))
 
-    def difference(path: Path) -> float:
-        here, there = spent(path)
+    def more(counts: Sequence[Mapping[Path, int]], path: Path) -> float:
+        here, there = spent(counts, path)
         return here - there
 
     def surely(path: Path) -> bool:
-        here, there = spent(path)
+        here, there = spent(by_line, path)
         unit = float(np.mean([one.a_sample_ms for one in mine]))
         count = (here + there) / unit
         return here >= FEWEST * unit and here - there > SURE * unit * math.sqrt(count / len(mine))
 
-    prefixes = {path for counts in each[: len(mine)] for path in counts}
-    path = _innermost(prefixes, difference)
-    if path is None or not surely(path) or difference(path) < FRACTION_OF_LATE * late_ms:
+    prefixes = {path for counts in by_path[: len(mine)] for path in counts}
+    difference = _net({path: more(by_path, path) for path in prefixes}, lambda line: more(by_line, line))
+    path = _innermost(prefixes, difference.__getitem__)
+    if path is None or not surely(last_line(path)) or difference[path] < FRACTION_OF_LATE * late_ms:
         return None
-    return Line(path, *spent(path))
+    return Line(path, *spent(by_line, last_line(path)))
+
+
+def _net(by_path: Mapping[Path, float], of_line: Callable[[Path], float]) -> dict[Path, float]:
+    """What of the difference at each path, ms, is one of its line as well.
+
+    by_path: path -> by how much the slow ranks are longer there; of_line: the same of a line, whoever calls it. A path
+    differs by no more than its part of what its line does, and by nothing that is only called from elsewhere: what the
+    lines below it lose by that is taken from those above them, too.
+    """
+    rises: dict[Path, float] = defaultdict(float)
+    for path, difference in by_path.items():
+        line = last_line(path)
+        if difference > 0 and all(last_line(path[:depth]) != line for depth in range(1, len(path))):
+            rises[line] += difference
+    found: dict[Path, float] = {}
+    moved: dict[Path, float] = defaultdict(float)
+    for path in sorted(by_path, key=len, reverse=True):
+        difference, line = by_path[path], last_line(path)
+        found[path] = difference - moved[path]
+        if difference > 0 and rises[line] > 0:
+            part = min(max(of_line(line), 0.0) / rises[line], 1.0)
+            found[path] = min(found[path], part * difference)
+        moved[path[:-1]] += difference - found[path]
+    return found
+
+
+def last_line(path: Path) -> Path:
+    """The end of a path from the script's last line on: that line, and what it calls of libraries. A path that is all
+    libraries' is its own."""
+    last = max((place for place, frame in enumerate(path) if _is_line(frame)), default=0)
+    return path[last:]
+
+
+def by_last_line(stacks: Stacks, chosen: Bool) -> dict[Path, int]:
+    """How many of the chosen samples are in each line, or below it, whatever called it; by `last_line`."""
+    found: dict[Path, int] = defaultdict(int)
+    for path, counts in zip(stacks.paths, chosen.tolist(), strict=True):
+        if counts:
+            for line in {last_line(path[:depth]) for depth in range(1, len(path) + 1)}:
+                found[line] += 1
+    return found
 
 
 def by_prefix(stacks: Stacks, chosen: Bool) -> dict[Path, int]:

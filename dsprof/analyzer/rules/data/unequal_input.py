@@ -19,12 +19,17 @@ from ...work.micro_batches import LEAST_SPREAD, UnequalMicroBatches, can_tell, m
 from ..base import NotJudged, at, code_fix
 from ..rule import Look, Rule, fault
 from .loader import loader_site, training_loader
+from .pieces import Pieces, pieces_that_follow
 from .routed_tokens import routed_tokens
 from .sequence import causal, causal_shards
 
 SIZES_TELL: Final = 0.5
 """Correlation of what ranks compute beyond their peers, as their inputs' sizes say and as their micro-batches do, from
 which on it is the sizes."""
+MOST_PIECES: Final = 4_000_000
+"""Of all ranks and steps, that are looked at one by one."""
+MOST_OF_WHOLE: Final = 0.8
+"""Of what whole steps say that unequal inputs cost, that the pieces which follow them have to have."""
 
 
 @once
@@ -54,9 +59,34 @@ def explained_by_size(study: Study) -> Float | None:
     share would cost, [R, S]. None where sizes are unknown or never differ between ranks that are to do
     the same work.
 
-    Compute is taken as linear in the input, with the slope from how a rank's own compute follows its own input; where
-    a rank's input never varies, from the differences between ranks.
+    Compute is taken as linear in the input: each piece of it that follows the input, where these have most of what the
+    whole step has, as not all of a step need grow with it; else the whole.
     """
+    pieces = pieces_by_size(study)
+    return _of_whole_steps(study) if pieces is None else pieces.excess
+
+
+@once
+def pieces_by_size(study: Study) -> Pieces | None:
+    """The pieces of the work that follow a rank's input. None where none does, or they have but a part of what the
+    whole steps say: of many micro-batches a step each may follow the step's input too little to be sure. None, too, of
+    a job so large that each piece of each rank and step would take much memory."""
+    whole, sizes = _of_whole_steps(study), study.input_sizes
+    if whole is None or not whole.any() or sizes is None or study.graph is None:
+        return None
+    if sum(steps.work.shape[0] * steps.work.shape[1] for steps in study.graph.templates) > MOST_PIECES:
+        return None
+    teams = [study.ranks_where(peer_group) for peer_group in study.peer_groups]
+    found = pieces_that_follow(study, teams, _less_mean_of_team(study, sizes), sizes)
+    if found is None or np.abs(found.excess).sum() < MOST_OF_WHOLE * np.abs(whole).sum():
+        return None
+    return found
+
+
+@once
+def _of_whole_steps(study: Study) -> Float | None:
+    """The same as `explained_by_size`, with one slope for all of a step: by how a rank's own compute follows its own
+    input; where a rank's input never varies, by the differences between ranks."""
     sizes = study.input_sizes
     if sizes is None:
         return None
@@ -131,6 +161,9 @@ def unequal(study: Study) -> Change | None:
     signals.input_sizes(study)
     if all(peer_group.sum() < 2 for peer_group in study.peer_groups):
         raise NotJudged("each rank is another stage of a pipeline, so their inputs differ")
+    pieces = pieces_by_size(study)
+    if pieces is not None:
+        return pieces.change
     explained = explained_by_size(study)
     return Change({"compute": explained}) if explained is not None else None
 

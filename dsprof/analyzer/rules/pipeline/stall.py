@@ -3,29 +3,30 @@ schedule's bubble and unequal stages explain."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from ... import signals
 from ...arrays import Float
-from ...candidate import Candidate, Price
+from ...candidate import Between, Candidate, Price
+from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Gain, Where
-from ...graph.replay import replay
-from ...price.calibration import ModelError
-from ...price.certainty import with_all_errors
-from ...price.gains import mean_gain
+from ...graph.link import LEAST_SPREAD
+from ...graph.step_graph import WAKE_UP_DELAY
+from ...price.calibration import BETWEEN_RUNS
+from ...price.effects import parts_of_others, sure_gain
 from ...study import Study, once
 from ...text import ms, size
-from ...whatif import Refused, apply
 from ...whatif.communications import ScaleLink
 from ...whatif.lowering.messages import awaited
 from ...whatif.lowering.program import is_message
 from ...whatif.overlapped_messages import OverlappedMessages, pair_of
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, at, hosts_of
+from ..base import NotJudged, at, hosts_of
 from ..comm.slow_link import wants_cores
 from ..rule import Found, Look, Rule
 
@@ -33,11 +34,12 @@ SLOWER: Final = 1.5
 """So many times what the messages of the other pairs take, in the median."""
 FEWEST: Final = 8
 """Messages of a pair that someone waited for."""
+MOST_SPREAD: Final = 0.9
+"""Messages that differ by more than that tell next to nothing of the next ones."""
 ALIKE: Final = 0.02
 """What is smaller by no more than this share is as large."""
 SURE: Final = 0.25
 """All but this share of a slow pair's messages take longer than all but this share of what the others' usually do."""
-STALL_ERROR: Final = ModelError(of_gain=0.175, of_step=0.03, busy=0.036)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,8 @@ class Pair:
     took:     what those took that someone waited for, ms, each
     bytes:    of one, median
     count:    how many there are a step
+    behind_ms: how much later than their ends those went on who waited for them, in a step: where a sender goes on as
+              soon as a message is on its way, its end is not known better, and that may be what it took as well
     """
 
     lane: str
@@ -56,22 +60,43 @@ class Pair:
     took: Float
     bytes: float
     count: float
+    behind_ms: float = 0.0
 
     @property
     def typical_ms(self) -> float:
         return float(np.median(self.took))
 
+    @property
+    def of_step_ms(self) -> float:
+        """What they take a step."""
+        return float(self.took.mean()) * self.count if len(self.took) else 0.0
+
 
 @dataclass(frozen=True)
 class SlowPair:
-    """A pair whose messages take longer than those of the others of the pipeline do, which take usual_ms."""
+    """A pair whose messages take longer than those of the others of the pipeline do.
+
+    usual_ms: what those take
+    fast_ms, late_ms: all but a quarter of the messages of the fastest of the other pairs take longer, and all but a
+              quarter of those of the slowest take less: a mended link may be like any of theirs
+    """
 
     pair: Pair
     usual_ms: float
+    fast_ms: float
+    late_ms: float
 
     @property
     def times(self) -> float:
         return self.pair.typical_ms / max(self.usual_ms, 1e-3)
+
+    def between(self, step_ms: float) -> Between:
+        """Between which parts of what is taken from each message the true one lies: those of the others differ, and
+        what comes behind the messages may go with them."""
+        taken = self.pair.typical_ms - self.usual_ms
+        least, most = (max(self.pair.typical_ms - of, 0.0) / taken for of in (self.late_ms, self.fast_ms))
+        behind = self.pair.behind_ms / max(self.pair.of_step_ms, 1e-9)
+        return Between(min(least, 1.0), max(most, 1.0) * (1 + behind), step_ms)
 
 
 @once
@@ -81,6 +106,7 @@ def pairs_of(study: Study) -> tuple[Pair, ...]:
     took: dict[str, list[Float]] = {}
     sizes: dict[str, list[Float]] = {}
     ends: dict[str, tuple[int, int]] = {}
+    behind: dict[str, float] = defaultdict(float)
     for steps in graph.templates:
         judged = np.isin(steps.numbers, graph.judged_steps)
         waited = awaited(steps)
@@ -91,10 +117,12 @@ def pairs_of(study: Study) -> tuple[Pair, ...]:
             ends[task.lane] = pair
             took.setdefault(task.lane, []).append(steps.transfer[number, judged & waited[number]])
             sizes.setdefault(task.lane, []).append(steps.size[number, judged])
+            waiting = steps.structure.waits[steps.structure.waits[:, 0] == number, 1]
+            behind[task.lane] += float(steps.work[waiting][:, judged, WAKE_UP_DELAY].sum())
     found = [
         Pair(
             lane, *ends[lane], np.concatenate(took[lane]), float(np.median(np.concatenate(sizes[lane]))),
-            sum(len(of) for of in sizes[lane]) / len(graph.judged_steps),
+            sum(len(of) for of in sizes[lane]) / len(graph.judged_steps), behind[lane] / len(graph.judged_steps),
         )
         for lane in took
     ]  # fmt: skip
@@ -104,19 +132,37 @@ def pairs_of(study: Study) -> tuple[Pair, ...]:
 def slow_pairs(study: Study) -> list[SlowPair]:
     """The pairs whose messages are slow beside those of the others that are as large or larger; the worst first."""
     every = [pair for pair in pairs_of(study) if len(pair.took) >= FEWEST and pair.bytes > 0]
+    bytes_ = np.array([pair.bytes for pair in every])
+    typical = np.array([pair.typical_ms for pair in every])
+    quarters = np.array([np.quantile(pair.took, (SURE, 1 - SURE)) for pair in every]).reshape(-1, 2)
+    short, long = quarters[:, 0], quarters[:, 1]
     found = []
-    for pair in every:
-        others = [other for other in every if other is not pair and other.bytes >= (1 - ALIKE) * pair.bytes]
-        if not others:
+    for size_ in np.unique(bytes_).tolist():
+        large = np.flatnonzero(bytes_ >= (1 - ALIKE) * size_)
+        if len(large) < 2:
             continue
-        usual = float(np.median([other.typical_ms for other in others]))
-        longest = float(np.median([np.quantile(other.took, 1 - SURE) for other in others]))
-        apart = pair.typical_ms - usual > 2 * study.clock_error_ms  # from one rank's arrival to another's end
-        surely = np.quantile(pair.took, SURE) > longest and apart
-        # A receiver that waits for a core goes on late after every message.
-        if pair.typical_ms > SLOWER * usual and surely and not wants_cores(study, (pair.target,)):
-            found.append(SlowPair(pair, usual))
+        usual, longest = medians_of_others(typical[large]), medians_of_others(long[large])
+        for place in np.flatnonzero(bytes_[large] == size_).tolist():
+            pair, usual_ms = every[large[place]], float(usual[place])
+            apart = pair.typical_ms - usual_ms > 2 * study.clock_error_ms  # from one rank's arrival to another's end
+            surely = short[large[place]] > longest[place] and apart
+            # A receiver that waits for a core goes on late after every message.
+            if pair.typical_ms > SLOWER * usual_ms and surely and not wants_cores(study, (pair.target,)):
+                least, most = np.delete(short[large], place).min(), np.delete(long[large], place).max()
+                found.append(SlowPair(pair, usual_ms, min(usual_ms, float(least)), max(usual_ms, float(most))))
+    found.sort(key=lambda slow: (slow.pair.source, slow.pair.target, slow.pair.lane))
     return sorted(found, key=lambda slow: -(slow.pair.typical_ms - slow.usual_ms) * slow.pair.count)
+
+
+def medians_of_others(values: Float) -> Float:
+    """Of each of at least two values the median of all the others, [n]."""
+    order = np.argsort(values, kind="stable")
+    place = np.empty(len(values), np.int64)
+    place[order] = np.arange(len(values))
+    ascending, others = values[order], len(values) - 1
+    low, high = (np.where(middle < place, middle, middle + 1) for middle in ((others - 1) // 2, others // 2))
+    found: Float = (ascending[low] + ascending[high]) / 2
+    return found
 
 
 def stall(study: Study) -> Found:
@@ -130,7 +176,41 @@ def stall(study: Study) -> Found:
     slow = slow_pairs(study)
     if slow:
         return [_slow(study, one) for one in slow]
-    return [Candidate("pipeline.stall", OverlappedMessages(), lambda price: _blocked(study, price), a_trade=True)]
+    return [
+        Candidate(
+            "pipeline.stall", OverlappedMessages(), lambda price: _blocked(study, price), between=_known_up_to(study),
+            a_trade=True,
+        )
+    ]  # fmt: skip
+
+
+def _if_beside(study: Study) -> Effect:
+    """Messages beside the computation. Nobody has seen what a message takes there, so it may take longer or less than
+    now by as much as messages of one pair do now."""
+    spread = max(_spread(study), LEAST_SPREAD)
+    slower = ScaleLink(latency=1 + spread, bandwidth=1 / (1 + spread), of=_messages(study))
+    faster = ScaleLink(latency=1 - spread, bandwidth=1 / (1 - spread), of=_messages(study))
+    others = tuple(((), (link, OverlappedMessages())) for link in (slower, faster))
+    return Effect("pipeline.stall", (OverlappedMessages(),), others=others, counts_cores=True)
+
+
+@once
+def _known_up_to(study: Study) -> Between | None:
+    """Between which parts of what they save the true saving lies; None where messages cannot go there."""
+    return parts_of_others(study, _if_beside(study))
+
+
+def _spread(study: Study) -> float:
+    """By what share messages of one pair take longer, or less, than the typical one: half of them do by no more; the
+    median of the pairs, below 1."""
+    pairs = [pair for pair in pairs_of(study) if len(pair.took) >= FEWEST]
+    quarters = [np.quantile(pair.took, (SURE, 1 - SURE)) for pair in pairs]
+    each = [float((late - soon) / max(late + soon, 1e-9)) for soon, late in quarters]
+    return min(float(np.median(each)), MOST_SPREAD) if each else 0.0
+
+
+def _messages(study: Study) -> Communications:
+    return Communications(groups=tuple(dict.fromkeys(pair.lane for pair in pairs_of(study))))
 
 
 def _slow(study: Study, slow: SlowPair) -> Candidate:
@@ -154,14 +234,14 @@ def _slow(study: Study, slow: SlowPair) -> Candidate:
             "pipeline.stall", title, "info", _where(study, pair), evidence, price.gain, fixes, share=price.share
         )
 
-    return Candidate("pipeline.stall", change, say)
+    return Candidate("pipeline.stall", change, say, between=slow.between(study.step_ms))
 
 
 def _blocked(study: Study, price: Price) -> Finding:
-    worst = max(pairs_of(study), key=_waited_ms)
+    worst = max(pairs_of(study), key=lambda pair: pair.of_step_ms)
     evidence = (
         Evidence("waiting for another stage, mean of the ranks", round(_bubble_ms(study), 3), "ms"),
-        Evidence(f"messages from {_stage(study, worst.source)} on their way a step", round(_waited_ms(worst), 3), "ms"),
+        Evidence(f"messages from {_stage(study, worst.source)} on their way a step", round(worst.of_step_ms, 3), "ms"),
         Evidence("messages of that pair a step", round(worst.count, 1), "count"),
         *([Evidence("bytes of one", round(worst.bytes), "B")] if worst.bytes > 0 else []),  # else they are not told
     )
@@ -171,11 +251,6 @@ def _blocked(study: Study, price: Price) -> Finding:
     )
     fixes = (*_beside(study, price.gain), _smaller())
     return Finding("pipeline.stall", title, "info", _where(study, worst), evidence, price.gain, fixes)
-
-
-def _waited_ms(pair: Pair) -> float:
-    """What a pair's messages take a step."""
-    return float(pair.took.mean()) * pair.count if len(pair.took) else 0.0
 
 
 def _bubble_ms(study: Study) -> float:
@@ -217,13 +292,11 @@ def _network(study: Study, pair: Pair, gain: Gain) -> Fix:
 
 def _beside_if_sure(study: Study) -> list[Fix]:
     """Messages beside the computation, where that is sure to save something."""
-    graph = signals.replay(study)
-    try:
-        saved = replay(graph).durations - replay(apply(graph, [OverlappedMessages()])).durations
-    except Refused:
+    known_up_to = _known_up_to(study)
+    if known_up_to is None:
         return []
-    gain = with_all_errors(study, mean_gain(study, saved), STALL_ERROR)
-    return _beside(study, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else []
+    gain = sure_gain(study, replace(_if_beside(study), others=(), between=known_up_to), BETWEEN_RUNS)
+    return [] if gain is None else _beside(study, gain)
 
 
 def _beside(study: Study, gain: Gain) -> list[Fix]:
@@ -262,7 +335,7 @@ RULES = (
         looks=(Look(stall, needs=(signals.replay,)),),
         needs=(signals.communications,),
         outranked_by=("pipeline.imbalance", "rank.straggler"),
-        error=STALL_ERROR,
+        error=BETWEEN_RUNS,
         place=109,
     ),
 )
