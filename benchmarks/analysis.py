@@ -2,12 +2,17 @@
 
     python benchmarks/analysis.py                          # the cases of the result file, about ten minutes
     python benchmarks/analysis.py --ranks 64 --steps 100 --rows 500
+    python benchmarks/analysis.py --base CHECKOUT          # each case also by an older dsprof, in turns
     python benchmarks/analysis.py --plot                   # only draws benchmarks/results/analysis.svg anew
     python benchmarks/analysis.py --hta PYTHON             # importing torch.profiler traces beside HTA (beside_hta.py)
 
 The runs are made up (made_up_run.py), one Parquet file a rank beside a run.json, as `dsprof run` leaves them. Each is
 analyzed in a fresh process, at most two threads wide. A case that the result file holds is not measured again without
---force.
+--force. CPU seconds and memory are what counts: they hold on a machine that is busy otherwise, whose load stands beside
+them, and wall times do not.
+
+With --base a checkout of an older dsprof analyzes the same files in the same way (git worktree add CHECKOUT COMMIT),
+right after this one; of --times such pairs the least CPU time of each counts.
 """
 
 from __future__ import annotations
@@ -36,6 +41,8 @@ IMPORT_RESULTS = HERE / "results" / "import.json"
 CASES = [(2, 100, 500), (8, 100, 500), (64, 100, 500), (64, 100, 100), (8, 20, 500), (32, 20, 500), (128, 20, 500),
          (512, 20, 500)]  # fmt: skip
 """(ranks, steps, rows a step): the sizes that are asked for, then those of the plot."""
+PLOTTED = (20, 500)
+"""Steps and rows a step of the cases that are plotted over the number of ranks."""
 
 STAGES = {
     "align": ["align"],
@@ -64,10 +71,12 @@ def analyze_and_tell(folder: Path) -> None:
     from dsprof import trace
     from dsprof.analyzer import study as measuring
     from dsprof.analyzer.judge import judge
+    from dsprof.analyzer.rules.registry import all_rules
     from dsprof.analyzer.verdict.answer import answer
     from dsprof.run import RunFolder
     from dsprof.trace.strings import plain_strings
 
+    all_rules()  # else the first question imports them
     before = peak_mb()
     wall, cpu = time.perf_counter(), time.process_time()
     spent: dict[str, float] = dict.fromkeys(["load", *STAGES, "rules", "answer"], 0.0)
@@ -112,30 +121,60 @@ def analyze_and_tell(folder: Path) -> None:
     )
 
 
-def measure(ranks: int, steps: int, rows: int, keep: Path | None) -> dict[str, Any]:
+def measure(
+    ranks: int, steps: int, rows: int, keep: Path | None, base: Path | None = None, times: int = 1
+) -> dict[str, Any]:
     folder = (keep or Path(tempfile.mkdtemp())) / f"made-up-{ranks}x{steps}x{rows}"
     try:
         if not (folder / "run.json").exists():
             begun = time.perf_counter()
             make_run(folder, ranks, steps, rows)
             print(f"{folder.name}: made in {time.perf_counter() - begun:.1f} s", file=sys.stderr)
-        child = subprocess.run(
-            [sys.executable, __file__, "--child", str(folder)],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "2",
-                "OPENBLAS_NUM_THREADS": "2",
-                "ARROW_DEFAULT_MEMORY_POOL": "system",
-            },
-        )
+        load = round(os.getloadavg()[0], 1)
+        turns = [[in_a_fresh_process(checkout, folder) for checkout in (None, base)[: 2 if base else 1]]
+                 for _ in range(times)]  # fmt: skip
+        found, *other = (min(side, key=lambda of: float(of["cpu_s"])) for side in zip(*turns, strict=True))
     finally:
         if keep is None:
             shutil.rmtree(folder.parent)
+    result = {"ranks": ranks, "steps": steps, "rows_a_step": rows, **found, "load_before": load}
+    if other:
+        told = {
+            name: other[0][name] for name in ("cpu_s", "wall_s", "peak_mb", "imports_mb", "stages_cpu_s", "verdict")
+        }
+        shares = {name: round(float(found[name]) / float(told[name]), 2) for name in ("cpu_s", "peak_mb")}
+        above = [float(of["peak_mb"]) - float(of["imports_mb"]) for of in (found, told)]
+        shares["peak_above_imports"] = round(above[0] / above[1], 2)
+        result |= {"base": told, "share_of_base": shares}
+    return result
+
+
+def in_a_fresh_process(checkout: Path | None, folder: Path) -> dict[str, Any]:
+    """What `analyze_and_tell` prints. checkout: of another dsprof, whose own benchmark does it; None: this one."""
+    script = Path(__file__).resolve() if checkout is None else checkout.resolve() / "benchmarks" / "analysis.py"
+    child = subprocess.run(
+        [sys.executable, str(script), "--child", str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(script.parent.parent),
+            "OMP_NUM_THREADS": "2",
+            "OPENBLAS_NUM_THREADS": "2",
+            "ARROW_DEFAULT_MEMORY_POOL": "system",
+        },
+    )
     found: dict[str, Any] = json.loads(child.stdout)
-    return {"ranks": ranks, "steps": steps, "rows_a_step": rows, **found}
+    return found
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit of a checkout, and the first line of what it says."""
+    told = subprocess.run(
+        ["git", "log", "-1", "--format=%h %s"], cwd=checkout, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return told.stdout.strip()
 
 
 def compare_with_hta(python: Path, times: int, rounds: int, output: Path) -> int:
@@ -166,8 +205,10 @@ def main() -> int:
     parser.add_argument("--force", action="store_true", help="measure again what the result file holds")
     parser.add_argument("--output", type=Path, help="the result file, instead of the one in benchmarks/results")
     parser.add_argument("--plot", action="store_true")
+    parser.add_argument("--base", type=Path, metavar="CHECKOUT", help="of an older dsprof, to be measured beside this")
     parser.add_argument("--hta", type=Path, metavar="PYTHON", help="an interpreter that has HTA (pip: traceinsight)")
-    parser.add_argument("--times", type=int, default=160, help="with --hta: how often each trace's step is repeated")
+    parser.add_argument("--times", type=int, help="how often each case is measured (1); with --hta: how often each "
+                        "trace's step is repeated (160)")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=2, help="with --hta: how often each tool runs, in turns")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -175,26 +216,40 @@ def main() -> int:
         analyze_and_tell(args.child)
         return 0
     if args.hta:
-        return compare_with_hta(args.hta, args.times, args.rounds, args.output or IMPORT_RESULTS)
+        return compare_with_hta(args.hta, args.times or 160, args.rounds, args.output or IMPORT_RESULTS)
     output = args.output or RESULTS
     cases = [(int(ranks), args.steps, args.rows) for ranks in args.ranks.split(",")] if args.ranks else CASES
-    known = json.loads(output.read_text())["cases"] if output.exists() else []
+    before = json.loads(output.read_text()) if output.exists() else {"cases": []}
+    known, base = before["cases"], commit_of(args.base) if args.base else before.get("base", "")
     for case in [] if args.plot else cases:
         kept = [item for item in known if (item["ranks"], item["steps"], item["rows_a_step"]) != case]
         if len(kept) < len(known) and not args.force:
             continue
-        found = measure(*case, args.keep)
+        found = measure(*case, args.keep, args.base, args.times or 1)
         known = sorted([*kept, found], key=lambda item: (item["rows_a_step"], item["steps"], item["ranks"]))
         result = {
             "what": "from the Parquet files of a made-up run to the verdict, in a fresh process",
             "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
+            "base": base,
             "cases": known,
         }
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=1) + "\n")
         print(json.dumps(found, indent=1))
-    draw(known, output.with_suffix(".svg"))
+    plot(known, output.with_suffix(".svg"))
     return 0
+
+
+def plot(cases: list[dict[str, Any]], file: Path) -> None:
+    """CPU seconds and memory over the number of ranks, of the cases of one number of steps and rows."""
+    steps, rows = PLOTTED
+    alike = [case for case in cases if (case["steps"], case["rows_a_step"]) == PLOTTED]
+    chosen = sorted(alike, key=lambda case: int(case["ranks"]))
+    panels = {
+        "CPU seconds, Parquet to verdict": [case["cpu_s"] for case in chosen],
+        "peak memory above the imports, MB": [case["peak_mb"] - case["imports_mb"] for case in chosen],
+    }
+    draw([case["ranks"] for case in chosen], panels, f"ranks, of {steps} steps of {rows} rows each", file)
 
 
 if __name__ == "__main__":

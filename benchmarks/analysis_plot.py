@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-PLOTTED = (20, 500)
-"""Steps and rows a step of the cases that are plotted over the number of ranks."""
 
-
-def draw(cases: list[dict[str, Any]], file: Path) -> None:
-    """CPU seconds and memory over the number of ranks, both axes logarithmic, beside a line through the first that is
-    proportional to the ranks."""
-    chosen = sorted(
-        (case for case in cases if (case["steps"], case["rows_a_step"]) == PLOTTED), key=lambda case: int(case["ranks"])
-    )
-    if len(chosen) < 2:
+def draw(ranks: Sequence[int], panels: Mapping[str, Sequence[float]], foot: str, file: Path) -> None:
+    """What each panel has (by its title, a value for each number of ranks, ascending) over the number of ranks, both
+    axes logarithmic, beside a line through the last value that is proportional to the ranks."""
+    if len(ranks) < 2:
         return
     width, height, left, top = 380, 260, 60, 40
-    low, high = chosen[0]["ranks"], chosen[-1]["ranks"]
+    low, high = ranks[0], ranks[-1]
     text = []
-    for panel, (title, value) in enumerate(
-        (
-            ("CPU seconds, Parquet to verdict", lambda case: case["cpu_s"]),
-            ("peak memory above the imports, MB", lambda case: case["peak_mb"] - case["imports_mb"]),
-        )
-    ):
-        values = [max(float(value(case)), 1e-2) for case in chosen]
+    for panel, (title, every) in enumerate(panels.items()):
+        values = [max(float(value), 1e-2) for value in every]
         bottom, ceiling = 10 ** np.floor(np.log10(min(values))), 10 ** np.ceil(np.log10(max(values)))
         shift = panel * (width + 140) + left
 
         def at(
-            ranks: float, amount: float, shift: int = shift, lowest: float = bottom, highest: float = ceiling
+            count: float, amount: float, shift: int = shift, lowest: float = bottom, highest: float = ceiling
         ) -> str:
-            x = shift + width * np.log(ranks / low) / np.log(high / low)
+            x = shift + width * np.log(count / low) / np.log(high / low)
             y = top + height * (1 - np.log(amount / lowest) / np.log(highest / lowest))
             return f"{x:.1f},{y:.1f}"
 
@@ -47,21 +36,19 @@ def draw(cases: list[dict[str, Any]], file: Path) -> None:
             line = f"{at(low, 10.0**power)} {at(high, 10.0**power)}"
             text.append(f'<polyline points="{line}" stroke="#ddd"/>')
             text.append(f'<text {x_y(at(low, 10.0**power))} dx="-8" dy="4" text-anchor="end">{10.0**power:g}</text>')
-        for case in chosen:
-            place = at(case["ranks"], bottom)
-            text.append(f'<text {x_y(place)} dy="18" text-anchor="middle">{case["ranks"]}</text>')
-        straight = [values[-1] * case["ranks"] / high for case in chosen]
-        points = [at(case["ranks"], amount) for case, amount in zip(chosen, straight, strict=True) if amount >= bottom]
+        for count in ranks:
+            text.append(f'<text {x_y(at(count, bottom))} dy="18" text-anchor="middle">{count}</text>')
+        straight = [values[-1] * count / high for count in ranks]
+        points = [at(count, amount) for count, amount in zip(ranks, straight, strict=True) if amount >= bottom]
         text.append(f'<polyline points="{" ".join(points)}" stroke="#999" stroke-dasharray="4 4"/>')
-        points = [at(case["ranks"], amount) for case, amount in zip(chosen, values, strict=True)]
+        points = [at(count, amount) for count, amount in zip(ranks, values, strict=True)]
         text.append(f'<polyline points="{" ".join(points)}" stroke="#2a6f97" stroke-width="2"/>')
         text += ['<circle cx="{}" cy="{}" r="3.5" fill="#2a6f97"/>'.format(*point.split(",")) for point in points]
         text += [
             f'<text {x_y(point)} dx="6" dy="16">{f"{amount:.3g}" if amount < 1000 else f"{amount:,.0f}"}</text>'
             for point, amount in zip(points, values, strict=True)
         ]
-    steps, rows = PLOTTED
-    foot = f"ranks, of {steps} steps of {rows} rows each; dashed: proportional to the ranks"
+    foot = f"{foot}; dashed: proportional to the ranks"
     whole, tall = 2 * (width + 140), height + top + 60
     text.append(f'<text x="{whole / 2}" y="{tall - 12}" text-anchor="middle">{foot}</text>')
     file.write_text(

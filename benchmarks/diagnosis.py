@@ -9,8 +9,9 @@ faults, whether both codes are among the first three. Of one without a fault: wh
 (`false_alarm`), and whether it is called healthy.
 
 Beside it `slowest_rank`, the rule that a simple tool has: the rank that computes longest is to blame, where it is 5 %
-longer than the median one. `right`: it names a rank where the fault is of a rank, and this one; without a fault, it
-names none. TraceML would stand beside it, too; where it is not installed that is said.
+longer than the median one. `right`: it names a rank where the fault is of a rank or a stage, and this one, whatever is
+wrong with it; without a fault, it names none. TraceML would stand beside it, too; where it is not installed that is
+said.
 
 Written after each case; a run that was broken off goes on where it was. On a machine that others use, put `chrt -r 1`
 in front of it: ranks that wait for a core lose time, truly. `load_before` is how many threads wanted one.
@@ -62,7 +63,8 @@ def run(case: Case) -> dict[str, Any]:
         found = outcome.found
         above = [item for item in found["findings"] if item["severity"] != "info"]
         said = {
-            "step_ms": outcome.step_ms, "verdict": found["verdict"]["status"],
+            "step_ms": round(outcome.step_ms, 2), "verdict": found["verdict"]["status"],
+            "headline": found["verdict"]["headline"], "not_judged": found["not_judged"].get(job.first or ""),
             "said": [item["code"] for item in above], "first_fixes": first_fixes(above),
         }  # fmt: skip
         judged = of_healthy(found, above) if job.first is None else of_faulty(case, above)
@@ -96,7 +98,8 @@ def by_slowest_rank(job: Job, outcome: Outcome) -> dict[str, Any]:
     named = int(measured.ranks[int(np.argmax(own))]) if len(own) > 1 and own.max() > SLOWER * usual else None
     if job.first is None:
         return {"names": named, "right": named is None}
-    return {"names": named, "right": named is not None and [named] == job.where.get("ranks")}
+    place = job.where.get("ranks") or [job.where.get("stage")]  # a stage is a rank here
+    return {"names": named, "right": named is not None and [named] == place}
 
 
 # --- all of them ------------------------------------------------------------------------------------
@@ -144,7 +147,9 @@ def main() -> int:
             continue
         load_before = round(os.getloadavg()[0], 1)
         done[name] = {**run(case), "load_before": load_before}
-        told = {key: value for key, value in done[name].items() if key not in ("job", "first_fixes", "step_ms")}
+        told = {
+            key: value for key, value in done[name].items() if key not in ("job", "first_fixes", "step_ms", "headline")
+        }
         print(f"{name}  {json.dumps(told)}", flush=True)
         result = {
             "what": "what `dsprof run` says of jobs with a known fault, and of jobs without one, drawn from a seed",

@@ -1,12 +1,13 @@
 """The engine against DDP in instructions, where many small tensors make a step: what no clock of a busy machine tells.
 
-    python benchmarks/engine_instructions.py    # writes benchmarks/results/engine_instructions.json
+    python benchmarks/engine_instructions.py    # writes benchmarks/results/engine_instructions.json, goes on there
 
 The shape `small-parameters` of engine_shapes.py, on two ranks (gloo) that train as in engine.py: AdamW, torch's fused,
 and gradients clipped to 1.0. callgrind (valgrind) counts what all threads of all ranks execute in one step, with the
 kernels that the processor would take (AVX2: valgrind knows no wider ones); fused multiply-adds count as one, however
-long valgrind takes for them. A step takes minutes, so there are `--layers` (8) of the shape's 48: what is done once a
-step weighs more then. The tools are those of instructions.py. An arm's count is written when it is there.
+long valgrind takes for them, and copies by what a loop takes (`COPIES`). A step takes minutes, so there are `--layers`
+(8) of the shape's 48: what is done once a step weighs more then. The tools are those of instructions.py. An arm's count
+is written when it is there, and not counted again without `--anew`.
 
 Goals: 1.00, 1.02, 1.05 and 1.10 for the stages 0 to 3, as for the CPU time of engine.py.
 """
@@ -30,7 +31,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from engine_shapes import GPT, SHAPES, Shape
-from instructions import MALLOC, make_marks, total
+from instructions import COPIES, MALLOC, make_marks, total
 from instructions_job import Marks
 
 import engine
@@ -92,7 +93,7 @@ def count(arm: str, layers: int, library: Path) -> int:
                      f"--callgrind-out-file={scratch}/out.%p"]  # fmt: skip
         words = [sys.executable, __file__, "--job", arm, scratch, str(layers), str(library)]
         said = subprocess.run(
-            [*callgrind, *words], env={**os.environ, **MALLOC, "OMP_NUM_THREADS": "1"},
+            [*callgrind, *words], env={**os.environ, **MALLOC, **COPIES, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True,
         ).stdout  # fmt: skip
         return sum(total(Path(scratch), json.loads(line)["pid"]) for line in said.splitlines() if line[:1] == "{")
@@ -105,6 +106,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--stages", default=",".join(map(str, STAGES)))
+    parser.add_argument("--anew", action="store_true", help="count again what is in the results")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "engine_instructions.json")
     args = parser.parse_args()
     if shutil.which("valgrind") is None:
@@ -118,11 +120,16 @@ def main() -> int:
         "instructions": {},
         "machine": {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.machine()},
     }
+    if args.output.exists() and not args.anew:
+        before = json.loads(args.output.read_text())
+        if before["layers"] != args.layers:
+            sys.exit(f"{args.output} is of {before['layers']} layers: --anew, or another --output")
+        result |= {"ratio": before["ratio"], "instructions": before["instructions"]}
     counted = result["instructions"]
     with tempfile.TemporaryDirectory() as scratch:
         library = make_marks(Path(scratch))
         for arm in arms:
-            counted[arm] = count(arm, args.layers, library)
+            counted[arm] = counted.get(arm) or count(arm, args.layers, library)
             if arm != "ddp":
                 result["ratio"][arm] = round(counted[arm] / counted["ddp"], 4)
             args.output.write_text(json.dumps(result, indent=1) + "\n")

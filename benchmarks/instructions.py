@@ -15,12 +15,12 @@ executes it has more instructions, so the ratio to that one would flatter.
 
 callgrind makes a step some fifty times as long, and what samples by the clock would do so after each step. So the
 samplers' clock is given: it goes by as many steps as were taken, each as long as its processor time is without
-callgrind, and by what a sample takes then; side threads wait for as many steps. callgrind does not see the
-kernel: system time and page faults a step stand beside, measured without it.
+callgrind, and by what a sample takes then; side threads wait for as many steps, and the helper's own (the pulse, 50
+times a second, and the watch of the interpreter's lock) are slowed down as much as the steps are. callgrind does not
+see the kernel: system time and page faults a step stand beside, measured without it.
 
 Samples of stacks are left out: there is one in hundreds of steps, so that it would be chance whether one is among those
 that count. Their thread keeps to 0.1 % of a core, by what it has used (`stack_samples.SHARE`), beside the rank's own.
-The pulse is left out, too: it wakes 50 times a second of the real clock, which callgrind makes long, for up to 20 us.
 
 Goals: 1.005 for the first three, 1.010 (better 1.005) for the small operators.
 """
@@ -44,6 +44,11 @@ from typing import Any, Final
 HERE: Final = Path(__file__).parent
 MALLOC: Final = {"MALLOC_TRIM_THRESHOLD_": str(4 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20), "PYTHONHASHSEED": "0"}
 """As in `overhead.py`."""
+COPIES: Final = {
+    "GLIBC_TUNABLES": "glibc.cpu.x86_rep_movsb_threshold=1000000000:glibc.cpu.x86_rep_stosb_threshold=1000000000"
+}
+"""Copies of over 2 KB by a loop, 32 bytes at once: of the one instruction by which glibc has the processor copy them
+(rep movsb) callgrind counts every byte, a million where a loop of vectors has 94,000."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ def count(
                      f"--callgrind-out-file={scratch}/out.%p"]  # fmt: skip
         under = run(
             callgrind, job, Path(scratch), arms, steps, str(library), round(step_us * 1e3),
-            round(native["sample_us"] * 1e3), kernels=kernels,
+            round(native["sample_us"] * 1e3), kernels=kernels | COPIES,
         )  # fmt: skip
         totals = {(one["arm"], one["rank"]): total(Path(scratch), one["pid"]) / steps[1] for one in under}
     of_arms = {arm: round(sum(n for (of, _), n in totals.items() if of == arm)) for arm in arms.split(",")}

@@ -104,13 +104,11 @@ def capture(folder: Path, clock: Clock | None) -> Any:
     """As `dsprof run` opens it; its samplers and side threads by `clock`, if there is one."""
     from dsprof.collectors.capture import session, side_thread
     from dsprof.collectors.failures import watchdog
-    from dsprof.collectors.host import gc_and_cpu_time, stack_samples
+    from dsprof.collectors.host import stack_samples
 
     if clock is not None:
         stacks: Any = stack_samples.Samples
         stacks.sample = lambda _: None
-        pulse: Any = gc_and_cpu_time
-        pulse.PULSE_S = 3600.0
 
         class Event(threading.Event):
             """Side threads look as often a step as they do natively."""
@@ -138,6 +136,19 @@ def capture(folder: Path, clock: Clock | None) -> Any:
     return opened
 
 
+def slow_down(opened: Any, factor: float) -> None:
+    """Have the helper's own threads wake as often a step as they do natively: one takes `factor` times as long here."""
+    from dsprof.collectors.failures import watchdog
+    from dsprof.collectors.host import gc_and_cpu_time
+
+    recorder = opened._capture.recorder
+    recorder.pulse.stop()
+    recorder.pulse.start(factor * gc_and_cpu_time.PULSE_S)
+    if dist.is_initialized() and dist.get_world_size() > 1:  # else there is no watch
+        recorder.lock_watch.stop()
+        recorder.lock_watch.start(os.devnull, math.inf, factor * watchdog.LOCKS_EVERY_S)
+
+
 def next_look(opened: Any) -> int:
     """The step after which the capture looks again at what tensors are for. Each time it is twice as many steps until
     the next, so that none is to be among those that count."""
@@ -160,14 +171,20 @@ def take(job: str, arm: str, rank: int, folder: Path, warm: int, steps: int, mar
         counted()
         clock.step()
 
+    instrumented, shortest_s = max(warm - INSTRUMENTED, warm // 2), math.inf
     for number in range(warm):
         if number == warm // 2 and arm == "off":  # what its first steps leave, all have (overhead_turns.CAPTURED_TURNS)
             from dsprof.collectors.capture import session
 
             session.stop()
-        if number == max(warm - INSTRUMENTED, warm // 2):
+        if number == instrumented:
             marks.start()
+        began = time.perf_counter()
         turn()
+        if number >= instrumented:
+            shortest_s = min(shortest_s, time.perf_counter() - began)
+    if arm == "light" and marks.slow:
+        slow_down(opened, shortest_s / (clock.step_ns / 1e9))
     while (
         arm == "light" and marks.slow and opened._step_end.taken < next_look(opened) <= opened._step_end.taken + steps
     ):

@@ -46,6 +46,7 @@ class Plant:
     pause_ms: how long Python's garbage collector stops the rank in each forward; 0: not at all
     offset_ns, drift_ppm: of the clock of each host, [hosts]; None: an hour apart each, and 5 ppm
     tail_ns:  by how much later than its host's first each rank leaves a reduction, at most, [R, 1]: paths are unequal
+    link:     how many times as long reductions among the ranks of a host take, [hosts, S], or what broadcasts to that
     """
 
     work: np.ndarray = field(default_factory=lambda: np.ones((1, 1)))
@@ -55,6 +56,7 @@ class Plant:
     offset_ns: np.ndarray | None = None
     drift_ppm: np.ndarray | None = None
     tail_ns: np.ndarray = field(default_factory=lambda: np.full((1, 1), 20.0 * US))
+    link: np.ndarray = field(default_factory=lambda: np.ones((1, 1)))
 
     @staticmethod
     def one_slow(ranks: int) -> Plant:
@@ -97,6 +99,8 @@ class Timeline:
         self.issue = np.zeros((*shape, 2 * self.layers))
         self.end = np.zeros_like(self.issue)
         self.bucket_issue = np.zeros((*shape, self.buckets))
+        hosts = -(-ranks // RANKS_A_HOST)
+        link = np.repeat(np.broadcast_to(plant.link, (hosts, steps)), RANKS_A_HOST, axis=0)[:ranks]
         now = self.optimizer * 0.0 + np.roll(self.optimizer, 1, axis=1) + self.data
         self.forward = now
         after = np.linspace(self.layers, 2 * self.layers - 1, self.buckets).astype(int)
@@ -112,7 +116,7 @@ class Timeline:
             transfer = 0.15 * MS * (1 + 0.1 * draw.random(steps))
             tail = plant.tail_ns * draw.random(shape)
             if self.reductions:
-                now = teams(self.issue[:, :, layer]) + transfer + tail
+                now = teams(self.issue[:, :, layer]) + transfer * link + tail
             self.end[:, :, layer] = now
         self.bucket_end = np.zeros((ranks, steps, self.buckets))
         free = np.zeros(steps)
@@ -257,6 +261,7 @@ def make_run(
     import pyarrow.parquet as pq
 
     from dsprof.run import RankInfo, RunInfo
+    from dsprof.trace.group_facts import pack
 
     line = Timeline(ranks, steps, rows, seed, plant)
     (folder / "trace").mkdir(parents=True, exist_ok=True)
@@ -276,7 +281,7 @@ def make_run(
             {"fact": "group", "rank": rank, "name": "0", "ranks": list(range(ranks)), "desc": "default_pg"},
             {"fact": "group", "rank": rank, "name": f"tp{host}", "ranks": team, "desc": "tp"},
         ]  # fmt: skip
-        summary = {"ranks": [vars(about)], "facts": facts, "versions": {}, "world_size": ranks, "problems": [],
+        summary = {"ranks": [vars(about)], "facts": pack(facts), "versions": {}, "world_size": ranks, "problems": [],
                    "errors": [], "cuda": False}  # fmt: skip
         table = rank_rows(line, rank)
         metadata = {**(table.schema.metadata or {}), b"dsprof.rank": json.dumps(summary).encode()}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_python
 import hypothesis
 import pytest
 import sleeping_jobs
@@ -31,6 +32,14 @@ hypothesis.settings.load_profile("any machine")
 def as_commands_do() -> Iterator[None]:
     """What runs in this process holds strings as every command of dsprof does."""
     with plain_strings():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_can_be_forked() -> Iterator[None]:
+    """What programs read before torch is there (`forked_python.READ_EARLY`) is after each file as it was before. dask
+    leaves PYTHONHASHSEED and MALLOC_TRIM_THRESHOLD_: then every job of every later file imported torch anew."""
+    with forked_python.read_early_as_before():
         yield
 
 

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import types
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -118,8 +118,7 @@ def program(args: Any, environment: dict[str, str]) -> list[str] | None:
     program that can be forked."""
     if SOCKET not in environment or isinstance(args, (str, bytes, os.PathLike)) or str(args[0]) != sys.executable:
         return None
-    early = {name for name in environment if name.startswith(READ_EARLY) and not name.startswith(IGNORED)}
-    if any(environment[name] != STARTED_WITH.get(name) for name in early):
+    if any(value != STARTED_WITH.get(name) for name, value in read_early(environment).items()):
         return None
     words = list(map(str, args[1:]))
     while words and words[0] in OPTIONS:
@@ -131,6 +130,24 @@ def program(args: Any, environment: dict[str, str]) -> list[str] | None:
     if any(Path(entry, "sitecustomize.py").exists() for entry in environment.get(PATH, "").split(os.pathsep)):
         return None
     return words
+
+
+def read_early(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of these variables those that are read before torch is imported, or by it."""
+    return {
+        name: value for name, value in environment.items()
+        if name.startswith(READ_EARLY) and not name.startswith(IGNORED)
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def read_early_as_before() -> Iterator[None]:
+    """Afterwards these variables of this process are what they are now."""
+    before = read_early(os.environ)
+    yield
+    for name in read_early(os.environ).keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def umask_here() -> int:

@@ -127,9 +127,18 @@ def test_a_rank_that_is_late_by_chance_is_no_straggler() -> None:
 @pytest.mark.parametrize(
     ("core_wait", "cpu_share", "said"),
     [
-        (0.0, 0.2, "none of which is late on the whole"),
-        (0.3, 0.2, "of each step for a core, as other processes use theirs: run it where cores are free)"),
-        (0.3, 0.6, "of each step for a core, as the job has too few: run it where cores are free)"),
+        (
+            0.0,
+            0.2,
+            "none of which is late on the whole: `dsprof run --level full` also tells what each module takes, and "
+            "samples the stacks of all ranks",
+        ),
+        (
+            0.3,
+            0.2,
+            "of each step for a core, as other processes use theirs: run it with `dsprof run` where cores are free)",
+        ),
+        (0.3, 0.6, "of each step for a core, as the job has too few: run it with `dsprof run` where cores are free)"),
     ],
 )
 def test_ranks_that_are_late_in_turn_may_wait_for_cores(core_wait: float, cpu_share: float, said: str) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import factories
 import pytest
+import typer
 
+import dsprof
 from dsprof.analyzer.analysis import Analysis, Verdict
 from dsprof.analyzer.finding import Finding
-from dsprof.analyzer.verdict.headline import verdict_of
+from dsprof.analyzer.rules.registry import with_
+from dsprof.analyzer.verdict.headline import LAUNCHES, verdict_of
+from dsprof.cli import build_app
 
 
 def with_part(part: str, share: float) -> Analysis:
@@ -86,13 +94,18 @@ def test_missing_ranks() -> None:
     analysis = factories.build(factories.Job(ranks=4, captured=(0, 2)), passed=factories.RULES)
     verdict = verdict_of(analysis)
     assert verdict.status == "inconclusive"
-    assert verdict.headline.endswith("but only steps of 2 of 4 ranks were captured")
+    assert verdict.headline.endswith(
+        "but only steps of 2 of 4 ranks were captured: run it again with `dsprof run`, all of its ranks on all of its "
+        "hosts"
+    )
 
 
 def test_hardly_any_steps() -> None:
     verdict = verdict_of(replace(factories.healthy(), noise_ms=float("inf"), findings=()))
     assert verdict.status == "inconclusive"
-    assert verdict.headline == "too few steps to tell a gain from noise (profile at least 20); a step takes 175 ms"
+    assert verdict.headline == (
+        "too few steps to tell a gain from noise; a step takes 175 ms: profile at least 20 with `dsprof run`"
+    )
 
 
 def test_time_that_is_lost_in_many_small_parts_is_named() -> None:
@@ -104,3 +117,66 @@ def test_time_that_is_lost_in_many_small_parts_is_named() -> None:
     verdict = verdict_of(replace(analysis, budget=budget))
     assert verdict.status == "inconclusive"
     assert "4.0 % is waiting for collectives and 4.0 % is waiting for late ranks" in verdict.headline
+
+
+# --- an inconclusive verdict says what to type next
+
+
+def commands(headline: str) -> list[str]:
+    return [part for part in headline.split("`")[1::2] if part.startswith("dsprof ")]
+
+
+BY_REPLAY = next(iter(with_("told_by_replay")))
+INCONCLUSIVE = {
+    "no step on all ranks": lambda: replace(factories.healthy(), step_ms=None),
+    "some ranks": lambda: factories.build(factories.Job(ranks=4, captured=(0, 2)), passed=factories.RULES),
+    "few steps": lambda: replace(factories.healthy(), noise_ms=float("inf"), findings=()),
+    "no rule": lambda: replace(factories.healthy(), passed=(), findings=()),
+    "not replayed": lambda: replace(factories.healthy(), not_judged={BY_REPLAY.code: "clocks are apart"}),
+    "launches not judged": lambda: replace(factories.healthy(), not_judged={LAUNCHES: "nobody looked"}),
+    **{part: partial(with_part, part, 0.4) for part in ("bubble", "peer_wait", "other")},
+}
+
+
+@pytest.mark.parametrize("job", INCONCLUSIVE)
+@pytest.mark.parametrize("capture", ["light", "full", "imported", "device"])
+def test_an_inconclusive_verdict_says_what_to_type(job: str, capture: str) -> None:
+    analysis = INCONCLUSIVE[job]()
+    facts = {"imported": [{"fact": "import", "format": "kineto"}], "device": [{"fact": "device"}]}.get(capture, [])
+    level = "full" if capture == "full" else "light"
+    run = replace(analysis.run, facts=[*analysis.run.facts, *facts], level=level)
+    verdict = verdict_of(replace(analysis, run=run))
+    assert verdict.status == "inconclusive"
+    found = commands(verdict.headline)
+    assert found, verdict.headline
+    for command in found:
+        assert is_command(command), command
+
+
+@pytest.mark.parametrize("why", ["unknown", "slowdown", "missing", "untold"])
+def test_other_reasons_say_what_to_type_too(why: str) -> None:
+    healthy = factories.healthy()
+    analysis = replace(healthy, step_ms=None, steps=healthy.steps[:0]) if why == "missing" else healthy
+    verdict = verdict_of(analysis, **{why: "something was not seen"})
+    assert verdict.status == "inconclusive"
+    assert "something was not seen" in verdict.headline
+    assert all(map(is_command, commands(verdict.headline)))
+    assert commands(verdict.headline)
+
+
+def is_command(text: str) -> bool:
+    """Whether `dsprof` has this command with these options."""
+    _, verb, *words = shlex.split(text)
+    known = typer.main.get_command(build_app()).commands[verb].params  # type: ignore[attr-defined]
+    options = {option for one in known for option in one.opts}
+    return all(word in options for word in words if word.startswith("--"))
+
+
+def test_no_other_place_concludes_nothing() -> None:
+    """All go through the one function that asks for what would settle it."""
+    makes = [
+        path.name
+        for path in (Path(dsprof.__file__).parent / "analyzer").rglob("*.py")
+        if re.search(r"Verdict\(\s*\"inconclusive\"", path.read_text())
+    ]
+    assert makes == ["next_step.py"]

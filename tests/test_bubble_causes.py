@@ -6,7 +6,7 @@ import pytest
 from made_up_pipeline import MadeUpPipeline
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.rules.pipeline.bubble_causes import bubble_causes
+from dsprof.analyzer.price.bubble_shares import bubble_shares
 from dsprof.analyzer.study import study
 
 SOUND = MadeUpPipeline(jitter=0.0, link=lambda source, target: 0.01)
@@ -28,7 +28,7 @@ SOUND = MadeUpPipeline(jitter=0.0, link=lambda source, target: 0.01)
 )  # fmt: skip
 def test_what_stages_wait_for(job: MadeUpPipeline, largest: str, ms: float | None) -> None:
     of_job = study(job.trace())
-    causes = bubble_causes(of_job)
+    causes = bubble_shares(of_job)
     assert causes is not None
     assert next(iter(causes)) == largest
     assert sum(causes.values()) == pytest.approx(float(of_job.work("bubble").mean()))

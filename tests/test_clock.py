@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from dsprof.analyzer.align.clock import find_clocks, find_jumps
+from dsprof.analyzer.align.clock import _ways, find_clocks, find_jumps
 from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import COLUMNS
 
@@ -98,6 +99,37 @@ def test_a_host_that_is_joined_through_none_is_named() -> None:
     assert warnings == [
         "host c: no collective shared with a, directly or through other hosts, so its clock could not be aligned"
     ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_ways_to_all_hosts_are_the_shortest(seed: int) -> None:
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import dijkstra
+
+    draw = np.random.default_rng(seed)
+    took_part = draw.random((12, 40)) < draw.choice([0.05, 0.1, 0.3, 0.9])
+    took_part[:, 0] |= draw.random(12) < 0.5
+    has = csr_array(took_part.astype(float))
+    shared = (has @ has.T).tocoo()
+    every = csr_array((1 / np.sqrt(shared.data), shared.coords), shape=(12, 12))
+    wanted = dijkstra(every, indices=0)
+    found = {0: 0.0}
+    for host, before in _ways(has):
+        found[host] = found[before] + 1 / np.sqrt((took_part[host] & took_part[before]).sum())
+    assert sorted(found) == np.flatnonzero(np.isfinite(wanted)).tolist()
+    assert [found[host] for host in sorted(found)] == pytest.approx([wanted[host] for host in sorted(found)])
+
+
+def test_of_many_hosts_that_share_all_collectives_no_pairs_are_looked_at() -> None:
+    from scipy.sparse import csr_array
+
+    has = csr_array(np.ones((2000, 8)))
+    tracemalloc.start()
+    ways = _ways(has)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sorted(ways) == [(host, 0) for host in range(1, 2000)]
+    assert peak < 2_000_000, "a number for each pair of 2,000 hosts takes 32 MB"
 
 
 @pytest.mark.parametrize("ppm", [50, -50])

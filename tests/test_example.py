@@ -26,8 +26,9 @@ FIRST = {
     "uneven-lengths": ("data.imbalance", [0, 1]),
 }
 
-TOLD_BY_OTHERS = ("slow-rank", "slow-loader")
-"""What test_verdicts has, too, is not run twice."""
+TOLD_BY_OTHERS = ("slow-rank", "slow-loader", "gc-pressure", "uneven-lengths")
+"""What other real jobs of `make test` have (test_mesh_jobs, test_verdicts), or simulated ones (test_analyzer: the last
+two), is slow."""
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 

@@ -84,3 +84,21 @@ def test_the_first_program_leaves_nothing_of_its_environment(tmp_path: Path, mon
     code = "import sys; print(sys.path)"
     said = forked_python.run([sys.executable, "-c", code], env=environment(), capture_output=True, check=True)
     assert str(tmp_path) not in said.stdout
+
+
+def test_what_a_file_of_tests_has_set_does_not_keep_programs_from_being_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dask's workers do in the process that starts them."""
+    command = [sys.executable, "train.py"]
+
+    def words() -> list[str] | None:
+        return forked_python.program(command, {**os.environ, forked_python.SOCKET: "somewhere"})
+
+    monkeypatch.setitem(forked_python.STARTED_WITH, "PYTHONHASHSEED", "0")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_", raising=False)
+    with forked_python.read_early_as_before():
+        os.environ["PYTHONHASHSEED"], os.environ["MALLOC_TRIM_THRESHOLD_"] = "6640", "65536"
+        os.environ["NOT_READ_EARLY"] = "kept"
+        assert words() is None
+    assert words() == ["train.py"]
+    assert os.environ.pop("NOT_READ_EARLY") == "kept"

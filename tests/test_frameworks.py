@@ -188,7 +188,8 @@ def test_a_job_that_never_trains_is_told_so(tmp_path_factory: pytest.TempPathFac
     finished = run_job(("unusual.py", "forward_only"), tmp_path_factory)
     assert finished.findings["verdict"] == {
         "status": "inconclusive",
-        "headline": "neither a backward pass nor an optimizer's step was seen, so there is no training step to judge",
+        "headline": "neither a backward pass nor an optimizer's step was seen, so there is no training step to judge: "
+        "capture a part that trains, as `dsprof run --steps 10:30` does",
     }
     rows = rows_of(finished)
     assert counts(rows[rows["kind"] == "comm"], "name", "purpose", "bytes") == {("all_reduce", "other", "4"): STEPS}

@@ -111,6 +111,7 @@ def test_a_snapshot_without_history_is_of_use_and_says_what_it_lacks(tmp_path: P
     assert analysis.memory[0].total("reserved") == 20 * MiB
     assert analysis.verdict.status == "inconclusive"
     assert "no history was recorded" in analysis.verdict.headline
+    assert "`dsprof run`" in analysis.verdict.headline
     assert "no history was recorded" in analysis.not_judged["memory.fragmentation"]
 
 

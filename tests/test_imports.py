@@ -504,6 +504,17 @@ def test_no_two_classes_have_one_name(engine: bool) -> None:
     assert not {name: found for name, found in places.items() if len(found) > 1 and name not in TWICE}
 
 
+def test_the_analyzers_rooms_can_be_read() -> None:
+    """A file is a few pages, the way from a trace to an answer is one, and a file's name means one thing."""
+    files = [path for path in (ROOT / "dsprof" / "analyzer").rglob("*.py") if path.name != "__init__.py"]
+    lines = {path: len(path.read_text().splitlines()) for path in files}
+    assert len(files) > 150
+    assert [path.name for path, count in lines.items() if count > 400] == []
+    assert lines[ROOT / "dsprof" / "analyzer" / "analyze.py"] <= 50
+    names = [path.name for path in files]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def test_the_analyzer_touches_no_files_and_prints_nothing() -> None:
     wrong = [
         found

@@ -83,16 +83,23 @@ NO_QUOTA: Final = {gauges.THROTTLED: on(0.0)}
 
 
 def test_something_else_has_its_core() -> None:
-    found = late(NO_QUOTA, cpu_share=0.4, crowded=CROWDED)
+    found = late(NO_QUOTA, cpu_share=0.4, crowded=CROWDED, cpus=lambda rank: [2 * rank, 2 * rank + 1])
     assert cause(found) == "no-core"
     assert found.title.endswith(": it waits 41.0 ms a step for a core")
     (fix,) = found.fixes
     assert fix.title.startswith("something else runs on the cores of rank 1")
 
 
+def test_cores_that_all_ranks_share_are_no_reason_for_one_to_be_late() -> None:
+    """It wants one more often, as where its threads hand a lock to one another: what runs there hinders all alike."""
+    found = late(NO_QUOTA, cpu_share=0.4, crowded=CROWDED, cpus=lambda rank: [0, 1])
+    assert cause(found) == "no-core, probably"
+    assert "waits 41.0 ms a step for a core, of those that the others use, too" in found.title
+
+
 def test_a_quota_that_cannot_be_read_may_be_what_it_waits_for() -> None:
     """Where the kernel counts the time for which a quota stops a thread as one without a core."""
-    found = late({}, cpu_share=0.4, crowded=CROWDED)
+    found = late({}, cpu_share=0.4, crowded=CROWDED, cpus=lambda rank: [rank])
     assert cause(found) == "no-core, probably"
     assert any("or raise the CPU limit of the container of rank 1" in fix.title for fix in found.fixes)
 
@@ -102,7 +109,16 @@ def test_a_rank_that_computes_more_on_cores_as_crowded_as_the_others() -> None:
     found = late(NO_QUOTA, core_wait=0.8)
     assert cause(found) == "no-core, probably"
     assert "as much for what it computes as the others do" in found.title
-    assert any(fix.title == "look for what rank 1 computes more than the others" for fix in found.fixes)
+    assert any(fix.title == "or look for what rank 1 does more than the others" for fix in found.fixes)
+
+
+@pytest.mark.parametrize(
+    ("measured", "name"),
+    [({gauges.MAJOR_FAULTS: on(5e6)}, "paging, probably"), ({gauges.READ: on(64e9)}, "disk, probably")],
+)
+def test_on_a_crowded_machine_what_only_this_rank_has_comes_first(measured: dict[str, PerStep], name: str) -> None:
+    """Whose step is longer for another reason waits longer for cores, too, where all ranks do."""
+    assert cause(late({**NO_QUOTA, **measured}, core_wait=0.8, cpu_share=0.4)) == name
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from pickle import PicklingError
 from typing import Any
 
@@ -57,7 +59,29 @@ def assert_equal(one: Any, other: Any, where: str = "study") -> None:
         assert one == other or (one != one and other != other), where
 
 
-def check_processes(count: int) -> None:
+class Counted:
+    """Twice a rank; a line in a file whenever it is pickled or made again."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def __call__(self, rank: int) -> int:
+        return 2 * rank
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._note("pickled")
+        return vars(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._note("made")
+
+    def _note(self, what: str) -> None:
+        with self.log.open("a") as log:
+            log.write(f"{what} {os.getpid()}\n")
+
+
+def check_processes(count: int, log: Path) -> None:
     trace = job(count).trace()
     alone = study(trace)
     with pytest.raises(AssertionError):
@@ -65,13 +89,20 @@ def check_processes(count: int) -> None:
     with processes(count, traced_bytes=0, ranks=count) as pool:
         assert isinstance(pool, ProcessPoolExecutor)
         together = study(trace, pool)
+        for _ in range(2):
+            log.unlink(missing_ok=True)
+            doubled = map_ranks(Counted(log), range(400), pool)
+            noted = log.read_text().splitlines()
+            assert doubled.found == {rank: 2 * rank for rank in range(400)}
+            assert [line for line in noted if "pickled" in line] == [f"pickled {os.getpid()}"]
+            assert len(noted) == len(set(noted)) <= 1 + count, "what the ranks have in common is made once a process"
     assert_equal(alone, together)
     for rank in alone.trace.ranks:
         pd.testing.assert_frame_equal(alone.trace.read(rank), together.trace.read(rank), check_exact=True)
 
 
-def test_two_processes_find_what_one_does() -> None:
-    check_processes(2)
+def test_two_processes_find_what_one_does(tmp_path: Path) -> None:
+    check_processes(2, tmp_path / "log")
 
 
 def test_a_small_trace_is_analyzed_in_one_process() -> None:
@@ -85,8 +116,8 @@ def test_a_small_trace_is_analyzed_in_one_process() -> None:
 
 
 @pytest.mark.slow
-def test_eight_processes_find_what_one_does() -> None:
-    check_processes(8)
+def test_eight_processes_find_what_one_does(tmp_path: Path) -> None:
+    check_processes(8, tmp_path / "log")
 
 
 class Broken:

@@ -78,7 +78,7 @@ WITH_ONE = {
         "dp-ep", None, "--skew", 0.5, checks=(refuses("data.imbalance", "unequal shares of tokens"),)
     ),
 }  # fmt: skip
-QUICK = ("small units", "slow in a tensor-parallel pair", "unequal shares of tokens")
+QUICK = ("slow in a tensor-parallel pair",)
 """Jobs of `make test`, each ten seconds or more; tests/test_meshes.py has made-up ones of every kind."""
 
 

@@ -131,13 +131,13 @@ def work(place):
     mine.comm(int(sys.argv[3]), mine.intern("all_reduce"), 1, 2, 1, 8, group, 0, -1, 7, 0, -1, -1, 0, 0)
     layer(torch.ones(2, 8))
     assert mine.stop_counting()[0]
-    mine.lock_watch.start(f"{place}/stacks.txt", 60.0)
+    mine.lock_watch.start(f"{place}/stacks.txt", 60.0, 1.0)
     mine.lock_watch.feed(1)
     mine.lock_watch.stop()
     mine.close()
 
 over, going = threading.Event(), threading.Event()
-recorder.lock_watch.start(f"{folder}/stacks.txt", 60.0)
+recorder.lock_watch.start(f"{folder}/stacks.txt", 60.0, 1.0)
 begun = [threading.Event() for _ in range(4)]
 calls = [(communicate,), (communicate,), (train, layers[0]), (train, layers[1])]
 threads = [threading.Thread(target=call, args=(one, *args)) for one, (call, *args) in zip(begun, calls)]

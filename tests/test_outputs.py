@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsprof.launch import outputs
-from dsprof.launch.outputs import places_of, written_between
+from dsprof.launch.outputs import places_of, printed_to, written_between
 
 BEGAN, ENDED = 1_000_000.0, 1_000_100.0
 
@@ -39,6 +39,26 @@ def test_what_is_no_output_does_not_count(tmp_path: Path) -> None:
     write(tmp_path / "dsprof-out" / "a run" / "run.json")
     write(tmp_path / "dsprof-out" / "a run" / "report.html")
     assert found(tmp_path) == []
+
+
+def test_what_the_job_printed_is_told_from_what_it_wrote(tmp_path: Path) -> None:
+    printed = write(tmp_path / "out" / "today.txt")
+    for name in ("metrics.txt", "train.log", "logs/0/stdout.log"):
+        write(tmp_path / name)
+    told = written_between([tmp_path], BEGAN, ENDED, [str(printed)])
+    assert sorted(path.name for path in told) == ["metrics.txt", "train.log"]
+    assert written_between([tmp_path], BEGAN, ENDED, None) == []
+
+
+def test_where_what_is_printed_goes(tmp_path: Path) -> None:
+    """To a file, which has a name, to nobody, or to a process that may write it anywhere."""
+    pipe = os.pipe()
+    with open(tmp_path / "printed.txt", "w") as file, open(os.devnull, "w") as nowhere:
+        assert printed_to((file.fileno(), nowhere.fileno())) == [str(tmp_path / "printed.txt")]
+        assert printed_to((nowhere.fileno(), nowhere.fileno())) == []
+        assert printed_to((file.fileno(), pipe[1])) is None
+    for end in pipe:
+        os.close(end)
 
 
 def test_a_folder_without_end_is_looked_at_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,9 @@ from findings import of
 from meshes import Call, MeshJob, Phase, Program, Work
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.finding import Evidence
 from dsprof.analyzer.rules.comm.slow_link import slow_links
+from dsprof.analyzer.rules.run.slow_chain import slower_transfers
 from dsprof.analyzer.study import study
 
 PAIRS = {"r0": ((0, 1), ""), "r1": ((2, 3), "")}
@@ -24,11 +26,15 @@ def job(
     mib: Mapping[str, float] | None = None,
     slow_rank: int | None = None,
     seldom: bool = False,
+    spell: tuple[int, int] | None = None,
 ) -> MeshJob:
     """2 x 2: layers are shared in rows, gradients of 4 MiB reduced in columns, all waited for at once. mib: of the
-    gradients of some groups; seldom: a third of what is slow is not."""
+    gradients of some groups; seldom: a third of what is slow is not; spell: it is so in
+    these steps alone."""
 
     def times_as_long(group: str, number: int) -> float:
+        if spell is not None and not spell[0] <= number // (2 if group in REPLICAS else 4) <= spell[1]:
+            return 1.0
         return 1.0 if seldom and number % 3 == 0 else slower.get(group, 1.0)
 
     def program(rank: int, step: int) -> Program:
@@ -58,6 +64,33 @@ def test_the_group_whose_link_is_slow_is_named_with_what_its_peers_take() -> Non
     assert first.gain.low <= true <= first.gain.high
 
 
+@pytest.mark.plants("comm.slow-link")
+def test_a_link_that_is_slow_for_a_while_is_named_with_when() -> None:
+    slow = job({"c1": 5.0}, hosts=("a", "b", "c", "d"), spell=(8, 14))
+    analysis = analyze(slow.trace())
+    first = analysis.findings[0]
+    assert (first.code, first.where.ranks, first.where.steps) == ("comm.slow-link", (1, 3), (8, 14))
+    assert first.title.startswith(
+        "ranks 1, 3 (tp 1): all_reduce of 4.00 MiB takes 21.0 ms from step 8 to 14, and 4.20 ms over the links"
+    )
+    assert Evidence("when", "transient: from step 8 to 14", "") in first.evidence
+    # Of the steps that are judged, 7 are slow.
+    judged = analysis.steps_judged
+    a_slow_step = job({"c1": 5.0}).step_ms() - job({}).step_ms()
+    assert first.gain.ms == pytest.approx(a_slow_step * 7 / judged, rel=0.15)
+
+
+def test_what_a_slow_device_communicates_more_slowly_may_be_saved_with_it() -> None:
+    """Both groups of rank 3 are twice as slow as those without it: so much more may be saved if it is its device."""
+    slow = job({"r1": 2.0, "c1": 2.0})
+    of_job = study(slow.trace())
+    gain = slower_transfers(of_job, (3,))
+    assert gain is not None
+    assert gain.ms == pytest.approx(slow.step_ms() - job({}).step_ms(), rel=0.1)
+    assert slower_transfers(of_job, (0,)) is None
+    assert slower_transfers(study(job({}, slow_rank=3).trace()), (3,)) is None
+
+
 def test_ranks_that_are_on_two_hosts_while_their_peers_are_on_one() -> None:
     first = analyze(job({"r1": 40.0}, hosts=("a", "a", "a", "b")).trace()).findings[0]
     assert (first.code, first.where.ranks) == ("comm.slow-link", (2, 3))
@@ -83,10 +116,25 @@ def test_what_clocks_of_two_hosts_can_be_apart_is_no_slow_link() -> None:
         job({}, slow_rank=3),
         job({"c1": 1.3}),
         job({"c1": 5.0}, seldom=True),  # mostly, as on busy cores
+        job({"c1": 5.0}, seldom=True, spell=(8, 14)),
+        job({"c0": 5.0, "c1": 5.0}, spell=(8, 14)),  # for a while, and all alike
+        job({"c1": 5.0}, spell=(8, 10)),  # too few steps to tell
         job({"c1": 5.0}, mib={"c1": 8.0}),  # of other sizes: nothing is the same
         job({"c1": 5.0}, mib={"c0": 0.0, "c1": 0.0}),  # not told, as in tables of times alone
     ],
-    ids=["healthy", "all slow", "more bytes", "slow rank", "a little", "mostly", "other sizes", "sizes not told"],
+    ids=[
+        "healthy",
+        "all slow",
+        "more bytes",
+        "slow rank",
+        "a little",
+        "mostly",
+        "mostly for a while",
+        "all slow for a while",
+        "three steps",
+        "other sizes",
+        "sizes not told",
+    ],
 )
 def test_what_is_no_slow_link(planted: MeshJob) -> None:
     analysis = analyze(planted.trace())

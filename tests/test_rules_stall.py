@@ -13,6 +13,7 @@ from made_up_pipeline import MadeUpPipeline
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.rules.pipeline.stall import medians_of_others
 
 SOUND = MadeUpPipeline()
 
@@ -49,6 +50,14 @@ def test_of_two_stages_the_other_way_is_what_it_is_compared_with() -> None:
     assert found.title == (
         "stage 1 waits for what stage 0 sends: 1.00 MiB are 12.0 ms on their way, and 0.30 ms the other way"
     )
+
+
+@pytest.mark.parametrize("count", range(2, 8))
+def test_the_median_of_all_the_others(count: int) -> None:
+    draw = np.random.default_rng(count)
+    for values in (draw.random(count), draw.integers(0, 3, count).astype(float)):
+        wanted = [float(np.median(np.delete(values, at))) for at in range(count)]
+        assert medians_of_others(values).tolist() == wanted
 
 
 def test_gradients_that_come_back_slowly() -> None:

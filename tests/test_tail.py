@@ -8,7 +8,7 @@ import pytest
 from captures import RECORDERS, build_helper, open_recorder
 
 from dsprof.live.frames import in_words, parse_stacks, user_site
-from dsprof.live.tail import Tail, _decode, captures
+from dsprof.live.tail import Tail, _decode
 from dsprof.ondisk import CHUNK_RECORDS
 from dsprof.schema import CAPTURE_OFF, Kind
 
@@ -125,13 +125,6 @@ def test_a_capture_that_is_switched_off_says_nothing(tmp_path: Path) -> None:
         assert tail.is_off()
     finally:
         recorder.close()
-
-
-def test_folders_of_captures(tmp_path: Path) -> None:
-    for name in ("rank00003.1.node.a.77", "rank00000.0.node.a.5", "elsewhere"):
-        (tmp_path / name).mkdir()
-    assert [found[:4] for found in captures(tmp_path)] == [(0, 0, "node.a", 5), (3, 1, "node.a", 77)]
-    assert list(captures(tmp_path / "none")) == []
 
 
 WRITTEN = """# training thread 0x00007f01

@@ -76,6 +76,18 @@ def test_a_chunk_that_is_a_copy_of_another_does_not_count_twice(tmp_path: Path) 
     assert read.problems == ["chunk-00001.bin: its header says that it is chunk-00000.bin"]
 
 
+def test_the_captures_of_a_run_folder(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert list(folder.captures()) == []
+    for name in ("rank00003.1.node.a.77", "rank00000.0.node.a.5", "rank7", "elsewhere"):
+        (folder.capture / name).mkdir(parents=True)
+    (folder.capture / "rank00001.0.node.a.6").write_text("no folder")
+    assert [one.name for one in folder.captures()] == [(0, 0, "node.a", 5), (3, 1, "node.a", 77)]
+    assert [one.path.name for one in folder.captures()] == ["rank00000.0.node.a.5", "rank00003.1.node.a.77"]
+    assert folder.rank_of("node.a", 77) == (3, 1)
+    assert folder.rank_of("node.a", 6) is None
+
+
 def test_a_host_name_with_dots_is_kept_whole(tmp_path: Path) -> None:
     (capture,) = Job(ranks=1, steps=2).captures().values()
     capture.path = Path("rank00000.0.node7.cluster.example.41")

@@ -37,7 +37,7 @@ from dsprof.analyzer.whatif.schedule import Reschedule, makespan, schedule_graph
 from dsprof.analyzer.whatif.select import Communications
 from dsprof.analyzer.whatif.typical import Typical
 from dsprof.analyzer.whatif.waited_for import WaitedFor
-from dsprof.analyzer.whatif.without_flows import WithoutFlows
+from dsprof.analyzer.whatif.without_flows import TransfersAtOnce, WithoutFlows
 from dsprof.analyzer.whatif.work import Change, EvenRanks, LessWork, ScaleWork
 from dsprof.engine import schedule
 
@@ -128,6 +128,24 @@ def test_ranks_that_do_the_same_take_the_same() -> None:
     assert replay(evened).durations == pytest.approx([11.2 + (8 / 6 + 8 / 10 + 1) / 3] * 2)  # come at 6.67, 7.2 and 2
 
 
+@pytest.mark.parametrize(
+    ("together", "in_advance", "step_ms"), [(1, True, 55), (2, False, 73), (2, True, 63), (4, True, 82)]
+)
+def test_a_merged_reduction_is_waited_for_where_the_next_merged_one_is(
+    together: int, in_advance: bool, step_ms: float
+) -> None:
+    """Of FSDP2 on a device: each of four blocks of 10 ms has its gradients reduced, 1 ms and 10 ms of bytes, when the
+    reduction before is over. Two at a time: issued at 20 and 40, of 21 ms each, on one link: 62, and 1 to the end; were
+    the first waited for where the third of the four was issued, the last block would begin at 41. All at once: issued
+    at 40, of 41 ms."""
+    tasks = [Task("0", "reduce_scatter gradient", gradient=True, workers=1)] * 4
+    program = "B 10 I0 10 W0 0 I1 10 W1 0 I2 10 W2 0 I3 0 W3 1"
+    graph = graph_of(steps_of([program], [1.0] * 4, tasks, wires=[10.0] * 4, sizes=[10.0] * 4))
+    scatters = Communications(kinds=("reduce_scatter gradient",))
+    cut = apply(graph, [Merge(scatters, Link(1.0, 1.0, True), together, in_advance=in_advance)])
+    assert replay(cut).durations == pytest.approx([step_ms])
+
+
 # --- in either order ----------------------------------------------------------------------------
 
 RANKS, STEPS = 4, 6
@@ -179,6 +197,7 @@ def test_a_faster_host_and_one_that_does_not_wait() -> None:
     assert replay(apply(graph, [FasterHosts(0.5)])).durations[0] == pytest.approx(1.6 + 10 + 0.1 + 1.6 + 5 + 3)
     assert replay(apply(graph, [WithoutFlows(SYNC)])).durations[0] == pytest.approx(3.1 + 15 + 3)
     assert replay(apply(graph, [WithoutFlows(SYNC), FasterHosts(0.5)])).durations[0] == pytest.approx(1.6 + 15 + 3)
+    assert replay(apply(graph, [TransfersAtOnce()])).durations[0] == pytest.approx(24.3 - 2)
     with pytest.raises(Refused, match=r"launching x 0\.5: no rank has a device whose chain is known beside its host's"):
         apply(data_parallel(), [FasterHosts(0.5)])
 
@@ -203,6 +222,7 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: FasterHosts(0.5),
     lambda: WithoutFlows(SYNC),
     lambda: WithoutFlows(LAUNCH),
+    lambda: TransfersAtOnce(),
     lambda: ScaleLink(latency=0.25, of=Communications(groups=("0",))),
     lambda: ScaleLink(bandwidth=10.0, of=Communications(groups=("0",))),
     lambda: ScaleLink(0.5, 2.0, GRADIENTS),
@@ -263,7 +283,7 @@ def test_every_what_if_there_is_is_drawn() -> None:
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [36, 38, 32]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [37, 39, 33]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])

@@ -12,6 +12,9 @@ from synthetic import BACKWARD, BROADCAST, FORWARD, OPTIMIZER, Accumulating, _co
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.ask import Answered, ask
+from dsprof.analyzer.finding import Fix
+from dsprof.analyzer.graph.link import Link
+from dsprof.analyzer.rules.comm.shards import links_around
 from dsprof.analyzer.study import study
 from dsprof.knobs.predicted import turned
 from dsprof.ondisk import Flag
@@ -225,6 +228,65 @@ def test_the_finding_of_the_engine_offers_its_key() -> None:
     assert any(PREFETCH in of for of in knobs), [one.title for one in analysis.findings]
 
 
+def fixes_of(made: Layered) -> list[tuple[str, Fix]]:
+    """What the findings of a run offer to set, each with the code of its finding."""
+    return [(one.code, fix) for one in analyze(made.sharded()).findings for fix in one.fixes if fix.knobs]
+
+
+def test_the_key_that_a_finding_offers_is_priced_as_its_what_if() -> None:
+    made = job(config("dsprof", **ALONE))
+    fixes = [fix for code, fix in fixes_of(made) if code == "comm.exposed"]
+    alone = saved(made, PREFETCH, *(dict(fix.knobs)[PREFETCH] for fix in fixes))
+    assert [fix.gain.ms for fix in fixes if fix.gain is not None] == pytest.approx(alone)
+    assert alone == pytest.approx([7 * GATHER_MS], rel=0.15)
+
+
+def test_larger_buckets_are_priced_as_the_engine_would_gather_with_them() -> None:
+    """What is gathered ahead is hidden, too, and the two reductions of a backward become one."""
+    made = job(config("dsprof", **ALONE, reduce_bucket_size=ELEMENTS))
+    (fix,) = [fix for code, fix in fixes_of(made) if code == "comm.small-messages"]
+    knobs = dict(fix.knobs)
+    assert set(knobs) == {PREFETCH, "zero_optimization.reduce_bucket_size"}
+    (gathers,) = saved(made, PREFETCH, knobs[PREFETCH])
+    assert fix.gain is not None
+    assert 0 < fix.gain.ms - gathers < 1
+
+
+def test_the_engine_waits_for_each_reduction_and_is_told_to_overlap() -> None:
+    made = job(config("dsprof", stage=2, overlap_comm=False), gathers=False)
+    (fix,) = [fix for code, fix in fixes_of(made) if code == "comm.exposed"]
+    assert dict(fix.knobs) == {OVERLAP: True}
+    assert fix.title.startswith("zero_optimization.overlap_comm: true: ")
+    assert fix.gain is not None
+    assert fix.gain.ms == pytest.approx(saved(made, OVERLAP, True)[0])
+
+
+def test_the_engine_is_told_no_overlap_that_hides_nothing() -> None:
+    """One reduction, at the end of backward."""
+    made = job(config("dsprof", stage=2, overlap_comm=False), gathers=False, reduced=(0, 4 * ELEMENTS * 4))
+    assert [fix for code, fix in fixes_of(made) if code == "comm.exposed"] == []
+
+
+def test_buckets_of_the_engine_that_are_waited_for() -> None:
+    """Two reductions of a step become one: a latency less. Smaller ones are not told by larger ones."""
+    facts = config("dsprof", stage=2, overlap_comm=False, reduce_bucket_size=8 * ELEMENTS)
+    made = job(facts, gathers=False, reduced=(8 * ELEMENTS, 32 * ELEMENTS))
+    key = "zero_optimization.reduce_bucket_size"
+    (one,) = saved(made, key, 16 * ELEMENTS)
+    assert one == pytest.approx(0.2, abs=0.1)
+    assert "what smaller ones take is not told" in reason(made, key, ELEMENTS)
+    assert "stages 1 and 2 only" in reason(job(config("dsprof")), key, ELEMENTS)
+
+
+def test_a_link_that_was_fitted_to_small_transfers_may_be_slower_for_large_ones() -> None:
+    """Of 2 ms for 64 KiB a tenth may be owed to the bytes: 1.6 ms more for eight times as many."""
+    link = Link(1.0, 1 / (1 << 16), True, spread=0.1, largest=1 << 16)
+    assert len(links_around(link, 1 << 16, 1 << 17)) == 3
+    *_, slower = links_around(link, 1 << 16, 1 << 19)
+    more = slower.transfer_ms(np.array(1 << 19)) - link.transfer_ms(np.array(1 << 19))
+    assert more == pytest.approx(1.6)
+
+
 @pytest.mark.parametrize("dialect", ["dsprof", "deepspeed"])
 @pytest.mark.parametrize(("key", "value"), [(PREFETCH, ELEMENTS), (LIVE, 10**10), ("zero_optimization.stage", 1)])
 def test_where_sizes_are_not_told_nothing_is_said_of_other_limits(dialect: str, key: str, value: int) -> None:
@@ -234,3 +296,11 @@ def test_where_sizes_are_not_told_nothing_is_said_of_other_limits(dialect: str, 
     (row,) = ask(study(Trace.of(trace.run, rows)), [[turned(key, value, "RUN")]]).rows
     assert row.gain is None
     assert row.reason == "the run does not tell how large the parameters are that are gathered"
+
+
+def test_where_sizes_are_not_told_waiting_is_still_a_finding_and_no_value_is_offered() -> None:
+    trace = job(config("dsprof", **ALONE)).sharded()
+    rows = trace.rows.assign(bytes=pd.array([pd.NA] * len(trace.rows), dtype=trace.rows["bytes"].dtype))
+    analysis = analyze(Trace.of(trace.run, rows))
+    assert "comm.exposed" in [one.code for one in analysis.findings]
+    assert not [fix for one in analysis.findings for fix in one.fixes if PREFETCH in dict(fix.knobs)]

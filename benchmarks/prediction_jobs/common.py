@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -105,6 +106,23 @@ class Layer(nn.Module):
         ms = self.forward_ms * self.times
         y: Tensor = Work.apply(torch.tanh(self.linear(x)), ms, 2 * ms)
         return y
+
+
+def add_link(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--link-mb", type=float, help="what moves between two ranks, MB/s, as over a slow network")
+
+
+def slow_link(args: argparse.Namespace) -> None:
+    """From here on what each rank sends to another one takes as long as `--link-mb` says: the kernel paces it. Called
+    on all ranks when each has sent to each."""
+    if args.link_mb is None:
+        return
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "verdict_jobs"))
+    from paced_link import pace
+
+    ranks = range(dist.get_world_size())
+    for sender, receiver in ((one, other) for one in ranks for other in ranks if one != other):
+        pace(sender, receiver, int(args.link_mb * 1e6))
 
 
 def layers(width: int, count: int, forward_ms: float) -> list[Layer]:

@@ -5,7 +5,7 @@ import random
 
 import torch
 import torch.nn.functional as F
-from common import Log, Samples, Slowed, arguments, layers, start
+from common import Log, Samples, Slowed, add_link, arguments, layers, slow_link, start
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -19,6 +19,9 @@ def parse():
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--bucket-mb", type=float)
+    parser.add_argument("--accumulate", type=int, default=1, help="backwards for each step of the optimizer")
+    parser.add_argument("--buffer-mb", type=float, default=0.0, help="of buffers, which rank 0 sends to the others")
+    add_link(parser)
     Slowed.add_arguments(parser)
     Samples.add_arguments(parser)
     parser.add_argument("--heap", type=int, default=0, help="objects that rank 0 holds, and walks for garbage")
@@ -48,7 +51,7 @@ def main():
     rank, ranks = start()
     log = Log(args.log)
 
-    samples = Samples(args.batch_size * ranks * args.steps, args.width, args.read_ms, args.decode_ms)
+    samples = Samples(args.batch_size * ranks * args.steps * args.accumulate, args.width, args.read_ms, args.decode_ms)
     sampler = DistributedSampler(samples)
     loader = DataLoader(
         samples,
@@ -62,6 +65,8 @@ def main():
     slowed = Slowed(net, args, rank)
     if args.lengths:
         net = OfLength(net, sum(args.lengths) / 2)
+    if args.buffer_mb:
+        net.register_buffer("statistics", torch.zeros(int(args.buffer_mb * 250_000)))
     model = DistributedDataParallel(net, bucket_cap_mb=args.bucket_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     index = [{"window": number, "shard": [number]} for number in range(args.heap // 2)] if rank == 0 else []
@@ -78,9 +83,14 @@ def main():
         else:
             slowed.step(number)
         loss = F.mse_loss(model(inputs), targets)
-        optimizer.zero_grad()
+        if number % args.accumulate == 0:
+            optimizer.zero_grad()
         loss.backward()
+        if number % args.accumulate != args.accumulate - 1:
+            continue
         optimizer.step()
+        if number == 2 * args.accumulate - 1:
+            slow_link(args)
         if index and number % args.collect_every == 0:
             gc.collect()
         log.step()

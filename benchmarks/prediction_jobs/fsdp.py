@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from common import Log, Slowed, arguments, layers, start
+from common import Log, Slowed, add_link, arguments, layers, slow_link, start
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -13,6 +13,7 @@ def main():
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--together", type=int, default=1, help="layers a unit")
+    add_link(parser)
     Slowed.add_arguments(parser)
     args = parser.parse_args()
     rank, _ = start()
@@ -35,6 +36,8 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if number == 1:
+            slow_link(args)
         log.step()
     log.finish()
 

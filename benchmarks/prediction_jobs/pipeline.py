@@ -13,15 +13,25 @@ SCHEDULES = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
 WIDTH, SAMPLES = 32, 4
 
 
+class OfSamples(nn.Sequential):
+    """Layers that take their time for SAMPLES samples, and for others as much longer as there are more."""
+
+    def forward(self, x):
+        for layer in self:
+            layer.times = len(x) / SAMPLES
+        return super().forward(x)
+
+
 def under_torch(args, rank, stages, log):
     stage = PipelineStage(
-        nn.Sequential(*layers(WIDTH, args.layers, args.stage_ms[rank])), rank, stages, torch.device("cpu")
+        OfSamples(*layers(WIDTH, args.layers, args.stage_ms[rank])), rank, stages, torch.device("cpu")
     )
+    batch = args.batch or SAMPLES * args.micro_batches
     schedule = SCHEDULES[args.schedule](stage, args.micro_batches, loss_fn=F.mse_loss)
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=1e-3)
     batches = torch.Generator().manual_seed(0)
     for _ in range(args.steps):
-        inputs = torch.randn(SAMPLES * args.micro_batches, WIDTH, generator=batches)
+        inputs = torch.randn(batch, WIDTH, generator=batches)
         if rank == 0:
             schedule.step(inputs)
         elif rank == stages - 1:
@@ -60,8 +70,9 @@ def main():
     parser = arguments(__doc__, steps=40)
     parser.add_argument("--schedule", choices=[*SCHEDULES, "engine"], default="1F1B")
     parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--batch", type=int, help="samples of a step; default: four a micro-batch")
     parser.add_argument("--layers", type=int, default=2, help="of a stage")
-    parser.add_argument("--stage-ms", type=float, nargs="+", help="forward of one micro-batch, of each stage")
+    parser.add_argument("--stage-ms", type=float, nargs="+", help="forward of four samples, of each stage")
     args = parser.parse_args()
     rank, stages = start()
     log = Log(args.log)

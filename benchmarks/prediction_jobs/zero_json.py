@@ -5,7 +5,7 @@ import argparse
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import Log, arguments, layers, start
+from common import Log, add_link, arguments, layers, slow_link, start
 from torch import nn
 
 
@@ -16,6 +16,7 @@ def parse():
     parser.add_argument("--layers", type=int, default=40)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--link", type=float, help="bytes a second that dsprof's engine moves at most, as if by a wire")
+    add_link(parser)
     parser.add_argument("--accumulate", type=int, default=1, help="backwards for each step of the optimizer")
     parser.add_argument("--deepspeed_config", required=True, help="the JSON file")
     return parser.parse_args()
@@ -37,12 +38,14 @@ def main():
         **({"link": args.link} if args.own and args.link else {}),
     )
     batches = torch.Generator().manual_seed(rank)
-    for _ in range(args.steps):
+    for number in range(args.steps):
         for _ in range(args.accumulate):
             inputs = torch.randn(8, args.width, generator=batches)
             loss = F.mse_loss(engine(inputs), inputs.flip(1))
             engine.backward(loss)
             engine.step()
+        if number == 1:
+            slow_link(args)
         log.step()
     dist.barrier()
     log.finish()

@@ -32,6 +32,8 @@ from . import thread_stacks
 
 SHORTEST_LOOK_S: Final = 1.0
 LONGEST_LOOK_S: Final = 3.0
+LOCKS_EVERY_S: Final = 1.0
+"""How often the helper looks whether Python can run at all."""
 LOOKS: Final = 200
 """How often it looks: while the rank goes on so many times in the time-out, within limits, and else as often as it may.
 A look takes some tenths of a millisecond, and what it reads takes the place of the training's data in the caches."""
@@ -86,7 +88,7 @@ class Watchdog:
             return
         if self._lock_watch is not None:
             sooner_s = max(self._timeout_s - 2 * self._usual_s, SHORTEST_LOOK_S)  # to be there when the launcher looks
-            self._lock_watch.start(str(self._capture.folder / STACKS_FILE), sooner_s)
+            self._lock_watch.start(str(self._capture.folder / STACKS_FILE), sooner_s, LOCKS_EVERY_S)
             self._lock_watch.feed(self._training)
         self._thread = threading.Thread(target=self._run, name="dsprof-watchdog", daemon=True)
         self._thread.start()

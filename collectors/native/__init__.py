@@ -56,7 +56,7 @@ class NativeLockWatch:
     """Writes Python's stacks where no Python can run (`lock_watch.hpp`). There is one of it in a process."""
 
     def __init__(self, module: Any) -> None:
-        self.start: Callable[[str, float], None] = module.lock_watch_start
+        self.start: Callable[[str, float, float], None] = module.lock_watch_start
         self.feed: Callable[[int], None] = module.lock_watch_feed
         self.stop: Callable[[], None] = module.lock_watch_stop
 

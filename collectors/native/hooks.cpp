@@ -91,7 +91,7 @@ PyMethodDef methods[] = {
     {"install_call_sites", py_install_call_sites, METH_VARARGS, "mark the lines of collectives (first, every, most)"},
     {"uninstall_call_sites", py_uninstall_call_sites, METH_NOARGS, ""},
     // where no Python can run: lock_watch.hpp
-    {"lock_watch_start", py_lock_watch_start, METH_VARARGS, "lock_watch_start(file, seconds): write stacks unless fed"},
+    {"lock_watch_start", py_lock_watch_start, METH_VARARGS, "lock_watch_start(file, seconds, every): write stacks unless fed"},
     {"lock_watch_feed", py_lock_watch_feed, METH_O, "lock_watch_feed(identity of the thread that trains)"},
     {"lock_watch_stop", py_lock_watch_stop, METH_NOARGS, ""},
     // whether the process runs at all: pulse.hpp

@@ -25,13 +25,15 @@ namespace {
 
 class LockWatch {
  public:
-  void start(std::string path, double timeout_s) {
+  // Looks every `every_s` whether it was fed; writes to `path` when it has not been for `timeout_s`.
+  void start(std::string path, double timeout_s, double every_s) {
     if (thread_.is_started()) return;
     // Not in any header: without it, or where a later Python hides it, there are no stacks.
     dump_ = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
     if (!dump_) return;
     path_ = std::move(path);
     timeout_s_ = timeout_s;
+    every_s_ = every_s;
     interpreter_ = PyInterpreterState_Main();
     thread_.start([this] { run(); });
   }
@@ -52,10 +54,11 @@ class LockWatch {
     double silent_s = 0;
     bool written = false;
     auto looked = Clock::now();
-    while (!thread_.stopped_by(Clock::now() + std::chrono::seconds(1))) {
+    const auto every = std::chrono::nanoseconds(static_cast<int64_t>(every_s_ * 1e9));
+    while (!thread_.stopped_by(Clock::now() + every)) {
       const auto now = Clock::now();
       // A process that was stopped, or a host that slept, has not been silent in between.
-      silent_s += std::min(std::chrono::duration<double>(now - looked).count(), 2.0);
+      silent_s += std::min(std::chrono::duration<double>(now - looked).count(), 2 * every_s_);
       looked = now;
       if (fed_.exchange(false)) {
         silent_s = 0;
@@ -79,7 +82,7 @@ class LockWatch {
   std::atomic<bool> fed_{true};
   std::atomic<unsigned long> training_{0};
   std::string path_;
-  double timeout_s_ = 0;
+  double timeout_s_ = 0, every_s_ = 0;
   Dump dump_ = nullptr;
   PyInterpreterState* interpreter_ = nullptr;
   SideThread thread_;
@@ -92,10 +95,10 @@ LockWatch& lock_watch() {
 
 PyObject* py_lock_watch_start(PyObject*, PyObject* args) {
   const char* path;
-  double timeout_s;
-  if (!PyArg_ParseTuple(args, "sd", &path, &timeout_s)) return nullptr;
+  double timeout_s, every_s;
+  if (!PyArg_ParseTuple(args, "sdd", &path, &timeout_s, &every_s)) return nullptr;
   return guarded([&] {
-    lock_watch().start(path, timeout_s);
+    lock_watch().start(path, timeout_s, every_s);
     Py_RETURN_NONE;
   });
 }

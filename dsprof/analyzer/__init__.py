@@ -6,7 +6,7 @@
     signals      what a capture tells, or why it does not
     judge        ask every rule, price what they find, and rank it
     candidate    what a rule finds before it is priced
-    effect       what a change that a user asks about does to the steps
+    effect       what a change that a user or a rule asks about does to the steps
     structure    another structure of a pipeline, as a user asks for it
     stage_costs  what the stages of another plan take, and the best boundaries between them
     ask          what changes save that a user asks about, alone and together

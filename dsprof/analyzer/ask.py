@@ -19,27 +19,21 @@ from dsprof.words import did_you_mean
 from . import signals
 from .arrays import Float, Int
 from .budget.step_budget import WORK
-from .candidate import Excess, OneOf
+from .candidate import DeviceCost, Excess, OneOf
 from .effect import Effect
 from .finding import Gain
-from .graph.replay import replay
 from .graph.step_graph import StepGraph
 from .graph.validate import HeldOut
 from .judge import Looked, look_for
 from .memory.rank_memory import RankMemory
-from .price.calibration import ModelError
-from .price.certainty import negated, with_all_errors
-from .price.contention import lost_by_waiting_less
-from .price.gains import mean_gain
-from .price.pricing import between
+from .price.together import gain_together
 from .rules.base import NotConcerned, NotJudged
 from .rules.registry import all_rules, rule_of
 from .signals import Absent, Missing
 from .structure import PipelineStructure
 from .study import Study
 from .text import ranks as ranks_in_words
-from .whatif import Refused, WhatIf, apply
-from .whatif.communications import ScaleLink
+from .whatif import Refused, WhatIf
 from .whatif.work import LessWork, ScaleWork, Spans
 
 LINKS: Final = ("link", "link.bandwidth", "link.latency")
@@ -131,7 +125,8 @@ def _not_replayed(says: str, looked: Looked) -> Exception:
         return NotJudged(f"what this finding saves depends on what is done instead: {instead}")
     if any(isinstance(one.change, OneOf) for one in looked.candidates):
         return NotJudged("it may be mended in several ways, which gain differently; `dsprof analyze` says how much")
-    if any(isinstance(one.change, Excess) and one.change.per == "step" for one in looked.candidates):
+    of_steps = [one.change for one in looked.candidates if isinstance(one.change, DeviceCost | Excess)]
+    if any(isinstance(cost, DeviceCost) or cost.per == "step" for cost in of_steps):
         return NotJudged("what it costs was measured, not replayed; `dsprof analyze` says how much")
     if looked.candidates:
         return NotJudged(
@@ -256,7 +251,9 @@ def _answered(study: Study, graph: StepGraph, question: Sequence[Request]) -> An
     try:
         effects = [one.effect(study) for one in _as_one_plan(question)]
         notes = tuple(dict.fromkeys(note for one in effects for note in one.notes))
-        return Answered(asked, _priced(study, graph, effects), notes=notes)
+        rules = [rule for one in effects if (rule := rule_of(one.like)) is not None]
+        errors = [rule.error for rule in rules if rule.error is not None]
+        return Answered(asked, gain_together(study, graph, effects, errors), notes=notes)
     except NotConcerned:
         return Answered(asked, None, "the job has nothing that this is about")
     except (NotJudged, Refused, Missing) as refused:
@@ -271,72 +268,3 @@ def _as_one_plan(question: Sequence[Request]) -> list[Request]:
         return [*others, *([reduce(PipelineStructure.beside, structures)] if structures else [])]
     except ValueError as wrong:
         raise Misasked(str(wrong)) from None
-
-
-def _priced(study: Study, graph: StepGraph, effects: Sequence[Effect]) -> Gain:
-    """What these effects save together, with all that makes a prediction miss in the interval."""
-
-    def took(*whatifs: Sequence[WhatIf]) -> Float:
-        return replay(apply(graph, [whatif for some in whatifs for whatif in some])).durations
-
-    def replayed(chosen: Sequence[Effect], variant: int) -> tuple[Float, Float]:
-        """The steps that it begins at, and what is saved of each, ms, [S]. What is modelled is compared with a model of
-        what there is now, beside all else that is changed: so the model's own error cancels."""
-        pairs = [one.variants[min(variant, len(one.others))] for one in chosen]
-        plain = [whatif for now, then in pairs if not now for whatif in then]
-        latency = float(np.prod([one.latency for one in chosen]))
-        bandwidth = float(np.prod([one.bandwidth for one in chosen]))
-        if (latency, bandwidth) != (1.0, 1.0):
-            plain.append(ScaleLink(latency, bandwidth))
-        now = [whatif for now, _ in pairs for whatif in now]
-        then = [whatif for now, then in pairs if now for whatif in then]
-        if not now:
-            before = took()
-            return before, before - took(plain)
-        modelled = took(now)
-        if not plain:
-            return modelled, modelled - took(then)
-        return modelled, took() - took(plain) + took(plain, now) - took(plain, then)
-
-    alone = [replayed([one], 0) for one in effects]
-    lost = _lost(study, replayed([one for one in effects if not one.counts_cores], 0)[1])
-    corrections = [
-        one.correct(before, saved) - saved for one, (before, saved) in zip(effects, alone, strict=True)
-    ]  # fmt: skip
-    correction = np.sum(corrections, axis=0) - lost
-    per_batch = float(np.prod([one.per_batch for one in effects]))
-
-    def saved_of(variant: int) -> Float:
-        before, saved = replayed(effects, variant)
-        found: Float = before - (before - saved - correction) / per_batch
-        return found
-
-    saved = [saved_of(i) for i in range(max(len(one.variants) for one in effects))]
-    gain, ends = mean_gain(study, saved[0]), [float(of.mean()) for of in saved[1:]]
-    gain = replace(gain, low=min([gain.low, *ends]), high=max([gain.high, *ends]))
-    unsure = float(sum(one.unsure_ms for one in effects))
-    gain = replace(gain, low=gain.low - unsure, high=gain.high + unsure)
-    for one, (_, own) in zip(effects, alone, strict=True):
-        if one.between is not None:
-            certain = mean_gain(study, own)
-            wide = between(certain, one.between)
-            gain = replace(gain, low=gain.low - (certain.low - wide.low), high=gain.high + wide.high - certain.high)
-    errors = [rule.error for one in effects if (rule := rule_of(one.like)) is not None and rule.error is not None]
-    worst = _worst(errors)
-    if gain.ms < 0:
-        return negated(with_all_errors(study, negated(gain), worst))
-    return with_all_errors(study, gain, worst, float(lost.mean()))
-
-
-def _lost(study: Study, saved: Float) -> Float:
-    """What is lost again of what less work saves, [S] ms, as cores are busy."""
-    lost: Float = saved * lost_by_waiting_less(study, float(saved.mean()) if len(saved) else 0.0)
-    return lost
-
-
-def _worst(errors: Sequence[ModelError]) -> ModelError | None:
-    """The largest of each."""
-    if not errors:
-        return None
-    names = ("of_gain", "of_step", "busy", "busy_above")
-    return ModelError(*(max(getattr(error, name) for error in errors) for name in names))

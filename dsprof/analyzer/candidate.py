@@ -39,6 +39,24 @@ class OneOf:
     also: tuple[Excess, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class DeviceCost:
+    """What devices stand idle for, measured of their own operations in the traced steps.
+
+    ms:      [R, S] of the traced ranks in the judged ones of the traced steps
+    took_ms: how long those steps took, mean: tracing kernels makes them longer than ordinary ones
+    less:    what mending a part of it, and what mending all of it changes, where a replay tells that: then the gain is
+             between the two, and no more than was measured
+    at_most: a change that gains as much as mending it can, and nobody knows how much of that: from nothing to what it
+             gains, or where no replay tells that, to what was measured
+    """
+
+    ms: Float
+    took_ms: float
+    less: tuple[WhatIf, WhatIf] | None = None
+    at_most: WhatIf | None = None
+
+
 @dataclass(frozen=True)
 class Between:
     """Of a change that is known up to a factor: between which parts of it the true one lies, and the most that it can
@@ -56,7 +74,8 @@ class Price:
 
     gain:   if it alone is mended
     share:  its part of what mending all that were replayed together gains; None: it was priced by itself
-    tried:  of a `OneOf`, what each gains, and then what is `also` possible; `chosen`: which of them `gain` is of
+    tried:  of a `OneOf`, what each gains, and then what is `also` possible; `chosen`: which of them `gain` is of. Of a
+            `DeviceCost`, what `less` gains by replay
     """
 
     gain: Gain
@@ -80,7 +99,7 @@ class Candidate:
     """
 
     code: str
-    change: WhatIf | Excess | OneOf
+    change: WhatIf | Excess | OneOf | DeviceCost
     say: Callable[[Price], Finding]
     counts_cores: bool = False
     between: Between | None = None

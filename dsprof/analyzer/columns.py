@@ -1,17 +1,22 @@
-"""Columns of tables as arrays."""
+"""Columns of tables as arrays.
+
+What is measured of a rank asks for the same columns of its rows again and again, and of tables as small as a rank's,
+pandas takes longer for each such question than numpy does for the answer: `RankRows` asks it once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .arrays import Bool, Int
+from .arrays import Bool, Float, Int
 
 Words = npt.NDArray[np.object_]
+Found = TypeVar("Found")
 
 
 def may_hold(column: pd.Series[Any], wanted: Callable[[str], bool]) -> bool:
@@ -39,8 +44,68 @@ def is_one_of(column: pd.Series[Any], *values: str) -> Bool:
 def codes_of(column: pd.Series[Any]) -> tuple[Int, Words]:
     """A number for each value, in order of the values (as text), and the values; -1: none. Of a category nothing is
     looked at but its codes."""
-    categories = column.astype("category").cat
-    names = categories.categories.astype(str).to_numpy(object)
+    array: Any = column.array if isinstance(column.dtype, pd.CategoricalDtype) else column.astype("category").array
+    names = np.array([str(value) for value in array.categories.tolist()], object)
     order = np.argsort(names, kind="stable")
     place = np.append(np.argsort(order), -1)
-    return place[categories.codes.to_numpy()].astype(np.int64), names[order]
+    return place[array.codes].astype(np.int64, copy=False), names[order]
+
+
+class RankRows:
+    """The rows of one rank, whose columns are made arrays when they are asked for first, and kept. The arrays are
+    shared: nothing writes to them."""
+
+    def __init__(self, table: pd.DataFrame) -> None:
+        self.table = table
+        self._kept: dict[Hashable, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def whole(self, name: str, missing: int = 0) -> Int:
+        """A column of whole numbers, with `missing` where there is none."""
+        return self._once((name, missing), lambda: self.table[name].array.to_numpy(np.int64, na_value=missing))
+
+    def real(self, name: str) -> Float:
+        """A column of numbers; NaN where there is none."""
+        return self._once((name, "real"), lambda: self.table[name].to_numpy(np.float64, na_value=np.nan))
+
+    def known(self, name: str) -> Bool:
+        """Which rows have a value."""
+        return self._once((name, "known"), lambda: ~np.asarray(self.table[name].array.isna(), bool))
+
+    def true(self, name: str, missing: bool) -> Bool:
+        """A column of yes and no, with `missing` where neither is told."""
+        return self._once((name, "true", missing), lambda: self.table[name].to_numpy(bool, na_value=missing))
+
+    def are(self, name: str, *values: str) -> Bool:
+        """Which rows have one of these values."""
+        return self._once((name, values), lambda: is_one_of(self.table[name], *values))
+
+    def codes(self, name: str) -> tuple[Int, Words]:
+        """`codes_of` the column."""
+        return self._once((name, "codes"), lambda: codes_of(self.table[name]))
+
+    def words(self, name: str, place: Int) -> Words:
+        """The values at these places, as text; "nan" where there is none."""
+        codes, words = self.codes(name)
+        found: Words = np.append(words, "nan")[codes[place]]
+        return found
+
+    def may_hold(self, name: str, wanted: Callable[[str], bool]) -> bool:
+        """Whether a row can be what is wanted (`may_hold`)."""
+        return may_hold(self.table[name], wanted)
+
+    def take(self, columns: Sequence[str], place: Int) -> pd.DataFrame:
+        """A table of these columns, of the rows at these places."""
+        found = {name: self.table[name].array.take(place) for name in columns}
+        return pd.DataFrame(found, index=self.table.index.take(place), copy=False)
+
+    def _once(self, key: Hashable, make: Callable[[], Found]) -> Found:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return cast(Found, self._kept[key])
+
+
+def as_rows(rows: pd.DataFrame | RankRows) -> RankRows:
+    return rows if isinstance(rows, RankRows) else RankRows(rows)

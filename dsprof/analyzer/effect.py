@@ -1,32 +1,34 @@
-"""What a change that a user asks about does to the steps, before anything is known of what it saves."""
+"""What a change that a user, or a rule, asks about does to the steps, before anything is known of what it saves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from .arrays import Float
 from .candidate import Between
 from .whatif import WhatIf
 
 WhatIfs = tuple[WhatIf, ...]
 
 
-def _as_replayed(before: Float, saved: Float) -> Float:
-    return saved
-
-
 @dataclass(frozen=True, eq=False)
 class Effect:
-    """A change to the steps.
+    """A change to the steps: what is replayed of it, and what is known of it that no replay knows. `price.effects`
+    says what it saves.
 
     then:    what it changes
     now:     what the present steps are compared as, where the change is modelled: with the same model of what there is
              now, its own error cancels from the difference
     others:  (now, then) that it may as well be, such as over a slower link: they widen the interval
     latency, bandwidth: by what those of every link are multiplied
-    correct: (the steps before, what is saved of each), ms, [S] -> what is saved with what no replay knows, such as
-             cores that computation and communication share
+    overlaps: whether what it saves is communication that moves beside computation, or that no longer is there
+             ("no more"), for which both need cores
+    fewer:   the share of the collectives that there are no more, and with them what each costs by itself
+    moved_bytes: of one rank's collectives in a step, of which there are fewer
+    costs_ms: what it costs in each step beside what is replayed; below 0: what it saves
+    costs_between: so many times as much it may cost at least, and at most
+    at_most_ms: no more can be saved of a step, in the mean
+    part:    of what is saved, such as half of it where two steps have it between them
     like:    the code of the rule whose predictions are of the same kind: their error is this one's
     per_batch: what a step is then divided by, to be of as much as it is of now: 2.0 of a batch twice as large
     counts_cores, between: as of `Candidate`
@@ -40,7 +42,13 @@ class Effect:
     others: tuple[tuple[WhatIfs, WhatIfs], ...] = ()
     latency: float = 1.0
     bandwidth: float = 1.0
-    correct: Callable[[Float, Float], Float] = _as_replayed
+    overlaps: Literal["", "more", "no more"] = ""
+    fewer: float = 0.0
+    moved_bytes: float = 0.0
+    costs_ms: float = 0.0
+    costs_between: tuple[float, float] = (1.0, 1.0)
+    at_most_ms: float | None = None
+    part: float = 1.0
     per_batch: float = 1.0
     counts_cores: bool = False
     between: Between | None = None

@@ -102,6 +102,15 @@ class Gain:
         }  # fmt: skip
 
 
+NOTHING: Final = Gain(0.0, 0.0, 0.0, 0.0)
+"""Of a remark on what no change that was tried shortens."""
+NOT_PRICED: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
+"""Of what costs no part of a step that could be told, such as a job that hangs."""
+SAVES_MEMORY: Final = Gain(0.0, 0.0, 0.0, 0.0, method=MEASURED_MEMORY)
+SAVES_SEGMENTS: Final = Gain(0.0, 0.0, 0.0, 0.0, method=ALLOCATOR_TWIN)
+"""Of what saves memory and no time."""
+
+
 @dataclass(frozen=True)
 class Fix:
     """A change the user can make.

@@ -20,6 +20,7 @@ from .budget.capture_overhead import count_records
 from .budget.intervals import Intervals
 from .budget.step_budget import RankTime, label_time
 from .budget.wall_time import spans_outside_training
+from .columns import RankRows
 from .device import DeviceTime, device_time
 from .graph.chains import RankChains
 from .graph.find_chains import find_chains
@@ -119,23 +120,25 @@ def summarize_ranks(
 
 
 def _summarize(
-    rows: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo, *, native: bool
+    table: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo, *, native: bool
 ) -> MeasuredRank:
+    rows = RankRows(table)
     time = label_time(rows, collectives, rank, run, spans_outside_training(rows), matches)
     chains = find_chains(time, rows, collectives, matches, run)
+    start = rows.whole("start_ns")
     summary = RankSummary(
         activity=find_activity(rows),
         outside_training=time.outside_training,
         launching=chains.launching,
         unseen=chains.incomplete,
-        seen_ns=(int(rows["start_ns"].min()), int((rows["start_ns"] + rows["dur_ns"].fillna(0).astype("int64")).max())),
+        seen_ns=(int(start.min()), int((start + rows.whole("dur_ns")).max())),
         recorded=count_records(rows),
         staged=staged_rows(rows),
         passes=find_passes(rows, time),
         modules=sum_modules(rows),
-        work=sum_work(rows, native),
-        memory=sum_memory(rows, rank),
+        work=sum_work(table, native),
+        memory=sum_memory(table, rank),
         taken=steps_taken(rows),
-        device=device_time(rows, rank, matches, run),
+        device=device_time(table, rank, matches, run),
     )
     return MeasuredRank(summary, time, chains)

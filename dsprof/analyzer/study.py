@@ -331,9 +331,10 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     estimated = estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary)
 
     # The step graph, and whether to believe it.
-    graph = build_graph({rank: of_rank.chains for rank, of_rank in measured.items()}, collectives, steps, run)
     waits = waits_table(times, collectives, steps)
-    del measured, times  # what was issued and waited for is in these two
+    chains = {rank: of_rank.chains for rank, of_rank in measured.items()}
+    del measured, times  # what was issued and waited for is in the waits, and in the graph
+    graph = build_graph(chains, collectives, steps, run)
     checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
 
     # Memory, devices, cores.

@@ -79,21 +79,25 @@ def refuse_to_save(folder: RunFolder, *, yes: bool) -> None:
     info = folder.read_info()
     if any(fact.get("fact") == "checkpoint" for fact in info.facts):
         raise LaunchError(f"{folder.path}: this job writes checkpoints, {again}")
-    written = _written(info)
+    written = _written(folder, info)
     if written:
         more = f" and {len(written) - MOST_NAMED} more" if len(written) > MOST_NAMED else ""
         named = ", ".join(str(path) for path in written[:MOST_NAMED])
         raise LaunchError(f"{folder.path}: this job wrote files ({named}{more}), {again}")
 
 
-def _written(info: RunInfo) -> list[Path]:
+def _written(folder: RunFolder, info: RunInfo) -> list[Path]:
     """Files that the job of a run wrote, as far as they lie where it ran or where its command line says."""
     try:
         began, ended = (datetime.datetime.fromisoformat(one) for one in (info.started, info.ended or ""))
     except ValueError:  # a run that was imported, say
         return []
     places = places_of(info.command, Path(info.cwd or "."))
-    return written_between(places, began.timestamp(), ended.timestamp() + 1)
+    try:
+        printed = json.loads(folder.rerun_json.read_text()).get("printed")
+    except (OSError, ValueError):
+        printed = None
+    return written_between(places, began.timestamp(), ended.timestamp() + 1, printed)
 
 
 def runner(folder: RunFolder, steps: int | None) -> Run:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dsprof import regular_files
-from dsprof.names import CaptureName, host_name
+from dsprof.names import host_name
 from dsprof.permissions import make_folder, make_named_folder
 from dsprof.run import RunError, RunFolder, RunInfo
 
@@ -52,9 +52,8 @@ def _under_way(folder: RunFolder) -> int | None:
             return None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    for path in regular_files.folders(folder.capture, "rank*"):
-        name = CaptureName.of(path.name)
-        if name is not None and name.host == host_name() and Path(f"/proc/{name.pid}").exists():
+    for name, _ in folder.captures():
+        if name.host == host_name() and Path(f"/proc/{name.pid}").exists():
             return name.pid
     return None
 

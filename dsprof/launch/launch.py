@@ -37,6 +37,7 @@ from .conclude import Conclusion
 from .hints import launch_hints
 from .hosts import MEETING, Participation, take_part
 from .job import Job, LaunchError, home
+from .outputs import printed_to
 from .supervise import Ending, Supervisor, end_with
 from .talk import Talk, shown
 from .watch import HangWatch
@@ -197,7 +198,8 @@ def note_rerun(folder: RunFolder, command: list[str]) -> None:
     """Keep what it takes to run the job again, in a file of the user's own. The environment is that of whoever runs it
     again: it is not written anywhere."""
     with suppress(OSError):  # no profile is lost with it
-        folder.write_rerun({"command": command, "cwd": os.getcwd(), "python": sys.executable})
+        again = {"command": command, "cwd": os.getcwd(), "python": sys.executable, "printed": printed_to()}
+        folder.write_rerun(again)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -16,8 +17,12 @@ from typing import Final
 
 MOST_ENTRIES: Final = 20_000
 """Files and folders that are looked at."""
-NO_OUTPUT: Final = (".log", ".txt", ".out", ".err", ".py", ".pyc", ".lock", ".pid")
-"""Ends of names that do not count: a shell or a scheduler may have written what the job printed."""
+NO_OUTPUT: Final = (".py", ".pyc", ".lock", ".pid")
+"""Ends of names that do not count."""
+PRINTED: Final = (".log", ".txt", ".out", ".err")
+"""Ends of names that do not count either where it is not known who wrote what the job printed: `tee`, a scheduler."""
+OF_TORCHRUN: Final = ("stdout.log", "stderr.log")
+"""What torchrun writes of what its ranks print, into a folder of each start."""
 SKIPPED: Final = frozenset({"__pycache__", "site-packages", "node_modules", "tmp", "temp", "cache", "caches"})
 """Folders of what a job may write again without harm."""
 TEMPORARY: Final = re.compile(r"(torchinductor|torchelastic|triton)_.+|.+[_-]cache|tmp[a-z0-9_]{8}")
@@ -34,6 +39,22 @@ CACHES: Final = (
 """Variables of the environment that name folders for what is temporary, or a cache."""
 
 
+def printed_to(streams: Sequence[int] = (1, 2)) -> list[str] | None:
+    """The files to which what this process prints goes, and what its job prints: none where that is a terminal. None
+    where another process reads it, and may write it to a file that is not known."""
+    found = []
+    for stream in streams:
+        try:
+            mode = os.fstat(stream).st_mode
+            if stat.S_ISREG(mode):
+                found.append(os.path.realpath(f"/proc/self/fd/{stream}"))
+            elif not stat.S_ISCHR(mode):
+                return None
+        except OSError:  # it is closed
+            continue
+    return list(dict.fromkeys(found))
+
+
 def places_of(words: Iterable[str], cwd: Path) -> list[Path]:
     """Where a job may have written: the folder that it ran in, and folders and files that its command line names."""
     found = [cwd]
@@ -47,16 +68,23 @@ def places_of(words: Iterable[str], cwd: Path) -> list[Path]:
     return list(dict.fromkeys(path.resolve() for path in found))
 
 
-def written_between(places: Sequence[Path], began_s: float, ended_s: float) -> list[Path]:
+def written_between(
+    places: Sequence[Path], began_s: float, ended_s: float, printed: Sequence[str] | None = None
+) -> list[Path]:
     """Files at or below these places that were last written between two times, as `time.time()` has them, but hidden
-    ones, those of run folders, and what is temporary or a cache. At most MOST_ENTRIES are looked at."""
+    ones, those of run folders, and what is temporary or a cache. At most MOST_ENTRIES are looked at.
+
+    printed: files that have what the job printed (`printed_to`); None: that is not known
+    """
     found: dict[Path, None] = {}
+    no_output = NO_OUTPUT if printed is not None else (*NO_OUTPUT, *PRINTED)
     for path in (*filter(Path.is_file, places), *_files(places)):
         try:
             written = path.stat().st_mtime
         except OSError:
             continue
-        if began_s <= written <= ended_s and not path.name.endswith(NO_OUTPUT):
+        known = path.name.endswith(no_output) or path.name in OF_TORCHRUN or os.path.realpath(path) in (printed or ())
+        if began_s <= written <= ended_s and not known:
             found[path] = None
     return list(found)
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 from dsprof import regular_files
-from dsprof.names import CaptureName, host_name
+from dsprof.names import host_name
 from dsprof.ondisk import LARGEST_FACTS
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import FLOPS_FACT
@@ -115,9 +115,8 @@ def _asked(facts: list[dict[str, Any]]) -> dict[str, Any] | None:
 def facts_told(folder: RunFolder) -> dict[int, list[dict[str, Any]]]:
     """rank -> what its captures on this host told."""
     found: dict[int, list[dict[str, Any]]] = {}
-    for path in regular_files.folders(folder.capture, "rank*"):
-        name = CaptureName.of(path.name)
-        if name is None or name.host != host_name():
+    for name, path in folder.captures():
+        if name.host != host_name():
             continue
         with suppress(OSError):
             for line in regular_files.read_text(path / "facts.jsonl", LARGEST_FACTS).splitlines():

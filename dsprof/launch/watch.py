@@ -21,7 +21,7 @@ from typing import Any, Final
 from dsprof.atomic import write_atomically
 from dsprof.live.activity import Activity, kernel_children, kernel_threads, process_state
 from dsprof.live.frames import short, user_site
-from dsprof.live.tail import Tail, captures
+from dsprof.live.tail import Tail
 from dsprof.live.waiting import RankState, Stall, find_stall
 from dsprof.names import host_name
 from dsprof.run import RunFolder
@@ -162,8 +162,8 @@ class HangWatch:
     def _follow(self) -> bool:
         """Whether any rank has moved."""
         moved = False
-        for root in (place / "capture" for place in (*self._places, self._folder().path)):  # a copy may be behind
-            for rank, restart, host, process, path in captures(root):
+        for root in (*self._places, self._folder().path):  # a copy may be behind
+            for (rank, restart, host, process), path in RunFolder(root).captures():
                 known = self._ranks.get(rank)
                 if known is not None and (known.restart, known.process, known.host) == (restart, process, host):
                     continue

@@ -7,13 +7,12 @@ import io
 import os
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from dsprof import regular_files
-from dsprof.names import CaptureName
 from dsprof.ondisk import (
     CHUNK_HEADER_BYTES,
     CHUNK_RECORDS,
@@ -365,11 +364,3 @@ def _operation(record: Record, names: dict[int, str], members: Any) -> Communica
     of_group, peer = members(group), record.of("peer")
     known = of_group is not None and 0 <= peer < len(of_group)
     return replace(operation, peer=of_group[peer] if known else peer, tag=record.of("tag"))
-
-
-def captures(folder: Path) -> Iterator[tuple[int, int, str, int, Path]]:
-    """Rank, restart, host, process and folder of each capture below `capture/`."""
-    for path in regular_files.folders(folder):
-        capture = CaptureName.of(path.name)
-        if capture is not None:
-            yield *capture, path

@@ -13,10 +13,11 @@ import os
 import re
 import shutil
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .. import regular_files
 from ..atomic import write_atomically
@@ -32,6 +33,13 @@ DEFAULT_PARENT: Final = "dsprof-out"
 
 class RunError(Exception):
     """A run folder cannot be used; the message says which, why, and what to do instead."""
+
+
+class FoundCapture(NamedTuple):
+    """A capture's folder, and what its name tells."""
+
+    name: CaptureName
+    path: Path
 
 
 @dataclass(frozen=True)
@@ -92,9 +100,17 @@ class RunFolder:
     @property
     def changed_ns(self) -> int:
         """When anything of what reports are made of was last written; 0 where there is nothing."""
-        captured = [path for one in regular_files.folders(self.capture, "rank*") for path in regular_files.files(one)]
+        captured = [path for one in self.captures() for path in regular_files.files(one.path)]
         sources = [self.run_json, *captured, *regular_files.files(self.trace, "*.parquet")]
         return max((path.stat().st_mtime_ns for path in sources if path.exists()), default=0)
+
+    def captures(self) -> Iterator[FoundCapture]:
+        """The captures that lie below `capture/`, by the names of their folders. Not every one is whole; a rank has
+        several where it was restarted, or where two processes captured as it."""
+        for path in regular_files.folders(self.capture, "rank*"):
+            name = CaptureName.of(path.name)
+            if name is not None:
+                yield FoundCapture(name, path)
 
     def links(self) -> list[str]:
         """The parts of it that are symbolic links, which are not followed."""
@@ -186,9 +202,8 @@ class RunFolder:
 
     def rank_of(self, host: str, pid: int) -> tuple[int, int] | None:
         """Rank and restart of a process; None if it has not been captured, so is no rank as far as is known."""
-        for path in regular_files.folders(self.capture, "rank*"):
-            name = CaptureName.of(path.name)
-            if name is not None and (name.host, name.pid) == (host, pid):
+        for name, _ in self.captures():
+            if (name.host, name.pid) == (host, pid):
                 return name.rank, name.restart
         return None
 

@@ -5,12 +5,13 @@ records  its records as arrays, of every format there was
 derive/  records as rows, and what they imply; table to table, whoever recorded them
 kineto/  traces of torch.profiler
 deep     such a trace of a few steps, as rows of a capture
-merge    captures into Parquet files and run.json (merge_rank: what is of one rank)
+merge    captures into Parquet files and run.json (merge_rank: what is of one rank; group_facts: process groups, which
+         all of their ranks state)
 map_ranks  what is of one rank, done for all of them by an executor
 memory   side tables: segments, blocks and history of a device's allocator
 snapshot reads them from what torch dumps (plain_pickle: pickles that hold nothing but data)
 files    how the folder's files are written
-load     a run folder as a Trace, whose ranks are read one at a time
+load     a run folder as a Trace, whose ranks are read one at a time (arrow_columns: its columns as those of the trace)
 process_pool  processes in which the ranks of a large trace are analyzed
 dask_cluster  workers of a Dask cluster that do it (cluster_worker: what they must have in common with this process)
 save     a Trace as a run folder, for importers

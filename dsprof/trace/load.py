@@ -14,14 +14,13 @@ import pandas as pd
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS
 
+from .arrow_columns import as_stated, frame_of
 from .files import brief, open_parquet
 from .map_ranks import Observer
 from .memory import Memory, StoredMemory
 from .merge import bring_up_to_date, derive_anew, parquet_files, warn
 
 EVERY_COLUMN: Final = tuple(COLUMNS)
-CATEGORIES: Final = frozenset(name for name, dtype in COLUMNS.items() if dtype == "category")
-DTYPES: Final = {name: pd.api.types.pandas_dtype(dtype) for name, dtype in COLUMNS.items()}
 
 
 class Source(Protocol):
@@ -142,7 +141,7 @@ class _Stored:
                     known = set(file.schema_arrow.names)
                     there = [name for name in columns if name in known]
                     table = file.read(columns=there, use_threads=False)  # ranks are read side by side: no file is
-                    return _typed(table.to_pandas(use_threads=False), columns)
+                    return frame_of(table, columns)
             except Exception as error:  # pyarrow and pandas raise whatever a damaged file has them meet
                 warn(self._info, f"{path.name}: unreadable ({brief(error)})")
                 self._held[rank] = self._derived(rank)
@@ -160,14 +159,8 @@ class _Stored:
 def _typed(rows: pd.DataFrame, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
     """The columns with the types that they are to have; one that is not there is empty."""
     there = set(rows.columns)
-    found = {name: _column(rows[name] if name in there else pd.Series(np.nan, rows.index), name) for name in columns}
+    found = {name: as_stated(rows[name] if name in there else pd.Series(np.nan, rows.index), name) for name in columns}
     return pd.DataFrame(found, index=rows.index, copy=False)
-
-
-def _column(values: pd.Series[Any], name: str) -> pd.Series[Any]:
-    """`astype` takes as long as reading does, also where there is nothing to do."""
-    is_there = isinstance(values.dtype, pd.CategoricalDtype) if name in CATEGORIES else values.dtype == DTYPES[name]
-    return values if is_there else values.astype(COLUMNS[name])
 
 
 def _nothing(columns: Sequence[str]) -> pd.DataFrame:

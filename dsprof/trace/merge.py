@@ -17,13 +17,13 @@ from typing import Any, Final
 import pandas as pd
 
 from dsprof import regular_files
-from dsprof.names import CaptureName
 from dsprof.permissions import LINK
 from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
 from dsprof.schema import LOST_FACT
 
 from .capture import CHUNK_NAME
 from .files import brief
+from .group_facts import GROUP, StatedGroups
 from .map_ranks import Observer, map_ranks
 from .merge_rank import MergedRank, MergeRank, derive_rank, world_size_of
 
@@ -73,8 +73,9 @@ def bring_up_to_date(
     info.ranks, info.facts = [], []
     unwritten: dict[int, pd.DataFrame] = {}
     every = map_ranks(MergeRank(here, captures), sorted(captures.keys() | merged.keys()), executor, observer, "merge")
+    stated = StatedGroups()
     for rank in sorted(every.found.keys() | every.failed.keys()):
-        why = every.failed.get(rank) or _take(info, rank, every.found[rank])
+        why = every.failed.get(rank) or _take(info, rank, every.found[rank], stated)
         if why:
             warn(info, f"rank {rank}: its capture could not be merged ({why})")
         elif (table := every.found[rank].rows) is not None:
@@ -94,10 +95,10 @@ def bring_up_to_date(
     return info, unwritten
 
 
-def _take(info: RunInfo, rank: int, merged: MergedRank) -> str:
+def _take(info: RunInfo, rank: int, merged: MergedRank, stated: StatedGroups) -> str:
     """Have `info` say what a rank holds; what is wrong with that, empty: nothing."""
     try:
-        add_rank(rank, merged.summary, info)
+        add_rank(rank, merged.summary, info, stated)
     except Exception as error:  # whatever is wrong with one rank, the others count
         return f"{type(error).__name__}: {brief(error)}"
     if merged.problem:
@@ -142,17 +143,16 @@ def parquet_files(folder: RunFolder) -> dict[int, Path]:
 def captures_by_rank(folder: RunFolder) -> dict[int, list[tuple[int, Path]]]:
     """rank -> [(restart, capture folder)]."""
     found: dict[int, list[tuple[int, Path]]] = defaultdict(list)
-    for path in regular_files.folders(folder.capture, "rank*"):
-        name = CaptureName.of(path.name)
-        if name:
-            found[name.rank].append((name.restart, path))
+    for name, path in folder.captures():
+        found[name.rank].append((name.restart, path))
     return found
 
 
-def add_rank(rank: int, summary: dict[str, Any], info: RunInfo) -> None:
+def add_rank(rank: int, summary: dict[str, Any], info: RunInfo, stated: StatedGroups) -> None:
+    """`summary`: as `merge_rank.summarize` makes it. stated: the process groups that ranks before it stated."""
     described = [from_known(RankInfo, item) for item in summary["ranks"]]
     info.ranks += described
-    info.facts += summary["facts"]
+    info.facts += stated.new(summary["facts"])
     info.versions = {**summary["versions"], **info.versions}
     if info.world_size is None:
         info.world_size = world_size_of(summary)
@@ -248,7 +248,7 @@ def _note_notes(info: RunInfo) -> None:
 
 def note_groups(info: RunInfo) -> None:
     for fact in info.facts:
-        if fact["fact"] == "group" and fact.get("name") is not None:
+        if fact["fact"] == GROUP and fact.get("name") is not None:
             ranks = fact.get("ranks", [])
             if not isinstance(ranks, list):
                 continue

@@ -24,6 +24,7 @@ from .capture import CHUNK_NAME, Capture, read_capture
 from .deep import add_deep
 from .derive import missing_steps, trace_rows
 from .files import brief, open_parquet, write_parquet
+from .group_facts import pack
 from .memory import save_memory
 from .snapshot import read_snapshot
 
@@ -105,7 +106,7 @@ def summarize(rank: int, chosen: Mapping[int, Capture], tables: Mapping[int, pd.
     return {
         "ranks": [vars(_describe(rank, restart, chosen[restart], table)) for restart, table in tables.items()],
         # Operations are rows of the trace, too many for `run.json`.
-        "facts": [fact for capture in captures for fact in capture.facts if fact["fact"] != FLOPS_FACT],
+        "facts": pack(fact for capture in captures for fact in capture.facts if fact["fact"] != FLOPS_FACT),
         "versions": next((told for capture in captures if isinstance(told := capture.meta.get("versions"), dict)), {}),
         "world_size": next((size for capture in captures if (size := world_size_of(capture.meta)) is not None), None),
         "problems": [

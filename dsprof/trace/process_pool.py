@@ -7,12 +7,16 @@ with processes(jobs, traced_bytes=200_000_000, ranks=512) as pool:
 from __future__ import annotations
 
 import os
+import pickle
 import signal
-from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count as numbers
 from multiprocessing import active_children, get_context
-from typing import Final
+from typing import Any, Final
 
 import pandas as pd
 import pyarrow as pa
@@ -47,7 +51,7 @@ def processes(jobs: int | None, traced_bytes: int, ranks: int) -> Iterator[Execu
     context = get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED])
     others = set(active_children())
-    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(pd.get_option(STRINGS),))
+    pool = Processes(count, mp_context=context, initializer=_begin, initargs=(pd.get_option(STRINGS),))
     try:
         yield pool
     except BaseException:
@@ -56,6 +60,56 @@ def processes(jobs: int | None, traced_bytes: int, ranks: int) -> Iterator[Execu
             process.terminate()
         raise
     pool.shutdown()
+
+
+class Processes(ProcessPoolExecutor):
+    """Processes to which the first argument of what is submitted goes as it was pickled the first time, and in each of
+    which it is made once, however often it is submitted: it holds what tasks have in common, such as the facts of all
+    ranks and their matched communications. Tasks do not change it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._numbers = numbers()
+        self._sent: tuple[Any, _PickledOnce | None] = None, None
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if not args:
+            return super().submit(function, **kwargs)
+        first, *rest = args
+        if self._sent[0] is not first:
+            self._sent = first, self._packed(first)
+        if self._sent[1] is None:
+            return super().submit(function, *args, **kwargs)
+        return super().submit(_call, function, self._sent[1], *rest, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._sent = None, None
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+    def _packed(self, first: Any) -> _PickledOnce | None:
+        """None: it cannot be pickled, as the task's future will say."""
+        try:
+            return _PickledOnce(next(self._numbers), pickle.dumps(first, pickle.HIGHEST_PROTOCOL))
+        except Exception:  # objects raise whatever they like
+            return None
+
+
+@dataclass(frozen=True)
+class _PickledOnce:
+    """A pickle, known by its number."""
+
+    number: int
+    packed: bytes = field(compare=False, repr=False)
+
+
+def _call(function: Callable[..., Any], first: _PickledOnce, *args: Any, **kwargs: Any) -> Any:
+    """In a process of the pool."""
+    return function(_unpacked(first), *args, **kwargs)
+
+
+@lru_cache(maxsize=1)
+def _unpacked(sent: _PickledOnce) -> Any:
+    return pickle.loads(sent.packed)
 
 
 def _begin(strings: str) -> None:

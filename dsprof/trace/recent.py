@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Final
 
 from dsprof import regular_files
-from dsprof.names import CaptureName
 from dsprof.run import RunFolder
 
 from .capture import Capture, read_capture
 from .derive import trace_rows
 from .files import brief
+from .group_facts import StatedGroups
 from .load import Trace, concat_rows
 from .merge import add_rank, captures_by_rank, note_groups, warn
 from .merge_rank import summarize
@@ -32,11 +32,9 @@ def load_recent(folder: RunFolder, *, chunks: int = CHUNKS, written_first: Itera
     info.warnings, info.ranks, info.facts = [], [], []
     places: dict[int, list[tuple[int, Path]]] = {rank: list(found) for rank, found in captures_by_rank(folder).items()}
     for place in written_first:
-        for path in regular_files.folders(place / "capture", "rank*"):
-            name = CaptureName.of(path.name)
-            if name is not None:
-                places.setdefault(name.rank, []).append((name.restart, path))
-    tables = []
+        for name, path in RunFolder(place).captures():
+            places.setdefault(name.rank, []).append((name.restart, path))
+    tables, stated = [], StatedGroups()
     for rank, found in sorted(places.items()):
         try:
             restart, capture = _newest(found, chunks)
@@ -45,7 +43,7 @@ def load_recent(folder: RunFolder, *, chunks: int = CHUNKS, written_first: Itera
             warn(info, f"rank {rank}: its capture cannot be read as yet ({type(error).__name__}: {brief(error)})")
             continue
         # What is odd about it as yet, such as a part that is still to be copied, is no problem of the run.
-        add_rank(rank, summarize(rank, {restart: capture}, {restart: table}) | {"problems": []}, info)
+        add_rank(rank, summarize(rank, {restart: capture}, {restart: table}) | {"problems": []}, info, stated)
         tables.append(table)
     note_groups(info)
     return Trace.of(info, concat_rows(tables))

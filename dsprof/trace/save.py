@@ -10,6 +10,7 @@ from dsprof.permissions import make_named_folder
 from dsprof.run import RunFolder
 
 from .files import write_parquet
+from .group_facts import pack
 from .load import Trace
 from .memory import save_memory
 from .merge import merge
@@ -26,7 +27,7 @@ def save(folder: RunFolder, trace: Trace) -> None:
         rank = described.rank
         summary = {
             "ranks": [vars(described)],
-            "facts": [fact for fact in trace.run.facts if fact.get("rank") == rank],
+            "facts": pack(fact for fact in trace.run.facts if fact.get("rank") == rank),
             "versions": trace.run.versions,
             "world_size": trace.run.world_size,
             "problems": [],

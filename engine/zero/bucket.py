@@ -41,16 +41,14 @@ def adds_up_in(param: ShardedParam, config: Config) -> torch.dtype:
     return DTYPES.get(config.data_types.grad_accum_dtype or "", param.master_dtype)
 
 
-def scales(params: Iterable[ShardedParam], size: int, config: Config) -> tuple[float, float]:
+def scales(size: int, config: Config) -> tuple[float, float]:
     """What gradients are multiplied by before the sum over `size` ranks, and what remains after it for the mean.
 
-    The first costs nothing, while copying into the bucket; the second is left to the step, with the other scaling.
-    Dividing by a power of two commutes with a sum in fp32, so it is done before.
+    The second costs nothing where the step multiplies them anyway, to clip them or for a loss scale; the first, 1
+    unless the configuration says otherwise, goes over all of a bucket once more.
     """
     factor = config.gradient_predivide_factor
-    wide = all(travels_in(param, config).itemsize >= 4 for param in params)
-    exact = size & (size - 1) == 0 and wide and factor == 1.0
-    return (1.0 / size, 1.0) if config.prescale_gradients or exact else (1.0 / factor, factor / size)
+    return (1.0 / size, 1.0) if config.prescale_gradients else (1.0 / factor, factor / size)
 
 
 def is_quantized(param: ShardedParam, config: Config) -> bool:
@@ -100,10 +98,7 @@ class MicrobatchSums(dict[ShardedParam, Tensor]):
         grads = [self.pop(param, param.param.grad) for param in params]
         for param in params:
             param.param.grad = None
-        found = [grad for grad in grads if grad is not None]
-        if any(grad.dtype != found[0].dtype for grad in found):  # not all have come in earlier micro-batches
-            found = [grad.to(self._dtypes[param]) for param, grad in zip(params, found, strict=True)]
-        return found
+        return [grad for grad in grads if grad is not None]
 
 
 @dataclass(eq=False, slots=True)
@@ -196,19 +191,15 @@ class Bucket:
 
     def write(self, rows: Tensor, places: Sequence[int], grads: Sequence[Tensor], scale: float) -> None:
         """Write the gradients of the parameters at `places`, which are neighbours, times `scale` to `rows`."""
+        start, last = self.offsets[places[0]], places[-1]
+        target = rows[:, start : self.offsets[last] + self.params[last].partition.shard_size]
         if len(rows) == 1:
-            source = torch._utils._flatten_dense_tensors(grads)[None]
+            torch.cat([grad.reshape(-1) for grad in grads], out=target[0])  # at once, with no copy in between
         else:
             parts = [self.params[at].partition.to_shards(grad) for at, grad in zip(places, grads, strict=True)]
-            source = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        start = self.offsets[places[0]]
-        target = rows[:, start : start + source.shape[1]]
-        if scale == 1.0:
-            target.copy_(source)
-        elif source.dtype == target.dtype:
-            torch.mul(source, scale, out=target)
-        else:
-            target.copy_(source).mul_(scale)
+            target.copy_(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+        if scale != 1.0:
+            target.mul_(scale)
 
     def flag(self, rows: Tensor, left: bool) -> None:
         """Write the flags to `rows`, and zeros for the absent gradients; `left` is the bucket's own flag."""

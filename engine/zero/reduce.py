@@ -57,7 +57,7 @@ class Reducer:
         self._ever_used: set[ShardedParam] = set()
         self._next = 0
         """The first bucket that has not been sent in this backward."""
-        self._prescale, self._postscale = scales(self._params, comm.size, config)
+        self._prescale, self._postscale = scales(comm.size, config)
         self._last = self._complete = True
         self._part: BackwardPart | None = None
         """What this backward is a part of, if it is, and its gradients are reduced by itself."""

@@ -1,8 +1,8 @@
 """Rank processes for engine tests: started once, then given one job after the other.
 
 Importing torch and the engine takes seconds; a job takes a few hundredths. So one process imports them, and the ranks
-are forked from that. Jobs are functions of a test module, called as `function(rank, *args)` in a gloo group of as many
-ranks as asked for, and must leave nothing patched.
+are forked from that; one in which jobs have left threads is replaced. Jobs are functions of a test module, called as
+`function(rank, *args)` in a gloo group of as many ranks as asked for, and must leave nothing patched.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import contextlib
 import gc
 import importlib
 import multiprocessing
+import os
+import pickle
 import socket
 import sys
 import time
@@ -37,8 +39,9 @@ PRELOADED: Final = (
 """What most jobs would import, torch._dynamo with the first optimizer."""
 
 
-COLLECT_EVERY: Final = 8
-"""Jobs. What a job leaves refers to itself and to its process groups, and a thread of each wakes 125 times a second."""
+MANY: Final = 16
+"""Threads of a rank between two jobs. A process group has three, of which one wakes 125 times a second as long as
+anything refers to the group: what jobs have left took more CPU time than the jobs."""
 IDLE_S: Final = 0.5
 """A rank that gets no job for so long collects at once: it may stay idle for minutes, and its threads would not."""
 
@@ -69,19 +72,25 @@ class Ranks:
         for rank, (_, pipe) in enumerate(self._started[:world_size]):
             pipe.send((module, function.__qualname__, rank, world_size, self._jobs, args))
         results, failures, lost = [], [], False
+        replaced: list[int] = []
         until = time.monotonic() + self.patience
         for rank, (process, pipe) in enumerate(self._started[:world_size]):
             if not pipe.poll(max(0.0, until - time.monotonic())):
                 good, value, lost = False, f"rank {rank}: nothing for {self.patience:.0f} seconds", True
             else:
                 try:
-                    good, value = pipe.recv()
+                    good, value, used_up = pipe.recv()
+                    replaced += [rank] if used_up else []
                 except EOFError:
                     process.join(10)
                     good, value, lost = False, f"rank {rank}: its process ended with {process.exitcode}", True
             (results if good else failures).append(value)
         if lost:
             self.close()  # and start anew; ranks that have answered are through with the job
+        else:
+            for rank in replaced:
+                self._end(rank)
+                self._started[rank] = self._fork()
         if failures:
             raise RankFailed("\n".join(failures))
         return results
@@ -89,21 +98,28 @@ class Ranks:
     def close(self) -> None:
         for process, _ in self._started:
             process.kill()
-        for process, pipe in self._started:
-            process.join()
-            pipe.close()
+        for rank in range(len(self._started)):
+            self._end(rank)
         self._started.clear()
 
+    def _end(self, rank: int) -> None:
+        process, pipe = self._started[rank]
+        process.kill()
+        process.join()
+        pipe.close()
+
     def _start(self, world_size: int) -> None:
+        while len(self._started) < world_size:
+            self._started.append(self._fork())
+
+    def _fork(self) -> tuple[multiprocessing.process.BaseProcess, Connection]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
-        while len(self._started) < world_size:
-            here, there = context.Pipe()
-            args = (there, str(Path(__file__).parent), self._port)
-            process = context.Process(target=_serve, args=args, daemon=True)
-            process.start()
-            there.close()
-            self._started.append((process, here))
+        here, there = context.Pipe()
+        process = context.Process(target=_serve, args=(there, str(Path(__file__).parent), self._port), daemon=True)
+        process.start()
+        there.close()
+        return process, here
 
 
 def everyone() -> Comm:
@@ -117,16 +133,16 @@ def _serve(pipe: Connection, folder: str, port: int) -> None:
     sys.path.insert(0, folder)
     store = dist.TCPStore("127.0.0.1", port)
     before: Bindings = []
-    known = uncollected = 0
+    known, collected = 0, True
     while True:
-        if uncollected >= COLLECT_EVERY or (uncollected and not pipe.poll(IDLE_S)):
+        if not collected and not pipe.poll(IDLE_S):
             gc.collect()
-            uncollected = 0
+            collected = True
         try:
             module, name, rank, world_size, job, args = pipe.recv()
         except EOFError:
             return
-        uncollected += 1
+        good, value, collected = False, None, False
         try:
             function = getattr(importlib.import_module(module), name)
             dist.init_process_group(
@@ -136,16 +152,38 @@ def _serve(pipe: Connection, folder: str, port: int) -> None:
             try:
                 if len(sys.modules) != known:  # else it is as the last job left it, which takes a third of a small job
                     before, known = bindings(), len(sys.modules)
-                result = function(rank, *args)
+                value = function(rank, *args)
                 if dist.is_initialized():
                     dist.barrier()  # a rank that leaves early would cut off one that is still connecting
                 left = changes(before)
                 assert not left, f"the job left these replaced: {left}"
-                pipe.send((True, result))
+                good = True
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
         except BaseException:
             known = 0  # what it has left replaced is not the next one's
-            with contextlib.suppress(OSError):
-                pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
+            good, value = False, f"rank {rank}:\n{traceback.format_exc()}"
+        used_up = _is_used_up()
+        with contextlib.suppress(OSError):
+            try:
+                pipe.send((good, value, used_up))
+            except (TypeError, ValueError, AttributeError, RuntimeError, pickle.PicklingError):  # it cannot be sent
+                pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}", used_up))
+        del value
+
+
+def _is_used_up() -> bool:
+    """Whether jobs have left threads in this process that do not even end with what is garbage by now."""
+    if _threads() > MANY:
+        gc.collect()
+        until = time.monotonic() + 0.05
+        while _threads() > MANY:  # those of lanes are told to end, and do so in a moment
+            if time.monotonic() > until:
+                return True
+            time.sleep(0.001)
+    return False
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from slow_cases import slow_but
 from torch import nn
 
 from dsprof import engine as ds
@@ -169,10 +170,14 @@ def caught_alone(rank: int, stage: int, where: str, clears: bool) -> tuple[list[
 
 @pytest.mark.parametrize(
     ("stage", "where", "clears"),
-    [(0, "backward", True), (0, "step", False), (1, "backward", False), (2, "backward", True), (2, "step", False),
-     (3, "backward", True), (3, "step", False)],
+    slow_but(
+        [(0, "step", False), (1, "backward", False), (2, "backward", True), (3, "step", False)],
+        among=[(0, "backward", True), (0, "step", False), (1, "backward", False), (2, "backward", True),
+               (2, "step", False), (3, "backward", True), (3, "step", False)],
+    ),
 )  # fmt: skip
 def test_a_script_that_goes_on_alone_does_not_train_wrongly(ranks: Ranks, stage: int, where: str, clears: bool) -> None:
+    """In `make test` each stage once."""
     for rank, (said, kinds) in enumerate(ranks.run(3, caught_alone, stage, where, clears)):
         if rank != FAILING or clears:
             assert f"rank {FAILING} has failed in engine.{where} in step 1: {ERROR}" in said[0]

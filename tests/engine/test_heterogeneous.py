@@ -17,6 +17,7 @@ import torch.distributed as dist
 from config_coverage import alive
 from models import Numbers
 from ranks import Ranks
+from slow_cases import slow_but
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -137,14 +138,20 @@ def train(rank: int, stage: int, speeds: Speeds, samples: int) -> tuple[list[flo
     return losses, [share, *sizes], weights
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+SHARES = {"two": ((1, 2), 3, (1, 2)), "three": ((1, 2, 4), 7, (1, 2, 4)), "none": ((0.1, None, 0.2), 3, (1, 0, 2))}
+"""Speeds, samples, and the share of them that each rank has."""
+
+
 @pytest.mark.parametrize(
-    ("speeds", "samples", "shares"),
-    [((1, 2), 3, (1, 2)), ((1, 2, 4), 7, (1, 2, 4)), ((0.1, None, 0.2), 3, (1, 0, 2))],
+    ("stage", "kind"),
+    slow_but(
+        [(0, "three"), (1, "none"), (2, "three"), (2, "none"), (3, "two"), (3, "none")],
+        among=itertools.product((0, 1, 2, 3), SHARES),
+    ),
 )
-def test_unequal_shares_train_as_one_process_does(
-    ranks: Ranks, stage: int, speeds: Speeds, samples: int, shares: tuple[int, ...]
-) -> None:
+def test_unequal_shares_train_as_one_process_does(ranks: Ranks, stage: int, kind: str) -> None:
+    """In `make test` each stage with one kind of shares or two, and a rank that has none in every stage but 0."""
+    speeds, samples, shares = SHARES[kind]
     expected, weights = in_one_process(samples)
     found = ranks.run(len(speeds), train, stage, speeds, samples)
     assert [sizes for _, sizes, _ in found] == [[share, max(1, share)] for share in shares]
@@ -164,13 +171,17 @@ def train_pipeline(rank: int, stage: int, speeds: Speeds, samples: int) -> tuple
     return losses, [evaluated], engine.train_micro_batch_size_per_gpu()
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+OF_REPLICAS = {"shares": ((1, 2, 1, 2), (1, 2)), "one has nothing": ((3, 1, 3, None), (3, 0))}
+"""Speeds of the ranks of two stages, and the share that each replica has."""
+
+
 @pytest.mark.parametrize(
-    ("speeds", "shares"), [((1, 2, 1, 2), (1, 2)), ((3, 1, 3, None), (3, 0))], ids=["shares", "one has nothing"]
+    ("stage", "kind"),
+    slow_but([(0, "one has nothing"), (2, "shares")], among=itertools.product((0, 2), OF_REPLICAS)),
 )
-def test_replicas_of_a_pipeline_have_unequal_shares(
-    ranks: Ranks, stage: int, speeds: Speeds, shares: tuple[int, int]
-) -> None:
+def test_replicas_of_a_pipeline_have_unequal_shares(ranks: Ranks, stage: int, kind: str) -> None:
+    """In `make test` each stage and each kind of shares once."""
+    speeds, shares = OF_REPLICAS[kind]
     expected, _ = in_one_process(3)
     for losses, _, share in (found := ranks.run(4, train_pipeline, stage, speeds, 3)):
         assert losses == pytest.approx(expected, abs=1e-9)

@@ -3,6 +3,7 @@ middle. They train as in one process, or are refused."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Ranks
+from slow_cases import slow_but
 from torch import Tensor, nn
 
 from dsprof import engine as ds
@@ -166,9 +168,15 @@ def caught(rank: int, stage: int, where: str) -> tuple[float, tuple[int, int, in
     return alone.differs(engine), (engine.global_steps, engine.micro_steps, engine.global_samples), said
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    slow_but(
+        [(0, "backward"), (1, "forward"), (1, "step"), (2, "backward"), (3, "forward"), (3, "backward"), (3, "step")],
+        among=itertools.product((0, 1, 2, 3), ("forward", "backward", "step")),
+    ),
+)
 def test_zero_grad_begins_the_step_anew(ranks: Ranks, stage: int, where: str) -> None:
+    """In `make test` everywhere in stage 3, and in each other stage once or twice."""
     for weights, counts, said in ranks.run(2, caught, stage, where):
         assert weights < 1e-6
         assert counts == (3, 6, 36)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from engines import ALONE
 from models import Small, batches, build
 from ranks import Ranks
+from slow_cases import slow_but
 from spans import named
 from torch import Tensor, nn
 
@@ -668,12 +669,16 @@ def job(rank: int, sections: list[dict[str, Any]], dtype: torch.dtype, stage: in
 
 @pytest.mark.parametrize(
     ("stage", "world_size", "dtype"),
-    [(1, 1, torch.float32), (1, 2, torch.bfloat16), (2, 1, torch.bfloat16), (2, 2, torch.float32),
-     (3, 1, torch.bfloat16), pytest.param(3, 2, torch.float32, marks=pytest.mark.slow), (3, 2, torch.bfloat16)],
+    slow_but(
+        [(1, 2, torch.bfloat16), (2, 1, torch.bfloat16), (2, 2, torch.float32), (3, 2, torch.bfloat16)],
+        among=[(1, 1, torch.float32), (1, 2, torch.bfloat16), (2, 1, torch.bfloat16), (2, 2, torch.float32),
+               (3, 1, torch.bfloat16), (3, 2, torch.float32), (3, 2, torch.bfloat16)],
+    ),
 )  # fmt: skip
 def test_weights_are_those_without_offloading(
     tmp_path: Path, ranks: Ranks, stage: int, world_size: int, dtype: torch.dtype
 ) -> None:
+    """In `make test` two ranks in each stage, and one alone in stage 2."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     sections: list[dict[str, Any]] = [
         {"offload_optimizer": {"device": "cpu"}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from engines import watch_peak
 from pipeline_models import MICROBATCHES, batches, configuration, examples, module, reference, start, weights
 from ranks import Ranks
+from slow_cases import slow_but
 from torch import Tensor, nn
 
 from dsprof.engine.pipe import PipelineModule, TiedLayerSpec
@@ -58,9 +60,15 @@ def strict_job(rank: int, schedule: str, stage: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage"),
+    slow_but([("1f1b", 1), ("interleaved", 2), ("zero-bubble", 3)], among=itertools.product(SCHEDULES, (1, 2, 3))),
+)
 def test_a_pipeline_whose_parameters_are_all_used_is_not_refused(ranks: Ranks, schedule: str, stage: int) -> None:
+    """In `make test` each schedule and each stage once; test_parallel_matrix.py has their pairs, without the check."""
     expected = reference(2)
     for found in ranks.run(4, strict_job, schedule, stage):
         for name, value in found.items():
@@ -98,10 +106,12 @@ def spare_job(rank: int, schedule: str, stage: int, used: int, ignore: bool) -> 
     return "trained"
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize(
+    ("schedule", "stage"),
+    slow_but([("1f1b", 2), ("interleaved", 3), ("zero-bubble", 2)], among=itertools.product(SCHEDULES, (2, 3))),
+)
 def test_a_parameter_that_a_micro_batch_leaves_out_is_named(ranks: Ranks, schedule: str, stage: int) -> None:
-    """Whether no micro-batch of a step uses it, or the later ones do not."""
+    """Whether no micro-batch of a step uses it, or the later ones do not. In `make test` each schedule in one stage."""
     for used in (0, 1):
         found = ranks.run(4, spare_job, schedule, stage, used, False)
         assert all("1 parameters got no gradient" in said and "the first: 1.spare" in said for said in found), found

@@ -3,6 +3,7 @@ or a time-out."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 from engines import configuration
 from ranks import Ranks
+from slow_cases import slow_but
 from torch import Tensor, nn
 
 from dsprof import engine as ds
@@ -162,20 +164,32 @@ WAITS = "ZeRO stage 3: the ranks ran different modules, and now wait for each ot
 TRAINED = ["left", "right", "wide"]
 
 
-@pytest.mark.parametrize("first", [[], TRAINED], ids=["at first", "after steps"])
+BRANCHES: dict[str, tuple[list[list[str]], dict[str, Any], str]] = {
+    "equal sizes": (
+        [["left"], ["right"]], {}, "rank 0 waits for the parameter left.weight; rank 1 waits for the parameter right"
+    ),
+    "unequal sizes": (
+        [["left"], ["wide"]], {}, "rank 0 waits for the parameter left.weight; rank 1 waits for the parameter wide"
+    ),
+    "one takes none": (
+        [["wide"], []], {}, "rank 0 waits for the parameter wide.weight; rank 1 waits for the parameter after"
+    ),
+    "prefetched": ([TRAINED, ["left"]], {"stage3_prefetch_bucket_size": 1000}, ""),
+}  # fmt: skip
+"""What each rank takes, settings, and what is said."""
+
+
 @pytest.mark.parametrize(
-    ("taken", "zero", "waits"),
-    [
-        ([["left"], ["right"]], {}, "rank 0 waits for the parameter left.weight; rank 1 waits for the parameter right"),
-        ([["left"], ["wide"]], {}, "rank 0 waits for the parameter left.weight; rank 1 waits for the parameter wide"),
-        ([["wide"], []], {}, "rank 0 waits for the parameter wide.weight; rank 1 waits for the parameter after"),
-        ([TRAINED, ["left"]], {"stage3_prefetch_bucket_size": 1000}, ""),
-    ],
-    ids=["equal sizes", "unequal sizes", "one takes none", "prefetched"],
+    ("kind", "after_steps"),
+    slow_but(
+        [("equal sizes", False), ("unequal sizes", True), ("one takes none", False), ("prefetched", True)],
+        among=itertools.product(BRANCHES, (False, True)),
+    ),
 )
-def test_ranks_that_take_different_branches(
-    ranks: Ranks, taken: list[list[str]], zero: dict[str, Any], waits: str, first: list[str]
-) -> None:
+def test_ranks_that_take_different_branches(ranks: Ranks, kind: str, after_steps: bool) -> None:
+    """In `make test` each kind either at first or after steps that all took alike."""
+    taken, zero, waits = BRANCHES[kind]
+    first = TRAINED if after_steps else []
     found = ranks.run(2, branches, taken, zero, first)
     assert len({text for text, _, _ in found}) == 1
     for text, same, seconds in found:

@@ -4,6 +4,7 @@ which nothing announces, finds it there."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import Ranks
+from slow_cases import slow_but
 from squared import Squared
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -101,12 +103,17 @@ def trained(rank: int, kind: str, first: int, before: bool) -> float:
 
 @pytest.mark.parametrize(
     ("kind", "first", "before"),
-    [(kind, first, False) for kind in ("parametrization", "function", "class", "instance") for first in (0, 2)]
-    + [("function", 0, True), ("class", 0, True)],
-)
+    slow_but(
+        [("parametrization", 2, False), ("function", 0, False), ("class", 2, False), ("instance", 0, False),
+         ("class", 0, True)],
+        among=[*itertools.product(("parametrization", "function", "class", "instance"), (0, 2), (False,)),
+               ("function", 0, True), ("class", 0, True)],
+    ),
+)  # fmt: skip
 def test_what_replaces_torchs_code_has_its_weights_in_backward(
     ranks: Ranks, kind: str, first: int, before: bool
 ) -> None:
+    """In `make test` each kind once, and one that was there before the engine."""
     assert max(ranks.run(2, trained, kind, first, before)) < 1e-9
 
 

@@ -249,13 +249,13 @@ def few(examples: int) -> settings:
     )  # fmt: skip
 
 
-@few(20)
+@few(10)
 @given(case=cases([torch.float64, torch.float32]))
 def test_any_model_trains_to_the_reference(ranks: Ranks, case: Case) -> None:
     check(ranks, case)
 
 
-@few(15)
+@few(7)
 @given(case=cases([torch.bfloat16, torch.float16]))
 def test_any_model_in_half_precision_trains_to_the_reference(ranks: Ranks, case: Case) -> None:
     check(ranks, case)

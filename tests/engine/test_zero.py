@@ -13,6 +13,7 @@ import torch.distributed as dist
 from engines import ALONE, stored_bytes, watch_peak
 from models import Small, batches, build, reference
 from ranks import Ranks
+from slow_cases import slow_but
 from spans import comms as sent
 from spans import names, recorded
 from torch.utils.checkpoint import checkpoint
@@ -175,11 +176,16 @@ def in_parts(rank: int, chosen: Config, times: list[int], accumulate: int) -> fl
     return max((found[name] - value).abs().max().item() for name, value in expected.named_parameters())
 
 
-@pytest.mark.parametrize("sizes", ["one bucket", "each alone"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "sizes"),
+    slow_but(
+        [(0, "one bucket"), (1, "each alone"), (2, "one bucket"), (3, "each alone")],
+        among=itertools.product((0, 1, 2, 3), ("one bucket", "each alone")),
+    ),
+)
 def test_parts_of_a_gradient_that_come_after_its_bucket_was_sent(ranks: Ranks, stage: int, sizes: str) -> None:
     """On one rank of two, or not in the last micro-batch; the other's layer runs once, or not at all. (In stage 3 ranks
-    must run the same modules.)"""
+    must run the same modules.) In `make test` each stage with one size of buckets."""
     same, different = [([2, 2], 1), ([3, 3], 2)], [([3, 1], 1), ([0, 2], 1), ([3, 1], 2)]
     for times, accumulate in same if stage == 3 else same + different:
         for difference in ranks.run(2, in_parts, settings(stage, True, sizes), times, accumulate):

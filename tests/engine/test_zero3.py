@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from engines import ALONE, stored_bytes, watch_peak
 from ranks import Ranks
+from slow_cases import slow_but
 from spans import comms, recorded
 from squared import Squared
 from torch import Tensor, nn
@@ -309,9 +311,19 @@ def trains(rank: int, name: str, zero: dict[str, Any]) -> tuple[float, int]:
         return max((mine - other).abs().max().item() for mine, other in pairs), live
 
 
-@pytest.mark.parametrize("zero", [{}, TIGHT], ids=["roomy", "tight"])
-@pytest.mark.parametrize("name", CASES)
-def test_what_hooks_do_not_see_trains_to_the_reference(ranks: Ranks, name: str, zero: dict[str, Any]) -> None:
+ROOMS = {"roomy": {}, "tight": TIGHT}
+
+
+@pytest.mark.parametrize(
+    ("name", "room"),
+    slow_but(
+        [(name, "tight" if number % 4 else "roomy") for number, name in enumerate(CASES)],
+        among=itertools.product(CASES, ROOMS),
+    ),
+)
+def test_what_hooks_do_not_see_trains_to_the_reference(ranks: Ranks, name: str, room: str) -> None:
+    """In `make test` each case once, most of them where parameters are freed as soon as they can be."""
+    zero = ROOMS[room]
     for difference, live in ranks.run(2, trains, name, zero):
         assert difference < 1e-12
         assert live == 0
@@ -689,7 +701,7 @@ def lines_run(rank: int, layers: int, zero: dict[str, Any]) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "zero",
     [
-        pytest.param({}, id="kept"),
+        pytest.param({}, id="kept", marks=pytest.mark.slow),
         pytest.param({"stage3_max_reuse_distance": 0}, id="prefetched"),
         pytest.param(
             {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 20},

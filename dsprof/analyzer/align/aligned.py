@@ -21,7 +21,7 @@ from dsprof.trace.map_ranks import Observer, map_ranks
 from dsprof.trace.merge import warn
 
 from ..arrays import Int
-from ..columns import is_one_of
+from ..columns import RankRows
 from .clock import Clocks, find_clocks, find_jumps
 from .numbering import number_by_order
 from .steps import late_beginnings, renumber_steps
@@ -76,9 +76,9 @@ class ReadArrivals:
 
     def __call__(self, rank: int) -> RankArrivals:
         known = len(self.trace.run.warnings)
-        rows = _last_attempt(self.trace.read(rank, ARRIVED), self.last)
+        rows = RankRows(_last_attempt(self.trace.read(rank, ARRIVED), self.last))
         place = _arrivals(rows)
-        return RankArrivals(rows.iloc[place], place, len(rows), tuple(self.trace.run.warnings[known:]))
+        return RankArrivals(rows.take(ARRIVED, place), place, len(rows), tuple(self.trace.run.warnings[known:]))
 
 
 def align(
@@ -127,18 +127,18 @@ def _clocks_told(run: RunInfo) -> bool:
     return all(item.host for item in run.ranks) or len({item.clock_name for item in run.ranks}) > 1
 
 
-def _arrivals(rows: pd.DataFrame) -> Int:
+def _arrivals(rows: RankRows) -> Int:
     """Which of a rank's rows the first pass takes: its communications and its waits for messages, which say when one
     was there; its steps; of a pipeline's actions one for each stage; and of a rank that sends the forwards and
     backwards, which say what it sends. Of a rank that has nothing of these, its first row: that it is there."""
-    kind, peer = rows["kind"], rows["peer"].notna().to_numpy(bool)
-    communicates = is_one_of(kind, "comm")
-    chosen = communicates | is_one_of(kind, "step") | (is_one_of(kind, "wait") & peer)
-    acted = np.flatnonzero(is_one_of(kind, "pipe"))
+    peer, communicates = rows.known("peer"), rows.are("kind", "comm")
+    chosen = communicates | rows.are("kind", "step") | (rows.are("kind", "wait") & peer)
+    acted = np.flatnonzero(rows.are("kind", "pipe"))
     if len(acted):
-        chosen[acted[~rows["stage"].iloc[acted].duplicated().to_numpy(bool)]] = True
+        _, first = np.unique(rows.whole("stage", -1)[acted], return_index=True)
+        chosen[acted[first]] = True
     if (communicates & peer).any():
-        chosen |= is_one_of(kind, "phase") & is_one_of(rows["name"], "forward", "backward")
+        chosen |= rows.are("kind", "phase") & rows.are("name", "forward", "backward")
     place = np.flatnonzero(chosen)
     return place if len(place) else np.arange(min(len(rows), 1))
 
@@ -150,7 +150,7 @@ def _last_attempt(rows: pd.DataFrame, last: Mapping[int, int]) -> pd.DataFrame:
         return rows
     rank, restart = rows["rank"].to_numpy(np.int64), rows["restart"].to_numpy(np.int64)
     wanted = np.zeros(len(rows), bool)
-    for one in np.unique(rank).tolist():
+    for one in set(rank[np.append(True, rank[1:] != rank[:-1])[: len(rank)]].tolist()):
         wanted |= (rank == one) & (restart == last.get(one, NEVER))
     return rows if wanted.all() else rows[wanted].reset_index(drop=True)
 
@@ -193,4 +193,5 @@ class _Corrected:
             seq.iloc[self._places[rank]] = self._numbers[rank].array
             rows = rows.assign(seq=seq)
         rows = renumber_steps(self._clocks.correct(rows), self._late)
-        return name_pipeline_messages(rows, self._topology)[list(columns)]
+        rows = name_pipeline_messages(rows, self._topology)
+        return rows if tuple(rows.columns) == tuple(columns) else rows[list(columns)]

@@ -14,6 +14,8 @@ of the collectives than the other is in the offset, and nobody can see it but by
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Any, Final
 
@@ -93,7 +95,8 @@ class Clocks:
 
     def correct(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Rows, of any ranks, on the clock of the first."""
-        if not any(offset.ns or offset.drift for offset in self.offsets):
+        ahead, drift, _ = self._lines
+        if not (ahead.any() or drift.any()):
             return rows
         rank = rows["rank"].to_numpy(np.int64)
         host = np.append(self.host_of, np.int32(0))[np.minimum(rank, len(self.host_of))]
@@ -105,19 +108,27 @@ class Clocks:
             when = rows[name].to_numpy(np.int64, na_value=0).copy()
             when[told] -= self._ahead(when[told], host[told])
             moved[name] = pd.arrays.IntegerArray(when, ~told)
-        if any(offset.drift for offset in self.offsets):  # so that what ended when the next began still does
+        if drift.any():  # so that what ended when the next began still does
             end = start + length.fillna(0).to_numpy(np.int64)
             end -= self._ahead(end, host)
             moved["dur_ns"] = pd.arrays.IntegerArray(end - aligned, length.isna().to_numpy(bool))
         return rows.assign(**moved)
 
     def _ahead(self, when: Int, host: npt.NDArray[np.int32]) -> Int:
-        moved = np.array([round(offset.ns) for offset in self.offsets], np.int64)[host]
-        if any(offset.drift for offset in self.offsets):
-            at = np.array([offset.at_ns for offset in self.offsets], np.int64)[host]
-            drift = np.array([offset.drift for offset in self.offsets])[host]
-            moved += np.rint(drift * (when - at)).astype(np.int64)
+        ahead, drift, at = self._lines
+        moved: Int = ahead[host]
+        if drift.any():
+            moved += np.rint(drift[host] * (when - at[host])).astype(np.int64)
         return moved
+
+    @cached_property
+    def _lines(self) -> tuple[Int, Float, Int]:
+        """The offsets as arrays, made once: of a thousand hosts they would take longer than a rank's rows."""
+        return (
+            np.array([round(offset.ns) for offset in self.offsets], np.int64),
+            np.array([offset.drift for offset in self.offsets], np.float64),
+            np.array([offset.at_ns for offset in self.offsets], np.int64),
+        )
 
 
 def find_clocks(rows: pd.DataFrame, run: RunInfo) -> Clocks:
@@ -193,20 +204,48 @@ def _offsets(ended: list[tuple[Int, Float]], count: int) -> list[_Offset | None]
     collectives that two hosts share.
     """
     from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import dijkstra
 
     host = np.repeat(np.arange(count), [len(keys) for keys, _ in ended])
     _, column = np.unique(np.concatenate([keys for keys, _ in ended]), return_inverse=True)
     has = csr_array((np.ones(len(host)), (host, column)), shape=(count, int(column.max(initial=0)) + 1))
-    shared = (has @ has.T).tocoo()
-    cost = csr_array((1 / np.sqrt(shared.data), shared.coords), shape=(count, count))
-    length, before = dijkstra(cost, indices=0, return_predecessors=True)
     found: list[_Offset | None] = [None] * count
     found[0] = _Offset()
-    for this in np.argsort(length, kind="stable")[1:].tolist():
-        nearer = found[before[this]] if before[this] >= 0 else None
-        if nearer is not None:
-            found[this] = _apart(ended[this], ended[before[this]]).through(nearer)
+    for this, before in _ways(has):
+        nearer = found[before]
+        assert nearer is not None  # those that are nearer come first
+        found[this] = _apart(ended[this], ended[before]).through(nearer)
+    return found
+
+
+def _ways(has: Any) -> list[tuple[int, int]]:
+    """The hosts that something joins to the first, nearest first, each with the one before it on its shortest way.
+
+    has: [hosts, collectives], sparse, 1 where a host took part. From a host on a way is looked for only where it may be
+    shorter than those that are known, and few hosts are: of a thousand hosts that all share the same collectives, each
+    pair would have to be looked at else.
+    """
+    count = has.shape[0]
+    of_collective = has.T.tocsr()
+    least = 1 / np.sqrt(np.maximum(np.diff(has.indptr), 1))  # of any way from each
+    length, before, open_ = np.full(count, np.inf), np.full(count, -1), np.ones(count, bool)
+    length[0] = 0.0
+    waiting, found = [(0.0, 0)], []
+    while waiting:
+        so_far, this = heappop(waiting)
+        if not open_[this]:
+            continue
+        open_[this] = False
+        if before[this] >= 0:
+            found.append((this, int(before[this])))
+        if not open_.any() or length[open_].max() <= so_far + least[this]:
+            continue
+        shared = has[[this]] @ of_collective
+        other, way = shared.indices, so_far + 1 / np.sqrt(shared.data)
+        shorter = open_[other] & (way < length[other])
+        other, way = other[shorter], way[shorter]
+        length[other], before[other] = way, this
+        for entry in zip(way.tolist(), other.tolist(), strict=True):
+            heappush(waiting, entry)
     return found
 
 

@@ -8,6 +8,7 @@ communicate. Dimensions that cover the whole job say where in the mesh a rank is
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -120,14 +121,29 @@ class Mesh:
 
     def replicas_of(self, rank: int) -> tuple[int, ...]:
         """The ranks that average gradients with this one, itself too: over so many memory and batches are divided."""
+        if rank not in self._replicas:
+            found, new, seen = {rank}, [rank], set()
+            while new:
+                for number, team in enumerate([one.team_of(new[-1]) for one in self._averaged]):
+                    if team and (number, team[0]) not in seen:  # those of a dimension have no rank in common
+                        seen.add((number, team[0]))
+                        new[:0] = set(team) - found
+                        found |= set(team)
+                new.pop()
+            self._replicas.update(dict.fromkeys(found, tuple(sorted(found))))
+        return self._replicas[rank]
+
+    @cached_property
+    def _averaged(self) -> list[Dimension]:
+        """Over which gradients are averaged."""
         averaged = [one for one in self.dimensions if GRADIENT in one.purposes and one.role in AVERAGED]
         # Beside these, weights that two stages share are summed over ranks that are no replicas of one another.
-        averaged = [one for one in averaged if one.whole] or averaged
-        found, new = {rank}, {rank}
-        while new:
-            new = {other for one in averaged for other in new for other in one.team_of(other)} - found
-            found |= new
-        return tuple(sorted(found))
+        return [one for one in averaged if one.whole] or averaged
+
+    @cached_property
+    def _replicas(self) -> dict[int, tuple[int, ...]]:
+        """`replicas_of` those ranks that it was asked of, and of their replicas."""
+        return {}
 
     def data_parallel_size(self, rank: int, world_size: int) -> int:
         """Over how many ranks the states of an optimizer, gradients and parameters can be divided, or a batch is. Where
@@ -310,10 +326,11 @@ def _reduces_shards(alike: Sequence[_Team], teams: Sequence[_Team]) -> bool:
 
 def _cross_everywhere(alike: Sequence[_Team], others: Sequence[_Team]) -> bool:
     """Whether each rank of these teams is in one of the others, with which it has no second rank in common."""
-    crossing = {
-        rank for mine in alike for other in others for rank in {*mine.ranks} & {*other.ranks}
-        if len({*mine.ranks} & {*other.ranks}) == 1
-    }  # fmt: skip
+    teams_of = _teams_of(others)
+    crossing: set[int] = set()
+    for mine in alike:
+        common = _in_common(mine, teams_of)
+        crossing |= {rank for rank in mine.ranks if any(common[other] == 1 for other in teams_of.get(rank, ()))}
     return crossing >= {rank for mine in alike for rank in mine.ranks}
 
 
@@ -323,11 +340,26 @@ def _exchanges(alike: Sequence[_Team], teams: Sequence[_Team]) -> str:
     if any(team.unequal for team in alike):
         return EP
     reduced = [team for team in teams if GRADIENT in team.purposes]
-    mine = [{*team.ranks} for team in alike]
-    if any(len(one & {*team.ranks}) == 1 for one in mine for team in reduced):
+    teams_of = _teams_of(reduced)
+    common = [(len(set(mine.ranks)), count) for mine in alike for count in _in_common(mine, teams_of).values()]
+    if any(count == 1 for _, count in common):
         return EP
-    shared = all(one <= {*team.ranks} or not one & {*team.ranks} for one in mine for team in reduced)
-    return CP if reduced and shared else ""
+    return CP if reduced and all(count == size for size, count in common) else ""
+
+
+def _teams_of(teams: Sequence[_Team]) -> Mapping[int, list[int]]:
+    """Rank -> which of these teams it is in."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for number, team in enumerate(teams):
+        for rank in set(team.ranks):
+            found[rank].append(number)
+    return found
+
+
+def _in_common(mine: _Team, teams_of: Mapping[int, list[int]]) -> Counter[int]:
+    """Of the teams (by rank in `teams_of`) that have a rank in common with `mine`, how many they have. Of a thousand
+    teams and a thousand others, few have any."""
+    return Counter(number for rank in set(mine.ranks) for number in teams_of.get(rank, ()))
 
 
 def _named(dimensions: Sequence[Dimension]) -> list[Dimension]:

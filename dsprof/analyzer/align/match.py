@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
 
 from ..arrays import Bool, Int
-from ..columns import Words, codes_of
+from ..columns import RankRows, Words, codes_of
 from .backends import by_backend
 
 COLLECTIVE_COLUMNS: Final = (
@@ -25,8 +24,6 @@ COLLECTIVE_COLUMNS: Final = (
 )  # fmt: skip
 
 PAIRED: Final = ("rank", "name", "group", "seq", "peer", "tag")
-DEPENDS_ON: Final = ("needs", "root_rank", "root_ns", "last_ns")
-"""Columns of a match that say who depends on whom (`arrivals`)."""
 ISSUED: Final = (*PAIRED, "step", "purpose", "root", "bytes", "start_ns", "dur_ns", "issue_ns", "arrival_ns")
 """Columns of the trace that say who communicates with whom, and that make a match."""
 
@@ -80,6 +77,13 @@ def is_issued(rows: pd.DataFrame) -> pd.Series[bool]:
 def asked_ns(rows: pd.DataFrame) -> pd.Series[int]:
     """When the host asked for each; of one whose launch was not seen, when its chain was ready for it."""
     return rows["issue_ns"].fillna(rows["arrival_ns"])
+
+
+def when_asked(rows: RankRows) -> Int:
+    """`asked_ns` of all rows of a rank; NOT_TOLD where it is not told."""
+    issue, arrival = rows.whole("issue_ns", NOT_TOLD), rows.whole("arrival_ns", NOT_TOLD)
+    found: Int = np.where(issue != NOT_TOLD, issue, arrival)
+    return found
 
 
 def _arrived(comm: pd.DataFrame, key: tuple[Int, Int]) -> Int:
@@ -354,26 +358,38 @@ class Matches:
         self._key = key[self._row]
         self.unique = bool((np.diff(self._key) > 0).all())
         """Whether each is there once, as it should be: else none can be told from the other."""
+        needs = collectives["needs"].to_numpy(object)
+        self._everyone = np.isin(needs, BOTH_SIDES)
+        self._rooted, self._of_root = np.isin(needs, ["root", "to-root"]), needs == "root"
+        self._root, self._last, self._first = (
+            collectives[name].to_numpy(np.int64) for name in ("root_rank", "last_ns", "root_ns")
+        )
 
     def find(self, rows: pd.DataFrame, run: RunInfo | None = None) -> Int:
         """Row of the matched table for each of `rows` (with a number), -1: not matched."""
-        codes, names = matched_codes(rows, run)
+        return self._find(*matched_codes(rows, run), rows["seq"].to_numpy(np.int64))
+
+    def find_at(self, rows: RankRows, place: Int, run: RunInfo | None = None) -> Int:
+        """The same of the rows at these places, which have a number."""
+        if rows.known("peer")[place].any():
+            return self.find(rows.take((*PAIRED,), place), run)
+        codes, names = rows.codes("group")
+        return self._find(codes[place], names, rows.whole("seq")[place])
+
+    def _find(self, codes: Int, names: Words, seq: Int) -> Int:
         known = np.array([*(self._code.get(name, -1) for name in names.tolist()), -1], np.int64)[codes]
         if not len(self._key):
-            return np.full(len(rows), -1, np.int64)
-        key = (known << 32) | rows["seq"].to_numpy(np.int64)
+            return np.full(len(codes), -1, np.int64)
+        key = (known << 32) | seq
         at = np.minimum(np.searchsorted(self._key, key), len(self._key) - 1)
         found: Int = np.where((known >= 0) & (self._key[at] == key), self._row[at], -1)
         return found
 
-
-def arrivals(table: pd.DataFrame, rank: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """When whoever each `rank` depends on in each matched communication was there, ns; -1: it depends on nobody, or
-    that is unknown. `table` has the columns DEPENDS_ON of a match, a row for each of `rank`."""
-    needs = table["needs"].to_numpy(object)
-    root = table["root_rank"].to_numpy(np.int64)
-    last, first = table["last_ns"].to_numpy(np.int64), table["root_ns"].to_numpy(np.int64)
-    everyone = np.isin(needs, BOTH_SIDES) | (np.isin(needs, ["root", "to-root"]) & (rank == root))
-    of_root = (needs == "root") & (rank != root)
-    result: npt.NDArray[np.int64] = np.where(everyone, last, np.where(of_root, first, -1))
-    return result
+    def arrivals(self, row: Int, rank: Int) -> Int:
+        """When whoever each `rank` depends on in the communication of each row of the matched table was there, ns; -1:
+        it depends on nobody, or that is unknown."""
+        root = self._root[row]
+        everyone = self._everyone[row] | (self._rooted[row] & (rank == root))
+        of_root = self._of_root[row] & (rank != root)
+        result: Int = np.where(everyone, self._last[row], np.where(of_root, self._first[row], -1))
+        return result

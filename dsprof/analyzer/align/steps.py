@@ -13,7 +13,7 @@ import pandas as pd
 from dsprof.schema import CAPTURE_GAP, CAPTURE_OFF, CAPTURE_ON
 from dsprof.trace import Trace, step_pattern
 
-from ..columns import is_one_of
+from ..columns import RankRows, as_rows
 from ..text import count
 from .match import numbers
 
@@ -88,11 +88,12 @@ def early_ends(steps: pd.DataFrame) -> list[str]:
     ]
 
 
-def steps_taken(rows: pd.DataFrame) -> int | None:
+def steps_taken(rows: pd.DataFrame | RankRows) -> int | None:
     """How many optimizer steps a rank took, as the marks say, where its capture was turned on or off while it ran
     (`schema.CAPTURE_ON`), or a part of it was given up; else None."""
-    turned = is_one_of(rows["kind"], "mark") & is_one_of(rows["name"], CAPTURE_ON, CAPTURE_OFF, CAPTURE_GAP)
-    return int(rows.loc[turned, "value"].fillna(0).max()) if turned.any() else None
+    rows = as_rows(rows)
+    turned = rows.are("kind", "mark") & rows.are("name", CAPTURE_ON, CAPTURE_OFF, CAPTURE_GAP)
+    return int(np.nan_to_num(rows.real("value")[turned]).max()) if turned.any() else None
 
 
 def captured_part(steps: pd.DataFrame, taken: int) -> str:

@@ -1,6 +1,7 @@
 """Where the time went: each moment of each rank's training thread has one label, and the labels sum to the step.
 
 intervals    sets of disjoint time intervals: the arithmetic of every breakdown
+labelled_time  time in which every moment has one label, or none
 label        what a lane does when: of rows that nest the innermost counts
 lanes        what each lane of a rank did, and what its waits were for
 stream_waits what a device's stream waited for where that was not told

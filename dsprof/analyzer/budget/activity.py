@@ -14,7 +14,7 @@ from dsprof.schema import Kind
 
 from ..align.match import NOT_TOLD
 from ..arrays import Int
-from ..columns import codes_of, is_one_of
+from ..columns import RankRows, as_rows
 
 KINDS: Final = ("step", "phase", "pipe", "gauge", "pause")
 ACTIVITY: Final = (
@@ -45,21 +45,21 @@ class RankActivity:
     issued: tuple[int, int]
 
 
-def find_activity(rows: pd.DataFrame) -> RankActivity:
+def find_activity(rows: pd.DataFrame | RankRows) -> RankActivity:
     """Of the rows of one rank."""
-    kind = rows["kind"]
-    moved = is_one_of(kind, *PROGRESS) | (is_one_of(kind, "wait") & rows["peer"].notna().to_numpy(bool))
-    comm = rows[[*REPLICATING, "dur_ns", "ended", "host_ns"]].take(np.flatnonzero(is_one_of(kind, "comm")))
-    purpose, names = codes_of(comm["purpose"])
-    host = comm["host_ns"].to_numpy(np.int64, na_value=NOT_TOLD)
+    rows = as_rows(rows)
+    moved = rows.are("kind", *PROGRESS) | (rows.are("kind", "wait") & rows.known("peer"))
+    comm = np.flatnonzero(rows.are("kind", "comm"))
+    codes, names = rows.codes("purpose")
+    purpose, host = codes[comm], rows.whole("host_ns", NOT_TOLD)[comm]
     timed = host != NOT_TOLD
     replicates = np.isin(purpose, np.flatnonzero(np.isin(names, [GRADIENT, BUFFER])))
-    inside = comm["step"].to_numpy() >= 0
-    unknown = comm["dur_ns"].isna().to_numpy(bool) & comm["ended"].fillna(False).to_numpy(bool)
+    inside = rows.whole("step")[comm] >= 0
+    unknown = ~rows.known("dur_ns")[comm] & rows.true("ended", missing=False)[comm]
     return RankActivity(
-        rows=rows[list(ACTIVITY)].take(np.flatnonzero(is_one_of(kind, *KINDS))),
-        begun_ns=int(rows["start_ns"].to_numpy(np.int64)[moved].max()) if moved.any() else 0,
+        rows=rows.take(ACTIVITY, np.flatnonzero(rows.are("kind", *KINDS))),
+        begun_ns=int(rows.whole("start_ns")[moved].max()) if moved.any() else 0,
         host_ns={str(names[one]): host[timed & (purpose == one)] for one in np.unique(purpose[timed]) if one >= 0},
-        replicating=comm[list(REPLICATING)].take(np.flatnonzero(replicates & comm["issue_ns"].notna().to_numpy(bool))),
+        replicating=rows.take(REPLICATING, comm[replicates & rows.known("issue_ns")[comm]]),
         issued=(int(inside.sum()), int((inside & unknown).sum())),
     )

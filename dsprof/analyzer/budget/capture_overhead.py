@@ -11,20 +11,31 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS
 
-from ..columns import is_one_of
+from ..columns import RankRows, as_rows
 
 COLLECTIVE_NS: Final = {True: 3_300.0, False: 52_000.0}
 RECORD_NS: Final = {True: 200.0, False: 1_600.0}
 """CPU time of recording a collective, and anything else, with the native recorder and with the Python one: measured
 once in a tight loop, so an estimate. benchmarks/overhead.py measures what a job really pays."""
 
+MOST_NUMBERS: Final = 1 << 20
+"""Numbers of steps from the first to the last that are counted in an array of so many."""
 
-def count_records(rows: pd.DataFrame) -> pd.DataFrame:
+
+def count_records(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
     """step, collectives, others: how many records of each the rows of a rank come from."""
-    measured = is_one_of(rows["source"], "measured")
-    is_collective = is_one_of(rows["kind"], "comm")[measured]
-    step, at = np.unique(rows["step"].to_numpy(np.int64)[measured], return_inverse=True)
-    count, collectives = np.bincount(at), np.bincount(at, is_collective).astype(np.int64)
+    rows = as_rows(rows)
+    measured = rows.are("source", "measured")
+    of, is_collective = rows.whole("step")[measured], rows.are("kind", "comm")[measured]
+    first = of.min(initial=np.iinfo(np.int64).max)
+    if len(of) and of.max() - first <= MOST_NUMBERS:  # counting takes a tenth of what sorting does
+        every = np.bincount(of - first)
+        there = np.flatnonzero(every)
+        step, count = there + first, every[there]
+        collectives = np.bincount((of - first)[is_collective], minlength=len(every))[there]
+    else:
+        step, at = np.unique(of, return_inverse=True)
+        count, collectives = np.bincount(at), np.bincount(at, is_collective).astype(np.int64)
     return pd.DataFrame({"step": step, "collectives": collectives, "others": count - collectives})
 
 
@@ -33,11 +44,12 @@ def estimate_overhead(run: RunInfo, recorded: Iterable[pd.DataFrame], ordinary: 
     step, and of another tool's trace: nobody told what its records cost. `recorded`: of each rank (`count_records`)."""
     if ordinary.empty or run.imported:
         return None
-    steps, native = ordinary["step"].unique(), all(item.native for item in run.ranks)
+    steps, native = np.unique(ordinary["step"].to_numpy(np.int64)), all(item.native for item in run.ranks)
     spent = 0.0
     for counts in recorded:
-        counts = counts[counts["step"].isin(steps)]
-        spent += counts["collectives"].sum() * COLLECTIVE_NS[native] + counts["others"].sum() * RECORD_NS[native]
+        inside = np.isin(counts["step"].to_numpy(), steps)
+        collectives, others = (int(counts[name].to_numpy()[inside].sum()) for name in ("collectives", "others"))
+        spent += collectives * COLLECTIVE_NS[native] + others * RECORD_NS[native]
     return float(100 * spent / ordinary["dur_ns"].sum())
 
 
@@ -52,9 +64,13 @@ def measure_overhead(rows: pd.DataFrame, ordinary: pd.DataFrame) -> float | None
     gauges = rows.loc[(rows["kind"] == "gauge") & rows["name"].isin(names), ["rank", "name", "start_ns", "value"]]
     step_s = ordinary.groupby("rank")["dur_ns"].mean() / 1e9
     of_rank = dict(iter(gauges.groupby("rank")))
-    shares = [_share(of_rank.get(rank, gauges[:0]), float(mean_s)) for rank, mean_s in step_s.items()]
-    found = [share for share in shares if share is not None]
-    return 100 * float(np.mean(found)) if len(found) == len(shares) else None
+    shares = []
+    for rank, mean_s in step_s.items():
+        share = _share(of_rank[rank], float(mean_s)) if rank in of_rank else None
+        if share is None:
+            return None
+        shares.append(share)
+    return 100 * float(np.mean(shares))
 
 
 def _share(gauges: pd.DataFrame, step_s: float) -> float | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import Int
-from ..columns import codes_of
+from ..columns import Words, codes_of
 from .intervals import Intervals, nest
 
 Parts = dict[str, Intervals]
@@ -45,7 +45,11 @@ def innermost(phases: pd.DataFrame, parts: Mapping[str, str] = PHASE_PART) -> Pa
 
 def labels(column: pd.Series[str], parts: Mapping[str, str], names: tuple[str, ...]) -> Int:
     """Of each value its part's place in `names`, NOTHING: it has none."""
-    codes, words = codes_of(column)
+    return labels_of(*codes_of(column), parts, names)
+
+
+def labels_of(codes: Int, words: Words, parts: Mapping[str, str], names: tuple[str, ...]) -> Int:
+    """The same of values as `codes_of` has them."""
     places = [names.index(parts[word]) if word in parts else NOTHING for word in words.tolist()]
     return np.array([*places, NOTHING], np.int64)[codes]
 

@@ -19,10 +19,10 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..align.match import DEPENDS_ON, PAIRED, Matches, arrivals, asked_ns, is_issued
+from ..align.match import NOT_TOLD, PAIRED, Matches, when_asked
 from ..align.topology import PIPELINE
-from ..arrays import Int
-from ..columns import codes_of, is_one_of
+from ..arrays import Bool, Int
+from ..columns import RankRows, codes_of, is_one_of
 from .intervals import Intervals
 from .label import NOTHING, PHASE_PART, Parts, add, innermost_of, labels
 from .lane_tasks import LANE_TASK_COLUMNS, LaneTasks, find_lane_tasks
@@ -48,6 +48,7 @@ MOST_UNDER_WAY: Final = 64
 """Collectives that are looked at, of those that ended last, for what an unnamed wait waited for."""
 WAITING: Final = (*PAIRED, "purpose", "source", "corr", "start_ns", "dur_ns")
 WORKING: Final = tuple(dict.fromkeys((*PAIRED, *LANE_TASK_COLUMNS, "lane", "step", "corr", "start_ns", "dur_ns")))
+NO_WORK: Final = pd.DataFrame(columns=list(WORKING))
 
 
 class Lanes:
@@ -59,28 +60,24 @@ class Lanes:
 
     def __init__(
         self,
-        rows: pd.DataFrame,
+        rows: RankRows,
         collectives: pd.DataFrame,
         run: RunInfo | None,
         matches: Matches | None,
         launched: Mapping[str, Intervals],
     ) -> None:
-        self._rows, self._collectives, self._run = rows, collectives, run
-        self._matches = matches or (Matches(collectives) if len(collectives) else None)
-        works = is_one_of(rows["kind"], "copy", "kernel", "phase") & ~is_one_of(rows["lane"], MAIN)
-        told = on_stream(rows["lane"]).to_numpy(bool) | rows["corr"].notna().to_numpy(bool)
-        chosen = (works | (is_one_of(rows["kind"], "comm") & told)) & rows["dur_ns"].notna().to_numpy(bool)
+        self._rows, self._collectives, self._run, self._matches = rows, collectives, run, matches
+        works = rows.are("kind", "copy", "kernel", "phase") & ~rows.are("lane", MAIN)
+        told = on_stream(rows.table["lane"]) | rows.known("corr")
+        chosen = (works | (rows.are("kind", "comm") & told)) & rows.known("dur_ns")
+        beside = np.flatnonzero(chosen & ~rows.are("lane", *OWN_LANES))
         self.tasks = LaneTasks.none()
-        if not chosen.any():  # so it is where only the training thread matters
-            self._work = rows[:0]
-            return
-        beside = chosen & ~is_one_of(rows["lane"], *OWN_LANES)
-        self._work = work = rows[list(WORKING)].take(np.flatnonzero(beside))
-        if not len(work):
+        self._work = work = rows.take(WORKING, beside) if len(beside) else NO_WORK
+        if not len(work):  # so it is where only the training thread matters
             return
         self._lane, names = codes_of(work["lane"])
         self.names = names.tolist()
-        self._stream = on_stream(work["lane"]).to_numpy(bool)
+        self._stream = on_stream(work["lane"])
         self._comm = (work["kind"] == "comm").to_numpy(bool)
         self._start = work["start_ns"].to_numpy(np.int64)
         self._end = self._start + work["dur_ns"].to_numpy(np.int64)
@@ -102,8 +99,8 @@ class Lanes:
     def _launches(self) -> Int:
         """When each operation was launched, NOTHING: unknown; by the call that launched it, else as it says itself."""
         rows = self._rows
-        calls = rows[["corr", "start_ns"]][(rows["kind"] == "launch") & rows["corr"].notna()]
-        found = _look_up(calls["corr"].to_numpy(np.int64), calls["start_ns"].to_numpy(np.int64), self._corr)
+        calls = rows.are("kind", "launch") & rows.known("corr")
+        found = _look_up(rows.whole("corr")[calls], rows.whole("start_ns")[calls], self._corr)
         return np.where(found != NOTHING, found, self._work["issue_ns"].to_numpy(np.int64, na_value=NOTHING))
 
     def _tell(self, launched: Mapping[str, Intervals]) -> Int:
@@ -144,7 +141,7 @@ class Lanes:
         target = self._matches.find(comm[numbered], self._run)
         known = np.flatnonzero(numbered)[target != NOTHING]
         ranks = comm["rank"].to_numpy(np.int64)[known]
-        arrival[known] = arrivals(self._collectives.iloc[target[target != NOTHING]], ranks)
+        arrival[known] = self._matches.arrivals(target[target != NOTHING], ranks)
         return np.clip(arrival, start, end)
 
     def _does(self, lane: int) -> Parts:
@@ -185,7 +182,7 @@ class Lanes:
 
     # --- what waits for a lane
 
-    def name(self, waits: pd.DataFrame) -> tuple[pd.DataFrame, Int, Int, Int]:
+    def name(self, waits: RankRows) -> tuple[RankRows, Int, Int, Int]:
         """What `waits` (WAITING) were for: as they are, but those for a communication of a lane with its number; the
         lane that ran it, NOTHING: none of these; which part that is, place in DOES; and which of the lanes'
         tasks.
@@ -197,12 +194,12 @@ class Lanes:
         if not self or not len(waits):
             return waits, lane, part, task
         every = np.arange(len(self._corr))[self._corr != NOTHING]
-        row = _look_up(self._corr[every], every, waits["corr"].to_numpy(np.int64, na_value=NOTHING))
-        unnamed = (waits["corr"].isna() & waits["seq"].isna()).to_numpy(bool)
-        start = waits["start_ns"].to_numpy(np.int64)
-        end = start + waits["dur_ns"].to_numpy(np.int64) + BINDING_SLACK_NS
+        row = _look_up(self._corr[every], every, waits.whole("corr", NOTHING))
+        unnamed = ~waits.known("corr") & ~waits.known("seq")
+        start = waits.whole("start_ns")
+        end = start + waits.whole("dur_ns") + BINDING_SLACK_NS
         issue = self._work["issue_ns"].to_numpy(np.int64, na_value=0)
-        names = waits["name"].astype(str)
+        names = waits.table["name"].astype(str)
         own = self._work["kind"].isin(["copy", "phase"]).to_numpy(bool)
         for name in sorted(set(names[unnamed]) & set(self._work["name"][own].astype(str))):
             there = np.flatnonzero(own & (self._work["name"] == name).to_numpy(bool))
@@ -215,12 +212,13 @@ class Lanes:
         known = (row != NOTHING) & ~numbered
         lane[known], part[known], task[known] = (of[row[known]] for of in (self._lane, self._label, self._task))
         if numbered.any():
-            waits = waits.copy()
+            told = waits.table.copy()
             columns = [name for name in PAIRED if name != "rank"]
             for column in columns:
-                values = waits[column].astype(object)
+                values = told[column].astype(object)
                 values[numbered] = self._work[column].astype(object).to_numpy()[row[numbered]]
-                waits[column] = values.astype(self._work[column].dtype)
+                told[column] = values.astype(self._work[column].dtype)
+            waits = RankRows(told)
         return waits, lane, part, task
 
     def behind(self, waits: pd.DataFrame, *, deep: bool = True) -> Parts:
@@ -260,11 +258,12 @@ class Lanes:
         return steps, last
 
 
-def on_stream(lane: pd.Series[str]) -> pd.Series[bool]:
+def on_stream(lane: pd.Series[str]) -> Bool:
     """Which rows are a device's."""
-    names = lane.astype("category").cat.categories
-    streams = [name for name in names if str(name).startswith(STREAM)]
-    return pd.Series(is_one_of(lane, *streams), lane.index)
+    if not isinstance(lane.dtype, pd.CategoricalDtype):
+        lane = lane.astype("category")
+    names = lane.dtype.categories.tolist()
+    return is_one_of(lane, *(name for name in names if str(name).startswith(STREAM)))
 
 
 def _look_up(keys: Int, values: Int, wanted: Int) -> Int:
@@ -278,7 +277,7 @@ def _look_up(keys: Int, values: Int, wanted: Int) -> Int:
 
 
 def bind_waits(
-    rows: pd.DataFrame,
+    rows: RankRows,
     collectives: pd.DataFrame,
     run: RunInfo | None,
     matches: Matches | None,
@@ -291,61 +290,58 @@ def bind_waits(
     taken to have waited for that collective, of those this rank had issued, that ended last by the end of the wait;
     one of a device's stream for that which ended as it did.
     """
-    chosen = is_one_of(rows["kind"], "wait") & is_one_of(rows["lane"], lane) & rows["dur_ns"].notna().to_numpy(bool)
-    chosen_rows = rows[list(WAITING)].take(np.flatnonzero(chosen))
-    waits, for_lane, part, task = lanes.name(chosen_rows.sort_values("start_ns"))
-    start = waits["start_ns"].to_numpy(np.int64)
-    end = start + waits["dur_ns"].to_numpy(np.int64)
-    bubble = is_one_of(waits["purpose"], PIPELINE)
-    named = waits["seq"].notna().to_numpy(bool)
-    bound = np.full(len(waits), NOTHING, np.int64)
+    there = np.flatnonzero(rows.are("kind", "wait") & rows.are("lane", lane) & rows.known("dur_ns"))
+    there = there[np.argsort(rows.whole("start_ns")[there], kind="stable")]
+    waits, for_lane, part, task = lanes.name(RankRows(rows.take(WAITING, there)))
+    start = waits.whole("start_ns")
+    end = start + waits.whole("dur_ns")
+    bubble, named = waits.are("purpose", PIPELINE), waits.known("seq")
+    arrival, bound = start.copy(), np.full(len(waits), NOTHING, np.int64)
     if len(collectives) and len(waits):
         matches = matches or Matches(collectives)
         if matches.unique:  # else a rank was captured twice, and none can be told from the other
-            bound[named] = matches.find(waits[named], run)
+            bound[named] = matches.find_at(waits, np.flatnonzero(named), run)
         if lane == MAIN:
             # One for a copy whose record is missing is no wait for a collective.
-            guessed = ~named & ~bubble & (for_lane == NOTHING) & waits["corr"].isna().to_numpy(bool)
+            guessed = ~named & ~bubble & (for_lane == NOTHING) & ~waits.known("corr")
             bound[guessed] = _guess(start[guessed], end[guessed], rows, matches)
         elif lane.startswith(STREAM):
-            untold = ~named & (for_lane == NOTHING) & waits["corr"].isna().to_numpy(bool)
-            bound[untold] = ended_together(start[untold], end[untold], rows, matches, run)
-    arrival = start.copy()
-    known = bound != NOTHING
-    if known.any():
-        target = collectives[list(DEPENDS_ON)].take(bound[known])
-        rank = np.full(len(target), int(rows["rank"].iloc[0]), np.int64)
-        arrival[known] = np.maximum(arrivals(target, rank), start[known])
+            untold = ~named & (for_lane == NOTHING) & ~waits.known("corr")
+            bound[untold] = ended_together(start[untold], end[untold], rows.table, matches, run)
+        known = bound != NOTHING
+        rank = np.full(int(known.sum()), rows.whole("rank")[0], np.int64)
+        arrival[known] = np.maximum(matches.arrivals(bound[known], rank), start[known])
     return pd.DataFrame(
         {
             "start_ns": start,
             "end_ns": end,
             "arrival_ns": np.clip(arrival, start, end),
             "collective": bound,
-            "derived": is_one_of(waits["source"], "derived"),
+            "derived": waits.are("source", "derived"),
             "bubble": bubble,
             "lane": for_lane,
             "part": part,
             "lane_task": task,
-        }
+        },
+        copy=False,
     )
 
 
-def _guess(start: Int, end: Int, rows: pd.DataFrame, matches: Matches) -> Int:
+def _guess(start: Int, end: Int, rows: RankRows, matches: Matches) -> Int:
     bound = np.full(len(start), NOTHING, np.int64)
     if not len(start):
         return bound
-    comm = rows[[*PAIRED, "issue_ns", "arrival_ns", "start_ns", "dur_ns"]]
-    comm = comm.take(np.flatnonzero(is_one_of(rows["kind"], "comm")))
-    own = comm[is_issued(comm) & comm["dur_ns"].notna() & comm["peer"].isna() & comm["seq"].notna()]
-    index = matches.find(own)
+    asked = when_asked(rows)
+    own = rows.are("kind", "comm") & (asked != NOT_TOLD) & rows.known("dur_ns")
+    own = np.flatnonzero(own & ~rows.known("peer") & rows.known("seq"))
+    index = matches.find_at(rows, own)
     # This rank's own end: the ranks' ends of one collective lie milliseconds apart on a busy host.
-    done = own["start_ns"].to_numpy(np.int64) + own["dur_ns"].to_numpy(np.int64)
+    done = rows.whole("start_ns")[own] + rows.whole("dur_ns")[own]
     order = np.lexsort((index, done))
     order = order[index[order] != NOTHING]
     if not len(order):
         return bound
-    done, issue, index = done[order], asked_ns(own).to_numpy(np.int64)[order], index[order]
+    done, issue, index = done[order], asked[own[order]], index[order]
     last = np.searchsorted(done, end + BINDING_SLACK_NS, side="right")
     open_ = np.arange(len(start))  # the waits that have not found theirs
     for back in range(1, MOST_UNDER_WAY + 1):

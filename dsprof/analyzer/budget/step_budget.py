@@ -24,10 +24,11 @@ from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS, SHARDING
 
 from ..align.match import Matches
-from ..arrays import Float, Int
-from ..columns import is_one_of
+from ..arrays import Bool, Float, Int
+from ..columns import RankRows, as_rows
 from .intervals import Intervals
-from .label import NOTHING, PHASE_PART, Parts, add, innermost, labelled, spans_of
+from .label import NOTHING, PHASE_PART, Parts, add, innermost_of, labelled, labels_of
+from .labelled_time import LabelledTime
 from .lane_tasks import LaneTasks
 from .lanes import MAIN, OWN_LANES, Lanes, bind_waits
 
@@ -35,6 +36,7 @@ LAYERS: Final = (
     "pause", "peer_wait", "comm_exposed", "bubble", "outside_training", "offload", "data", "optimizer", "compute",
 )  # fmt: skip
 """In order of precedence. `outside_training` is no part of the budget: it counts as `other`."""
+COMPUTE: Final = LAYERS.index("compute")
 WORK: Final = ("compute", "data", "optimizer", "offload", "pause", "other")
 """Parts that are a rank's own doing; the rest is waiting for others."""
 THREAD_WORK: Final = ("phase", "pipe", "module", "copy", "launch", "pause")
@@ -47,10 +49,10 @@ BEHIND: Final = ("offload", "data", "optimizer", "compute")
 
 @dataclass(frozen=True)
 class RankTime:
-    """One rank's time, labelled: `layers[k]` is all that LAYERS[: k + 1] claim together."""
+    """One rank's time, labelled: label `k` is LAYERS[k]."""
 
     rank: int
-    layers: tuple[Intervals, ...]
+    labelled: LabelledTime
     waits: pd.DataFrame
     """Of the training thread: start_ns, end_ns, arrival_ns (of the last peer, within the wait), collective (row of the
     matched table, NOTHING: none or unknown), derived, bubble; lane, part and lane_task, of a wait for what another lane
@@ -63,49 +65,46 @@ class RankTime:
     """The part of compute in which parameters are gathered or sharded anew."""
     lane_tasks: LaneTasks = field(default_factory=LaneTasks.none)
     """What was issued to lanes of this rank alone."""
-    thread_layers: tuple[Intervals, ...] = ()
-    """Where a device ends steps, `layers` of the training thread alone; else empty, as `layers` are."""
+    thread: LabelledTime | None = None
+    """Where a device ends steps, `labelled` of the training thread alone; else none, as `labelled` is."""
 
     @cached_property
     def of_thread(self) -> RankTime:
         """The training thread's time, whatever the device does meanwhile."""
-        if not self.thread_layers:
+        if self.thread is None:
             return self
-        layers, nothing = self.thread_layers, Intervals.empty()
-        sharding = self.sharding & (layers[-1] - layers[-2])
-        return replace(self, layers=layers, device=nothing, sharding=sharding, thread_layers=())
+        sharding = self.sharding & self.thread.spans(COMPUTE)
+        return replace(self, labelled=self.thread, device=Intervals.empty(), sharding=sharding, thread=None)
 
     @cached_property
     def unbound(self) -> Intervals:
         """The waits of which it is not known what for."""
         waits = self.waits
-        waits = waits[(waits["collective"] == NOTHING) & ~waits["derived"] & (waits["lane"] == NOTHING)]
-        return self._spans(waits)
+        known = (waits["collective"].to_numpy() != NOTHING) | (waits["lane"].to_numpy() != NOTHING)
+        return self._spans(~known & ~waits["derived"].to_numpy(bool))
 
     @cached_property
     def for_lane_tasks(self) -> Intervals:
         """The waits for those."""
-        return self._spans(self.waits[self.waits["lane_task"] != NOTHING])
+        return self._spans(self.waits["lane_task"].to_numpy() != NOTHING)
 
-    def _spans(self, waits: pd.DataFrame) -> Intervals:
-        every = Intervals.union(waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64))
-        return every - self.device
+    def _spans(self, chosen: Bool) -> Intervals:
+        start, end = (self.waits[name].to_numpy(np.int64)[chosen] for name in ("start_ns", "end_ns"))
+        return Intervals.union(start, end) - self.device
 
     def before(self, when: Int, within: Intervals | None = None) -> dict[str, Int]:
         """Layer -> time of that layer before each moment, ns; `other` not among them. `within`: only that in it."""
-        covered = [(layer if within is None else layer & within).before(when) for layer in self.layers]
-        below = [np.zeros_like(when), *covered[:-1]]
-        return {part: upper - lower for part, upper, lower in zip(LAYERS, covered, below, strict=True)}
+        labelled = self.labelled
+        found = labelled.before(when) if within is None else labelled.before_within(when, within)
+        return dict(zip(LAYERS, found, strict=True))
 
     def of_part(self, part: str, when: Int) -> Int:
         """The time of one of LAYERS before each moment, ns."""
-        place = LAYERS.index(part)
-        upto = self.layers[place].before(when)
-        return upto if not place else upto - self.layers[place - 1].before(when)
+        return self.labelled.of_label(LAYERS.index(part), when)
 
 
 def label_time(
-    rows: pd.DataFrame,
+    rows: pd.DataFrame | RankRows,
     collectives: pd.DataFrame,
     rank: int,
     run: RunInfo | None = None,
@@ -114,42 +113,47 @@ def label_time(
 ) -> RankTime:
     """Assign every moment of `rank` to a part. `rows` are that rank's; `matches` are of `collectives`, and made here if
     they are not given."""
-    ended = is_one_of(rows["lane"], MAIN) & rows["dur_ns"].notna().to_numpy(bool)
-    main = rows[["kind", "name", "step", "start_ns", "dur_ns"]].take(np.flatnonzero(ended))
-    phases = innermost(_phases_and_copies(main, rows), {**PHASE_PART, COPY: "offload"})
+    rows = as_rows(rows)
+    matches = matches or (Matches(collectives) if len(collectives) else None)
+    main = rows.are("lane", MAIN) & rows.known("dur_ns")
+    phases = _phases_and_copies(rows, main)
     phases["outside_training"] = labelled(outside_training or {})
     lanes = Lanes(rows, collectives, run, matches, phases)
     waits = bind_waits(rows, collectives, run, matches, lanes)
-    own = _of_thread(main, waits, phases, lanes)
-    device = _device_steps(main, lanes)
-    thread: tuple[Intervals, ...] = ()
+    own = _of_thread(rows, main, waits, phases, lanes)
+    device = _device_steps(rows, main, lanes)
+    thread: LabelledTime | None = None
     if len(device.start):
-        thread = _layers(own)
+        thread = _labelled(own)
         theirs = dict(lanes.does(lanes.compute_stream()))
         add(theirs, own)
         own = {part: (own[part] - device) | (theirs.get(part, Intervals.empty()) & device) for part in LAYERS}
-    layers = _layers(own)
-    sharding = spans_of(
-        main.take(np.flatnonzero(is_one_of(main["kind"], "module") & is_one_of(main["name"], SHARDING)))
-    )
-    compute = layers[-1] - layers[-2]
-    return RankTime(rank, layers, waits, dict(outside_training or {}), device, sharding & compute, lanes.tasks, thread)
+    time = _labelled(own)
+    sharding = _when(rows, main & rows.are("kind", "module") & rows.are("name", SHARDING)) & time.spans(COMPUTE)
+    return RankTime(rank, time, waits, dict(outside_training or {}), device, sharding, lanes.tasks, thread)
 
 
-def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: Lanes) -> Parts:
-    """LAYERS -> what of the training thread's time goes to each alone."""
+def _when(rows: RankRows, chosen: Bool) -> Intervals:
+    """When any of the chosen rows, which have ended, was under way."""
+    start = rows.whole("start_ns")[chosen]
+    return Intervals.union(start, start + rows.whole("dur_ns")[chosen])
+
+
+def _of_thread(rows: RankRows, main: Bool, waits: pd.DataFrame, phases: Parts, lanes: Lanes) -> Parts:
+    """LAYERS -> what of the training thread's time goes to each alone. `main`: which rows are that thread's, and have
+    ended."""
     start, end = waits["start_ns"].to_numpy(np.int64), waits["end_ns"].to_numpy(np.int64)
     arrival, bubble = waits["arrival_ns"].to_numpy(np.int64), waits["bubble"].to_numpy(bool)
     for_lane = (waits["lane"] != NOTHING).to_numpy(bool) & ~bubble
     sends = ~bubble & ~for_lane
     own = {
-        "pause": spans_of(main.take(np.flatnonzero(is_one_of(main["kind"], "pause")))),
+        "pause": _when(rows, main & rows.are("kind", "pause")),
         "peer_wait": Intervals.union(start[sends], arrival[sends]),
         "comm_exposed": Intervals.union(arrival[sends], end[sends]),
         "bubble": Intervals.union(start[bubble], end[bubble]),
         **phases,
     }
-    own["compute"] = own["compute"] | _scheduled(main)
+    own["compute"] = own["compute"] | _scheduled(rows, main)
     if for_lane.any():
         behind = lanes.behind(waits[for_lane])
         within = labelled(behind)
@@ -160,44 +164,47 @@ def _of_thread(main: pd.DataFrame, waits: pd.DataFrame, phases: Parts, lanes: La
     return own
 
 
-def _layers(own: Mapping[str, Intervals]) -> tuple[Intervals, ...]:
-    layers, so_far = [], Intervals.empty()
-    for name in LAYERS:
-        so_far = so_far | own[name]
-        layers.append(so_far)
-    return tuple(layers)
+def _labelled(own: Mapping[str, Intervals]) -> LabelledTime:
+    return LabelledTime.of([own[part] for part in LAYERS])
 
 
-def _phases_and_copies(main: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """The phases of the training thread, and what it copies, under the name COPY."""
-    phases = main.take(np.flatnonzero(is_one_of(main["kind"], "phase")))
-    copied = is_one_of(rows["kind"], COPY)
-    if not copied.any():
-        return phases
-    copied &= is_one_of(rows["lane"], *OWN_LANES) & rows["dur_ns"].notna().to_numpy(bool)
-    return pd.concat([phases.astype({"name": object}), rows.loc[copied, list(phases.columns)].assign(name=COPY)])
+def _phases_and_copies(rows: RankRows, main: Bool) -> Parts:
+    """Part -> when a phase of the training thread, or a copy of its own, was the innermost one under way."""
+    parts = tuple(dict.fromkeys((*PHASE_PART.values(), "offload")))
+    there = np.flatnonzero(main & rows.are("kind", "phase"))
+    label = labels_of(*rows.codes("name"), {**PHASE_PART, COPY: "offload"}, parts)[there]
+    copied = rows.are("kind", COPY)
+    if copied.any():
+        copies = np.flatnonzero(copied & rows.are("lane", *OWN_LANES) & rows.known("dur_ns"))
+        there = np.concatenate([there, copies])
+        label = np.concatenate([label, np.full(len(copies), parts.index("offload"))])
+    start = rows.whole("start_ns")[there]
+    return innermost_of(start, start + rows.whole("dur_ns")[there], label, parts)
 
 
-def _device_steps(main: pd.DataFrame, lanes: Lanes) -> Intervals:
+def _device_steps(rows: RankRows, main: Bool, lanes: Lanes) -> Intervals:
     """The steps in which the device still works when the training thread has done all of its own."""
     if lanes.compute_stream() == NOTHING:
         return Intervals.empty()
-    end = main["start_ns"] + main["dur_ns"].astype("int64")
-    works = main["kind"].isin(THREAD_WORK)
-    thread = end[works].groupby(main["step"][works]).max()
+    step = rows.whole("step")
+    works = main & rows.are("kind", *THREAD_WORK)
+    end = pd.Series((rows.whole("start_ns") + rows.whole("dur_ns"))[works])
+    thread = end.groupby(step[works]).max()
     numbers, ended = lanes.ends()
     later = numbers[ended > thread.reindex(numbers, fill_value=np.iinfo(np.int64).min).to_numpy(np.int64)]
-    return spans_of(main[(main["kind"] == "step") & main["step"].isin(later)])
+    return _when(rows, main & rows.are("kind", "step") & np.isin(step, later))
 
 
-def _scheduled(main: pd.DataFrame) -> Intervals:
+def _scheduled(rows: RankRows, main: Bool) -> Intervals:
     """From the first to the last action of a pipeline in each step: what the schedule itself does in between."""
-    acted = main.take(np.flatnonzero(is_one_of(main["kind"], "pipe")))
-    if acted.empty:
+    acted = np.flatnonzero(main & rows.are("kind", "pipe"))
+    if not len(acted):
         return Intervals.empty()
-    end = acted["start_ns"] + acted["dur_ns"].astype("int64")
-    first, last = acted.groupby("step")["start_ns"].min(), end.groupby(acted["step"]).max()
-    return Intervals.union(first.to_numpy(np.int64), last.to_numpy(np.int64))
+    start, step = rows.whole("start_ns")[acted], rows.whole("step")[acted]
+    end = start + rows.whole("dur_ns")[acted]
+    order = np.argsort(step, kind="stable")
+    begins = np.flatnonzero(np.append(True, np.diff(step[order]) != 0))
+    return Intervals.union(np.minimum.reduceat(start[order], begins), np.maximum.reduceat(end[order], begins))
 
 
 def step_budget(times: dict[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame:

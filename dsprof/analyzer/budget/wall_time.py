@@ -12,49 +12,49 @@ from dsprof.run import RunInfo
 from dsprof.schema import TIME_KINDS
 
 from ..arrays import Float, Int
-from ..columns import is_one_of
+from ..columns import RankRows, as_rows
 from .intervals import Intervals
 from .irregular import KNOWN, USUAL, Irregular
-from .label import spans_of
 
 PHASE_KIND: Final = {"checkpoint": "checkpointing", "compile": "compilation"}
-PHASE_COLUMNS: Final = ("name", "step", "start_ns", "dur_ns", "value", "grad", "source")
 LANDMARKS: Final = ("backward", "optimizer", "checkpoint", "compile")
 """Phases that end a stretch of evaluation, beside a forward with gradients."""
 
 
-def spans_outside_training(rows: pd.DataFrame) -> dict[str, Intervals]:
+def spans_outside_training(rows: pd.DataFrame | RankRows) -> dict[str, Intervals]:
     """Kind -> when the training thread was not training but evaluating, saving or compiling; they do not overlap.
     `rows` are of one rank."""
-    chosen = is_one_of(rows["kind"], "phase") & is_one_of(rows["lane"], "main") & rows["dur_ns"].notna().to_numpy(bool)
-    main = rows[list(PHASE_COLUMNS)].take(np.flatnonzero(chosen))
-    main = main.take(np.lexsort((-main["dur_ns"].to_numpy(np.int64), main["start_ns"].to_numpy(np.int64))))
-    found = {"evaluation": _evaluation(main, rows)}
+    rows = as_rows(rows)
+    there = np.flatnonzero(rows.are("kind", "phase") & rows.are("lane", "main") & rows.known("dur_ns"))
+    start, length = rows.whole("start_ns")[there], rows.whole("dur_ns")[there]
+    order = np.lexsort((-length, start))
+    there, start, end = there[order], start[order], (start + length)[order]
+    found = {"evaluation": _evaluation(rows, there, start, end)}
     for name, kind in PHASE_KIND.items():
-        found[kind] = spans_of(main.take(np.flatnonzero(is_one_of(main["name"], name))))
+        named = rows.are("name", name)[there]
+        found[kind] = Intervals.union(start[named], end[named])
     found["checkpointing"] = found["checkpointing"] - found["compilation"]
     found["evaluation"] = found["evaluation"] - found["checkpointing"] - found["compilation"]
     return found
 
 
-def _evaluation(main: pd.DataFrame, rows: pd.DataFrame) -> Intervals:
-    """Stretches of forwards without gradients, with the loading before them and what follows until the next phase."""
-    without = is_one_of(main["name"], "forward") & ~main["grad"].to_numpy(bool, na_value=True)
+def _evaluation(rows: RankRows, there: Int, start: Int, end: Int) -> Intervals:
+    """Stretches of forwards without gradients, with the loading before them and what follows until the next phase.
+    `there`, `start`, `end`: the phases of the training thread, by start, the longer first."""
+    without = rows.are("name", "forward")[there] & ~rows.true("grad", missing=True)[there]
     if not without.any():
         return Intervals.empty()
-    names = main["name"].astype(str).to_numpy(object)
-    start = main["start_ns"].to_numpy(np.int64)
-    end = start + main["dur_ns"].to_numpy(np.int64)
+    names = rows.words("name", there)
     saved = np.maximum.accumulate(np.where(names == "checkpoint", end, np.iinfo(np.int64).min))
     without &= start >= saved  # the saving's own, such as a sample for the model's description
     if not without.any():
         return Intervals.empty()
-    landmark = np.isin(names, LANDMARKS) | ((names == "forward") & ~without & (main["source"] != "derived").to_numpy())
+    landmark = np.isin(names, LANDMARKS) | ((names == "forward") & ~without & ~rows.are("source", "derived")[there])
     # One landmark may lie around others (a closure's): what ends first before the stretch is where it begins.
     stretch = np.cumsum(landmark)
     counts = np.bincount(stretch[without], minlength=int(stretch[-1]) + 1)
-    usual = _usual_count(main[without], rows)
-    values = main["value"].to_numpy(np.float64)
+    usual = _usual_count(rows.whole("step")[there[without]], rows)
+    values = rows.real("value")[there]
     ended = np.maximum.accumulate(np.where(landmark, end, np.iinfo(np.int64).min))
     edges = np.searchsorted(stretch, np.arange(len(counts) + 1))
     begins, finishes = [], []
@@ -80,14 +80,15 @@ def _evaluation(main: pd.DataFrame, rows: pd.DataFrame) -> Intervals:
     return Intervals.union(np.array(begins, np.int64), np.array(finishes, np.int64))
 
 
-def _usual_count(without: pd.DataFrame, rows: pd.DataFrame) -> int:
+def _usual_count(without: Int, rows: RankRows) -> int:
     """How many forwards without gradients most steps have: those of a teacher or a rollout, which belong to the step. 0
-    where they are evaluation's."""
-    steps = rows.loc[rows["kind"] == "step", "step"].unique()
-    if len(steps) == 0:  # a rank that never trains, such as a frozen first stage: this is its work
+    where they are evaluation's. `without`: the step of each."""
+    steps = np.unique(rows.whole("step")[rows.are("kind", "step")])
+    if not len(steps):  # a rank that never trains, such as a frozen first stage: this is its work
         return len(without)
-    counts = without.groupby("step").size().reindex(steps, fill_value=0)
-    return int(counts.quantile(USUAL, interpolation="lower"))
+    inside = np.sort(without)
+    counts = np.searchsorted(inside, steps, "right") - np.searchsorted(inside, steps)
+    return int(np.percentile(counts, 100 * USUAL, method="lower"))
 
 
 def run_span(run: RunInfo, seen: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
@@ -126,12 +127,17 @@ def divide_time(
     begin, end = span
     ranks = sorted(outside_training)
     numbers, shares = _known_shares(irregular)
-    of_rank = dict(iter(steps.groupby("rank")))
-    for rank in ranks:
-        mine = of_rank.get(rank, steps[:0]).sort_values("start_ns")
+    rank_of, begins, lengths, step_of = (
+        steps[name].to_numpy(np.int64) for name in ("rank", "start_ns", "dur_ns", "step")
+    )
+    is_ordinary = steps["ordinary"].to_numpy(bool)
+    order = np.lexsort((begins, rank_of))
+    edges = np.searchsorted(rank_of[order], [ranks, [rank + 1 for rank in ranks]])
+    for rank, first_step, behind in zip(ranks, *edges.tolist(), strict=True):
+        mine = order[first_step:behind]
         spans = outside_training[rank]
-        starts = mine["start_ns"].to_numpy(np.int64)
-        ends = starts + mine["dur_ns"].to_numpy(np.int64)
+        starts = begins[mine]
+        ends = starts + lengths[mine]
         first, last = (int(starts[0]), int(ends[-1])) if len(mine) else (end, end)
         outside = {kind: _within(of, [(begin, first), (last, end)]) for kind, of in spans.items()}
         before = sum(_within(of, [(begin, first)]) for of in spans.values())
@@ -140,15 +146,15 @@ def divide_time(
         total["startup"] += max(first - begin, 0) - before
         total["rest"] += max(end - last, 0) - (sum(outside.values()) - before)
         duration = (ends - starts).astype(np.float64)
-        ordinary = mine["ordinary"].to_numpy(bool)
+        ordinary = is_ordinary[mine]
         typical = (
             float(np.mean(duration[ordinary])) if ordinary.any() else float(np.median(duration)) if len(mine) else 0.0
         )
         own = {kind: (of.before(ends) - of.before(starts)).astype(np.float64) for kind, of in spans.items()}
         all_own = sum(own.values(), np.zeros(len(mine)))
         excess = np.minimum(np.maximum(duration - typical, all_own), duration)
-        place = np.searchsorted(numbers, mine["step"].to_numpy(np.int64))
-        told = np.append(numbers, -1)[place] == mine["step"].to_numpy(np.int64)
+        place = np.searchsorted(numbers, step_of[mine])
+        told = np.append(numbers, -1)[place] == step_of[mine]
         for kind in KNOWN:
             share = np.append(shares[kind], 0.0)[place]
             assigned = np.where(told, excess * share, own.get(kind, 0.0))

@@ -35,19 +35,26 @@ MOST_BRIDGED: Final = 8
 
 
 def build_graph(
-    ranks: Mapping[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None = None
+    ranks: dict[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None = None
 ) -> StepGraph | None:
     """The steps that are judged, and the few between them, of the ranks that have steps. None where no step is judged.
 
     Where ranks issue their own copies in another order each step, as when they read ahead into whichever buffer is
     free, no two steps are alike, and nothing is known of what a copy would delay in another: then copies are no tasks.
 
+    ranks:    emptied as soon as it is not needed any more: of many ranks there is not room for them and for the graph
     steps:    rank, step, start_ns, dur_ns, ordinary
     """
-    graph = _build(ranks, collectives, steps, run)
-    if graph is None or _alike(graph) >= LEAST_ALIKE or not any(len(of_rank.own) for of_rank in ranks.values()):
+    own_copies = any(len(of_rank.own) for of_rank in ranks.values())
+    builder = _builder(ranks, collectives, steps, run)
+    if not own_copies:
+        ranks.clear()
+    graph = builder.build() if builder is not None else None
+    del builder
+    if graph is None or not own_copies or _alike(graph) >= LEAST_ALIKE:
         return graph
-    return _build({rank: without_own_lanes(of) for rank, of in ranks.items()}, collectives, steps, run)
+    again = _builder({rank: without_own_lanes(of) for rank, of in ranks.items()}, collectives, steps, run)
+    return again.build() if again is not None else None
 
 
 def _alike(graph: StepGraph) -> float:
@@ -55,9 +62,10 @@ def _alike(graph: StepGraph) -> float:
     return float(np.bincount(graph.template[graph.judged]).max()) / max(int(graph.judged.sum()), 1)
 
 
-def _build(
+def _builder(
     of_ranks: Mapping[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None
-) -> StepGraph | None:
+) -> _Builder | None:
+    """All that a graph takes of the chains; None where no step is judged."""
     ranks = tuple(sorted(set(of_ranks) & set(steps["rank"].tolist())))
     numbers, judged = _chosen(steps, len(ranks))
     every = [chain for rank in ranks for chain in of_ranks[rank].chains]
@@ -83,8 +91,8 @@ def _build(
     events = find_events([chain.program for chain in chains], begin, end, first_own[leads])
     tasks = find_tasks(collectives, [of_ranks[rank] for rank in ranks], events, ranks, leads, run)
     segments = find_segments([chain.time for chain in chains], events, begin, end)
-    built = _Builder(ranks, leads, numbers, judged, follows, begin, end, events, segments, tasks).build()
-    return replace(built, chain_names=tuple(chain.name for chain in chains))
+    names = tuple(chain.name for chain in chains)
+    return _Builder(ranks, names, leads, numbers, judged, follows, begin, end, events, segments, tasks)
 
 
 def _chosen(steps: pd.DataFrame, ranks: int) -> tuple[Int, npt.NDArray[np.bool_]]:
@@ -107,6 +115,7 @@ class _Builder:
     def __init__(
         self,
         ranks: tuple[int, ...],
+        chain_names: tuple[str, ...],
         leads: Int,
         numbers: Int,
         judged: npt.NDArray[np.bool_],
@@ -118,7 +127,7 @@ class _Builder:
         tasks: Tasks,
     ) -> None:
         self.ranks, self.numbers, self.judged, self.follows = ranks, numbers, judged, follows
-        self.leads = leads
+        self.leads, self.chain_names = leads, chain_names
         self.begin, self.end, self.segments = begin, end, segments
         self.reference = begin.min(axis=0)
         self.stretch = np.cumsum(~follows)
@@ -178,6 +187,7 @@ class _Builder:
             follows=self.follows,
             gap=gap,
             cross_step_edges=self._crossings(),
+            chain_names=self.chain_names,
         )
 
     def _mine(self, step: int) -> ProgramEvents:

@@ -25,6 +25,7 @@ LAUNCH: Final = "launch"
 SYNC: Final = "sync"
 DEPENDS: Final = "depends"
 STEP: Final = "step"
+FLOWS: Final = (LAUNCH, SYNC, DEPENDS, STEP)
 """Kinds of flows: from the host to the device, from the device to the host, from one stream to another, and where a
 step ends."""
 

@@ -37,8 +37,11 @@ def transfers(
     arrived[np.isneginf(arrived)] = 0.0
     begins = arrived.copy()
     ended = ended.copy()
-    for lane in structure.lanes:
-        mine = [c for c, task in enumerate(structure.tasks) if task.lane == lane and task.workers is not None]
+    tasks_of: dict[str, list[int]] = {lane: [] for lane in structure.lanes}
+    for c, task in enumerate(structure.tasks):
+        if task.workers is not None:
+            tasks_of[task.lane].append(c)
+    for lane, mine in tasks_of.items():
         workers = min(structure.tasks[mine[0]].workers or 1, 2)
         free = list(busy[lane][-workers:]) if lane in busy else [np.full(steps, -np.inf)] * workers
         for c in mine:

@@ -14,11 +14,11 @@ import pandas as pd
 from dsprof.engine.schedule import COMPUTE
 from dsprof.run import RunInfo
 
-from ..align.match import Matches, asked_ns, is_issued
+from ..align.match import NOT_TOLD, Matches, when_asked
 from ..arrays import Bool, Float, Int
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import BEHIND, RankTime
-from ..columns import is_one_of
+from ..columns import RankRows, as_rows
 from .step_graph import PARTS
 
 ISSUE, WAIT, WAIT_GRADIENTS, BACKWARD, ACTION_BEGINS, ACTION_ENDS = range(6)
@@ -97,29 +97,22 @@ def find_events(programs: Sequence[Program], begin: Int, end: Int, first_own: In
     return ProgramEvents(step, rank_of, what, target, when, ended, action)
 
 
-def find_program(time: RankTime, rows: pd.DataFrame, matches: Matches, run: RunInfo | None = None) -> Program:
+def find_program(
+    time: RankTime, rows: pd.DataFrame | RankRows, matches: Matches, run: RunInfo | None = None
+) -> Program:
     """One rank's events: of its `rows` the communications, phases and actions, of its `time` the waits and tasks."""
-    kind, main = rows["kind"], is_one_of(rows["lane"], "main")
-    turns = is_one_of(kind, "phase") & is_one_of(rows["name"], "backward") & main
-    backward_at = rows["start_ns"].to_numpy(np.int64)[turns]
-    comm = rows[COMM].take(np.flatnonzero(is_one_of(kind, "comm")))
-    comm = comm[is_issued(comm) & comm["seq"].notna()]
-    acts = is_one_of(kind, "pipe")
-    if acts.any():
-        acts = acts & main & rows["dur_ns"].notna().to_numpy(bool) & is_one_of(rows["name"], *COMPUTE)
-    acted = rows[ACTED].take(np.flatnonzero(acts))
+    rows = as_rows(rows)
+    main = rows.are("lane", "main")
+    backward_at = rows.whole("start_ns")[rows.are("kind", "phase") & rows.are("name", "backward") & main]
+    acts = rows.are("kind", "pipe") & main & rows.known("dur_ns") & rows.are("name", *COMPUTE)
     parts = [
-        _issues(comm, matches, run),
+        _issues(rows, matches, run),
         _own_issues(time.lane_tasks),
         _instants(BACKWARD, backward_at),
-        *_actions(acted),
+        *_actions(rows, np.flatnonzero(acts)),
         _waits(time.waits, np.sort(backward_at)),
     ]
     return tuple(np.concatenate([part[k] for part in parts]) for k in range(OWN + 1))
-
-
-COMM: Final = ["rank", "name", "group", "seq", "peer", "tag", "start_ns", "dur_ns", "issue_ns", "arrival_ns"]
-ACTED: Final = ["name", "start_ns", "dur_ns", "stage", "microbatch"]
 
 
 def _instants(what: int, when: Int, action: Int | None = None) -> Program:
@@ -127,13 +120,14 @@ def _instants(what: int, when: Int, action: Int | None = None) -> Program:
     return np.full(len(when), what), nothing, when, when, zero if action is None else action, zero
 
 
-def _issues(comm: pd.DataFrame, matches: Matches, run: RunInfo | None) -> Program:
-    target = matches.find(comm, run) if matches.unique else np.full(len(comm), -1)
-    if not (target >= 0).all():
-        comm, target = comm[target >= 0], target[target >= 0]
-    ended = (comm["start_ns"] + comm["dur_ns"]).fillna(-1).to_numpy(np.int64)
-    when, zero = asked_ns(comm).to_numpy(np.int64), np.zeros(len(comm), np.int64)
-    return np.full(len(comm), ISSUE), target, when, ended, zero, zero
+def _issues(rows: RankRows, matches: Matches, run: RunInfo | None) -> Program:
+    asked = when_asked(rows)
+    comm = np.flatnonzero(rows.are("kind", "comm") & (asked != NOT_TOLD) & rows.known("seq"))
+    target = matches.find_at(rows, comm, run) if matches.unique else np.full(len(comm), -1)
+    comm, target = comm[target >= 0], target[target >= 0]
+    ended = np.where(rows.known("dur_ns")[comm], rows.whole("start_ns")[comm] + rows.whole("dur_ns")[comm], -1)
+    zero = np.zeros(len(comm), np.int64)
+    return np.full(len(comm), ISSUE), target, asked[comm], ended, zero, zero
 
 
 def _own_issues(tasks: LaneTasks) -> Program:
@@ -161,26 +155,27 @@ def _decoded(code: int) -> tuple[str, tuple[int, int]]:
     return ACTIONS[op], (stage - 1, microbatch - 1)
 
 
-def _actions(acted: pd.DataFrame) -> tuple[Program, Program]:
+def _actions(rows: RankRows, acted: Int) -> tuple[Program, Program]:
     """Where the actions of a pipeline's schedule begin and end."""
-    stage, microbatch = (acted[name].fillna(-1).to_numpy(np.int64) for name in ("stage", "microbatch"))
-    action = action_code(acted["name"].astype(str).map(ACTIONS.index).to_numpy(np.int64), stage, microbatch)
-    start = acted["start_ns"].to_numpy(np.int64)
-    end = start + acted["dur_ns"].to_numpy(np.int64)
+    stage, microbatch = (rows.whole(name, -1)[acted] for name in ("stage", "microbatch"))
+    name = np.array([ACTIONS.index(word) for word in rows.words("name", acted).tolist()], np.int64)
+    action = action_code(name, stage, microbatch)
+    start = rows.whole("start_ns")[acted]
+    end = start + rows.whole("dur_ns")[acted]
     return _instants(ACTION_BEGINS, start, action), _instants(ACTION_ENDS, end, action)
 
 
 def _waits(waits: pd.DataFrame, backward_at: Int) -> Program:
-    waits = waits[(waits["collective"] >= 0) | waits["derived"] | (waits["lane_task"] >= 0)]
-    when = waits["end_ns"].to_numpy(np.int64)
-    # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
+    when, target, task = (waits[name].to_numpy(np.int64) for name in ("end_ns", "collective", "lane_task"))
     derived = waits["derived"].to_numpy(bool)
+    chosen = (target >= 0) | derived | (task >= 0)
+    when, target, task, derived = when[chosen], target[chosen], task[chosen], derived[chosen]
+    # DDP waits for its buckets one after the other, for as many as are still under way: that is one wait for all.
     number = np.searchsorted(backward_at, when)
-    last = np.ones(len(waits), bool)
+    last = np.ones(len(when), bool)
     last[:-1] = ~(derived[:-1] & derived[1:] & (number[:-1] == number[1:]))
-    task = waits["lane_task"].to_numpy(np.int64)
     own = (task >= 0) & ~derived
-    target = np.where(own, task, np.where(derived, -1, waits["collective"].to_numpy(np.int64)))[last]
+    target = np.where(own, task, np.where(derived, -1, target))[last]
     what, when = np.where(derived, WAIT_GRADIENTS, WAIT)[last], when[last]
     return what, target, when, when, np.zeros_like(when), own[last].astype(np.int64)
 

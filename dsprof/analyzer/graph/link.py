@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -28,6 +29,8 @@ class Link:
     fitted: bool
     spread: float = 0.5
     """Typical relative error of one prediction."""
+    largest: float = field(default=math.inf, compare=False)
+    """Bytes of the largest transfer that it was fitted to: of larger ones it is only a guess."""
 
     def transfer_ms(self, size: Float) -> Float:
         return self.latency_ms + size * self.ms_per_byte
@@ -59,6 +62,7 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
             found = Link(max(float(np.median(transfer - size * LEAST_MS_PER_BYTE)), 0.0), LEAST_MS_PER_BYTE, False)
         else:
             found = Link(0.0, float(np.median(transfer / size)), False)
+        found = replace(found, largest=float(size.max()))
         return _with_spread(found, table) if on_device else found
     design = np.stack([1 / transfer, size / transfer], axis=1)
     scale = np.abs(design).max(axis=0)
@@ -66,7 +70,7 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     latency, per_byte = solution / scale
     if size.max() < LARGE_BYTES:
         per_byte = max(per_byte, LEAST_MS_PER_BYTE)
-    return _with_spread(Link(float(latency), float(per_byte), True), table)
+    return _with_spread(Link(float(latency), float(per_byte), True, largest=float(size.max())), table)
 
 
 def _with_spread(link: Link, table: pd.DataFrame) -> Link:

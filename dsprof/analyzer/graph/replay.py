@@ -105,9 +105,10 @@ class _Sweeps:
         self.start = np.repeat(graph.start[:, None], count, axis=1)  # [T, V, N]
         self.end = self.start + graph.duration[:, None]
         self.outside = [np.repeat(template.outside[:, None], count, axis=1) for template in graph.templates]
-        lanes = list(dict.fromkeys(lane for template in graph.templates for lane in template.structure.lanes))
+        names = dict.fromkeys(lane for template in graph.templates for lane in template.structure.lanes)
+        lanes = {lane: place for place, lane in enumerate(names)}
         self.lanes_of = [
-            np.array([2 * lanes.index(lane) + i for lane in template.structure.lanes for i in (0, 1)], np.int64)
+            np.array([2 * lanes[lane] + i for lane in template.structure.lanes for i in (0, 1)], np.int64)
             for template in graph.templates
         ]
         self.free = np.full((2 * len(lanes), count, steps), NEVER)  # when each lane's workers are, at the start

@@ -138,7 +138,7 @@ def effect_of(costs: LayoutCosts, layout: Layout) -> Effect:
         then=then,
         now=now,
         others=tuple(pair(one) for ends in alternatives(costs, layout) for one in ends),
-        correct=lambda before, saved: saved - waited,
+        costs_ms=waited,
         per_batch=times,
         counts_cores=True,
         notes=tuple(notes),

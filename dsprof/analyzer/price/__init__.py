@@ -2,6 +2,10 @@
 
 pricing              what candidates gain: each alone, and its share of what all of them gain
 excess               the gain of costs that were measured by themselves
+device               what is gained on devices whose kernels were traced
+effects              what settings gain that rules try against each other
+together             what changes gain together that a user asks about
+bubble_shares        why stages of a pipeline wait, in parts that sum to it
 gains                the ms that a step gets shorter by, each with its interval; the run's noise floor
 confidence_interval  intervals of the mean of a series of steps
 attribution          the lost time, shared between the faults that cost it

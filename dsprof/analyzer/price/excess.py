@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ..candidate import Excess
+from ..candidate import Between, Excess
 from ..finding import Gain
 from ..study import Study
 from .gains import cost_outside_steps, mean_gain
@@ -46,3 +46,9 @@ def widened(gain: Gain, low_ms: float, high_ms: float) -> Gain:
 def surely_most(gains: tuple[Gain, ...]) -> int:
     """Which of them surely gains most: whose low end is highest."""
     return max(range(len(gains)), key=lambda one: -math.inf if math.isnan(gains[one].low) else gains[one].low)
+
+
+def between(gain: Gain, factor: Between) -> Gain:
+    """`gain` of a change that is known up to a factor."""
+    low = gain.low * factor.part if min(gain.low, factor.part) > 0 else gain.ms * min(factor.part, 0.0)
+    return widened(gain, low, min(gain.high * factor.multiple, factor.most_ms))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Final
+
 import numpy as np
 from scipy.special import chdtri, stdtrit
 
 from ..arrays import Float
-from ..finding import MEASURED_EXCESS, Gain
+from ..finding import FROM_SHAPES, MEASURED_EXCESS, NOT_PRICED, Gain
 from ..study import Study
 from ..work.micro_batches import input_of_steps
 from .confidence_interval import interval
+
+LEAST_SHARE: Final = 0.001
+"""What costs less than this share of the step is not worth a line, not even as `info`."""
 
 
 def mean_gain(study: Study, saved: Float) -> Gain:
@@ -17,6 +23,27 @@ def mean_gain(study: Study, saved: Float) -> Gain:
     low, high = interval(saved)
     mean = float(saved.mean()) if len(saved) else 0.0
     return Gain(mean, 100 * mean / study.step_ms if study.step_ms else 0.0, low, high)
+
+
+def sure_up_to(gain: Gain, sure_ms: float) -> Gain:
+    """`gain`, of which no more than `sure_ms` is sure: 0 where it may as well be nothing."""
+    return replace(gain, low=min(gain.low, sure_ms))
+
+
+def may_gain(gain: Gain, most_ms: float) -> Gain:
+    """`gain`, which may be as much as `most_ms`."""
+    return replace(gain, high=max(gain.high, most_ms))
+
+
+def by_shapes(study: Study, least_ms: float, likely_ms: float, most_ms: float) -> Gain:
+    """What other arithmetic gains, by the sizes of layers: as much as is likely, at least and at most."""
+    percent_of_step = 100 * likely_ms / study.step_ms
+    return Gain(likely_ms, percent_of_step, min(least_ms, likely_ms), max(most_ms, likely_ms), method=FROM_SHAPES)
+
+
+def nothing_between(low: Float, high: Float) -> Gain:
+    """Nothing, where it may as well be between these, of each step ([S] ms), in the mean."""
+    return replace(NOT_PRICED, low=min(interval(low)[0], 0.0), high=max(interval(high)[1], 0.0))
 
 
 def cost_outside_steps(study: Study, events: Float, *, rare: bool = False) -> Gain:

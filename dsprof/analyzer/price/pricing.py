@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from ..arrays import Float
-from ..candidate import Between, Candidate, OneOf, Price
+from ..candidate import Candidate, DeviceCost, OneOf, Price
 from ..finding import Gain, Together
 from ..graph.replay import replay_all
 from ..graph.step_graph import StepGraph
@@ -15,11 +14,9 @@ from ..study import Study
 from ..whatif import Refused, WhatIf, apply, clash
 from .attribution import Attribution, attribute
 from .contention import lost_by_waiting_less
-from .excess import excess_gain, surely_most, whole_ms, widened
-from .gains import mean_gain, noise_floor_ms
-
-LEAST_SHARE: Final = 0.001
-"""What costs less than this share of the step is not worth a line, not even as `info`."""
+from .device import measured_gain, price_of_device
+from .excess import between, excess_gain, surely_most, whole_ms
+from .gains import LEAST_SHARE, mean_gain, noise_floor_ms
 
 
 @dataclass(frozen=True)
@@ -57,6 +54,10 @@ def price_by_itself(study: Study, candidate: Candidate) -> Priced | None:
     change = candidate.change
     if isinstance(change, WhatIf):
         raise TypeError(f"{candidate.code} is priced by replay")
+    if isinstance(change, DeviceCost):
+        measured = measured_gain(study, change)
+        worth = measured.ms > 0 and measured.ms >= LEAST_SHARE * study.step_ms
+        return Priced(candidate, price_of_device(study, change)) if worth else None
     choice = change if isinstance(change, OneOf) else OneOf((change,))
     gains = tuple(excess_gain(study, cost) for cost in choice.of)
     chosen = surely_most(gains)
@@ -141,8 +142,3 @@ def _saved(graph: StepGraph, before: Float, changes: Sequence[object]) -> list[F
     """What each change saves alone, [S] ms."""
     graphs = (apply(graph, [change]) for change in changes if isinstance(change, WhatIf))
     return [before - replayed.durations for replayed in replay_all(graphs)]
-
-
-def between(gain: Gain, factor: Between) -> Gain:
-    low = gain.low * factor.part if min(gain.low, factor.part) > 0 else gain.ms * min(factor.part, 0.0)
-    return widened(gain, low, min(gain.high * factor.multiple, factor.most_ms))

@@ -9,15 +9,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Float
 from ..candidate import Candidate
 from ..effect import Effect
 from ..finding import Finding, Fix, Gain
-from ..graph.replay import replay
-from ..price.pricing import LEAST_SHARE as LEAST_SHARE
+from ..price.effects import effect_gains
+from ..price.gains import LEAST_SHARE as LEAST_SHARE
 from ..study import Study, once
 from ..text import count
-from ..whatif import Refused, WhatIf, apply
+from ..whatif import Refused
 
 OF_STEP: Final = 0.014
 """By which part of a step predictions of rules miss it, as calibrated (`price.calibration.ModelError.of_step`)."""
@@ -53,11 +52,11 @@ class NotConcerned(Exception):
     """The job has nothing that the rule is about: it neither passed nor was left unjudged."""
 
 
-def replay_divided(study: Study, divisions: Sequence[WhatIf], untried: str) -> Float:
-    """Step durations [S] with communications divided otherwise. Where most steps do not allow that it raises NotJudged:
-    `untried`, and why."""
+def gains_tried(study: Study, effects: Sequence[Effect], untried: str) -> list[Gain]:
+    """What each of several settings would gain alone. Where most steps do not allow one it raises NotJudged: `untried`,
+    and why."""
     try:
-        return replay(apply(study.need_graph(), divisions)).durations
+        return effect_gains(study, effects)
     except Refused as refused:
         raise NotJudged(f"{untried}: {refused.why}") from None
 

@@ -12,7 +12,7 @@ from dsprof.trace import concat_rows
 
 from .. import signals
 from ..align.steps import captured_part, describe_steps, early_ends, lasting_change, without_training
-from ..analysis import Analysis, CaptureQuality, Verdict
+from ..analysis import Analysis, CaptureQuality
 from ..budget.wall_time import divide_time, run_span
 from ..device import unknown_kernels
 from ..finding import Finding
@@ -30,6 +30,7 @@ from ..work.module_times import module_times
 from ..work.stack_difference import StackDifference, stack_difference
 from ..work.stacks import outside_phases
 from .headline import verdict_of
+from .next_step import NOT_YET
 from .overrides import applied_knobs, lost_knobs, verified_fixes
 from .useful_by_name import untold_work
 
@@ -92,7 +93,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
             *applied_knobs(run),
             *verified_fixes(run),
         ),
-        verdict=Verdict("inconclusive", ""),
+        verdict=NOT_YET,
         capture=_quality(study),
     )
     verdict = verdict_of(
@@ -167,7 +168,8 @@ def _waiting_for_cores(study: Study) -> str:
     if study.contended is None or not len(waits) or float(waits.mean()) < FOR_CORES * late_ms:
         return ""
     why = "other processes use theirs" if study.contended.busy < ALL_CORES else "the job has too few"
-    return f"a rank waits {ms(float(waits.mean()))} of each step for a core, as {why}: run it where cores are free"
+    waits_for_core = f"a rank waits {ms(float(waits.mean()))} of each step for a core"
+    return f"{waits_for_core}, as {why}: run it with `dsprof run` where cores are free"
 
 
 def _describe_change(first: int, before: float, after: float) -> str:

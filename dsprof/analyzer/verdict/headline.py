@@ -28,6 +28,7 @@ from ..memory.allocator_state import STATE_COLUMNS
 from ..rules.registry import all_rules, ends_run, explaining, with_
 from ..rules.rule import Rule
 from ..text import clean, count, ms, percent, ranks, size
+from .next_step import AGAIN, DEEP, EVERY_RANK, HANG, ORDINARY, inconclusive, look_closer
 from .overrides import shown
 
 LARGE: Final = 0.1
@@ -85,56 +86,56 @@ def verdict_of(
 def _answer(
     analysis: Analysis, unknown: str, slowdown: str, missing: str, crowded: str, outside: str, untold_work: str
 ) -> Verdict:
-    run, step = analysis.run, analysis.step_ms
+    run, step, closer = analysis.run, analysis.step_ms, look_closer(analysis.run)
     if run.hints and run.status:
         return Verdict("failed", clean(run.hints[0], 500))
     worst = next((one for one in analysis.findings if one.is_problem or ends_run(one.code)), None)
     if worst is not None:
         return _of_finding(analysis, worst)
     if analysis.memory and not len(analysis.steps):
-        return Verdict("inconclusive", _of_memory(analysis))
+        return inconclusive(_of_memory(analysis), "`dsprof run` of the job does")
     if step is None and len(analysis.steps):
-        return Verdict("inconclusive", "no step was completed on all captured ranks, so nothing can be compared")
+        return inconclusive("no step was completed on all captured ranks, so nothing can be compared", EVERY_RANK)
     if step is None and missing:
-        return Verdict("inconclusive", missing)
+        return inconclusive(missing, "capture a part that trains, as `dsprof run --steps 10:30` does")
     if step is None:
         return Verdict("failed", "no complete step was captured, so nothing can be said about its speed")
     if not analysis.passed and not analysis.findings:
-        return Verdict("inconclusive", f"no rule could be judged on this capture; a step takes {ms(step.mean)}")
+        return inconclusive(f"no rule could be judged on this capture; a step takes {ms(step.mean)}", closer)
     if analysis.device is not None:
-        return Verdict("inconclusive", f"{_of_devices(analysis)}; nothing found that surely shortens the step")
+        return inconclusive(f"{_of_devices(analysis)}; nothing found that surely shortens the step", ORDINARY)
     if unknown:
-        return Verdict("inconclusive", f"{unknown} (--deep A:B traces its kernels); a step takes {ms(step.mean)}")
+        return inconclusive(f"{unknown}; a step takes {ms(step.mean)}", DEEP)
     if not math.isfinite(analysis.noise_ms) or analysis.steps_judged < FEWEST_JUDGED:
-        few = f"too few steps to tell a gain from noise (profile at least {ENOUGH_STEPS})"
-        return Verdict("inconclusive", f"{few}; a step takes {ms(step.mean)}")
+        few = f"too few steps to tell a gain from noise; a step takes {ms(step.mean)}"
+        return inconclusive(few, f"profile at least {ENOUGH_STEPS} with `dsprof run`")
     if run.status in INTERRUPTED:
         last = analysis.step_count - 1
         doing = f"; {_unfinished(analysis)}" if analysis.ranks_expected > 1 else ""
-        return Verdict("inconclusive", f"the job was interrupted after step {last}{doing}")
+        return inconclusive(f"the job was interrupted after step {last}{doing}", HANG if doing else AGAIN)
     found = f"nothing found that is sure to shorten the {ms(step.mean)} step" + _beside(analysis)
     if len(analysis.budget_by_rank) < analysis.ranks_expected:
         captured = f"steps of {len(analysis.budget_by_rank)} of {count(analysis.ranks_expected, 'rank')} were captured"
-        return Verdict("inconclusive", f"{found}, but only {captured}")
+        return inconclusive(f"{found}, but only {captured}", EVERY_RANK)
     early = early_ends(analysis.steps)
     if early:
-        return Verdict("inconclusive", f"{found}, but {clean(early[0])}")
+        return inconclusive(f"{found}, but {clean(early[0])}", EVERY_RANK)
     untold = _why_not(analysis, with_("told_by_replay"))
     if untold is not None:
-        return Verdict("inconclusive", f"{found}: {clean(untold)}")
+        return inconclusive(f"{found}: {clean(untold)}", closer)
     if LAUNCHES in analysis.not_judged:
-        return Verdict("inconclusive", f"{found}: {clean(analysis.not_judged[LAUNCHES])}")
+        return inconclusive(f"{found}: {clean(analysis.not_judged[LAUNCHES])}", DEEP)
     if untold_work:
-        return Verdict("inconclusive", f"{found}, but {clean(untold_work)}")
+        return inconclusive(f"{found}, but {clean(untold_work)}", closer)
     likely = _likely(analysis)
     if likely is not None:
-        return Verdict("inconclusive", _of_likely(likely, step.mean))
+        return inconclusive(_of_likely(likely, step.mean), closer)
     lost = _lost(analysis)
     explained = {part for part in lost if _explained(analysis, part)}
     unexplained = sum(share for part, share in lost.items() if part not in explained)
     unjudged = [part for part, share in lost.items() if share > MATTERS and _unjudged(analysis, part)]
     if slowdown and unexplained < LARGE:
-        return Verdict("inconclusive", f"{found}, but {slowdown}; what changed there no rule here judges")
+        return inconclusive(f"{found}, but {slowdown}; what changed there no rule here judges", closer)
     if unexplained < LARGE and not unjudged:
         spared = [f"{percent(100 * share)} is {_words(part)}" for part, share in lost.items() if share > LARGE]
         return Verdict(
@@ -145,7 +146,7 @@ def _answer(
     parts = [
         f"{percent(100 * lost[part])} is {_words(part)}{_more(analysis, part, crowded, outside)}" for part in named
     ]
-    return Verdict("inconclusive", f"{found}, but {' and '.join(parts)}")
+    return inconclusive(f"{found}, but {' and '.join(parts)}", closer)
 
 
 def _beside(analysis: Analysis) -> str:
@@ -296,7 +297,7 @@ def _more(analysis: Analysis, part: str, crowded: str, outside: str) -> str:
         place = _where_other(analysis)
         if place and outside:
             return f", mostly {place}, in {clean(outside)}"
-        return f", mostly {place}: put dsprof.span around what runs there to see it named" if place else ""
+        return f", mostly {place}: put dsprof.span around what runs there, and `dsprof run` names it" if place else ""
     reason = _unjudged(analysis, part)
     if reason is not None:
         return f" (not judged: {clean(reason)})"
@@ -317,7 +318,7 @@ def _what_tells(finding: Finding) -> str:
         return f"`dsprof fix {' '.join(f'--set {key}={shown(value)}' for key, value in knobs)} --verify` measures it"
     if finding.unknown:
         return f"{finding.unknown}; make the change and run it: `dsprof compare` of the two runs tells"
-    return "run more steps"
+    return "run more steps with `dsprof run`"
 
 
 def _where_other(analysis: Analysis) -> str | None:

@@ -29,17 +29,20 @@ class ScaleLink(WhatIf):
 
     A measured transfer is divided into the two by the line fitted to all of its process group's. Where their sizes are
     too alike for that, only both together can be changed. link: the line that divides them, where the caller knows one.
+    steps: the first and the last step in which the link is another one; None: in all.
     """
 
     latency: float = 1.0
     bandwidth: float = 1.0
     of: Communications = field(default_factory=Communications)
     link: Link | None = None
+    steps: tuple[int, int] | None = None
     turn = Turn.LINK
 
     @property
     def name(self) -> str:
-        return f"latency x {self.latency:g}, bandwidth x {self.bandwidth:g} for {self.of}"
+        when = "" if self.steps is None else f" in steps {self.steps[0]} to {self.steps[1]}"
+        return f"latency x {self.latency:g}, bandwidth x {self.bandwidth:g} for {self.of}{when}"
 
     def change(self, graph: StepGraph) -> StepGraph:
         links: dict[str, Link] = {}
@@ -54,13 +57,15 @@ class ScaleLink(WhatIf):
     def _scaled(self, steps: Steps, link_of: Callable[[str], Link]) -> Steps:
         transfer, wire = steps.transfer.copy(), steps.wire.copy()
         a_byte = 1 / self.bandwidth
-        for c in self.of.of(steps.structure).tolist():
+        first, last = (steps.numbers.min(), steps.numbers.max()) if self.steps is None else self.steps
+        when = (steps.numbers >= first) & (steps.numbers <= last)
+        for c in self.of.of(steps.structure).tolist() if when.any() else ():
             task = steps.structure.tasks[c]
             if task.linked:  # its parts are known
-                transfer[c] *= self.latency
-                wire[c] *= a_byte
+                transfer[c, when] *= self.latency
+                wire[c, when] *= a_byte
             elif math.isclose(self.latency, a_byte):
-                transfer[c] *= a_byte
+                transfer[c, when] *= a_byte
             else:
                 link = self.link or link_of(task.lane)
                 if not link.fitted and self.link is None:
@@ -69,9 +74,9 @@ class ScaleLink(WhatIf):
                         f"what process group {task.lane} moves is all of one size, so its latency and its bandwidth "
                         "cannot be told apart; change both alike",
                     )
-                modelled = np.maximum(link.transfer_ms(steps.size[c]), SHORTEST_MS)
-                fixed = transfer[c] * link.latency_ms / modelled
-                transfer[c] = fixed * self.latency + (transfer[c] - fixed) * a_byte
+                modelled = np.maximum(link.transfer_ms(steps.size[c, when]), SHORTEST_MS)
+                fixed = transfer[c, when] * link.latency_ms / modelled
+                transfer[c, when] = fixed * self.latency + (transfer[c, when] - fixed) * a_byte
         return steps.with_costs(transfer=transfer, wire=wire)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from ..arrays import Float, Int
 from ..graph.link import Link
-from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, StepGraph, Steps
+from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Structure
 from .apply import Turn, WhatIf
 from .edit import Recut, not_woken, with_tasks
 from .issue_order import in_order_of_issue, issue_edges
@@ -31,8 +32,9 @@ class Merge(WhatIf):
     host_ms:    the issuing thread's cost of each collective that is saved
     blocking:   each is waited for before anything else is done: else it is not known what would wait for the merged one
     unit_work:  by what FSDP's own work for its units is multiplied
-    in_advance: what is gathered is issued when what was gathered so many before it is taken over, as FSDP does on a
-                device: then merged ones are issued as many merged ones before, too, which is earlier
+    in_advance: what is gathered is issued when what was gathered so many before it is taken over, and what is reduced
+                waited for when the next is reduced, as FSDP does on a device: then merged ones are issued as many
+                merged ones before, too, which is earlier, and waited for at the next merged one, which is later
     """
 
     of: Communications
@@ -65,7 +67,12 @@ class Merge(WhatIf):
         if self.blocking:
             need_blocking(steps, self.of)
         packs = self.packs(steps)
-        source = _in_advance(steps, families(steps, self.of), packs) if self.in_advance else None
+        source = None
+        if self.in_advance:
+            every = families(steps, self.of)
+            edges = _waited_for_at_the_next(steps.structure, every, packs)
+            steps = replace(steps, structure=replace(steps.structure, edges=edges))
+            source = _in_advance(steps, every, packs)
         return merged(steps, packs, self.link, self.host_ms, self.unit_work, source)
 
     def packs(self, steps: Steps) -> list[list[int]]:
@@ -145,6 +152,37 @@ def _in_advance(steps: Steps, of: list[list[int]], packs: list[list[int]]) -> In
                 if (thread, earlier) in at_of:
                     moved[at_of[thread, c]] = source[at_of[thread, earlier]]
     return moved
+
+
+def _waited_for_at_the_next(structure: Structure, of: list[list[int]], packs: list[list[int]]) -> Edges:
+    """The structure's edges, with a reduction that was waited for where the next one is issued waited for where the
+    next merged one is. of: `families`"""
+    source, target = structure.edges.source.copy(), structure.edges.target.copy()
+    at_of, segments = issue_edges(structure), structure.segments
+    pack_of = {c: number for number, pack in enumerate(packs) for c in pack}
+    waits_of: dict[int, list[int]] = {}
+    for edge in np.flatnonzero((source >= segments) & (target < segments)).tolist():
+        waits_of.setdefault(int(source[edge]) - segments, []).append(edge)
+    for family in of:
+        if not structure.tasks[family[0]].gradient:
+            continue
+        for c, following in pairwise(family):
+            mine = packs[pack_of[c]]
+            after = family.index(mine[-1]) + 1
+            if len(mine) == 1 and (after == len(family) or len(packs[pack_of[family[after]]]) == 1):
+                continue
+            for edge in waits_of.get(c, []):
+                thread = int(structure.thread[target[edge]])
+                if (thread, c) not in at_of or (thread, following) not in at_of:
+                    continue
+                issued, next_issued = (int(source[at_of[thread, one]]) for one in (c, following))
+                if not issued < target[edge] <= next_issued:
+                    continue
+                kept = packs[pack_of[family[after]]][-1] if after < len(family) else None
+                if kept is not None and (thread, kept) in at_of:
+                    source[edge] = segments + mine[-1]
+                    target[edge] = source[at_of[thread, kept]] + 1
+    return Edges(source, target)
 
 
 def merged(

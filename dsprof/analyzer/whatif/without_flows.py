@@ -1,4 +1,4 @@
-"""What-if on what one chain of a rank waits for in another: the host does not wait for its device."""
+"""What-ifs on what one chain of a rank waits for in another, and on all that is no such wait."""
 
 from __future__ import annotations
 
@@ -6,8 +6,28 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..graph.chains import FLOWS
 from ..graph.step_graph import Edges, StepGraph
 from .apply import Turn, WhatIf
+
+
+@dataclass(frozen=True)
+class TransfersAtOnce(WhatIf):
+    """What ranks communicate takes no time once the last of them has come; flows between chains stay as they are."""
+
+    turn = Turn.LINK
+
+    @property
+    def name(self) -> str:
+        return "transfers take no time"
+
+    def change(self, graph: StepGraph) -> StepGraph:
+        return graph.with_templates(tuple(
+            steps.with_costs(
+                transfer=np.where([[task.kind not in FLOWS] for task in steps.structure.tasks], 0.0, steps.transfer)
+            )
+            for steps in graph.templates
+        ))  # fmt: skip
 
 
 @dataclass(frozen=True)

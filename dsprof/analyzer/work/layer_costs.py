@@ -7,7 +7,7 @@ from typing import Final, TypedDict
 import numpy as np
 import pandas as pd
 
-from ..columns import is_one_of
+from ..columns import RankRows, as_rows
 
 
 class LayerCost(TypedDict):
@@ -21,10 +21,10 @@ class LayerCost(TypedDict):
 NEEDED: Final = ("step", "kind", "name", "start_ns", "dur_ns", "stage")
 
 
-def staged_rows(rows: pd.DataFrame) -> pd.DataFrame:
+def staged_rows(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
     """What is of a stage: layers and actions, with the columns NEEDED."""
-    staged = rows["stage"].notna().to_numpy(bool) & is_one_of(rows["kind"], "module", "pipe")
-    return rows[list(NEEDED)].take(np.flatnonzero(staged))
+    rows = as_rows(rows)
+    return rows.take(NEEDED, np.flatnonzero(rows.known("stage") & rows.are("kind", "module", "pipe")))
 
 
 def layer_costs(rows: pd.DataFrame) -> list[LayerCost]:

@@ -19,7 +19,7 @@ from dsprof.schema import COUNTED, FLOPS, SHARDING
 
 from ..arrays import Bool, Int
 from ..budget.intervals import nest
-from ..columns import is_one_of, may_hold
+from ..columns import RankRows, as_rows, may_hold
 
 COLUMNS: Final = (
     "module", "calls", "ms", "own_ms", "backward_ms", "backward_own_ms", "recompute_ms", "gflop", "slowest_rank",
@@ -29,9 +29,10 @@ SUMS: Final = ("calls", "ns", "own_ns", "backward_ns", "backward_own_ns", "recom
 NOT_COUNTED: Final = "no whole step was counted: the sixth is, of a part of a run its second, or the last in it"
 BACKWARD: Final = "backward"
 RECOMPUTE: Final = "recompute"
+NO_THREAD: Final = -1
 
 
-def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
+def sum_modules(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
     """Of one rank, by name, a step, mean over whole steps after the first: calls, time in forward and in backward (ns;
     `own`: without the modules called inside), own time in recomputation, and own floating-point operations of forward
     and backward. Empty where no module was timed.
@@ -40,22 +41,23 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
     step was counted.
     """
     empty = pd.DataFrame(columns=list(SUMS), index=pd.Index([], name="module", dtype=object), dtype=float)
-    if not may_hold(rows["kind"], lambda kind: kind == "module"):
+    rows = as_rows(rows)
+    if not rows.may_hold("kind", lambda kind: kind == "module"):
         return empty
-    kind, step, ended = rows["kind"], rows["step"].to_numpy(np.int64), rows["dur_ns"].notna().to_numpy(bool)
-    chosen = is_one_of(kind, "module") & ~is_one_of(rows["name"], SHARDING)
-    again = is_one_of(kind, "phase") & is_one_of(rows["name"], RECOMPUTE)
+    step, ended = rows.whole("step"), rows.known("dur_ns")
+    chosen = rows.are("kind", "module") & ~rows.are("name", SHARDING)
+    again = rows.are("kind", "phase") & rows.are("name", RECOMPUTE)
     chosen = (chosen | again) & ended & (step >= 0)
-    whole = np.unique(step[is_one_of(kind, "step") & ended])  # none that a gap has cut
+    whole = np.unique(step[rows.are("kind", "step") & ended])  # none that a gap has cut
     first = step[chosen].min(initial=np.iinfo(np.int64).max)
-    there = np.flatnonzero(chosen & np.isin(step, whole) & (step > first))
-    in_forward = _in_forward(rows[["thread", "start_ns"]].take(there), rows)
+    there = np.flatnonzero(chosen & (step > first))
+    there = there[_among(step[there], whole)]
+    in_forward = _in_forward(there, rows)
     numbers = np.unique(step[there[in_forward]])
     if not len(numbers):
         return empty
-    inside = np.isin(step[there], numbers)
-    columns = ["step", "kind", "name", "thread", "start_ns", "dur_ns", "purpose", "corr", "value"]
-    calls = _Calls(rows[columns].take(there[inside]), in_forward[inside])
+    inside = _among(step[there], numbers)
+    calls = _Calls(rows, there[inside], in_forward[inside])
     sums = {
         "calls": calls.by_name(calls.forward),
         "ns": calls.by_name(calls.forward & calls.topmost, calls.length),
@@ -69,7 +71,7 @@ def sum_modules(rows: pd.DataFrame) -> pd.DataFrame:
     for name in ("backward_ns", "backward_own_ns"):
         sums[name] = np.where(unseen, np.nan, sums[name])
     index = pd.Index(calls.names, name="module", dtype=object)
-    counted = _operations(rows)
+    counted = _operations(rows.table)
     sums["flops"] = (
         np.full(len(index), np.nan) if counted is None else counted.reindex(index).fillna(0.0).to_numpy(np.float64)
     )
@@ -84,21 +86,22 @@ class _Calls:
     topmost: calls that are not inside of a call of the same name.
     """
 
-    def __init__(self, table: pd.DataFrame, in_forward: Bool) -> None:
-        order = np.lexsort((-table["dur_ns"].to_numpy(np.int64), table["start_ns"].to_numpy(np.int64)))
-        order = order[np.argsort(table["thread"].to_numpy(np.int64)[order], kind="stable")]
-        table, self.forward = table.iloc[order], in_forward[order]
-        is_call = is_one_of(table["kind"], "module")
-        self.backward = is_call & is_one_of(table["purpose"], BACKWARD)
+    def __init__(self, rows: RankRows, place: Int, in_forward: Bool) -> None:
+        start, length = rows.whole("start_ns")[place], rows.whole("dur_ns")[place]
+        thread = rows.whole("thread", NO_THREAD)[place]
+        order = np.lexsort((-length, start, thread))
+        place, self.forward = place[order], in_forward[order]
+        is_call = rows.are("kind", "module")[place]
+        self.backward = is_call & rows.are("purpose", BACKWARD)[place]
         is_call = is_call & ~self.backward
-        self.length, parent = _nest_by_thread(table)
+        self.length, parent = _nest_by_thread(start[order], length[order], thread[order])
         held = parent >= 0
         self.own = self.length - np.bincount(parent[held], self.length[held], len(parent)).astype(np.int64)
-        names = table["name"].astype("category").array
-        self.code, there = pd.factorize(names.codes)
-        self.names = names.categories[there].astype(str).tolist()
-        self.nodes = table["value"].to_numpy(np.float64)
-        self._call = self._calls_by_number(table, is_call)
+        codes, words = rows.codes("name")
+        self.code, there = pd.factorize(codes[place])
+        self.names = words[there].tolist()
+        self.nodes = rows.real("value")[place]
+        self._call = self._calls_by_number(rows.whole("corr", -1)[place], is_call)
         self.again = is_call & self._inside(parent, ~is_call)
         self.forward = self.forward & is_call & ~self.again
         # A recomputation belongs to the gradient that it is for, and that to the call that made it.
@@ -124,9 +127,9 @@ class _Calls:
             call = np.where(call >= 0, self.up[call], -1)
         return total
 
-    def _calls_by_number(self, table: pd.DataFrame, is_call: Bool) -> Int:
-        """The row of the call that each row bears the number of; -1: none."""
-        number = table["corr"].fillna(-1).to_numpy(np.int64)
+    @staticmethod
+    def _calls_by_number(number: Int, is_call: Bool) -> Int:
+        """The row of the call that each row bears the number of; -1: none. number: -1 of a row that bears none."""
         at = np.flatnonzero(is_call & (number >= 0))
         at = at[np.argsort(number[at], kind="stable")]
         if not len(at):
@@ -153,10 +156,9 @@ class _Calls:
         return found
 
 
-def _nest_by_thread(table: pd.DataFrame) -> tuple[Int, Int]:
+def _nest_by_thread(start: Int, length: Int, thread: Int) -> tuple[Int, Int]:
     """Length and parent of each row; the rows of a thread lie together, by start."""
-    start, thread = table["start_ns"].to_numpy(np.int64), table["thread"].to_numpy(np.int64)
-    end = start + table["dur_ns"].to_numpy(np.int64)
+    end = start + length
     parent = np.full(len(start), -1)
     edges = np.flatnonzero(np.diff(thread, prepend=np.nan, append=np.nan))
     for first, behind in pairwise(edges.tolist()):
@@ -165,22 +167,26 @@ def _nest_by_thread(table: pd.DataFrame) -> tuple[Int, Int]:
     return end - start, parent
 
 
-def _in_forward(table: pd.DataFrame, rows: pd.DataFrame) -> Bool:
-    """Which calls began in a forward of their thread that was for training."""
-    forward = is_one_of(rows["kind"], "phase") & is_one_of(rows["name"], "forward")
-    trains = rows[["thread", "start_ns", "dur_ns", "grad", "source"]].take(np.flatnonzero(forward))
-    known = trains["dur_ns"].notna().to_numpy(bool) & trains["thread"].notna().to_numpy(bool)
-    known &= is_one_of(trains["source"], "measured") & trains["grad"].to_numpy(bool, na_value=True)
-    trains = trains.take(np.flatnonzero(known))
-    of_thread, first = trains["thread"].to_numpy(np.int64), trains["start_ns"].to_numpy(np.int64)
-    last = first + trains["dur_ns"].to_numpy(np.int64)
-    found = np.zeros(len(table), bool)
-    thread, start = table["thread"].to_numpy(np.int64), table["start_ns"].to_numpy(np.int64)
+def _in_forward(place: Int, rows: RankRows) -> Bool:
+    """Which of the calls at these places began in a forward of their thread that was for training."""
+    known = rows.are("kind", "phase") & rows.are("name", "forward") & rows.known("dur_ns") & rows.known("thread")
+    trains = np.flatnonzero(known & rows.are("source", "measured") & rows.true("grad", missing=True))
+    of_thread, first = rows.whole("thread", NO_THREAD)[trains], rows.whole("start_ns")[trains]
+    last = first + rows.whole("dur_ns")[trains]
+    found = np.zeros(len(place), bool)
+    thread, start = rows.whole("thread", NO_THREAD)[place], rows.whole("start_ns")[place]
     for one in np.unique(of_thread).tolist():
         mine = np.flatnonzero(thread == one)
         begin, end = np.sort(first[of_thread == one]), np.sort(last[of_thread == one])
         # Outermost calls of a thread do not overlap.
         found[mine] = np.searchsorted(begin, start[mine], "right") > np.searchsorted(end, start[mine], "left")
+    return found
+
+
+def _among(step: Int, numbers: Int) -> Bool:
+    """Which of these steps are among the numbers, which are in order."""
+    at = np.searchsorted(numbers, step)
+    found: Bool = np.append(numbers, -1)[at] == step
     return found
 
 

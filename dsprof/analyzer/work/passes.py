@@ -9,7 +9,7 @@ import pandas as pd
 
 from ..arrays import Bool, Int
 from ..budget.step_budget import RankTime
-from ..columns import is_one_of
+from ..columns import RankRows, as_rows
 
 PASS_COLUMNS: Final = ("rank", "step", "stage", "micro", "name", "start_ns", "dur_ns", "own_ns")
 """own_ns: of `dur_ns` what is compute, and no waiting for others or pause."""
@@ -20,35 +20,29 @@ FORWARDS, BACKWARDS = "forward", "backward"
 """Names of phases."""
 
 
-def find_passes(rows: pd.DataFrame, time: RankTime) -> pd.DataFrame:
+def find_passes(rows: pd.DataFrame | RankRows, time: RankTime) -> pd.DataFrame:
     """PASS_COLUMNS of the actions of a pipeline's schedule; without one, of the training thread's forwards with
     gradients and backwards, of which `micro` counts those of a step and `stage` is 0. `rows`: of one rank."""
-    columns = ["rank", "step", "name", "stage", "start_ns", "dur_ns"]
-    acted = rows[[*columns, "microbatch"]].take(np.flatnonzero(is_one_of(rows["kind"], "pipe")))
-    if len(acted):
-        acted = acted[acted[["dur_ns", "stage", "microbatch"]].notna().all(axis=1)]
-        acted = acted[acted["name"].isin([FORWARD, BACKWARD, WEIGHTS])]
-    if len(acted):
-        stage, micro = (acted[name].to_numpy(np.int64) for name in ("stage", "microbatch"))
-        name = acted["name"].astype(str).reset_index(drop=True)
-        found = acted
+    rows = as_rows(rows)
+    acts = rows.are("kind", "pipe") & rows.known("dur_ns") & rows.known("stage") & rows.known("microbatch")
+    there = np.flatnonzero(acts & rows.are("name", FORWARD, BACKWARD, WEIGHTS))
+    step = rows.whole("step")
+    if len(there):
+        name = rows.words("name", there)
+        stage, micro = rows.whole("stage")[there], rows.whole("microbatch")[there]
     else:
-        acts = is_one_of(rows["kind"], "phase") & is_one_of(rows["lane"], "main")
-        forward = is_one_of(rows["name"], FORWARDS)
-        there = np.flatnonzero(acts & (forward | is_one_of(rows["name"], BACKWARDS)))
-        phases = rows[[*columns[:3], *columns[4:], "grad"]].take(there)
+        phases = rows.are("kind", "phase") & rows.are("lane", "main") & rows.known("dur_ns")
+        forward = rows.are("name", FORWARDS)
+        trains = (forward & rows.true("grad", missing=True)) | rows.are("name", BACKWARDS)
+        there = np.flatnonzero(phases & trains)
         forward = forward[there]
-        trains = ~forward | phases["grad"].to_numpy(bool, na_value=True)
-        chosen = np.flatnonzero(phases["dur_ns"].notna().to_numpy(bool) & trains)
-        found, forward = phases.take(chosen), forward[chosen]
-        name = pd.Series(np.where(forward, FORWARD, BACKWARD), dtype=str)
-        stage, micro = np.zeros(len(found), np.int64), _place_in_step(found["step"].to_numpy(np.int64), forward)
-    start, length = found["start_ns"].to_numpy(np.int64), found["dur_ns"].to_numpy(np.int64)
-    whole = {column: found[column].to_numpy(np.int64) for column in ("rank", "step")}
+        name = np.where(forward, FORWARD, BACKWARD).astype(object)
+        stage, micro = np.zeros(len(there), np.int64), _place_in_step(step[there], forward)
+    start, length = rows.whole("start_ns")[there], rows.whole("dur_ns")[there]
+    whole = {"rank": rows.whole("rank")[there], "step": step[there], "stage": stage, "micro": micro}
+    name = pd.Series(name, dtype=str)
     own = time.of_part("compute", start + length) - time.of_part("compute", start)
-    return pd.DataFrame(
-        {**whole, "stage": stage, "micro": micro, "name": name, "start_ns": start, "dur_ns": length, "own_ns": own}
-    )
+    return pd.DataFrame({**whole, "name": name, "start_ns": start, "dur_ns": length, "own_ns": own}, copy=False)
 
 
 def _place_in_step(step: Int, forward: Bool) -> Int:

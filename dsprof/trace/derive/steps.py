@@ -279,17 +279,23 @@ def step_pattern(rows: pd.DataFrame) -> list[tuple[int, int]]:
     rows: of the trace, of any number of ranks. Optimizers without a number are 0. Empty: steps without an optimizer,
     or no step at all.
     """
-    whole = rows.loc[(rows["kind"] == "step") & rows["dur_ns"].notna(), ["rank", "restart", "step"]]
-    if whole.empty:
+    ended = rows["dur_ns"].notna().to_numpy(bool)
+    whole = np.flatnonzero((rows["kind"] == "step").to_numpy(bool) & ended)
+    if not len(whole):
         return []
-    rank, restart = whole[["rank", "restart"]].value_counts().index[0]
-    whole = whole.loc[(whole["rank"] == rank) & (whole["restart"] == restart), "step"]
-    stepped = rows[(rows["kind"] == "phase") & (rows["name"] == "optimizer") & rows["dur_ns"].notna()]
-    stepped = stepped[(stepped["rank"] == rank) & (stepped["restart"] == restart) & stepped["step"].isin(whole)]
-    number = stepped["value"].fillna(UNNUMBERED).astype(np.int64).rename("number")
-    counts = stepped.groupby(["step", number])["start_ns"].agg(["size", "min"]).reset_index()
-    found: Counter[tuple[tuple[int, int], ...]] = Counter()
-    for _, of_step in counts.sort_values(["step", "min"]).groupby("step"):
-        found[tuple(zip(of_step["number"].tolist(), of_step["size"].tolist(), strict=True))] += 1
+    process = np.stack([rows[name].to_numpy(np.int64) for name in ("rank", "restart")])
+    every, times = np.unique(process[:, whole], axis=1, return_counts=True)
+    of_process = (process == every[:, [times.argmax()]]).all(axis=0)
+    step = rows["step"].to_numpy(np.int64)
+    whole = whole[of_process[whole]]
+    updates = (rows["kind"] == "phase").to_numpy(bool) & (rows["name"] == "optimizer").to_numpy(bool) & ended
+    stepped = np.flatnonzero(updates & of_process & np.isin(step, step[whole]))
+    value = rows["value"].to_numpy(np.float64, na_value=np.nan)[stepped]
+    number = np.where(np.isnan(value), UNNUMBERED, value).astype(np.int64)
+    order = np.lexsort((number, rows["start_ns"].to_numpy(np.int64)[stepped], step[stepped]))
+    of_steps: dict[int, Counter[int]] = {}
+    for at, optimizer in zip(step[stepped][order].tolist(), number[order].tolist(), strict=True):
+        of_steps.setdefault(at, Counter())[optimizer] += 1
+    found = Counter(tuple(of_step.items()) for of_step in of_steps.values())
     found[()] = len(whole) - found.total()
     return list(found.most_common(1)[0][0])

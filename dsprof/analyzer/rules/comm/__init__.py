@@ -7,6 +7,8 @@ ddp_buckets       gradients reduced in buckets while backward goes on, as by Dis
 by_hand           gradients that a script reduces itself after backward
 shards            parameters that are gathered, gradients that are scattered: FSDP, ZeRO stage 3
 prefetch          the same, gathered before they are needed
+zero_prefetch     and of ZeRO's stage 3, by the engine's own key
+engine_reductions  gradients that dsprof's engine reduces beside backward, or waits for, in stages 1 and 2
 fetched_parameters  with other limits of what stage 3 gathers ahead, and of how much is whole at once
 fsdp_settings     FSDP2 with parameters kept from forward to backward, or more gathered ahead
 zero_stage        ZeRO at another stage, and with overlap_comm or without

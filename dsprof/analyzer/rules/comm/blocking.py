@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,7 @@ from ...arrays import Int
 from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
+from ...price.gains import sure_up_to
 from ...study import Study, once
 from ...text import count, ms
 from ...whatif.communications import WithoutCommunications
@@ -176,7 +177,7 @@ def _candidate(study: Study, calls: Calls) -> Candidate:
 
 
 def _perhaps(gain: Gain) -> Gain:
-    return replace(gain, low=min(gain.low, 0.0))
+    return sure_up_to(gain, 0.0)
 
 
 def _fix(calls: Calls, gain: Gain) -> Fix:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +14,7 @@ from ...budget.activity import BUFFER
 from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
+from ...price.gains import sure_up_to
 from ...study import Study
 from ...text import ms, size
 from ...whatif.needless import WithoutBuffers
@@ -62,7 +62,7 @@ def broadcast_buffers(study: Study) -> Found:
 
 
 def _surely(gain: Gain, moved_bytes: float) -> Gain:
-    return replace(gain, low=min(gain.low, MOST_MS_PER_BYTE * moved_bytes))
+    return sure_up_to(gain, MOST_MS_PER_BYTE * moved_bytes)
 
 
 def _statistics(study: Study) -> bool:

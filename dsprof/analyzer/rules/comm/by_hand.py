@@ -3,77 +3,86 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ...arrays import Float
-from ...finding import Evidence, Finding, Fix
+from ...effect import Effect, WhatIfs
+from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link
-from ...price.contention import freed_ms
-from ...price.gains import mean_gain
 from ...study import Study
 from ...text import size
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, PartlyJudged, replay_divided
+from ..base import LEAST_SHARE, PartlyJudged, gains_tried
 from .dimensions import GRADIENT, Domain, waited_ms
 
 UNJUDGED = (
     "each reduction of gradients is waited for before anything else is done: what reducing them while backward goes on "
     "would gain, as DistributedDataParallel does, is not replayed; try it"
 )
+FLATTEN = "flatten the gradients of a group into one tensor, and reduce them at once"
 FEWEST = 2
 MATTERS = 0.01
 """Of the step: less exposed communication than this need not be judged."""
 
 
-def reduced_together(study: Study, domain: Domain) -> list[Finding]:
+def reduced_together(study: Study, domain: Domain, say: Callable[[Gain], Fix] | None = None) -> list[Finding]:
     """Each group's gradients flattened and reduced at once: comm.small-messages. What hiding them behind backward would
-    gain is not judged, if it matters (PartlyJudged). Raises NotJudged where they are not waited for one by one."""
+    gain is not judged, if it matters (PartlyJudged). Raises NotJudged where they are not waited for one by one.
+
+    say: the fix that reduces them at once; None: in words, for a script that reduces them itself
+    """
     domain = domain.of(GRADIENT)
     links, a_step = domain.links(), domain.a_step(study)
     link = links[domain.groups[0]]
     spread = (1.0, 1 - link.spread, 1 + link.spread)
-    before = [_replay(study, links, slower, 0.0) for slower in spread]
+    now = [_up_to(study, links, slower, 0.0) for slower in spread]
     found: list[Finding] = []
-    if a_step >= FEWEST:
-        moved = float((domain.table["bytes"] * domain.table["ranks"]).sum()) / len(study.step_numbers)
-        freed = freed_ms(study, before[0], moved / max(len(study.ranks), 1)) * (1 - 1 / a_step)
-        after = [_replay(study, links, slower, math.inf) for slower in spread]
-        saved = [now - then + freed for now, then in zip(before, after, strict=True)]
-        gain, ends = mean_gain(study, saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
-        gain = replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))
-        if gain.ms >= LEAST_SHARE * study.step_ms:
-            median = float(domain.table["bytes"].median())
-            evidence = (
-                Evidence("gradient collectives a step", round(a_step), "count", 1),
-                Evidence("median size", round(median / 1024, 1), "KiB"),
-                Evidence("latency of one", round(link.latency_ms, 4), "ms"),
-                Evidence("exposed communication a step", round(waited_ms(study, domain), 3), "ms", 0.0),
+    several = a_step >= FEWEST
+    then = [_up_to(study, links, slower, math.inf) for slower in spread] if several else now
+    pairs = tuple(zip(now, then, strict=True))
+    moved = float((domain.table["bytes"] * domain.table["ranks"]).sum()) / len(study.step_numbers)
+    effect = Effect(
+        "comm.small-messages",
+        then[0],
+        now[0],
+        pairs[1:],
+        fewer=1 - 1 / a_step if several else 0.0,
+        moved_bytes=moved / max(len(study.ranks), 1),
+        counts_cores=True,
+    )
+    (gain,) = gains_tried(study, [effect], "reducing gradients together was not tried")
+    if several and gain.ms >= LEAST_SHARE * study.step_ms:
+        median = float(domain.table["bytes"].median())
+        evidence = (
+            Evidence("gradient collectives a step", round(a_step), "count", 1),
+            Evidence("median size", round(median / 1024, 1), "KiB"),
+            Evidence("latency of one", round(link.latency_ms, 4), "ms"),
+            Evidence("exposed communication a step", round(waited_ms(study, domain), 3), "ms", 0.0),
+        )
+        title = f"{a_step:.0f} reductions of gradients a step, of {size(median)} each, are waited for one by one"
+        op = str(domain.table["name"].mode().iloc[0])
+        fix = say(gain) if say is not None else Fix("code", FLATTEN, gain=gain)
+        found.append(
+            Finding(
+                "comm.small-messages",
+                title + domain.inside,
+                "info",
+                domain.where(study, op),
+                evidence,
+                gain,
+                (fix,),
             )
-            title = f"{a_step:.0f} reductions of gradients a step, of {size(median)} each, are waited for one by one"
-            op = str(domain.table["name"].mode().iloc[0])
-            fix = Fix("code", "flatten the gradients of a group into one tensor, and reduce them at once", gain=gain)
-            found.append(
-                Finding(
-                    "comm.small-messages",
-                    title + domain.inside,
-                    "info",
-                    domain.where(study, op),
-                    evidence,
-                    gain,
-                    (fix,),
-                )
-            )
+        )
     if waited_ms(study, domain) > MATTERS * study.step_ms:
         raise PartlyJudged(found, ("comm.exposed",), UNJUDGED)
     return found
 
 
-def _replay(study: Study, links: Mapping[str, Link], slower: float, most: float) -> Float:
-    """Step durations [S] with reductions of up to `most` bytes; 0: as they are, with modelled transfers."""
+def _up_to(study: Study, links: Mapping[str, Link], slower: float, most: float) -> WhatIfs:
+    """Reductions of up to `most` bytes; 0: as they are, with modelled transfers."""
     host_ms = study.host_ms(GRADIENT)
-    merged = [
+    return tuple(
         Merge(
             Communications(purposes=(GRADIENT,), groups=(group,)),
             replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower),
@@ -82,5 +91,4 @@ def _replay(study: Study, links: Mapping[str, Link], slower: float, most: float)
             blocking=True,
         )
         for group, link in links.items()
-    ]
-    return replay_divided(study, merged, "reducing gradients together was not tried")
+    )

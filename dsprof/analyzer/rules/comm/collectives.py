@@ -17,10 +17,13 @@ from ..base import NotConcerned, NotJudged, PartlyJudged, zero_stage
 from ..rule import Found, Look, Rule
 from .by_hand import reduced_together
 from .ddp_buckets import bucket_size
+from .deepspeed_config import is_own_engine, stage_of
 from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_for_most, waits_mostly_for_layers
+from .engine_reductions import engine_reductions
 from .prefetch import exposed_gathers
 from .shards import gathers_parameters, small_shards
 from .zero_buckets import blocking_buckets
+from .zero_prefetch import exposed_fetches, larger_buckets
 
 CODES: Final = ("comm.small-messages", "comm.large-bucket", "comm.exposed")
 
@@ -67,10 +70,16 @@ def _judges(study: Study, stage: int | None) -> list[tuple[Domain, Callable[[], 
     replicas = [one for one in every if one.role == REPLICATE and len(one.of(GRADIENT).table)]
     found: list[tuple[Domain, Callable[[], list[Finding]]]] = []
     sharded = [one for one in every if gathers_parameters(one)]
+    by_zero = stage_of(study) == 3
+    by_engine = is_own_engine(study) and stage_of(study) in (1, 2)
     for domain in sharded:
         of_domain = [one for one in replicas if one is not domain]
-        found.append((domain, partial(small_shards, study, domain, of_domain)))
-        found.append((domain, partial(exposed_gathers, study, domain)))
+        by_key = larger_buckets if stage_of(study) is not None else None
+        found.append((domain, partial(small_shards, study, domain, of_domain, by_key)))
+        if by_engine:  # what is gathered there are updated parameters: it is gradients that modules wait for
+            found.append((domain, partial(_reduced, study, domain, stage)))
+        else:
+            found.append((domain, partial(exposed_fetches if by_zero else exposed_gathers, study, domain)))
     for domain in every:
         if domain in sharded or (sharded and domain in replicas) or domain.of(GRADIENT).table.empty:
             continue
@@ -86,6 +95,8 @@ def _reduced(study: Study, domain: Domain, stage: int | None) -> list[Finding]:
             "DeepSpeed reduces gradients when backward is over, in pieces whose size no key tells (stage 0)"
         )
     try:
+        if is_own_engine(study) and stage_of(study) in (1, 2):
+            return engine_reductions(study, domain)
         return bucket_size(study, domain)
     except NotJudged as unjudged:
         if study.facts.get("ddp"):

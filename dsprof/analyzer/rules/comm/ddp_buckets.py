@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any, Final
@@ -11,20 +11,17 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from ...arrays import Float
-from ...effect import Effect
-from ...finding import Evidence, Finding, Fix, Gain
+from ...effect import Effect, WhatIfs
+from ...finding import NOTHING, Evidence, Finding, Fix, Gain
 from ...graph.link import Link
-from ...price.contention import freed_ms, kept_of_overlap
-from ...price.gains import beside_other_work, mean_gain
 from ...study import Study, once
 from ...text import count, ms, size
-from ...whatif import WhatIf
 from ...whatif.rebucket import Rebucket, reduced_in_backwards
-from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, replay_divided
+from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, gains_tried
+from .deepspeed_config import elements, is_own_engine, stage_of, zero_fix
 from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 from .redundant_reduce import repeated_reductions
-from .shards import by_bytes
+from .shards import FAR, beyond, by_bytes
 
 CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
 AS_GOOD: Final = 0.9
@@ -92,7 +89,7 @@ def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
     )
     title = f"{cut.count} gradient collectives a step of {size(cut.median_bytes)} each are bound by latency"
     where = cut.domain.where(study, cut.op)
-    fixes = (_bucket_fix(cut, best),)
+    fixes = (_bucket_fix(study, cut, best),)
     return Finding(
         "comm.small-messages", title + cut.domain.inside, "info", where, evidence, best.gain, fixes,
         unknown="" if cut.link.fitted else ONE_SIZE,
@@ -110,7 +107,7 @@ def _large(study: Study, cut: _Cut, best: Rebucketed, waited: float) -> Finding:
     title = f"gradients are reduced in {one}, too late to hide behind backward: {ms(waited)} of each step wait for them"
     return Finding(
         "comm.large-bucket", title + cut.domain.inside, "info", cut.domain.where(study, cut.op), evidence, best.gain,
-        (_bucket_fix(cut, best),), unknown="" if cut.link.fitted else ONE_SIZE,
+        (_bucket_fix(study, cut, best),), unknown="" if cut.link.fitted else ONE_SIZE,
     )  # fmt: skip
 
 
@@ -127,7 +124,7 @@ def _exposed(study: Study, cut: _Cut, waited: float) -> Finding:
     title = f"{ms(waited)} of each step wait for collectives{cut.domain.inside}"
     title += "; no other bucket size would hide more of them" if cut.ddp else ""
     where = cut.domain.where(study, cut.op)
-    return Finding("comm.exposed", title, "info", where, evidence, Gain(0.0, 0.0, 0.0, 0.0), unused)
+    return Finding("comm.exposed", title, "info", where, evidence, NOTHING, unused)
 
 
 def _waiting(study: Study, waited: float) -> tuple[Evidence, Evidence]:
@@ -139,6 +136,8 @@ def _waiting(study: Study, waited: float) -> tuple[Evidence, Evidence]:
 
 Reduced = tuple[str, int | None]
 """The gradients of a process group; of one that reduces some in several backwards of a step those of one backward."""
+Sizes = Mapping[Reduced, list[int]]
+"""Into which buckets they are cut, bytes of each."""
 
 
 @dataclass(frozen=True)
@@ -255,29 +254,79 @@ def _ddps_of(study: Study, group: str, total_bytes: float) -> tuple[Mapping[str,
 
 
 def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
-    """The step replayed with other bucket sizes. Raises NotJudged where buckets are no knob of this job."""
-    before = _replay_cut(study, cut, {reduced: list(now.sizes) for reduced, now in cut.groups.items()})
-    freed = freed_ms(study, before, cut.total_bytes)
-    spread = (1.0, 1 + cut.link.spread, 1 - cut.link.spread)
-    found: list[Rebucketed] = []
+    """Other bucket sizes, with what each gains. Raises NotJudged where buckets are no knob of this job."""
+    tried: list[tuple[int, int]] = []
+    effects: list[Effect] = []
+    now = _now([cut])
     for cap in CAPS_MB:
-        sizes = {reduced: now.packed(cap << 20) for reduced, now in cut.groups.items()}
+        sizes = _sizes(cut, cap)
         in_all = sum(map(len, sizes.values()))
-        if in_all == cut.in_all or (found and found[-1].in_all == in_all):
-            continue
-        saved = [before - _replay_cut(study, cut, sizes, slower) for slower in spread]
-        small = not cut.link.fitted and cut.link.latency_ms > 0  # all of one size: it may be the bytes that take long
-        if cut.domain.on_device and small:
-            saved.append(before - _replay_cut(study, _by_bytes(cut), sizes))
-        if in_all > cut.in_all:
-            kept = kept_of_overlap(study)
-            saved = [before - beside_other_work(study, before, before - of_link) for of_link in saved]
-            saved = [np.where(of_link > 0, kept * of_link, of_link) for of_link in saved]
-        gain, *ends = (mean_gain(study, of_link + freed * (1 - in_all / cut.in_all)) for of_link in saved)
-        low, high = min(end.ms for end in ends), max(end.ms for end in ends)
-        gain = replace(gain, low=min(gain.low, low), high=max(gain.high, high))
-        found.append(Rebucketed(cap, round(in_all / len(cut.domain.groups)), in_all, gain))
-    return found
+        if in_all != cut.in_all and not (tried and tried[-1][1] == in_all):
+            tried.append((cap, in_all))
+            effects.append(_divided_otherwise(study, [cut], [sizes], now))
+    as_it_is = Effect("comm.exposed", now, now)  # where there is no other size either, that must be a knob
+    gains = gains_tried(study, effects or [as_it_is], "no other bucket size was tried")
+    groups = len(cut.domain.groups)
+    return [
+        Rebucketed(cap, round(in_all / groups), in_all, gain)
+        for (cap, in_all), gain in zip(tried, gains, strict=False)
+    ]  # fmt: skip
+
+
+def _sizes(cut: _Cut, cap_mb: float) -> Sizes:
+    return {reduced: now.packed(int(cap_mb * 2**20)) for reduced, now in cut.groups.items()}
+
+
+def _now(cuts: Sequence[_Cut]) -> WhatIfs:
+    """The present cuts, with modelled transfers."""
+    return tuple(
+        one for cut in cuts for one in _divided(cut, {reduced: list(of.sizes) for reduced, of in cut.groups.items()})
+    )
+
+
+def _divided_otherwise(study: Study, cuts: Sequence[_Cut], sizes: Sequence[Sizes], now: WhatIfs) -> Effect:
+    """The gradients of each of these dimensions cut into `sizes`. The present cut is replayed the same way (`now`), so
+    that the model's own error cancels from the difference."""
+    before, after = sum(cut.in_all for cut in cuts), sum(len(of) for one in sizes for of in one.values())
+
+    def divided(slower: int, by_bytes: bool = False) -> WhatIfs:
+        pairs = zip(map(_by_bytes, cuts) if by_bytes else cuts, sizes, strict=True)
+        return tuple(one for cut, of in pairs for one in _divided(cut, of, 1 + slower * cut.link.spread))
+
+    others = [divided(1), divided(-1)]
+    # All of one size: it may be the bytes that take long.
+    if any(cut.domain.on_device and not cut.link.fitted and cut.link.latency_ms > 0 for cut in cuts):
+        others.append(divided(0, by_bytes=True))
+    pairs = [(now, other) for other in others]
+    if any(_are_far(cut, of) for cut, of in zip(cuts, sizes, strict=True)):
+        slower = [_beyond(cut) for cut in cuts]
+        then = tuple(one for cut, of in zip(slower, sizes, strict=True) for one in _divided(cut, of))
+        pairs.append((_now(slower), then))
+    return Effect(
+        "comm.small-messages" if after < before else "comm.large-bucket",
+        divided(0),
+        now,
+        tuple(pairs),
+        overlaps="more" if after > before else "",
+        fewer=1 - after / before,
+        moved_bytes=sum(cut.total_bytes for cut in cuts),
+        counts_cores=True,
+    )
+
+
+def _beyond(cut: _Cut) -> _Cut:
+    """The same over links of whose bytes more may take long than was fitted to small ones."""
+    links = {name: beyond(now.link) if now.link.fitted else now.link for name, now in cut.groups.items()}
+    return replace(cut, groups={name: replace(now, link=links[name]) for name, now in cut.groups.items()})
+
+
+def _are_far(cut: _Cut, sizes: Sizes) -> bool:
+    """Whether some of these buckets are much larger than all that a group's link was fitted to."""
+    links = {reduced: now.link for reduced, now in cut.groups.items()}
+    return any(
+        links[reduced].fitted and max(of_group, default=0) > FAR * links[reduced].largest
+        for reduced, of_group in sizes.items()
+    )
 
 
 def _by_bytes(cut: _Cut) -> _Cut:
@@ -286,14 +335,7 @@ def _by_bytes(cut: _Cut) -> _Cut:
     return replace(cut, groups=groups)
 
 
-def _replay_cut(study: Study, cut: _Cut, sizes: Mapping[Reduced, list[int]], slower: float = 1.0) -> Float:
-    """Step durations [S] with each group's gradients cut into `sizes`. The present cut is replayed the same way, with
-    modelled transfers, so that the model's own error cancels from the difference."""
-
-    return replay_divided(study, _divided(cut, sizes, slower), "no other bucket size was tried")
-
-
-def _divided(cut: _Cut, sizes: Mapping[Reduced, list[int]], slower: float) -> list[Rebucket]:
+def _divided(cut: _Cut, sizes: Sizes, slower: float = 1.0) -> list[Rebucket]:
     """Each group's gradients cut into `sizes`, over links that take so many times as long."""
 
     def link(reduced: Reduced) -> Link:
@@ -311,32 +353,17 @@ def with_cap(study: Study, cap_mb: float) -> Effect:
     cuts = [cut for cut in (_gradients(study, domain) for domain in reduced) if cut.ddp is not None]
     if not cuts:
         raise NotJudged("no DistributedDataParallel was seen to reduce gradients in this run")
-    sizes = [{reduced: now.packed(int(cap_mb * 2**20)) for reduced, now in cut.groups.items()} for cut in cuts]
-    before, after = sum(cut.in_all for cut in cuts), sum(len(of) for one in sizes for of in one.values())
+    return _divided_otherwise(study, cuts, [_sizes(cut, cap_mb) for cut in cuts], _now(cuts))
 
-    def divided(slower: int) -> tuple[WhatIf, ...]:
-        found: list[WhatIf] = []
-        for cut, of_cut in zip(cuts, sizes, strict=True):
-            found += _divided(cut, of_cut, 1 + slower * cut.link.spread)
-        return tuple(found)
 
-    now: list[WhatIf] = []
-    for cut in cuts:
-        now += _divided(cut, {reduced: list(of.sizes) for reduced, of in cut.groups.items()}, 1.0)
-
-    def correct(whole: Float, saved: Float) -> Float:
-        if after > before:
-            saved = whole - beside_other_work(study, whole, whole - saved)
-            saved = np.where(saved > 0, kept_of_overlap(study) * saved, saved)
-        freed = freed_ms(study, whole, sum(cut.total_bytes for cut in cuts))
-        found: Float = saved + freed * (1 - after / before)
-        return found
-
-    then, *others = (divided(slower) for slower in (0, 1, -1))
-    like = "comm.small-messages" if after < before else "comm.large-bucket"
-    as_it_is = tuple(now)
-    either = tuple((as_it_is, other) for other in others)
-    return Effect(like, then, as_it_is, either, correct=correct, counts_cores=True)
+def with_buckets_of(study: Study, most_bytes: int) -> Effect:
+    """Gradients that an engine reduces while backward goes on, in buckets of up to so many bytes."""
+    need_every_rank(study)
+    reduced = [domain for domain in domains(study) if len(domain.of(GRADIENT).table)]
+    if not reduced:
+        raise NotJudged("no collective was seen to carry gradients")
+    cuts = [_gradients(study, domain) for domain in reduced]
+    return _divided_otherwise(study, cuts, [_sizes(cut, most_bytes / 2**20) for cut in cuts], _now(cuts))
 
 
 def pack(tensors: list[int], cap_bytes: int) -> list[int]:
@@ -350,7 +377,10 @@ def pack(tensors: list[int], cap_bytes: int) -> list[int]:
     return [*sizes, current] if current else sizes
 
 
-def _bucket_fix(cut: _Cut, best: Rebucketed) -> Fix:
+def _bucket_fix(study: Study, cut: _Cut, best: Rebucketed) -> Fix:
+    if cut.ddp is None and is_own_engine(study) and stage_of(study) in (1, 2):
+        most = elements(study, best.cap_mb * 2**20)
+        return zero_fix({"reduce_bucket_size": most}, f"{count(best.buckets, 'reduction')} a step", best.gain)
     if cut.ddp is None:
         return Fix(
             "code",

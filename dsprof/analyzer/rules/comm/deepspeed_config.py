@@ -3,6 +3,7 @@ configuration."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -71,10 +72,10 @@ def item_bytes(study: Study) -> int:
     return FLOAT_BYTES.get(str(_told(study, "gradient_dtype")), 4)
 
 
-def zero_fix(settings: Mapping[str, int], note: str, gain: Gain) -> Fix:
+def zero_fix(settings: Mapping[str, int | bool], note: str, gain: Gain) -> Fix:
     """Other values for keys of the section zero_optimization, which is there."""
     patch = tuple({"op": "add", "path": f"/zero_optimization/{key}", "value": value} for key, value in settings.items())
-    named = ", ".join(f"zero_optimization.{key}: {value}" for key, value in settings.items())
+    named = ", ".join(f"zero_optimization.{key}: {json.dumps(value)}" for key, value in settings.items())
     knobs = tuple((f"zero_optimization.{key}", value) for key, value in settings.items())
     return Fix("config", f"{named}: {note}", patch, gain, knobs)
 

@@ -6,28 +6,24 @@ from typing import Any, Final
 
 import numpy as np
 
-from ...arrays import Float
 from ...effect import Effect
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import WAKE_UP_DELAY
-from ...price.contention import freed_ms
+from ...price.effects import unseen_ms
 from ...study import Study
 from ...text import count
-from ...whatif import WhatIf
+from ...whatif import Refused, WhatIf
 from ...whatif.fetching import DeepSpeedFetching, FetchedBy, Fetching, OwnFetching, passes
 from ...whatif.merge import Merge
 from ...whatif.rebucket import NotRebucketed
 from ...whatif.select import Communications
-from ..base import NotJudged, replay_divided
+from ..base import NotJudged
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
 from .dimensions import Domain, domains
-from .prefetch import hidden_beside
-from .shards import GATHER, gathers_parameters, is_of_shards, links_around
+from .shards import FAR, GATHER, gathers_parameters, is_of_shards, links_around
 
 PREFETCH: Final = "stage3_prefetch_bucket_size"
 LIVE: Final = "stage3_max_live_parameters"
-FAR: Final = 2.0
-"""So many times larger, another collective tells more of the bytes of what is gathered together than gathers do."""
 SCATTER: Final = "reduce_scatter gradient"
 
 
@@ -83,17 +79,16 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
     table = sharded[0].table
     moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
-    def correct(before: Float, saved: Float) -> Float:
-        found: Float = hidden_beside(study, before, saved) + freed_ms(study, before, moved) * fewer
-        return found
-
     (as_it_is, then), *others = pairs
-    modelled = replay_divided(study, as_it_is, "no other limit was tried")
+    try:
+        unseen = unseen_ms(study, as_it_is, moved)
+    except Refused as refused:
+        raise NotJudged(f"no other limit was tried: {refused.why}") from None
     # Of both it is not told whether the job itself is the cause, or what else runs on its cores: that would stay.
-    unsure = fewer * (woken_late_ms(study) + freed_ms(study, modelled, moved))
+    unsure = fewer * (woken_late_ms(study) + unseen)
     return Effect(
-        "comm.exposed", then, as_it_is, tuple(others), correct=correct, counts_cores=True, unsure_ms=max(unsure, 0.0),
-        notes=notes,
+        "comm.exposed", then, as_it_is, tuple(others), overlaps="more", fewer=fewer, moved_bytes=moved,
+        counts_cores=True, unsure_ms=max(unsure, 0.0), notes=notes,
     )  # fmt: skip
 
 

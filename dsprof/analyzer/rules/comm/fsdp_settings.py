@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...arrays import Float
 from ...effect import Effect
 from ...study import Study
 from ...whatif.fetching import forwards_and_backwards
@@ -18,7 +17,7 @@ from ...whatif.select import Communications
 from ..base import NotJudged, without_effect
 from .dimensions import domains
 from .fetched_parameters import need_passes
-from .prefetch import OF_ITSELF, hidden_beside
+from .prefetch import OF_ITSELF
 from .shards import GATHER, gathers_parameters, is_of_shards, sharding_ms
 
 
@@ -40,13 +39,11 @@ def with_reshard(study: Study, value: Any) -> Effect:
         )
     if not again:
         return Effect("comm.redundant-gather", notes=("nothing is gathered a second time in this run",))
-    spared = _spared_ms(study, again)
-
-    def correct(before: Float, saved: Float) -> Float:
-        return saved + spared
-
     notes = (f"{again:.0f} gathers a step are not needed; each rank holds all parameters until its backward has ended",)
-    return Effect("comm.redundant-gather", (GatheredOnce(gathers),), correct=correct, counts_cores=True, notes=notes)
+    return Effect(
+        "comm.redundant-gather", (GatheredOnce(gathers),), costs_ms=-_spared_ms(study, again), counts_cores=True,
+        notes=notes,
+    )  # fmt: skip
 
 
 def with_prefetch(backward: bool) -> Callable[[Study, Any], Effect]:
@@ -70,11 +67,7 @@ def with_prefetch(backward: bool) -> Callable[[Study, Any], Effect]:
             return Effect("comm.exposed", notes=("FSDP2 gathers one unit ahead by itself",))
         need_passes(study, [one for one in domains(study) if gathers_parameters(one)])
         changes = (Prefetched(gathers, ahead, part),)
-
-        def correct(before: Float, saved: Float) -> Float:
-            return hidden_beside(study, before, saved)
-
-        return Effect("comm.exposed", changes, correct=correct, counts_cores=True)
+        return Effect("comm.exposed", changes, overlaps="more", counts_cores=True)
 
     return effect
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
-from ...arrays import Float
-from ...finding import Evidence, Finding, Fix, Gain
-from ...price.contention import kept_of_overlap
-from ...price.gains import beside_other_work, mean_gain
+from ...effect import Effect, WhatIfs
+from ...finding import NOTHING, Evidence, Finding, Fix, Gain
+from ...price.gains import sure_up_to
 from ...study import Study
 from ...text import ms
 from ...whatif import WhatIf
 from ...whatif.merge import Merge
 from ...whatif.prefetched import Prefetched
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, at, code_fix, replay_divided
-from .deepspeed_config import elements, stage_of, told, zero_fix
+from ..base import LEAST_SHARE, at, code_fix, gains_tried
 from .dimensions import Domain, waited_ms
 from .shards import GATHER, KINDS
 
@@ -26,23 +22,32 @@ AHEAD: Final = (1, 2)
 """So many gathers ahead are tried."""
 OF_ITSELF: Final = 1
 """Units that FSDP2 gathers ahead on a device where nobody asks for more."""
-PREFETCH_KEY: Final = "stage3_prefetch_bucket_size"
 
 
-def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
-    """Ranks stand still for parameters that could be gathered while they compute: comm.exposed."""
+def exposed_gathers(
+    study: Study, domain: Domain, say: Callable[[Study, int, Gain], Fix] | None = None
+) -> list[Finding]:
+    """Ranks stand still for parameters that could be gathered while they compute: comm.exposed. say: the fix that
+    gathers so many of them ahead."""
     waited = waited_ms(study, domain)
     if waited < LEAST_SHARE * study.step_ms:
         return []
-    best, ahead = Gain(0.0, 0.0, 0.0, 0.0), 0
-    before = _replay(study, domain, 0)
-    for tried in AHEAD:
-        gain = mean_gain(study, hidden_beside(study, before, before - _replay(study, domain, tried)))
+    now = _gathered(domain, 0)
+    tried = [Effect("comm.exposed", _gathered(domain, each), now, overlaps="more", counts_cores=True) for each in AHEAD]
+    best, ahead = NOTHING, 0
+    for each, gain in zip(AHEAD, gains_tried(study, tried, "gathering earlier was not tried"), strict=True):
         if gain.ms > best.ms + LEAST_SHARE * study.step_ms:
-            best, ahead = gain, tried
+            best, ahead = gain, each
     # No public setting of torch's does it where collectives run on the CPU: a remark.
     if study.facts.get("fsdp") and not study.on_gpu:
-        best = replace(best, low=min(best.low, 0.0))
+        best = sure_up_to(best, 0.0)
+    fix = (say or _fix)(study, ahead, best) if ahead else None
+    return [waiting_for_gathers(study, domain, best, fix)]
+
+
+def waiting_for_gathers(study: Study, domain: Domain, gain: Gain, fix: Fix | None) -> Finding:
+    """comm.exposed of parameters. fix: what hides some of it, with its `gain`; None: nothing does."""
+    waited = waited_ms(study, domain)
     gathers = len(domain.of("parameter").table) / len(study.step_numbers) / max(len(domain.groups), 1)
     evidence = (
         Evidence("exposed communication a step", round(waited, 3), "ms", 0.0),
@@ -50,14 +55,14 @@ def exposed_gathers(study: Study, domain: Domain) -> list[Finding]:
         Evidence("all-gathers of parameters a step", round(gathers), "count"),
     )
     title = f"{ms(waited)} of each step wait for parameters and their gradients{domain.inside}"
-    title += "" if ahead else "; gathering earlier would hide none of it"
-    fixes = (_fix(study, domain, ahead, best),) if ahead else ()
-    return [Finding("comm.exposed", title, "info", domain.where(study, "all_gather"), evidence, best, fixes)]
+    title += "" if fix else "; gathering earlier would hide none of it"
+    fixes = () if fix is None else (fix,)
+    return Finding("comm.exposed", title, "info", domain.where(study, "all_gather"), evidence, gain, fixes)
 
 
-def _replay(study: Study, domain: Domain, ahead: int) -> Float:
-    """Step durations [S] with gathers issued so many ahead. Transfers are modelled, even where nothing is moved: what
-    is under way at once shares the link."""
+def _gathered(domain: Domain, ahead: int) -> WhatIfs:
+    """Gathers issued so many ahead. Transfers are modelled, even where nothing is moved: what is under way at once
+    shares the link."""
     of_shards = domain.of("parameter", "gradient")
     changes: list[WhatIf] = [
         Merge(Communications(kinds=KINDS, groups=(group,)), link, together=1)
@@ -65,17 +70,10 @@ def _replay(study: Study, domain: Domain, ahead: int) -> Float:
     ]
     if ahead:
         changes.append(Prefetched(Communications(kinds=(GATHER,), groups=domain.groups), ahead))
-    return replay_divided(study, changes, "gathering earlier was not tried")
+    return tuple(changes)
 
 
-def hidden_beside(study: Study, before: Float, saved: Float) -> Float:
-    """Of ms that are saved in each step, [S], by gathering beside computation: as much as there are cores for, since a
-    backend needs them, too."""
-    left: Float = before - beside_other_work(study, before, before - saved)
-    return np.where(left > 0, kept_of_overlap(study) * left, left)
-
-
-def _fix(study: Study, domain: Domain, ahead: int, gain: Gain) -> Fix:
+def _fix(study: Study, ahead: int, gain: Gain) -> Fix:
     what = "the next unit's parameters" if ahead == 1 else f"the parameters of the next {ahead} units"
     fact = next(iter(study.facts.get("fsdp", [])[-1:]), None)
     if fact is not None and fact.get("version") == 2 and study.on_gpu:
@@ -95,9 +93,4 @@ def _fix(study: Study, domain: Domain, ahead: int, gain: Gain) -> Fix:
     if fact is not None:
         title = f"FullyShardedDataParallel(forward_prefetch=True, backward_prefetch=BACKWARD_PRE){at(fact.get('site'))}"
         return code_fix(title, "forward_prefetch", True, fact.get("site"), gain)
-    if stage_of(study) is not None:
-        table = domain.of("parameter").table
-        largest = elements(study, (1 + ahead) * float(table["bytes"].max()))
-        if largest > told(study, "prefetch_bucket_size"):
-            return zero_fix({PREFETCH_KEY: largest}, f"{what} are gathered while one computes", gain)
     return Fix("code", f"gather {what} while one computes", gain=gain)

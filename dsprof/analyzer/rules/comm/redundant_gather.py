@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -13,6 +13,7 @@ from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain
 from ...memory.free import least_free
 from ...price.calibration import ModelError
+from ...price.gains import sure_up_to
 from ...study import Study
 from ...text import ms, size
 from ...whatif.merge import by_backward
@@ -108,7 +109,7 @@ def _candidate(study: Study, gathered: _Gathered) -> Candidate:
     def say(price: Price) -> Finding:
         gain = price.gain
         if gain.ms < MATTERS * study.step_ms:
-            gain = replace(gain, low=min(gain.low, 0.0))
+            gain = sure_up_to(gain, 0.0)
         title = (
             f"{size(gathered.whole_bytes)} of parameters are gathered {gathered.times:.2g} times in each step"
             f"{domain.inside}, and {ms(gain.ms)} of it wait for what could be kept"

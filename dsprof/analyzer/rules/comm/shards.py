@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,20 +11,15 @@ import numpy.typing as npt
 import pandas as pd
 
 from ...align.groups import REPLICATE
-from ...arrays import Float
-from ...effect import Effect
+from ...effect import Effect, WhatIfs
 from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import SHARDING_PART
-from ...price.contention import freed_ms
-from ...price.gains import mean_gain
 from ...study import Study, once
 from ...text import count, size
-from ...whatif import WhatIf
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, at, code_fix, replay_divided
-from .deepspeed_config import elements, stage_of, told, zero_fix
+from ..base import LEAST_SHARE, NotJudged, at, code_fix, gains_tried
 from .dimensions import Domain, domains, waited_ms
 
 TOGETHER: Final = (2, 4, 8, 16)
@@ -41,6 +36,12 @@ MOSTLY: Final = 0.5
 """Of what merging gains on a device, what must be fixed costs that are saved for messages to be too small."""
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
+FAR: Final = 2.0
+"""A link that was fitted to transfers of so many times fewer bytes does not tell how much of them the bytes took."""
+
+
+ByKey = Callable[[Study, Domain, int, Gain], Fix]
+"""(study, dimension, how many neighbours are merged, what that saves) -> the fix of a job with a configuration."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,14 @@ class _ShardUnits:
         return found
 
 
-def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) -> list[Finding]:
+def small_shards(
+    study: Study, domain: Domain, replicas: Sequence[Domain] = (), by_key: ByKey | None = None
+) -> list[Finding]:
     """Many small gathers and scatters, each of which pays the latency: what merging neighbours would gain, in all
     groups of the dimension alike.
 
     replicas: the dimensions in which scattered gradients are reduced once more (HSDP): as many fewer, too
+    by_key:   the fix where a configuration divides them
     """
     units = _units(study, domain, replicas)
     table, a_step, worked, host_ms = units.table, units.a_step, units.worked_ms, units.host_ms
@@ -120,7 +124,7 @@ def small_shards(study: Study, domain: Domain, replicas: Sequence[Domain] = ()) 
     )
     title = f"{a_step:.0f} all-gathers and reduce-scatters a step, of {size(median)} each, are bound by latency"
     where = domain.where(study, "all_gather")
-    fixes = _fixes(study, domain, best)
+    fixes = _fixes(study, domain, best, by_key)
     return [Finding("comm.small-messages", title + domain.inside, "info", where, evidence, best.gain, fixes)]
 
 
@@ -151,59 +155,83 @@ def with_modules_per_unit(study: Study, together: int) -> Effect:
         raise NotJudged("no parameters were seen to be gathered")
     if together < 2:
         return Effect("comm.small-messages", counts_cores=True)
-    around = [_links(units) for units in sharded]
-
-    def merged(variant: int, together: int) -> tuple[WhatIf, ...]:
-        found: list[WhatIf] = []
-        for units, links in zip(sharded, around, strict=True):
-            found += _merged(study, units, links[min(variant, len(links) - 1)], together)
-        return tuple(found)
-
-    def correct(whole: Float, saved: Float) -> Float:
-        moved = sum(_moved_bytes(study, units) for units in sharded)
-        found: Float = saved + freed_ms(study, whole, moved) * (1 - 1 / together)
-        return found
-
-    (now, then), *others = ((merged(i, 1), merged(i, together)) for i in range(max(map(len, around))))
-    return Effect("comm.small-messages", then, now, tuple(others), correct=correct, counts_cores=True)
+    return _together(study, sharded, together, _as_they_are(study, sharded, together))
 
 
-def _links(units: _ShardUnits) -> list[dict[Communications, Link]]:
-    """The links over which it moves, and then others that they may as well be."""
-    median = float(units.table["bytes"].median())
-    around = {of: links_around(link, median) for of, link in units.links().items()}
-    most = max(map(len, around.values()))
-    return [{of: links[min(i, len(links) - 1)] for of, links in around.items()} for i in range(most)]
+def _as_they_are(study: Study, sharded: Sequence[_ShardUnits], most: int) -> list[WhatIfs]:
+    """The present gathers and scatters with modelled transfers, over the links that there may be. most: neighbours that
+    are to be merged into one."""
+    return [_merged_all(study, sharded, variant, 1, most) for variant in range(_most_links(sharded, most))]
+
+
+def _together(study: Study, sharded: Sequence[_ShardUnits], together: int, now: Sequence[WhatIfs]) -> Effect:
+    """So many neighbours merged into one, in every dimension of these."""
+    possible = now[: _most_links(sharded, together)]  # the last may be of more neighbours only
+    pairs = [
+        (present, _merged_all(study, sharded, variant, together, together)) for variant, present in enumerate(possible)
+    ]
+    (as_it_is, then), *others = pairs
+    return Effect(
+        "comm.small-messages",
+        then,
+        as_it_is,
+        tuple(others),
+        fewer=1 - 1 / together,
+        moved_bytes=sum(_moved_bytes(study, units) for units in sharded),
+        counts_cores=True,
+    )
+
+
+def _most_links(sharded: Sequence[_ShardUnits], most: int) -> int:
+    return max(len(_links(units, most)) for units in sharded)
+
+
+def _merged_all(study: Study, sharded: Sequence[_ShardUnits], variant: int, together: int, most: int) -> WhatIfs:
+    """So many together, over one of the links that tell of `most` together."""
+    found: list[Merge] = []
+    for units in sharded:
+        links = _links(units, most)
+        found += _merged(study, units, links[min(variant, len(links) - 1)], together)
+    return tuple(found)
+
+
+def _links(units: _ShardUnits, together: int) -> list[dict[Communications, Link]]:
+    """The links over which it moves, and then others that they may as well be. together: the most that is merged."""
+    sizes = units.table["bytes"].astype(float)
+    median, largest = float(sizes.median()), together * float(sizes.max())
+    around = {of: links_around(link, median, largest) for of, link in units.links().items()}
+    variants = max(map(len, around.values()))
+    return [{of: links[min(i, len(links) - 1)] for of, links in around.items()} for i in range(variants)]
 
 
 def _merges(study: Study, units: _ShardUnits) -> list[_Merged]:
     """What each of TOGETHER gains that leaves several of the collectives there are."""
     tried = [together for together in TOGETHER if 2 * together <= units.a_step / 2]
-    if not tried:
-        return []
-    each = _links(units)
-    before = [_replay(study, units, links, 1) for links in each]
-    freed = freed_ms(study, before[0], _moved_bytes(study, units))
-    found = []
-    for together in tried:
-        fewer = freed * (1 - 1 / together)
-        saved = [
-            now - _replay(study, units, links, together) + fewer for now, links in zip(before, each, strict=True)
-        ]  # fmt: skip
-        gain, ends = mean_gain(study, saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
-        found.append(_Merged(together, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
-    return found
+    now = _as_they_are(study, [units], max(tried)) if tried else []
+    effects = [_together(study, [units], together, now) for together in tried]
+    gains = gains_tried(study, effects, "no other number of gathers was tried")
+    return [_Merged(together, gain) for together, gain in zip(tried, gains, strict=True)]
 
 
-def links_around(link: Link, size: float) -> list[Link]:
-    """The link, and others that it may as well be, by what was seen of transfers of `size` bytes."""
+def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
+    """The link, and others that it may as well be, by what was seen of transfers of `size` bytes. most: bytes of the
+    largest transfer that it is to tell of."""
     links = [link] + [
         replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
         for slower in (1 - link.spread, 1 + link.spread)
     ]
     if not link.fitted:  # all of one size: it may be the bytes that take long
         links.append(by_bytes(link, size))
+    elif most > FAR * link.largest:
+        links.append(beyond(link))
     return links
+
+
+def beyond(link: Link) -> Link:
+    """A fitted link whose bytes take as much longer as the largest transfers that were seen allow: what the fit misses
+    of these may be their bytes, and grows with them."""
+    whole = float(link.transfer_ms(np.array(link.largest)))
+    return replace(link, ms_per_byte=link.ms_per_byte + link.spread * whole / link.largest)
 
 
 def by_bytes(link: Link, size: float) -> Link:
@@ -211,10 +239,6 @@ def by_bytes(link: Link, size: float) -> Link:
     whole = float(link.transfer_ms(np.array(size)))
     a_byte = min(whole / max(size, 1.0), SLOWEST_MS_PER_BYTE)
     return Link(whole - size * a_byte, a_byte, False, link.spread)
-
-
-def _replay(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> Float:
-    return replay_divided(study, _merged(study, units, links, together), "no other number of gathers was tried")
 
 
 def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> list[Merge]:
@@ -244,7 +268,7 @@ def _moved_bytes(study: Study, units: _ShardUnits) -> float:
     return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
 
-def _fixes(study: Study, domain: Domain, best: _Merged) -> tuple[Fix, ...]:
+def _fixes(study: Study, domain: Domain, best: _Merged, by_key: ByKey | None) -> tuple[Fix, ...]:
     fact = next(iter(study.facts.get("fsdp", [])[-1:]), None)
     if fact is not None:
         units = int(fact.get("units") or 0)
@@ -255,19 +279,6 @@ def _fixes(study: Study, domain: Domain, best: _Merged) -> tuple[Fix, ...]:
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
         knobs = {MODULES: best.together} if fact.get("version") == 2 else {}
         return (code_fix(title, grouped, "", site, best.gain, knobs),)
-    if stage_of(study) is not None:
-        return (_bucket_fix(study, domain, best),)
+    if by_key is not None:
+        return (by_key(study, domain, best.together, best.gain),)
     return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)
-
-
-def _bucket_fix(study: Study, domain: Domain, best: _Merged) -> Fix:
-    """Of DeepSpeed's stage 3: as many parameters are gathered, and gradients reduced, at a time as a bucket holds."""
-    largest = domain.table[is_of_shards(domain.table)].groupby("name", observed=True)["bytes"].max()
-    keys = {
-        "all_gather": ("stage3_prefetch_bucket_size", "prefetch_bucket_size"),
-        "reduce_scatter": ("reduce_bucket_size", "reduce_bucket_size"),
-    }
-    wanted = {keys[str(name)]: elements(study, best.together * float(size)) for name, size in largest.items()}
-    settings = {key: value for (key, setting), value in wanted.items() if value > told(study, setting)}
-    note = f"{best.together} of the present ones at a time; it holds more memory"
-    return zero_fix(settings, note, best.gain) if settings else Fix("code", f"gather {note}", gain=best.gain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -20,6 +20,7 @@ from ...whatif.communications import ScaleLink
 from ...whatif.select import Communications
 from ..base import NotConcerned, NotJudged, hosts_of
 from ..rule import Found, Look, Rule
+from ..run.late_pattern import spell_of, struck_steps
 from .dimensions import Domain, domains, need_every_rank
 
 SLOWER: Final = 1.5
@@ -39,7 +40,8 @@ UNEVEN: Final = ("all_to_all",)
 
 @dataclass(frozen=True)
 class SlowLink:
-    """times: what it takes longer than its peers; bytes, own_ms, peers_ms: of what most of its time goes to."""
+    """times: what it takes longer than its peers; bytes, own_ms, peers_ms: of what most of its time goes to; spell: the
+    first and the last step in which it is slow, None: it is so all along."""
 
     domain: Domain
     group: str
@@ -49,11 +51,18 @@ class SlowLink:
     bytes: float
     own_ms: float
     peers_ms: float
+    spell: tuple[int, int] | None = None
+
+    @property
+    def when(self) -> str:
+        """` from step 5 to 9`, or nothing."""
+        return "" if self.spell is None else f" from step {self.spell[0]} to {self.spell[1]}"
 
 
 @once
 def slow_links(study: Study) -> list[SlowLink]:
-    """Groups of a dimension that are slow where the same collectives are compared with those of its other groups."""
+    """Groups of a dimension that are slow where the same collectives are compared with those of its other groups: all
+    along, or for a part of the run. Of the latter both are compared in that part alone."""
     found = []
     for domain in domains(study):
         if domain.dimension is None or len(domain.dimension.teams) < 2:
@@ -66,9 +75,28 @@ def slow_links(study: Study) -> list[SlowLink]:
         for group in domain.groups:
             own = table.take(rows_of.get(group, np.empty(0, np.int64)))
             one = _compared(study, domain, own, peers, group)
+            if one is None and (spell := _spell(study, own, peers, group)) is not None:
+                then, all_then = (of[of["step"].between(*spell)] for of in (own, table))
+                one = _compared(study, domain, then, _Alike(all_then), group)
+                one = None if one is None else replace(one, spell=spell)
             if one is not None:
                 found.append(one)
     return found
+
+
+def _spell(study: Study, own: pd.DataFrame, every: _Alike, group: str) -> tuple[int, int] | None:
+    """The first and the last step of a part of the run to which nearly all of what a group's collectives take longer
+    than those of its peers usually do belongs; None: there is no such part."""
+    more = np.zeros(len(study.step_numbers))
+    for (name, purpose), mine in own.groupby(["name", "purpose"], dropna=False, observed=True):
+        for bytes_, alike in _by_size(mine):
+            medians = every.of(str(name), purpose, bytes_).medians
+            others = medians[medians.index != group]
+            if bytes_ > 0 and len(others):
+                at = np.searchsorted(study.step_numbers, alike["step"].to_numpy(np.int64))
+                np.add.at(more, at, alike["ms"].to_numpy(np.float64) - float(others.median()))
+    spell = spell_of(struck_steps(more))
+    return None if spell is None else (int(study.step_numbers[spell[0]]), int(study.step_numbers[spell[1]]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,22 +200,28 @@ def slow_link(study: Study) -> Found:
     return [_candidate(study, one) for one in slow_links(study)]
 
 
-def _candidate(study: Study, link: SlowLink) -> Candidate:
+def as_its_peers(link: SlowLink) -> ScaleLink:
+    """The transfers of a slow group as fast as those of its peers, while it is slow."""
     of = Communications(groups=(link.group,))
-    change = ScaleLink(latency=1 / link.times, bandwidth=link.times, of=of)
+    return ScaleLink(latency=1 / link.times, bandwidth=link.times, of=of, steps=link.spell)
+
+
+def _candidate(study: Study, link: SlowLink) -> Candidate:
+    change = as_its_peers(link)
     evidence = (
         Evidence(f"{link.op} of {size(link.bytes)}", round(link.own_ms, 3), "ms", round(link.peers_ms, 3)),
         Evidence("times as slow as its peers", round(link.times, 2), "", 1.0),
+        Evidence("when", f"transient:{link.when}" if link.spell else "chronic: in all of the run", ""),
     )
 
     def say(price: Price) -> Finding:
         who = ranks_in_words(link.ranks) if link.ranks else f"process group {link.group}"
         title = (
-            f"{who}{study.mesh.words(link.ranks)}: {link.op} of {size(link.bytes)} takes {ms(link.own_ms)}, and "
-            f"{ms(link.peers_ms)} over the links of their peers{link.domain.inside}"
+            f"{who}{study.mesh.words(link.ranks)}: {link.op} of {size(link.bytes)} takes {ms(link.own_ms)}{link.when}, "
+            f"and {ms(link.peers_ms)} over the links of their peers{link.domain.inside}"
         )
         where = Where(
-            ranks=link.ranks or None, group=link.group, op=link.op, steps=study.step_range,
+            ranks=link.ranks or None, group=link.group, op=link.op, steps=link.spell or study.step_range,
             dimension=link.domain.name or None,
         )  # fmt: skip
         return Finding(

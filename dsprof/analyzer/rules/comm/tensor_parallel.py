@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from ... import signals
 from ...align.groups import TENSOR_PARALLEL
-from ...arrays import Float
-from ...finding import Evidence, Finding, Fix, Gain
+from ...effect import Effect
+from ...finding import NOTHING, Evidence, Finding, Fix, Gain
 from ...graph.link import Link, fit_link
-from ...graph.replay import replay
 from ...memory.use_by_step import main_place
 from ...price.calibration import ModelError
-from ...price.gains import mean_gain
+from ...price.effects import effect_gains
+from ...price.gains import sure_up_to
 from ...study import Study
 from ...text import count, ms, percent, size
-from ...whatif import apply
 from ...whatif.communications import WithoutCommunications
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, NotConcerned, PartlyJudged
@@ -71,7 +69,7 @@ def _cost(study: Study, domain: Domain, waited: float) -> tuple[Finding, str]:
     ]
     gain, unknown = _undivided(study, domain, link, ranks, waited)
     if share < DOMINATES:  # told, but no accusation
-        gain = replace(gain, low=min(gain.low, 0.0))
+        gain = sure_up_to(gain, 0.0)
     op = str(domain.table["name"].mode().iloc[0])
     many = round(a_step)
     title = (
@@ -91,11 +89,10 @@ def _undivided(study: Study, domain: Domain, link: Link, ranks: int, waited: flo
     case, hidden by nothing. Ranks wait for late ones there, so that no more is gained than what is waited for now while
     bytes move. Nothing is told where the layers, with what is kept of them, do not fit.
     """
-    nothing = Gain(0.0, 0.0, 0.0, 0.0)
     uses = [use for rank in study.ranks if (use := main_place(study.memory_uses, rank)) is not None]
     held = max((use.parts.get("parameters", 0) for use in uses), default=0)
     if not held:
-        return nothing, (
+        return NOTHING, (
             "how large the layers are that ranks share was not captured (memory), so what undivided ones would save is "
             "not known"
         )
@@ -104,18 +101,20 @@ def _undivided(study: Study, domain: Domain, link: Link, ranks: int, waited: flo
         more = (ranks - 1) * sum(use.parts.get(part, 0) for part in STATES)
         on_place = sum(other.place == use.place for other in uses) if use.on_host else 1
         if use.capacity and use.share is not None and use.share + on_place * more / use.capacity > MOST_USED:
-            return nothing, (
+            return NOTHING, (
                 "undivided, the layers that ranks share would not fit, and no smaller division was replayed"
             )
     gone = Communications(purposes=(TENSOR_PARALLEL,), groups=domain.groups)
-    before = study.need_graph().measured
-    after: Float = replay(apply(study.need_graph(), [WithoutCommunications(gone)])).durations
-    reduced = float(link.transfer_ms(np.array(float(whole))))
-    saved = before - after
-    saved = saved * min(1.0, waited / max(float(saved.mean()), 1e-9))
-    gain, hidden = mean_gain(study, saved - reduced), mean_gain(study, saved)
-    slower = mean_gain(study, saved - (1 + link.spread) * reduced)
-    return replace(gain, low=min(gain.low, slower.low), high=max(gain.high, hidden.high)), ""
+    undivided = Effect(
+        "comm.tensor-parallel",
+        (WithoutCommunications(gone),),
+        at_most_ms=waited,
+        costs_ms=float(link.transfer_ms(np.array(float(whole)))),
+        costs_between=(0.0, 1 + link.spread),
+        counts_cores=True,
+    )
+    (gain,) = effect_gains(study, [undivided])
+    return gain, ""
 
 
 def _fixes(study: Study, domain: Domain, gain: Gain, ranks: int, op: str) -> Sequence[Fix]:

@@ -11,16 +11,15 @@ import numpy as np
 
 from ... import signals
 from ...align.groups import PARAMETER, PP, TP
-from ...arrays import Float
-from ...effect import Effect
-from ...finding import Evidence, Finding, Fix, Gain
+from ...effect import Effect, WhatIfs
+from ...finding import NOTHING, Evidence, Finding, Fix, Gain
 from ...graph.link import Link
-from ...graph.replay import replay
 from ...price.calibration import ModelError
-from ...price.gains import mean_gain
+from ...price.effects import effect_gains
+from ...price.gains import sure_up_to
 from ...study import Study, once
 from ...text import ms, percent, size
-from ...whatif import WhatIf, apply
+from ...whatif import WhatIf
 from ...whatif.communications import ScaleLink, WithoutCommunications
 from ...whatif.select import Communications
 from ..base import NotConcerned, NotJudged, hosts_of, sharded_stage
@@ -48,9 +47,10 @@ AS_STATED: Final = 0.75
 AS_GOOD: Final = 1 / 3
 """Numbers of half the size are proposed first where they surely save this part of what fewer reductions do: they leave
 the batch as it is."""
-CAST_MS_PER_BYTE: Final = 1.2e-6
-"""Of a byte of gradients that a CPU turns into another number format and back; half and twice as much are possible
-(0.5 to 1.6 ms a MiB were measured)."""
+CAST_MS_PER_BYTE: Final = 6e-7
+CAST_BETWEEN: Final = (0.5, 2.0)
+"""Of a byte of gradients that a CPU turns into another number format, adds up and turns back; half and twice as much
+are possible. Measured by benchmarks/constants.py: half of it for buckets of a MB and more, twice for small ones."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _finding(study: Study, moved: _Volume) -> Finding:
         short = short_shards_fix(study, halved) if moved.of_shards else compression_fix(study, moved.ddp, halved)
         first = accumulated is None or halved.low > AS_GOOD * accumulated.low
         fixes.insert(0 if first else len(fixes), short)
-    gain = fixes[0].gain if fixes and fixes[0].gain is not None else Gain(0.0, 0.0, 0.0, 0.0)
+    gain = fixes[0].gain if fixes and fixes[0].gain is not None else NOTHING
     what = "parameters and their gradients" if moved.of_shards else "gradients"
     speed = moved.moved_bytes / max(moved.wire_ms, 1e-9) / 1e6
     evidence = (
@@ -161,27 +161,25 @@ def _finding(study: Study, moved: _Volume) -> Finding:
     return Finding("comm.volume", title, "info", domain.where(study, op), evidence, gain, tuple(fixes))
 
 
-def _replayed(study: Study, changes: list[WhatIf]) -> Float:
-    durations: Float = replay(apply(study.need_graph(), changes)).durations
-    return durations
-
-
 def _halved(study: Study, moved: _Volume) -> Gain | None:
     """What is saved if numbers of half as many bytes travel; None where they are short already."""
     if not _are_whole(study, moved):
         return None
-    before = study.need_graph().measured
     cheap = study.on_gpu or moved.of_shards  # of shards each rank turns only its own
-    cast = 0.0 if cheap else moved.moved_bytes * CAST_MS_PER_BYTE
-    saved = before - _replayed(study, _bytes_halved(moved.domain, moved.links, True))
-    gain, fewer = (
-        mean_gain(study, saved - cast),
-        mean_gain(study, before - _replayed(study, _bytes_halved(moved.domain, moved.links, False))),
-    )
-    low = min(gain.low, fewer.ms - 2 * cast)
+    likely, also = (tuple(_bytes_halved(moved.domain, moved.links, certain)) for certain in (True, False))
+    (gain,) = effect_gains(study, [_of_short_numbers(likely, also, 0.0 if cheap else moved.moved_bytes)])
     if not study.on_gpu and not _over_a_network(study, moved.domain):
-        low = min(low, 0.0)  # inside of a host it is cores that move and add the bytes, and short numbers take longer
-    return replace(gain, low=low, high=max(gain.high, gain.ms + cast / 2))
+        # Inside of a host it is cores that move and add the bytes, and short numbers take longer.
+        gain = sure_up_to(gain, 0.0)
+    return gain
+
+
+def _of_short_numbers(likely: WhatIfs, also: WhatIfs, cast_bytes: float) -> Effect:
+    """Numbers of half the size travel, into which so many bytes a step are turned, and back."""
+    return Effect(
+        "comm.volume", likely, others=(((), also),), costs_ms=cast_bytes * CAST_MS_PER_BYTE,
+        costs_between=CAST_BETWEEN, counts_cores=True,
+    )  # fmt: skip
 
 
 def _bytes_halved(domain: Domain, links: Mapping[str, Link], certain: bool) -> list[WhatIf]:
@@ -205,10 +203,12 @@ def _accumulated(study: Study, moved: _Volume) -> Gain | None:
     if sharded_stage(study) >= 2 or moved.of_shards:
         return None
     gone = Communications(purposes=(GRADIENT,), groups=moved.domain.groups)
-    saved = study.need_graph().measured - _replayed(study, [WithoutCommunications(gone)])
     # Without them ranks do not wait for one another either, but only until they next do.
-    saved = saved * min(1.0, moved.waited_ms / max(float(saved.mean()), 1e-9))
-    return mean_gain(study, saved / 2)
+    every_other = Effect(
+        "comm.volume", (WithoutCommunications(gone),), at_most_ms=moved.waited_ms, part=0.5, counts_cores=True
+    )
+    (gain,) = effect_gains(study, [every_other])
+    return gain
 
 
 def with_short_gradients(study: Study) -> Effect:
@@ -224,16 +224,11 @@ def with_short_gradients(study: Study) -> Effect:
         raise NotJudged("gradients travel in short numbers already, or their format was not captured")
     moved = sum(float((part.table["bytes"] * part.table["ranks"]).sum()) for part in parts)
     moved /= len(study.step_numbers) * max(len(study.ranks), 1)
-    cast = 0.0 if study.on_gpu else moved * CAST_MS_PER_BYTE
 
-    def halved(certain: bool) -> tuple[WhatIf, ...]:
+    def halved(certain: bool) -> WhatIfs:
         return tuple(one for part in parts for one in _bytes_halved(part, part.links(), certain))
 
-    def correct(whole: Float, saved: Float) -> Float:
-        found: Float = saved - cast
-        return found
-
-    return Effect("comm.volume", halved(True), others=(((), halved(False)),), correct=correct, counts_cores=True)
+    return _of_short_numbers(halved(True), halved(False), 0.0 if study.on_gpu else moved)
 
 
 def _are_whole(study: Study, moved: _Volume) -> bool:

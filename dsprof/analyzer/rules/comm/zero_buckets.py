@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import pandas as pd
 
-from ...arrays import Float
-from ...effect import Effect
-from ...finding import Evidence, Finding, Gain, Where
+from ...effect import Effect, WhatIfs
+from ...finding import NOTHING, Evidence, Finding, Gain, Where
 from ...graph.link import Link, fit_link
-from ...price.contention import freed_ms
-from ...price.gains import mean_gain
 from ...study import Study
 from ...text import count, ms, size
 from ...whatif.merge import Merge, packed
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, replay_divided, zero_stage
-from .deepspeed_config import elements, item_bytes, told, zero_fix
+from ..base import LEAST_SHARE, NotJudged, gains_tried
+from .ddp_buckets import with_buckets_of
+from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
 from .shards import links_around
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
@@ -61,7 +61,7 @@ def blocking_buckets(study: Study) -> list[Finding]:
             Evidence("gradient collectives a step", round(a_step), "count"),
         )
         title = f"{ms(waited)} of each step wait for collectives; no larger reduce_bucket_size would save any of it"
-        return [Finding("comm.exposed", title, "info", where, exposed, Gain(0.0, 0.0, 0.0, 0.0))]
+        return [Finding("comm.exposed", title, "info", where, exposed, NOTHING)]
     evidence = (
         Evidence("gradient collectives a step", round(a_step), "count", round(best.buckets)),
         Evidence("median size", round(median / 1024, 1), "KiB"),
@@ -92,26 +92,19 @@ def _gradients(study: Study) -> pd.DataFrame:
 def _larger(study: Study, table: pd.DataFrame, link: Link) -> list[_Larger]:
     """The sizes that hold more than one of the present buckets, and more than DeepSpeed was told."""
     largest, item = float(table["bytes"].max()), item_bytes(study)
-    host_ms = study.host_ms("gradient")
-    links = links_around(link, float(table["bytes"].median()))
-    now = [_replay(study, each, host_ms, 0.0) for each in links]
     before = len(table) / len(study.step_numbers)
-    moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
-    freed = freed_ms(study, now[0], moved)
-    found: list[_Larger] = []
+    tried: list[tuple[int, float]] = []
+    effects: list[Effect] = []
+    now = _now(study, table, link)
     for together in TOGETHER:
         most = elements(study, together * largest)
         buckets = _buckets(study, most * item)
-        if most <= told(study, KEY) or buckets >= (found[-1].buckets if found else before):
-            continue
-        fewer = freed * (1 - buckets / before)
-        saved = [
-            present - _replay(study, each, host_ms, most * item) + fewer
-            for present, each in zip(now, links, strict=True)
-        ]
-        gain, ends = mean_gain(study, saved[0]), [float(of_link.mean()) for of_link in saved[1:]]
-        found.append(_Larger(most, buckets, replace(gain, low=min(gain.low, *ends), high=max(gain.high, *ends))))
-    return found
+        if most > told(study, KEY) and buckets < (tried[-1][1] if tried else before):
+            tried.append((most, buckets))
+            effects.append(_of_up_to(study, table, link, now, most * item, buckets))
+    as_it_is = Effect("comm.exposed", now[0], now[0])  # that must be replayed, whatever else is
+    gains = gains_tried(study, effects or [as_it_is], "no other reduce_bucket_size was tried")
+    return [_Larger(most, buckets, gain) for (most, buckets), gain in zip(tried, gains, strict=False)]
 
 
 def _buckets(study: Study, most: float) -> float:
@@ -121,41 +114,61 @@ def _buckets(study: Study, most: float) -> float:
     return sum(of_templates) / len(graph.numbers)
 
 
-def _replay(study: Study, link: Link, host_ms: float, most: float) -> Float:
-    """Step durations [S] with buckets of up to `most` bytes; 0: as they are, with modelled transfers."""
+def _now(study: Study, table: pd.DataFrame, link: Link) -> list[WhatIfs]:
+    """The buckets as they are, with transfers modelled over each link that there may be."""
+    return [_up_to(study, each, 0.0) for each in _links_around(study, table, link, math.inf)]
 
-    return replay_divided(study, [_up_to(link, host_ms, most)], "no other reduce_bucket_size was tried")
+
+def _links_around(study: Study, table: pd.DataFrame, link: Link, most: float) -> list[Link]:
+    """Those that there may be, of buckets of up to `most` bytes: none is larger than all gradients of a step."""
+    whole = float(table["bytes"].sum()) / len(study.step_numbers)
+    return links_around(link, float(table["bytes"].median()), min(most, whole))
 
 
-def _up_to(link: Link, host_ms: float, most: float) -> Merge:
-    return Merge(GRADIENTS, link, most_bytes=most, host_ms=host_ms, blocking=True)
+def _of_up_to(
+    study: Study, table: pd.DataFrame, link: Link, now: Sequence[WhatIfs], most: float, buckets: float
+) -> Effect:
+    """Buckets of up to `most` bytes (0: as they are), of which there are so many a step."""
+    moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
+    each = _links_around(study, table, link, most)  # of `now` the last may be of larger buckets only
+    pairs = [(present, _up_to(study, one, most)) for present, one in zip(now, each, strict=False)]
+    (as_it_is, then), *others = pairs
+    return Effect(
+        "comm.small-messages",
+        then,
+        as_it_is,
+        tuple(others),
+        fewer=1 - buckets / (len(table) / len(study.step_numbers)),
+        moved_bytes=moved,
+        counts_cores=True,
+    )
+
+
+def _up_to(study: Study, link: Link, most: float) -> WhatIfs:
+    return (Merge(GRADIENTS, link, most_bytes=most, host_ms=study.host_ms("gradient"), blocking=True),)
 
 
 def with_bucket_size(study: Study, number: float) -> Effect:
     """A larger `reduce_bucket_size`, of so many elements. Raises NotJudged where it holds less than the present one, as
-    smaller buckets cannot be made of what is known of larger ones, and where the stage has no such buckets."""
-    if zero_stage(study) not in (1, 2):
-        raise NotJudged("reduce_bucket_size is predicted for ZeRO's stages 1 and 2 of DeepSpeed only")
+    smaller buckets cannot be made of what is known of larger ones that are waited for at once, and where the stage has
+    no such buckets."""
+    if stage_of(study) not in (1, 2):
+        raise NotJudged("reduce_bucket_size is predicted for ZeRO's stages 1 and 2 only")
+    config = zero_config(study) if is_own_engine(study) else None
+    if config is not None and config.zero_optimization.overlap_comm:
+        if number == config.zero_optimization.reduce_bucket_size:
+            return Effect("comm.small-messages")
+        return with_buckets_of(study, int(number * item_bytes(study)))
     table = _gradients(study)
     if table.empty:
         raise NotJudged("no collective was seen to carry gradients")
     most, largest = number * item_bytes(study), float(table["bytes"].max())
     present = told(study, KEY)
     if most < largest or number < present:
-        now = f"{present or largest / item_bytes(study):,.0f} elements"
-        raise NotJudged(f"the run's buckets hold {now}: what smaller ones take is not told by larger ones")
-    link, host_ms = _link(study, table), study.host_ms("gradient")
-    before = len(table) / len(study.step_numbers)
-    same = number == present
-    after = before if same else _buckets(study, most)
-    moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
-
-    def correct(whole: Float, saved: Float) -> Float:
-        found: Float = saved + freed_ms(study, whole, moved) * (1 - after / before)
-        return found
-
-    (as_it_is, then), *others = (
-        ((_up_to(each, host_ms, 0.0),), (_up_to(each, host_ms, 0.0 if same else most),))
-        for each in links_around(link, float(table["bytes"].median()))
-    )
-    return Effect("comm.small-messages", then, as_it_is, tuple(others), correct=correct, counts_cores=True)
+        holds = f"{present or largest / item_bytes(study):,.0f} elements"
+        raise NotJudged(f"the run's buckets hold {holds}: what smaller ones take is not told by larger ones")
+    link, before = _link(study, table), len(table) / len(study.step_numbers)
+    now = _now(study, table, link)
+    if number == present:
+        return _of_up_to(study, table, link, now, 0.0, before)
+    return _of_up_to(study, table, link, now, most, _buckets(study, most))

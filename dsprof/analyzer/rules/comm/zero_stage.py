@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-from ...arrays import Float
 from ...effect import Effect, WhatIfs
 from ...graph.step_graph import Steps
 from ...study import Study
@@ -20,7 +19,6 @@ from ..base import NotJudged, without_effect
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, zero_config
 from .dimensions import Domain, domains
 from .fetched_parameters import links_of_shards, need_passes, need_sizes
-from .prefetch import hidden_beside
 from .shards import GATHER, gathers_parameters
 
 STAGES: Final = (1, 2, 3)
@@ -136,11 +134,9 @@ def with_overlap(study: Study, value: Any) -> Effect:
         moved = WaitedFor(GRADIENTS, UNDER_WAY if value else 0)
         variants.append((divided, (*divided, moved)))
 
-    def correct(before: Float, saved: Float) -> Float:
-        return hidden_beside(study, before, saved) if value else -hidden_beside(study, before, -saved)
-
     (as_it_is, then), *others = variants
-    return Effect("comm.exposed", then, as_it_is, tuple(others), correct=correct, counts_cores=True)
+    overlaps: Literal["more", "no more"] = "more" if value else "no more"
+    return Effect("comm.exposed", then, as_it_is, tuple(others), overlaps=overlaps, counts_cores=True)
 
 
 def _links_of_gradients(reducing: list[Domain]) -> dict[str, Any]:

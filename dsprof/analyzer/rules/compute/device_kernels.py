@@ -1,11 +1,9 @@
-"""What the devices' own kernels show, where they were traced: measured in the traced steps, without a replay.
-
-So a finding here says what something costs, not what a change gains: its interval runs from the least to the most that
-it costs any rank that it concerns.
-"""
+"""What the devices' own kernels show, where they were traced: what devices stood idle for in the traced steps, which
+`price.device` prices."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -15,32 +13,29 @@ from ... import signals
 from ...arrays import Float
 from ...budget.irregular import FEWEST_JUDGED
 from ...budget.parts import OWN_WORK
+from ...candidate import Candidate, DeviceCost, Price
 from ...device import Devices
-from ...finding import MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
+from ...finding import Evidence, Finding, Fix, Where
 from ...graph.chain_work import chain_groups, chain_work
-from ...graph.chains import DEPENDS, LAUNCH, STEP, SYNC
-from ...graph.replay import replay_all
-from ...price.confidence_interval import interval
+from ...price.device import measured_gain, replayed_ms
 from ...signals import Absent
 from ...study import Study
 from ...text import count, ms, percent
-from ...whatif.apply import apply
 from ...whatif.faster_hosts import FasterHosts
+from ...whatif.without_flows import TransfersAtOnce
 from ...whatif.work import Change, LessWork
-from ..base import LEAST_SHARE, NotJudged
-from ..rule import Look, Rule
+from ..base import NotJudged
+from ..rule import Found, Look, Rule
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
-FLOWS: Final = (LAUNCH, SYNC, DEPENDS, STEP)
-"""Kinds of tasks that carry nothing between ranks."""
 MOST_UNSEEN: Final = 0.1
 """Share of the step for which devices may stand idle unseen, before launches are worth a look."""
 LEAST_LATE: Final = 0.5
 """Of the collectives that make others wait, those to which a straggler is the last to come."""
 
 
-def launch_bound(study: Study) -> list[Finding]:
+def launch_bound(study: Study) -> Found:
     """The device does nothing, and what it does next has not been launched, while its host is busy launching."""
     _refuse_phases(study)
     devices = signals.kernels(study)
@@ -51,18 +46,27 @@ def launch_bound(study: Study) -> list[Finding]:
         raise NotJudged("no step is there on all traced ranks")
     tables = [one.steps.set_index("step")["launching_ms"].reindex(steps) for one in devices.ranks.values()]
     host: Float = np.stack([table.to_numpy(np.float64) for table in tables])
-    gain = cost(study, devices, steps, host)
-    if gain.ms < LEAST_SHARE * study.step_ms:
-        return []
+    cost = replace(device_cost(devices, steps, host), less=(FasterHosts(0.5), FasterHosts(0.0)))
+
+    def say(price: Price) -> Finding:
+        return _launching(study, devices, steps, host, cost, price)
+
+    return [Candidate("compute.launch-bound", cost, say)]
+
+
+def _launching(
+    study: Study, devices: Devices, steps: npt.NDArray[np.int64], host: Float, cost: DeviceCost, price: Price
+) -> Finding:
+    """host: [R, S] ms that the devices stood idle while their hosts launched."""
+    measured = measured_gain(study, cost)
     worst = int(host.mean(axis=1).argmax())
     rank = list(devices.ranks)[worst]
     idle = sum(one.idle_ns for one in devices.ranks.values()) / sum(
         one.kernel_time_ns for one in devices.ranks.values()
     )
-    traced = _traced_ms(devices, steps)
-    longer = f", of {ms(traced)} that they took" if traced > 1.01 * study.step_ms else ""
+    longer = f", of {ms(cost.took_ms)} that they took" if cost.took_ms > 1.01 * study.step_ms else ""
     delays = [one.delay_us for one in devices.ranks.values() if one.delay_us is not None]
-    evidence: tuple[Evidence, ...] = (
+    evidence = (
         Evidence("the device does nothing", round(100 * idle, 1), "%"),
         Evidence(
             f"of it, the host was busy launching what comes next, a traced step{longer}",
@@ -71,45 +75,22 @@ def launch_bound(study: Study) -> list[Finding]:
         ),
         Evidence(f"most on rank {rank}", round(float(host[worst].mean()), 3), "ms"),
         Evidence("from a launch to its kernel, median", round(float(np.median(delays)), 1), "us"),
+        *(
+            Evidence(f"the step would be shorter if {words}", round(gain.ms, 3), "ms")
+            for words, gain in zip(("launching took half as long", "it took no time"), price.tried, strict=False)
+        ),
     )
     title = (
-        f"the device waits for its host between kernels for {percent(gain.percent)} of the step"
+        f"the device waits for its host between kernels for {percent(measured.percent)} of the step"
         f"{in_steps(len(steps))}: launches come too slowly to keep it busy"
     )
-    replayed = _launching_less(study)
-    if replayed is not None:
-        saved = replayed
-        gain = _no_more_than(gain, *(of for _, of in saved))
-        half, all_of_it = (Evidence(f"the step would be shorter if {words}", round(of, 3), "ms") for words, of in saved)
-        evidence = (*evidence, half, all_of_it)
     fixes = (
         Fix("code", "torch.compile(model), or mode='reduce-overhead' for CUDA graphs: fewer launches a step"),
         Fix("code", "a larger micro-batch: the same launches for more work"),
         Fix("code", "a fused optimizer (fused=True, or foreach=True): one launch for many parameters"),
     )
     where = Where(steps=(int(steps[0]), int(steps[-1])))
-    return [Finding("compute.launch-bound", title, "info", where, evidence, gain, fixes)]
-
-
-def _launching_less(study: Study) -> tuple[tuple[str, float], tuple[str, float]] | None:
-    """What the traced steps would be shorter by, ms, if half of the host's work for launches went, and if all of it
-    did, by replay; each in words. None where the chains are not known."""
-    graph = signals.replay.look(study)
-    if isinstance(graph, Absent) or not study.led_by_devices:
-        return None
-    now, half, none = replay_all([graph, *(apply(graph, [FasterHosts(factor)]) for factor in (0.5, 0.0))])
-    low, high = (max(float((now.durations - less.durations).mean()), 0.0) for less in (half, none))
-    return ("launching took half as long", low), ("it took no time", high)
-
-
-def _no_more_than(idle: Gain, half_ms: float, all_ms: float) -> Gain:
-    """What fewer launches gain: between what half of them and all of them do, by replay, and no more than the device
-    stood idle for them."""
-    middle = (half_ms + all_ms) / 2
-    part = min(middle / idle.ms, 1.0) if idle.ms > 0 else 0.0
-    low, high = min(half_ms, idle.low), min(all_ms, idle.high)
-    ms = part * idle.ms
-    return Gain(ms, part * idle.percent, min(low, ms), max(high, ms), method=REPLAYED_ON_DEVICE)
+    return Finding("compute.launch-bound", title, "info", where, evidence, price.gain, fixes)
 
 
 def _refuse_phases(study: Study) -> None:
@@ -125,14 +106,14 @@ def _refuse_phases(study: Study) -> None:
         )
 
 
-def collectives(study: Study) -> list[Finding]:
+def collectives(study: Study) -> Found:
     """The rank that the others' devices wait for in collectives; and, as a remark, transfers beside no computation."""
     if study.device is None:
         return []
     return [*_late_rank(study, study.device), *_exposed(study, study.device)]
 
 
-def _late_rank(study: Study, devices: Devices) -> list[Finding]:
+def _late_rank(study: Study, devices: Devices) -> list[Candidate]:
     if len(devices.ranks) < 2:
         raise NotJudged("the device of only one rank was traced")
     if not devices.matched:
@@ -150,7 +131,6 @@ def _late_rank(study: Study, devices: Devices) -> list[Finding]:
     saved = np.zeros((len(others), len(steps)))
     mine = devices.delays[(devices.delays["late_rank"] == rank) & devices.delays["step"].isin(steps.tolist())]
     saved[np.searchsorted(others, mine["rank"]), np.searchsorted(steps, mine["step"])] = mine["ms"]
-    gain = cost(study, devices, steps, saved)
     each = waits.drop_duplicates("row")
     times, every = int((each["late_rank"] == rank).sum()), len(each)
     alone = waits[(waits["late_rank"] == rank) & (waits["rank"] != rank)].groupby("row")["saved_ms"].mean()
@@ -161,7 +141,6 @@ def _late_rank(study: Study, devices: Devices) -> list[Finding]:
         Evidence("the others stand still for it alone, mean a step", round(float(saved.mean()), 3), "ms"),
         *_began_late(devices, rank, steps),
         Evidence(f"most in one {name}", round(float(alone[worst]), 3), "ms"),
-        *_rank_as_others(study, rank),
     )
     often = times > LEAST_LATE * every
     title = (
@@ -170,7 +149,12 @@ def _late_rank(study: Study, devices: Devices) -> list[Finding]:
     )
     where = Where(ranks=(rank,), steps=(int(steps[0]), int(steps[-1])))
     fix = Fix("code", f"look at what rank {rank} does before it, beside another rank's timeline")
-    return [Finding("rank.straggler", title, "info", where, evidence, gain, (fix,))]
+
+    def say(price: Price) -> Finding:
+        shown = (*evidence, *_rank_as_others(study, rank))
+        return Finding("rank.straggler", title, "info", where, shown, price.gain, (fix,))
+
+    return [Candidate("rank.straggler", device_cost(devices, steps, saved), say)]
 
 
 def _began_late(devices: Devices, rank: int, steps: npt.NDArray[np.int64]) -> list[Evidence]:
@@ -184,7 +168,7 @@ def _began_late(devices: Devices, rank: int, steps: npt.NDArray[np.int64]) -> li
     ]
 
 
-def _exposed(study: Study, devices: Devices) -> list[Finding]:
+def _exposed(study: Study, devices: Devices) -> list[Candidate]:
     """What of them could be hidden is not judged."""
     steps = judged_steps(study, devices)
     waits = devices.waits[devices.waits["step"].isin(steps.tolist())]
@@ -195,9 +179,6 @@ def _exposed(study: Study, devices: Devices) -> list[Finding]:
     np.add.at(spent, at, waits["transfer_ms"].to_numpy(np.float64))
     mean = float(spent.mean())
     share = 100 * mean / study.step_ms if study.step_ms else 0.0
-    gain = _without_transfers(study) or Gain(
-        mean, share, 0.0, float(spent.max(axis=0).mean()), method=MEASURED_ON_DEVICE
-    )
     evidence = tuple(
         Evidence(f"{one.name} of {one.bytes:,} bytes on {one.ranks} ranks, bus bandwidth", round(one.busbw_gbps, 2),
                  "GB/s or more" if one.at_least else "GB/s")
@@ -208,31 +189,20 @@ def _exposed(study: Study, devices: Devices) -> list[Finding]:
         f"{in_steps(len(steps))}; how much of it could be hidden is not judged"
     )
     where = Where(steps=(int(steps[0]), int(steps[-1])))
-    return [Finding("comm.exposed", title, "info", where, evidence, gain)]
 
+    def say(price: Price) -> Finding:
+        return Finding("comm.exposed", title, "info", where, evidence, price.gain)
 
-def _without_transfers(study: Study) -> Gain | None:
-    """What the step would be shorter by, at most, if no transfer took time, by replay."""
-    graph = signals.replay.look(study)
-    if isinstance(graph, Absent) or not study.led_by_devices:
-        return None
-    at_once = graph.with_templates(tuple(
-        steps.with_costs(
-            transfer=np.where([[task.kind not in FLOWS] for task in steps.structure.tasks], 0.0, steps.transfer)
-        )
-        for steps in graph.templates
-    ))  # fmt: skip
-    now, then = replay_all([graph, at_once])
-    saved = max(float((now.durations - then.durations).mean()), 0.0)
-    return Gain(saved, 100 * saved / study.step_ms, 0.0, saved, method=REPLAYED_ON_DEVICE)
+    cost = DeviceCost(spent, 0.0, at_most=TransfersAtOnce())
+    return [Candidate("comm.exposed", cost, say)]
 
 
 def _rank_as_others(study: Study, rank: int) -> tuple[Evidence, ...]:
     """What the step would be shorter by if the chains of `rank` took as long as is typical of the others', by replay;
     nothing where the chains are not known."""
-    graph = signals.replay.look(study)
-    if isinstance(graph, Absent) or not study.led_by_devices:
+    if isinstance(signals.replay.look(study), Absent) or not study.led_by_devices:
         return ()
+    graph = study.need_graph()
     of_rank = np.array(graph.ranks) == rank
     groups = [group for group in chain_groups(graph, study.peer_groups) if (group & ~of_rank).any()]
     removed = {}
@@ -242,10 +212,11 @@ def _rank_as_others(study: Study, rank: int) -> tuple[Evidence, ...]:
         for group in groups:
             typical = np.median(own[group & ~of_rank], axis=0)
             removed[part][group & of_rank] = np.clip(own[group & of_rank] - typical, 0.0, None)
-    now, then = replay_all([graph, apply(graph, [LessWork("rank.straggler", Change(removed), groups)])])
-    saved = max(float((now.durations - then.durations).mean()), 0.0)
+    saved = replayed_ms(study, LessWork("rank.straggler", Change(removed), groups))
+    if saved is None:
+        return ()
     words = f"the step would be shorter if rank {rank} worked as long as the others, replayed"
-    return (Evidence(words, round(saved, 3), "ms"),)
+    return (Evidence(words, round(saved[0], 3), "ms"),)
 
 
 def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:
@@ -254,29 +225,11 @@ def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:
     return ordinary if len(ordinary) else devices.steps
 
 
-def _traced_ms(devices: Devices, steps: npt.NDArray[np.int64]) -> float:
-    """How long these steps took, in the mean."""
+def device_cost(devices: Devices, steps: npt.NDArray[np.int64], spent: Float) -> DeviceCost:
+    """Of `spent`, [R, S] ms of these steps."""
     tables = [one.steps[one.steps["step"].isin(steps.tolist())] for one in devices.ranks.values()]
     lengths = [(table["end_ns"] - table["start_ns"]).to_numpy(np.float64) / 1e6 for table in tables]
-    return float(np.concatenate(lengths).mean())
-
-
-def cost(study: Study, devices: Devices, steps: npt.NDArray[np.int64], spent: Float) -> Gain:
-    """Of `spent`, [R, S] ms: its mean, and an interval from the rank (and, of few, the step) with least to that with
-    most. Where the profiler makes the traced steps longer than ordinary ones, the same share of these."""
-    traced = _traced_ms(devices, steps)
-    if traced > study.step_ms > 0:
-        spent = spent * study.step_ms / traced
-    mean = float(spent.mean())
-    low, high = float(spent.min(axis=0).mean()), float(spent.max(axis=0).mean())
-    if spent.shape[1] >= FEWEST_JUDGED:
-        ends = interval(spent.mean(axis=0))
-        low, high = min(low, ends[0]), max(high, ends[1])
-    else:
-        of_step = spent.mean(axis=0)
-        low, high = min(low, float(of_step.min())), max(high, float(of_step.max()))
-    percent_of_step = 100 * mean / study.step_ms if study.step_ms else 0.0
-    return Gain(mean, percent_of_step, max(low, 0.0), high, method=MEASURED_ON_DEVICE)
+    return DeviceCost(spent, float(np.concatenate(lengths).mean()))
 
 
 def in_steps(steps: int) -> str:

@@ -22,7 +22,8 @@ from dsprof.words import fits
 from ... import signals
 from ...arrays import Float
 from ...effect import Effect
-from ...finding import FROM_SHAPES, Evidence, Finding, Fix, Gain, Where
+from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...price.gains import by_shapes
 from ...study import Study
 from ...text import clean, count, ms, percent
 from ...whatif.work import Change, LessWork
@@ -76,7 +77,7 @@ def layers_in_float8(study: Study) -> list[Finding]:
     idle = min(study.unseen_idle_ms, study.step_ms) / study.step_ms if study.led_by_devices else 1.0
     mean = sum(sums[1]) / len(sums[1])
     low = max(min(sums[0]), 0.0) * (1 - idle)
-    gain = Gain(mean, 100 * mean / study.step_ms, min(low, mean), max(*sums[2], mean), method=FROM_SHAPES)
+    gain = by_shapes(study, low, mean, max(sums[2]))
     rank = max(gaining, key=lambda one: sum(layer.saved_ms(expected) for layer in gaining[one]))
     return [_finding(study, by_rank[rank], gaining[rank], expected, gain, share[rank])]
 

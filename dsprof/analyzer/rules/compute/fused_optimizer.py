@@ -18,9 +18,9 @@ from ..base import code_fix, script_of
 
 LOOPED: Final = ("Adam", "AdamW")
 """Classes of which it was measured what fusing saves."""
-SAVED: Final = (0.73, 0.55, 0.87)
-"""The part of such a step that a fused one spares: as expected, at least, at most (torch 2.13 on one core: 0.83 of 300
-tensors of 64 elements, 0.67 of 300 of 16,384 and of 30 of 300,000)."""
+SAVED: Final = (0.72, 0.5, 0.88)
+"""The part of such a step that a fused one spares: as expected, at least, at most. Measured by benchmarks/constants.py:
+0.55 of few tensors of 64 elements, 0.65 to 0.79 of hundreds, 0.86 of ten of 2,000,000."""
 WORTH_IT: Final = 0.1
 """Of the step, that must surely be spared."""
 FEWEST: Final = 8

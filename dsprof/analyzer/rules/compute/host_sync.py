@@ -19,16 +19,13 @@ from dsprof.schema import HOST_SYNC
 from ... import signals
 from ...arrays import Float, Int
 from ...budget.intervals import Intervals
-from ...budget.irregular import FEWEST_JUDGED
 from ...budget.lanes import MAIN, on_stream
 from ...candidate import Candidate, Price
-from ...finding import REPLAYED_ON_DEVICE, Evidence, Finding, Fix, Gain, Where
+from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.chains import SYNC
-from ...graph.replay import replay_all
-from ...price.gains import mean_gain
+from ...price.device import gain_of_waits, idle_at_most, replayed_gain
 from ...study import Study, once
 from ...text import ms, number
-from ...whatif.apply import apply
 from ...whatif.without_flows import WithoutFlows
 from ..base import LEAST_SHARE, NotJudged, PartlyJudged, at, code_fix
 from ..rule import Found, Look, Rule
@@ -44,8 +41,6 @@ TRACED: Final = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize$|(cuda|h
 DEVICES_OWN: Final = ("kernel", "copy", "comm")
 """Kinds of what a device does on its streams."""
 UNKNOWN: Final = "an unknown line"
-MISSED: Final = 0.1
-"""Of the gain by replay, that it may be off by."""
 LEAST_DRY: Final = 1.0
 """Percent of the step, from which on it is said that the device runs dry."""
 
@@ -74,10 +69,10 @@ def stops(study: Study) -> Found:
     if not operators:
         reason = "without the native helper only synchronize is seen, not .item() and copies"
         raise PartlyJudged(findings, (CODE,), reason)
-    saved = _saved(study)
-    if findings and saved is not None:
-        if float(saved.mean()) < LEAST_SHARE * study.step_ms:  # it is told all the same
-            return [_priced(study, finding, mean_gain(study, saved)) for finding in findings]
+    gain = replayed_gain(study, WithoutFlows(SYNC)) if findings else None
+    if gain is not None:
+        if gain.ms < LEAST_SHARE * study.step_ms:  # it is told all the same
+            return [_priced(study, finding, gain) for finding in findings]
         return [_candidate(study, finding) for finding in findings]
     if findings and found["idle_ms"].isna().all():
         reason = (
@@ -86,18 +81,6 @@ def stops(study: Study) -> Found:
         )
         raise PartlyJudged(findings, (CODE,), reason)
     return findings
-
-
-@once
-def _saved(study: Study) -> Float | None:
-    """What each judged step would be shorter by if no host waited for its device, ms, [S]; None where the chains of
-    devices are not known."""
-    graph = signals.replay.look(study)
-    if isinstance(graph, signals.Absent) or not study.led_by_devices:
-        return None
-    before, after = replay_all([graph, apply(graph, [WithoutFlows(SYNC)])])
-    saved: Float = before.durations - after.durations
-    return saved
 
 
 def _candidate(study: Study, finding: Finding) -> Candidate:
@@ -112,10 +95,7 @@ def _candidate(study: Study, finding: Finding) -> Candidate:
 
 def _priced(study: Study, finding: Finding, gain: Gain) -> Finding:
     """The finding with what it gains to wait for the device no more, by replay."""
-    off = MISSED * max(gain.ms, 0.0)
-    gain = replace(gain, low=min(gain.low, gain.ms - off), high=max(gain.high, gain.ms + off))
-    if study.device is not None and len(study.step_numbers) < FEWEST_JUDGED:
-        gain = replace(gain, low=0.0, high=max(gain.ms, 0.0), method=REPLAYED_ON_DEVICE)
+    gain = gain_of_waits(study, gain)
     title = f"{finding.title}; the device runs dry meanwhile" if gain.percent >= LEAST_DRY else finding.title
     evidence = (*finding.evidence, Evidence("the step would be shorter without them by", round(gain.ms, 3), "ms", 0.0))
     fixes = tuple(replace(fix, gain=gain) if place == 0 else fix for place, fix in enumerate(finding.fixes))
@@ -213,7 +193,7 @@ def _finding(study: Study, found: pd.DataFrame, by_rank: pd.Series[float]) -> Fi
             title += ", in the steps that were traced"
     # What is waited for may be needed, so that nothing is gained; more than the idle time cannot be.
     most = float(idle_ms.max()) if known else 0.0
-    gain = Gain(most, 100 * most / study.step_ms, 0.0, most, method="upper bound")
+    gain = idle_at_most(study, most)
     ranks = study.ranks_where(by_rank.to_numpy(np.float64) > 0.5 * float(by_rank.max()))
     where = Where(ranks=ranks, op=call, steps=study.step_range)
     fixes = tuple(_fix(site, call) for site, call, _ in listed[:MENDED])

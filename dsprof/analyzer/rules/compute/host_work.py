@@ -13,14 +13,15 @@ import pandas as pd
 from ... import signals
 from ...arrays import Float
 from ...budget.lanes import OWN_LANES
+from ...candidate import Candidate, Price
 from ...device import Devices
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study
 from ...text import ms, percent
-from ..base import LEAST_SHARE, NotJudged
+from ..base import NotJudged
 from ..data.loader import loader_fix
-from ..rule import Look, Rule
-from .device_kernels import cost, in_steps, judged_steps
+from ..rule import Found, Look, Rule
+from .device_kernels import device_cost, in_steps, judged_steps
 
 MOST_NAMED: Final = 3
 """Operators that are named, of those that the host computes."""
@@ -28,30 +29,31 @@ MOST_NAMED: Final = 3
 Describe = Callable[[Study, Devices, Float, Gain, str], Finding]
 
 
-def loads_or_saves(study: Study) -> list[Finding]:
+def loads_or_saves(study: Study) -> Found:
     """Nothing where no kernels were traced: other rules judge these codes there."""
     if study.device is None:
         return []
-    found = _found(study, study.device, ("data_ms",), _data)
-    return found + _found(study, study.device, ("checkpoint_ms",), _checkpoint)
+    found = _found(study, study.device, "data.stall", ("data_ms",), _data)
+    return found + _found(study, study.device, "checkpoint.stall", ("checkpoint_ms",), _checkpoint)
 
 
-def elsewhere(study: Study) -> list[Finding]:
-    return _found(study, signals.kernels(study), ("cpu_ms", "away_ms"), _elsewhere)
+def elsewhere(study: Study) -> Found:
+    return _found(study, signals.kernels(study), "compute.host-work", ("cpu_ms", "away_ms"), _elsewhere)
 
 
-def _found(study: Study, devices: Devices, columns: tuple[str, ...], describe: Describe) -> list[Finding]:
-    """What the device waits for the host in these columns of its steps, if that is worth a line."""
+def _found(study: Study, devices: Devices, code: str, columns: tuple[str, ...], describe: Describe) -> list[Candidate]:
+    """What the device waits for the host in these columns of its steps."""
     if all(one.delay_us is None for one in devices.ranks.values()):
         raise NotJudged("the trace does not tell when kernels were launched")
     steps = judged_steps(study, devices)
     if not len(steps):
         raise NotJudged("no step is there on all traced ranks")
     spent = np.sum([_spent(devices, column, steps) for column in columns], axis=0)
-    gain = cost(study, devices, steps, spent)
-    if gain.ms <= 0 or gain.ms < LEAST_SHARE * study.step_ms:
-        return []
-    return [describe(study, devices, spent, gain, in_steps(len(steps)))]
+
+    def say(price: Price) -> Finding:
+        return describe(study, devices, spent, price.gain, in_steps(len(steps)))
+
+    return [Candidate(code, device_cost(devices, steps, spent), say)] if spent.any() else []
 
 
 def _spent(devices: Devices, column: str, steps: npt.NDArray[np.int64]) -> Float:

@@ -28,7 +28,7 @@ from ..rule import Found, Look, Rule
 
 BESIDE_MS: Final = 0.85
 """Of a block, at most: what checkpointing does beside computing it again (hooks on what is saved, the state of random
-numbers), on a CPU (torch 2.13: 0.55 to 0.85)."""
+numbers), on a CPU. Measured by benchmarks/constants.py."""
 LASTING: Final = ("parameters", "optimizer_states", "buffers")
 """What is there whenever a block is computed again. Gradients need not be: they may be made later."""
 

@@ -12,7 +12,7 @@ from dsprof import gauges
 
 from ... import signals
 from ...device.device_gauges import WatchedDevice, devices_of
-from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...finding import NOT_PRICED, Evidence, Finding, Fix, Where
 from ...study import Study, once
 from ...text import number, percent
 from ...text import ranks as ranks_in_words
@@ -27,7 +27,6 @@ LEAST_HELD: Final = 0.05
 """Share of the readings at work in which the clock must be held down: now and then each is."""
 LEAST_LOWER: Final = 0.03
 """By which it must be lower then than it could be, or than that of its peers."""
-NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
 
 REMEDIES: Final = {
     0x4: "it reaches its power limit: raise that (nvidia-smi -i {index} -pl WATTS) if the card allows more; else that "
@@ -148,7 +147,9 @@ def _slow_clocks(study: Study) -> list[Finding]:
             title += f"; so are the devices of all {ranks_in_words(ranks)}"
     remedies = [REMEDIES[bit].format(index=worst.device.index) for bit in _main_reasons(worst)]
     fixes = tuple(Fix("code", f"{worst.device}: {remedy}") for remedy in dict.fromkeys(remedies))
-    return [Finding(CODE, title, "info", Where(ranks=ranks, steps=study.step_range), tuple(evidence), NO_GAIN, fixes)]
+    return [
+        Finding(CODE, title, "info", Where(ranks=ranks, steps=study.step_range), tuple(evidence), NOT_PRICED, fixes)
+    ]
 
 
 def _main_reasons(clock: Clock) -> list[int]:
@@ -229,7 +230,7 @@ def _errors(study: Study, devices: Sequence[WatchedDevice]) -> list[Finding]:
 def _finding(study: Study, device: WatchedDevice, what: str, evidence: list[Evidence], fix: Fix) -> Finding:
     where = Where(ranks=(device.rank,), steps=study.step_range)
     title = f"{device} (rank {device.rank}) {what}"
-    return Finding(CODE, title, "info", where, tuple(evidence), NO_GAIN, (fix,))
+    return Finding(CODE, title, "info", where, tuple(evidence), NOT_PRICED, (fix,))
 
 
 RULES = (

@@ -17,12 +17,11 @@ from ...budget.host_load import SharedCores
 from ...budget.parts import WAITING
 from ...candidate import Between, Candidate, Excess, Price
 from ...finding import LOW_PERCENT, Evidence, Finding, Gain, Where
-from ...graph.replay import replay
 from ...price.calibration import ModelError
-from ...price.confidence_interval import interval
+from ...price.effects import replayed
+from ...price.gains import nothing_between
 from ...study import Study, once
 from ...text import count, ms
-from ...whatif.apply import apply
 from ...whatif.work import Change, LessWork
 from ..base import LEAST_SHARE, NotConcerned, at
 from ..compute.host_work import LOADS_OR_SAVES
@@ -160,7 +159,7 @@ def _rest_ms(study: Study, waited: Float, host_ms: float) -> float:
     if isinstance(graph, signals.Absent) or not study.led_by_devices:
         return host_ms
     at_once = LessWork("waiting for input", Change({"data": waited}), study.peer_groups)
-    return max(float(replay(apply(graph, [at_once])).durations.mean()), host_ms)
+    return max(float(replayed(study, at_once).mean()), host_ms)
 
 
 def _input_bytes(study: Study) -> float:
@@ -309,9 +308,7 @@ def loaders(study: Study) -> Found:
     found: list[Candidate | Finding] = [*_restarted(study)]
     wait = supply(study)
     if wait is not None and not _worth(study, wait) and wait.worst_ms >= LOW_PERCENT / 100 * study.step_ms:
-        ends = interval(wait.low.mean(axis=0))[0], interval(wait.high.mean(axis=0))[1]
-        nothing = Gain(0.0, 0.0, min(ends[0], 0.0), max(ends[1], 0.0), method="none")
-        found.append(_stall(study, wait, nothing))
+        found.append(_stall(study, wait, nothing_between(wait.low.mean(axis=0), wait.high.mean(axis=0))))
     return found
 
 

@@ -109,6 +109,8 @@ def restarts(study: Study) -> pd.DataFrame:
     loaders = loading[key].drop_duplicates()
     facts = [loader_fact(study, rank, number) for rank, number in loaders.itertuples(index=False)]
     ending = [bool(fact and fact.get("num_workers") and not fact.get("persistent_workers")) for fact in facts]
+    if not any(ending):
+        return loading[["rank", "step", "number"]].iloc[:0].assign(excess_ms=0.0, start_ms=0.0)
     loading = loading.merge(loaders[np.array(ending, bool)], on=key)
     started = loading["name"] == "loader_start"
     anew = started & loading[key].where(started).duplicated()  # the first start is no restart

@@ -30,7 +30,16 @@ from ...allocator import (
 )
 from ...allocator.alloc_conf import POWERS, MiB
 from ...allocator.history import FAILED
-from ...finding import ALLOCATOR_TWIN, HIGH_PERCENT, SEVERITIES, Evidence, Finding, Fix, Gain, Severity, Where
+from ...finding import (
+    HIGH_PERCENT,
+    SAVES_SEGMENTS,
+    SEVERITIES,
+    Evidence,
+    Finding,
+    Fix,
+    Severity,
+    Where,
+)
 from ...memory.allocator_state import UNKNOWN, Holder, holders_of, sites_of
 from ...study import Study, once
 from ...text import count, percent, size
@@ -58,7 +67,6 @@ SHORT: Final = 0.92
 """Share of the device's memory from which on a peak of what is reserved is close to it."""
 ROOMY: Final = 0.5
 """Below this share nothing is short, and what is lost costs nothing."""
-NO_TIME: Final = Gain(0.0, 0.0, 0.0, 0.0, method=ALLOCATOR_TWIN)
 SHOWN: Final = 3
 """Lines that hold memory."""
 
@@ -205,7 +213,11 @@ def _fragmentation(one: Played, capacity: int | None) -> list[Finding]:
         )
     severity = _severity(recording, stranded, lost, capacity)
     fixes = (*((_setting_fix(one, now, best),) if better else ()), *_code_fix(holders, lost))
-    return [Finding("memory.fragmentation", title, severity, Where(ranks=(one.rank,)), tuple(evidence), NO_TIME, fixes)]
+    return [
+        Finding(
+            "memory.fragmentation", title, severity, Where(ranks=(one.rank,)), tuple(evidence), SAVES_SEGMENTS, fixes
+        )
+    ]
 
 
 def out_of_memory(one: Played) -> Finding:
@@ -237,7 +249,9 @@ def out_of_memory(one: Played) -> Finding:
             Fix("code", f"{short(largest.site)} holds {size(largest.bytes)}, {percent(100 * largest.bytes / used)} of "
                         "all: a smaller micro-batch, activation checkpointing or sharding makes it less")
         )  # fmt: skip
-    return Finding("memory.oom-risk", title, "high", Where(ranks=(one.rank,)), tuple(evidence), NO_TIME, tuple(fixes))
+    return Finding(
+        "memory.oom-risk", title, "high", Where(ranks=(one.rank,)), tuple(evidence), SAVES_SEGMENTS, tuple(fixes)
+    )
 
 
 # --- settings -----------------------------------------------------------------------------------

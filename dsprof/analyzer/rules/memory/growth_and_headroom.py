@@ -14,7 +14,7 @@ from ... import signals
 from ...arrays import Float
 from ...budget.irregular import warm_up
 from ...candidate import Candidate, Price
-from ...finding import MEASURED_MEMORY, Evidence, Finding, Fix, Gain, Severity, Where
+from ...finding import SAVES_MEMORY, Evidence, Finding, Fix, Severity, Where
 from ...memory.allocator_state import UNKNOWN, sites_of
 from ...memory.slope import FEWEST, Slope, climb
 from ...memory.use_by_step import HELD, MemoryUse, main_place
@@ -36,7 +36,6 @@ STEADILY: Final = 0.6
 in fits and starts, as the allocator's arenas do that never find the gap they need, must be watched for LONG."""
 LONG: Final = 100
 """Steps."""
-NO_TIME: Final = Gain(0.0, 0.0, 0.0, 0.0, method=MEASURED_MEMORY)
 SOON: Final = 10.0
 """In so many times the steps that were watched."""
 SPREAD: Final = 0.5
@@ -118,7 +117,9 @@ def _climbing(study: Study, climbing: list[tuple[MemoryUse, Slope]]) -> Finding:
     sites = growing_sites(study.trace.memory[use.rank]) if use.rank in study.trace.memory else []
     evidence += [Evidence(f"allocated again and again, and kept, at {site}", held, "bytes") for site, held in sites[:3]]
     place = Where(ranks=tuple(sorted(one.rank for one, _ in climbing)), steps=_step_range(series))
-    return Finding("memory.growth", title, severity, place, tuple(evidence), NO_TIME, _growth_fixes(use, sites, grown))
+    return Finding(
+        "memory.growth", title, severity, place, tuple(evidence), SAVES_MEMORY, _growth_fixes(use, sites, grown)
+    )
 
 
 def _left(study: Study, use: MemoryUse, last: float) -> float | None:

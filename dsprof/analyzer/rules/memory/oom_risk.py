@@ -9,7 +9,7 @@ from typing import Any, Final
 from dsprof.run import failures
 from dsprof.schema import HOST, MEMORY_PARTS
 
-from ...finding import MEASURED_MEMORY, Evidence, Finding, Fix, Gain, Severity, Where
+from ...finding import SAVES_MEMORY, Evidence, Finding, Fix, Severity, Where
 from ...memory.allocator_state import UNKNOWN, site_of
 from ...memory.use_by_step import MemoryUse
 from ...study import Study
@@ -24,7 +24,6 @@ CLOSE: Final = 0.92
 """Share of the capacity from which on a peak is close to it."""
 VERY_CLOSE: Final = 0.97
 SHOWN: Final = 4
-NO_TIME: Final = Gain(0.0, 0.0, 0.0, 0.0, method=MEASURED_MEMORY)
 WORDS: Final = {
     "parameters": "parameters", "gradients": "gradients", "optimizer_states": "optimizer states", "buffers": "buffers",
     "activations": "activations",
@@ -72,7 +71,7 @@ def _merged(study: Study, fact: Mapping[str, Any], twin: Finding | None) -> Find
         return told
     known = {item.metric for item in told.evidence}
     evidence = (*told.evidence, *(item for item in twin.evidence if item.metric not in known))
-    return Finding(CODE, told.title, "high", told.where, evidence, NO_TIME, (*told.fixes, *twin.fixes))
+    return Finding(CODE, told.title, "high", told.where, evidence, SAVES_MEMORY, (*told.fixes, *twin.fixes))
 
 
 def _told(study: Study, fact: Mapping[str, Any]) -> Finding:
@@ -109,7 +108,7 @@ def _told(study: Study, fact: Mapping[str, Any]) -> Finding:
     missing = asked if not limit or asked + taken <= limit else asked + taken - limit
     held = parts if not grown else {"activations": grown, **parts}
     fixes = _fixes(study, rank, place, held, max(rest, 0), missing, list(fact.get("variables") or []))
-    return Finding(CODE, title, "high", where, tuple(evidence), NO_TIME, fixes)
+    return Finding(CODE, title, "high", where, tuple(evidence), SAVES_MEMORY, fixes)
 
 
 def _used(fact: Mapping[str, Any]) -> int:
@@ -145,7 +144,7 @@ def _killed(study: Study) -> list[Finding]:
         evidence = [Evidence("told by", why, ""), *_of_use(use)]
         rest = max(use.peak - sum(use.parts.values()), 0)
         fixes = _fixes(study, gone.rank, HOST, use.parts, rest, 0, [])
-        found.append(Finding(CODE, title, "high", Where(ranks=(gone.rank,)), tuple(evidence), NO_TIME, fixes))
+        found.append(Finding(CODE, title, "high", Where(ranks=(gone.rank,)), tuple(evidence), SAVES_MEMORY, fixes))
     return found
 
 
@@ -192,7 +191,7 @@ def _close(study: Study) -> list[Finding]:
     need = max(int(worst.peak - CLOSE * worst.capacity), 0) if worst.capacity else 0
     fixes = _fixes(study, worst.rank, worst.place, worst.parts, rest, need, [])
     place = Where(ranks=tuple(sorted({use.rank for use in near})))
-    return [Finding(CODE, title, severity, place, tuple(_of_use(worst)), NO_TIME, fixes)]
+    return [Finding(CODE, title, severity, place, tuple(_of_use(worst)), SAVES_MEMORY, fixes)]
 
 
 def _of_use(use: MemoryUse) -> list[Evidence]:

@@ -14,6 +14,7 @@ from ... import signals
 from ...arrays import Float
 from ...candidate import Candidate, Excess, OneOf, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...price.bubble_shares import bubble_shares
 from ...price.calibration import ModelError
 from ...study import Study
 from ...text import count, number, percent
@@ -22,7 +23,7 @@ from ...whatif.work import Change
 from ...work.stream_phases import stream_phases
 from ..base import LEAST_SHARE, NotJudged, at, code_fix
 from ..rule import Found, Look, Rule, fault
-from .bubble_causes import bubble_causes, first_of, mostly, parts_of
+from .bubble_causes import first_of, mostly, parts_of
 from .structure_fixes import boundaries_fix, measured_fix, schedule_fixes
 
 MULTIPLES: Final = (2, 4)
@@ -179,7 +180,7 @@ def bubble(study: Study) -> Found:
     def say(price: Price) -> Finding:
         best_first = sorted(zip(MULTIPLES, price.tried, strict=False), key=lambda one: -one[1].low)
         fixes = [batch_fix(times, gain) for times, gain in best_first]
-        own, causes = schedule_fixes(study, BUBBLE_ERROR), bubble_causes(study)
+        own, causes = schedule_fixes(study, BUBBLE_ERROR), bubble_shares(study)
         if own is None and interleaved is not None and price.tried[-1].ms >= LEAST_SHARE * study.step_ms:
             other = f"or an interleaved schedule, with {VIRTUAL} parts of the model on each rank{at(site)}"
             fixes.append(code_fix(other, "ScheduleInterleaved1F1B", "", site, price.tried[-1]))

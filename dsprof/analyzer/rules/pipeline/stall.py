@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -13,23 +13,20 @@ import numpy as np
 from ... import signals
 from ...arrays import Float
 from ...candidate import Between, Candidate, Price
+from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.link import LEAST_SPREAD
-from ...graph.replay import replay
 from ...graph.step_graph import WAKE_UP_DELAY
 from ...price.calibration import BETWEEN_RUNS
-from ...price.certainty import with_all_errors
-from ...price.gains import mean_gain
-from ...price.pricing import between
+from ...price.effects import parts_of_others, sure_gain
 from ...study import Study, once
 from ...text import ms, size
-from ...whatif import Refused, apply
 from ...whatif.communications import ScaleLink
 from ...whatif.lowering.messages import awaited
 from ...whatif.lowering.program import is_message
 from ...whatif.overlapped_messages import OverlappedMessages, pair_of
 from ...whatif.select import Communications
-from ..base import LEAST_SHARE, NotJudged, at, hosts_of
+from ..base import NotJudged, at, hosts_of
 from ..comm.slow_link import wants_cores
 from ..rule import Found, Look, Rule
 
@@ -135,20 +132,37 @@ def pairs_of(study: Study) -> tuple[Pair, ...]:
 def slow_pairs(study: Study) -> list[SlowPair]:
     """The pairs whose messages are slow beside those of the others that are as large or larger; the worst first."""
     every = [pair for pair in pairs_of(study) if len(pair.took) >= FEWEST and pair.bytes > 0]
+    bytes_ = np.array([pair.bytes for pair in every])
+    typical = np.array([pair.typical_ms for pair in every])
+    quarters = np.array([np.quantile(pair.took, (SURE, 1 - SURE)) for pair in every]).reshape(-1, 2)
+    short, long = quarters[:, 0], quarters[:, 1]
     found = []
-    for pair in every:
-        others = [other for other in every if other is not pair and other.bytes >= (1 - ALIKE) * pair.bytes]
-        if not others:
+    for size_ in np.unique(bytes_).tolist():
+        large = np.flatnonzero(bytes_ >= (1 - ALIKE) * size_)
+        if len(large) < 2:
             continue
-        usual = float(np.median([other.typical_ms for other in others]))
-        longest = float(np.median([np.quantile(other.took, 1 - SURE) for other in others]))
-        apart = pair.typical_ms - usual > 2 * study.clock_error_ms  # from one rank's arrival to another's end
-        surely = np.quantile(pair.took, SURE) > longest and apart
-        # A receiver that waits for a core goes on late after every message.
-        if pair.typical_ms > SLOWER * usual and surely and not wants_cores(study, (pair.target,)):
-            quarters = np.array([np.quantile(other.took, (SURE, 1 - SURE)) for other in others])
-            found.append(SlowPair(pair, usual, min(usual, quarters[:, 0].min()), max(usual, quarters[:, 1].max())))
+        usual, longest = medians_of_others(typical[large]), medians_of_others(long[large])
+        for place in np.flatnonzero(bytes_[large] == size_).tolist():
+            pair, usual_ms = every[large[place]], float(usual[place])
+            apart = pair.typical_ms - usual_ms > 2 * study.clock_error_ms  # from one rank's arrival to another's end
+            surely = short[large[place]] > longest[place] and apart
+            # A receiver that waits for a core goes on late after every message.
+            if pair.typical_ms > SLOWER * usual_ms and surely and not wants_cores(study, (pair.target,)):
+                least, most = np.delete(short[large], place).min(), np.delete(long[large], place).max()
+                found.append(SlowPair(pair, usual_ms, min(usual_ms, float(least)), max(usual_ms, float(most))))
+    found.sort(key=lambda slow: (slow.pair.source, slow.pair.target, slow.pair.lane))
     return sorted(found, key=lambda slow: -(slow.pair.typical_ms - slow.usual_ms) * slow.pair.count)
+
+
+def medians_of_others(values: Float) -> Float:
+    """Of each of at least two values the median of all the others, [n]."""
+    order = np.argsort(values, kind="stable")
+    place = np.empty(len(values), np.int64)
+    place[order] = np.arange(len(values))
+    ascending, others = values[order], len(values) - 1
+    low, high = (np.where(middle < place, middle, middle + 1) for middle in ((others - 1) // 2, others // 2))
+    found: Float = (ascending[low] + ascending[high]) / 2
+    return found
 
 
 def stall(study: Study) -> Found:
@@ -162,35 +176,28 @@ def stall(study: Study) -> Found:
     slow = slow_pairs(study)
     if slow:
         return [_slow(study, one) for one in slow]
-    beside = _if_beside(study)
-    known_up_to = None if beside is None else beside[1]
     return [
         Candidate(
-            "pipeline.stall", OverlappedMessages(), lambda price: _blocked(study, price), between=known_up_to,
+            "pipeline.stall", OverlappedMessages(), lambda price: _blocked(study, price), between=_known_up_to(study),
             a_trade=True,
         )
     ]  # fmt: skip
 
 
-@once
-def _if_beside(study: Study) -> tuple[Float, Between] | None:
-    """What messages beside the computation save, [S] ms, and between which parts of that the true saving lies: nobody
-    has seen what a message takes there, so it may take longer or less than now by as much as messages of one pair do
-    now. None where they cannot go there."""
-    graph = signals.replay(study)
+def _if_beside(study: Study) -> Effect:
+    """Messages beside the computation. Nobody has seen what a message takes there, so it may take longer or less than
+    now by as much as messages of one pair do now."""
     spread = max(_spread(study), LEAST_SPREAD)
     slower = ScaleLink(latency=1 + spread, bandwidth=1 / (1 + spread), of=_messages(study))
     faster = ScaleLink(latency=1 - spread, bandwidth=1 / (1 - spread), of=_messages(study))
-    try:
-        changes = ([OverlappedMessages()], [slower, OverlappedMessages()], [faster, OverlappedMessages()])
-        now = replay(graph).durations
-        saved, least, most = (now - replay(apply(graph, change)).durations for change in changes)
-    except Refused:
-        return None
-    mean = float(saved.mean()) if len(saved) else 0.0
-    if mean <= 0:
-        return saved, Between(1.0, 1.0, study.step_ms)
-    return saved, Between(min(float(least.mean()) / mean, 1.0), max(float(most.mean()) / mean, 1.0), study.step_ms)
+    others = tuple(((), (link, OverlappedMessages())) for link in (slower, faster))
+    return Effect("pipeline.stall", (OverlappedMessages(),), others=others, counts_cores=True)
+
+
+@once
+def _known_up_to(study: Study) -> Between | None:
+    """Between which parts of what they save the true saving lies; None where messages cannot go there."""
+    return parts_of_others(study, _if_beside(study))
 
 
 def _spread(study: Study) -> float:
@@ -285,12 +292,11 @@ def _network(study: Study, pair: Pair, gain: Gain) -> Fix:
 
 def _beside_if_sure(study: Study) -> list[Fix]:
     """Messages beside the computation, where that is sure to save something."""
-    found = _if_beside(study)
-    if found is None:
+    known_up_to = _known_up_to(study)
+    if known_up_to is None:
         return []
-    saved, known_up_to = found
-    gain = with_all_errors(study, between(mean_gain(study, saved), known_up_to), BETWEEN_RUNS)
-    return _beside(study, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else []
+    gain = sure_gain(study, replace(_if_beside(study), others=(), between=known_up_to), BETWEEN_RUNS)
+    return [] if gain is None else _beside(study, gain)
 
 
 def _beside(study: Study, gain: Gain) -> list[Fix]:

@@ -8,23 +8,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-import numpy as np
-
 from dsprof.engine.schedule import Plan
 
 from ... import signals
 from ...finding import Fix, Gain
-from ...graph.replay import replay
 from ...price.calibration import ModelError
-from ...price.certainty import with_all_errors
-from ...price.gains import mean_gain
+from ...price.effects import sure_gain
+from ...price.gains import may_gain
 from ...signals import Absent
 from ...stage_costs import begins
 from ...structure import AUTO, PipelineStructure, pipeline_that_ran, restructured
 from ...study import Study
-from ...whatif import Refused, apply
+from ...whatif import Refused
 from ...work.stage_layers import stage_layers
-from ..base import LEAST_SHARE, NotJudged, at, engine_config
+from ..base import NotJudged, at, engine_config
 from ..run.unequal_shares import KEY, loads_by_engine
 
 SCHEDULES: Final[tuple[tuple[PipelineStructure, str], ...]] = (
@@ -71,7 +68,7 @@ def measured_fix(study: Study, exact: Fix | None, ideal: Gain) -> list[Fix]:
     config = engine_config(study)
     if exact is None or exact.gain is None or config is None or not loads_by_engine(study):
         return []
-    gain = replace(exact.gain, high=max(exact.gain.high, ideal.ms))
+    gain = may_gain(exact.gain, ideal.ms)
     title = (
         f'or {KEY}: "measure" and pipeline.partition_method: "measured": the ranks time every layer at the start, for '
         "jobs that come to run on other devices, too"
@@ -113,22 +110,14 @@ def _tried(
     study: Study, wanted: PipelineStructure, error: ModelError | None
 ) -> tuple[Plan, tuple[int, ...] | None, Gain] | None:
     """The plan and boundaries of a structure and what it saves; None where that cannot be told, or may be nothing."""
-    graph = signals.replay.look(study)
-    if isinstance(graph, Absent):
+    if isinstance(signals.replay.look(study), Absent):
         return None
     try:
         new = restructured(study, wanted)
-        before, *after = (
-            replay(apply(graph, whatifs)).durations
-            for whatifs in (new.effect.now, new.effect.then, *(then for _, then in new.effect.others))
-        )
     except (NotJudged, Refused):
         return None
-    gain = mean_gain(study, before - after[0])
-    ends = [float(np.mean(before - other)) for other in after[1:]]
-    gain = replace(gain, low=min([gain.low, *ends]), high=max([gain.high, *ends]))
-    gain = with_all_errors(study, gain, error)
-    return (new.plan, new.boundaries, gain) if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else None
+    gain = sure_gain(study, replace(new.effect, counts_cores=True), error)
+    return None if gain is None else (new.plan, new.boundaries, gain)
 
 
 def _in_section(config: Mapping[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], ...]:

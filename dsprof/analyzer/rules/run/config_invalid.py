@@ -12,14 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...finding import NOTHING, Evidence, Finding, Fix, Where
 from ...study import Study
 from ...text import count
 from ..base import NotConcerned, NotJudged
 from ..rule import Found, Look, Rule
 
-NO_TIME: Final = Gain(0.0, 0.0, 0.0, 0.0)
-"""What a key would do where it is heeded is not known."""
 MISPLACED: Final = re.compile(r"not a key here but of (?P<section>[\w.]+|the top); move it there")
 ELSEWHERE: Final = re.compile(r"unknown key; (?P<key>\w+) is of (?P<section>[\w.]+|the top); move it there")
 MISSPELT: Final = re.compile(r"unknown key; the nearest is (?P<key>\w+)")
@@ -132,7 +130,7 @@ def _finding(fact: Mapping[str, Any], idle: list[Idle]) -> Finding:
     title = f"{first.key}{named} does nothing: {first.why}{more}"
     evidence = tuple(Evidence(one.key, one.why, "") for one in idle)
     fixes = tuple(Fix("config", _typed(one), one.patch) for one in idle)
-    return Finding("config.invalid", title, "info", Where(), evidence, NO_TIME, fixes)
+    return Finding("config.invalid", title, "info", Where(), evidence, NOTHING, fixes)
 
 
 def _typed(one: Idle) -> str:

@@ -11,7 +11,7 @@ from ... import signals
 from ...budget.host_load import Gauges
 from ...budget.parts import WAITING
 from ...candidate import Candidate, Excess, Price
-from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...finding import NOT_PRICED, Evidence, Finding, Fix, Gain, Where
 from ...hang.transient_hang import TransientHang, transient_hangs
 from ...price.calibration import ModelError
 from ...signals import Absent
@@ -100,7 +100,7 @@ def _passed(study: Study, hangs: tuple[TransientHang, ...]) -> Candidate | Findi
         return Finding("pause.stop", title, "info", where, tuple(evidence), price.gain, (Fix("code", fix, patch),))
 
     if not lost:
-        return say(Price(Gain(0.0, 0.0, 0.0, 0.0, method="none")))
+        return say(Price(NOT_PRICED))
     return Candidate("pause.stop", Excess(np.array(lost), "rare occasion"), say)
 
 

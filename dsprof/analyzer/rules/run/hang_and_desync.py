@@ -15,7 +15,7 @@ from dsprof.live.waiting import Communication, Stall, described, ranks_in_words
 from dsprof.run import RankExit, failures, from_known, last_processes
 from dsprof.schema import DEADLOCK, LOCKED, STANDSTILL, WENT_ON
 
-from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...finding import NOT_PRICED, Evidence, Finding, Fix, Where
 from ...hang.issuing_lines import CallSite, call_sites
 from ...hang.open_operations import stall_at_end
 from ...hang.transient_hang import AT_WORK, has_passed, step_of
@@ -31,7 +31,6 @@ MOST_ASKED: Final = 64
 """Ranks that are asked whether the engine told of a deadlock: each that is in it does."""
 MOST_CHILDREN: Final = 4
 """Kinds of child processes that are told."""
-NO_GAIN: Final = Gain(0.0, 0.0, 0.0, 0.0, method="none")
 
 
 def hang_or_desync(study: Study) -> list[Finding]:
@@ -77,7 +76,7 @@ def _proved(study: Study) -> Finding | None:
     text = next(iter(said.values()))
     title, _, advice = text.partition(". ")
     where = Where(ranks=tuple(said))
-    return Finding("run.desync", title, "high", where, (), NO_GAIN, (Fix("code", advice or title),))
+    return Finding("run.desync", title, "high", where, (), NOT_PRICED, (Fix("code", advice or title),))
 
 
 def _as_told(hang: Mapping[str, Any]) -> Stall:
@@ -209,7 +208,7 @@ def _finding(study: Study, stall: Stall, told: Mapping[str, Any]) -> Finding:
         ranks=culprits or stall.waiters, group=first.group, op=first.name, steps=None if step is None else (step, step)
     )
     fixes = (_fix(code, stall, sites),)
-    return Finding(code, title, "high", where, tuple(evidence), NO_GAIN, fixes)
+    return Finding(code, title, "high", where, tuple(evidence), NOT_PRICED, fixes)
 
 
 def _issued_at(lines: Collection[CallSite]) -> str:

@@ -72,36 +72,69 @@ def _raise_limit(late: Late, verb: str) -> tuple[Fix, ...]:
 
 
 def without_core(late: Late) -> Cause | None:
-    """It was ready to run, and something else had its cores: for sure where it waits longer for what it computes than
-    the others do, and its cgroup says that no quota stops it (which kernels before Linux 6.18 count as such a wait)."""
-    waited = late.beyond(CORE_WAIT)
-    if not late.mostly(waited):
+    """It was ready to run, and something else had its cores, which are none of the others': for sure where its cgroup
+    says that no quota stops it (which kernels before Linux 6.18 count as such a wait)."""
+    if not late.mostly(late.beyond(CORE_WAIT)):
         return None
-    evidence = [Evidence("ready to run without a core, more than peers", round(waited, 3), "ms", 0.0)]
+    # What has its core, and the lock that it wants, is its own process.
+    own = python_thread(late, late.beyond(CORE_WAIT))
+    if own is not None:
+        return replace(own, evidence=(*own.evidence, _core_wait(late)))
+    has_its_own = _bound(late) is not None or not _shares_cores(late)
+    return _no_core(late) if has_its_own and late.mostly(_beyond_its_work(late)) else None
+
+
+def crowded_cores(late: Late) -> Cause | None:
+    """It waits longer for a core, but no longer for what it computes than the others do, so it may have more to do; or
+    for one that they wait for as well, so it may want one more often, as a thread that hands over a lock does."""
+    if not late.mostly(late.beyond(CORE_WAIT)):
+        return None
+    found = _no_core(late)
+    more = Fix("code", f"or look for what {late.who} does more than the others")
+    more_often = late.mostly(_beyond_its_work(late))
+    words = "of those that the others use, too" if more_often else "as much for what it computes as the others do"
+    return replace(found, words=f"{found.words}, {words}", fixes=(*found.fixes, more), sure=False)
+
+
+def _no_core(late: Late) -> Cause:
+    waited = late.beyond(CORE_WAIT)
     quota_is_read = bool(np.isfinite(late.study.gauges.spent(gauges.THROTTLED)[late.slow]).all())
-    crowded = late.mostly(_beyond_its_work(late))
-    sure = quota_is_read and crowded
     few = _bound(late)
     if few is not None:
         mine, others = few
-        evidence.append(Evidence("cores that it may use", mine, "count", others))
+        evidence = _core_wait(late), Evidence("cores that it may use", mine, "count", others)
         words = f"it may use {count(mine, 'core')} only ({others} elsewhere), and waits {ms(waited)} a step for one"
         bind = f"bind {late.who} to as many cores as the others (taskset, numactl, --cpus-per-task, cpuset.cpus)"
-        return Cause("affinity", words, tuple(evidence), (Fix("code", bind),), sure)
-    own = python_thread(late, waited)
-    if own is not None:  # what has its core, and the lock that it wants, is its own process
-        return replace(own, evidence=(*own.evidence, *evidence))
-    words = f"it waits {ms(waited)} a step for a core"
-    fixes = [
+        return Cause("affinity", words, evidence, (Fix("code", bind),), quota_is_read)
+    title = (
         f"something else runs on the cores of {late.who} (workers, the job's own threads, another process): "
         "give each rank cores of its own"
-    ]
-    if not crowded:
-        words += ", as much for what it computes as the others do"
-        fixes.append(f"look for what {late.who} computes more than the others")
+    )
+    fixes = [Fix("code", title)]
     if not quota_is_read:
-        fixes.append(f"or raise the CPU limit of the container of {late.who}, if it has one: its cgroup cannot be read")
-    return Cause("no-core", words, tuple(evidence), tuple(Fix("code", fix) for fix in fixes), sure)
+        limit = f"or raise the CPU limit of the container of {late.who}, if it has one: its cgroup cannot be read"
+        fixes.append(Fix("code", limit))
+    return Cause(
+        "no-core", f"it waits {ms(waited)} a step for a core", (_core_wait(late),), tuple(fixes), quota_is_read
+    )
+
+
+def _shares_cores(late: Late) -> bool:
+    """Whether a slow rank may run on cores that another rank may run on, too: then what else runs there is none of the
+    reasons for which only the one is late."""
+    host_of = {item.rank: item.host for item in late.study.run.ranks}
+    cpus = {int(fact["rank"]): fact.get("cpus") for fact in late.study.facts.get("process", [])}
+
+    def meet(one: int, other: int) -> bool:
+        mine, its = cpus.get(one), cpus.get(other)
+        return host_of.get(one) == host_of.get(other) and (not mine or not its or bool(set(mine) & set(its)))
+
+    slow, others = late.study.ranks_where(late.slow), late.study.ranks_where(~late.slow)
+    return any(meet(one, other) for one in slow for other in others)
+
+
+def _core_wait(late: Late) -> Evidence:
+    return Evidence("ready to run without a core, more than peers", round(late.beyond(CORE_WAIT), 3), "ms", 0.0)
 
 
 def _beyond_its_work(late: Late) -> float:
@@ -177,6 +210,7 @@ def disk(late: Late) -> Cause | None:
 
 CAUSES: Final[tuple[Callable[[Late], Cause | None], ...]] = (
     quota, stopped, offload, without_core, memory, python_thread, gpu_clock, core_clock, numa, disk, network,
+    crowded_cores,
 )  # fmt: skip
 """In the order in which they are asked: what is told by the kernel first; then what is only probable, too."""
 

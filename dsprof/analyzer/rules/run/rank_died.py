@@ -12,7 +12,7 @@ from dsprof.live.frames import short
 from dsprof.run import BY_HAND, RankExit, failures, last_processes
 from dsprof.schema import CALL_SITE, UNCAUGHT
 
-from ...finding import Evidence, Finding, Fix, Gain, Where
+from ...finding import NOT_PRICED, Evidence, Finding, Fix, Where
 from ...study import Study
 from ...text import ms
 from ..base import NotJudged, listed
@@ -73,8 +73,7 @@ def rank_died(study: Study) -> list[Finding]:
             advice, said = raised.advice, f" ({raised.words})"
         fixes = (Fix("code", advice),)
         title = f"rank {before} was gone first{said}, {earlier}before {title}"
-    gain = Gain(0.0, 0.0, 0.0, 0.0, method="none")
-    return [Finding("run.rank-died", title, "high", where, tuple(evidence), gain, fixes)]
+    return [Finding("run.rank-died", title, "high", where, tuple(evidence), NOT_PRICED, fixes)]
 
 
 class _Uncaught(NamedTuple):

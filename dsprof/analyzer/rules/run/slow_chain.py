@@ -10,12 +10,17 @@ import pandas as pd
 from ...arrays import Bool, Float
 from ...budget.lanes import on_stream
 from ...budget.parts import OWN_WORK, TRAINING_PHASES
+from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.chain_work import chain_groups, chain_work, hosts
+from ...price.effects import effect_gains
+from ...price.gains import may_gain
 from ...study import Study, once
 from ...text import ranks as ranks_in_words
+from ...whatif import Refused
 from ...whatif.work import Change
 from ..base import LEAST_SHARE
+from ..comm.slow_link import as_its_peers, slow_links
 from ..compute.recompile import compiling
 from ..data.experts import explained_by_tokens
 from ..data.unequal_input import explained_by_input
@@ -114,8 +119,26 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
         fixes = cause.fixes if cause.sure else (*cause.fixes, *fixes)
     by_speed = shares_fix(study, late[named].mean(axis=0), phases) if on_device else None
     fixes = fixes if by_speed is None else (*fixes, by_speed)
+    transfers = slower_transfers(study, ranks) if on_device else None
+    if transfers is not None:
+        said = "groups with it move the same more slowly than like groups: if that is its device too, more is saved by"
+        evidence.append(Evidence(said, round(transfers.ms, 3), "ms"))
+        gain, share = (may_gain(one, one.ms + transfers.ms) for one in (gain, share))
     at = Where(ranks=ranks, op=where, steps=pattern.steps or study.step_range)
     return Finding("rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share)
+
+
+def slower_transfers(study: Study, ranks: tuple[int, ...]) -> Gain | None:
+    """What it saves if the groups of slow devices move the same as fast as like groups without them; None where they
+    do, or where no group is like theirs: a device that is slow is so at what it communicates, too."""
+    links = tuple(as_its_peers(one) for one in slow_links(study) if set(one.ranks) & set(ranks))
+    if not links:
+        return None
+    try:
+        (gain,) = effect_gains(study, [Effect("comm.slow-link", links, counts_cores=True)])
+    except Refused:
+        return None
+    return gain if gain.ms > 0 else None
 
 
 def _cause(study: Study, ranks: tuple[int, ...], late_ms: float, on_device: bool) -> Cause | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -11,11 +10,8 @@ import numpy as np
 from ...arrays import Float
 from ...effect import Effect
 from ...finding import Fix
-from ...graph.replay import replay
-from ...price.contention import lost_by_waiting_less
-from ...price.gains import mean_gain
+from ...price.effects import effect_gains
 from ...study import Study
-from ...whatif import apply
 from ...whatif.work import ScaleWork
 from ..base import LEAST_SHARE, NotJudged, engine_config
 
@@ -34,7 +30,11 @@ THROUGHOUT: Final = 0.5
 def with_speeds(study: Study, speeds: Any) -> Effect:
     """Other shares of a micro-batch: each rank's compute follows its samples. Raises NotJudged where that is not known,
     and where `speeds` cannot be, with what the configuration says of them."""
-    factors = _factors(study, speeds)
+    return _of_shares(_factors(study, speeds))
+
+
+def _of_shares(factors: Mapping[int, float]) -> Effect:
+    """Each rank's compute takes so many times as long."""
     return Effect("rank.straggler", _scaled(factors, 1.0), others=(((), _scaled(factors, OF_SAMPLES)),))
 
 
@@ -54,12 +54,7 @@ def shares_fix(study: Study, late: Float, phases: Mapping[str, tuple[float, floa
         factors = _factors(study, speeds)
     except NotJudged:
         return None
-    graph = study.need_graph()
-    before = replay(graph).durations
-    saved = [before - replay(apply(graph, _scaled(factors, part))).durations for part in (1.0, OF_SAMPLES)]
-    kept = 1 - lost_by_waiting_less(study, float(saved[0].mean()))
-    gain, less = (mean_gain(study, kept * each) for each in saved)
-    gain = replace(gain, low=min(gain.low, less.ms))
+    (gain,) = effect_gains(study, [_of_shares(factors)])
     if now == then or gain.low <= 0 or gain.ms < LEAST_SHARE * study.step_ms:
         return None
     there = "heterogeneous" in _need_config(study)

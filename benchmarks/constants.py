@@ -1,0 +1,153 @@
+"""What some predictions of rules rest on that no run tells: measured by CPU time, with one thread of torch, in
+interleaved turns.
+
+    python benchmarks/constants.py        # writes benchmarks/results/constants.json; a minute
+
+fused      the part of a step of Adam, which loops over tensors, that `fused=True` spares
+           (`rules/compute/fused_optimizer.py`, SAVED)
+cast       ms a byte of gradients that a CPU turns into bfloat16 and back, as bf16_compress_hook does, and gloo adds
+           (`rules/comm/volume.py`, CAST_MS_PER_BYTE)
+recompute  ms of a block that activation checkpointing takes beside computing it again
+           (`rules/compute/recompute.py`, BESIDE_MS)
+
+tests/test_constants.py holds the rules against the result.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dsprof.atomic import write_atomically
+
+RESULTS: Final = Path(__file__).resolve().parent / "results" / "constants.json"
+TURNS: Final = 15
+SHAPES: Final = ((30, 64), (300, 64), (300, 4096), (300, 16_384), (100, 100_000), (30, 300_000), (10, 2_000_000))
+"""Tensors, and elements of each."""
+BUCKETS_MB: Final = (0.25, 1, 4, 16, 25)
+BLOCKS: Final = 12
+WIDTHS: Final = (8, 64, 256)
+
+
+def median_ms(
+    turns: Sequence[Callable[[], Any]], calls: int = 1, clock: Callable[[], float] = time.thread_time
+) -> list[float]:
+    """Of each of these, CPU time of the thread, or what else the clock tells, median over turns in which all of them
+    run."""
+    took: list[list[float]] = [[] for _ in turns]
+    for number in range(TURNS + 2):
+        for place, turn in enumerate(turns):
+            began = clock()
+            for _ in range(calls):
+                turn()
+            if number >= 2:
+                took[place].append(1e3 * (clock() - began) / calls)
+    return [statistics.median(of) for of in took]
+
+
+def fused(tensors: int, elements: int, kind: type[torch.optim.Optimizer]) -> float:
+    def stepper(**options: Any) -> Callable[[], Any]:
+        parameters = [nn.Parameter(torch.randn(elements)) for _ in range(tensors)]
+        for parameter in parameters:
+            parameter.grad = torch.randn(elements)
+        return kind(parameters, **options).step
+
+    looped, at_once = median_ms([stepper(), stepper(fused=True)])
+    return 1 - at_once / looped
+
+
+def cast(rank: int, port: int, answer: Any) -> None:
+    """Of each size, what a rank's process spends more on an all-reduce in bfloat16 than on half of one in float32, ms a
+    byte of float32: both casts, and gloo's slower sum."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    found: dict[str, float] = {}
+    for megabytes in BUCKETS_MB:
+        bucket = torch.ones(int(megabytes * 250_000))
+
+        def whole(bucket: torch.Tensor = bucket) -> None:
+            dist.all_reduce(bucket.div_(2))
+
+        def short(bucket: torch.Tensor = bucket) -> None:
+            half = bucket.to(torch.bfloat16).div_(2)
+            dist.all_reduce(half)
+            bucket.copy_(half)
+
+        calls = max(int(16 / megabytes), 1)
+        as_it_is, shorter = median_ms([whole, short], calls, time.process_time)
+        found[f"{megabytes:g} MB"] = float(f"{(shorter - as_it_is / 2) / (bucket.numel() * 4):.3g}")
+    dist.destroy_process_group()
+    if rank == 0:
+        answer.put(found)
+
+
+def casts() -> dict[str, float]:
+    """As `cast` tells, in two processes."""
+    context = multiprocessing.get_context("spawn")
+    answer = context.Queue()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [context.Process(target=cast, args=(rank, port, answer)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    found: dict[str, float] = answer.get(timeout=300)
+    for process in ranks:
+        process.join()
+    return found
+
+
+def recompute(width: int) -> float:
+    """ms a block."""
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(BLOCKS)
+    )
+    x = torch.randn(4, width, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        y = x
+        for block in blocks:
+            y = block(y)
+        return y
+
+    def checkpointed() -> None:
+        y = x
+        for block in blocks:
+            y = checkpoint(block, y, use_reentrant=False)
+        y.sum().backward()
+
+    whole, with_it, again = median_ms([lambda: forward().sum().backward(), checkpointed, forward])
+    return (with_it - whole - again) / BLOCKS
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {
+        "torch": torch.__version__, "machine": platform.machine(), "cpus": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1), "fused": {}, "recompute_ms": {},
+    }  # fmt: skip
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        for tensors, elements in SHAPES:
+            found["fused"][f"{kind.__name__} {tensors} x {elements}"] = round(fused(tensors, elements, kind), 3)
+    found["cast_ms_per_byte"] = casts()
+    for width in WIDTHS:
+        found["recompute_ms"][f"width {width}"] = round(recompute(width), 4)
+    write_atomically(RESULTS, json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

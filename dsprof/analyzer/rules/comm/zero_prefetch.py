@@ -1,0 +1,97 @@
+"""ZeRO's stage 3 by its own keys: which stage3_prefetch_bucket_size hides most of what modules wait for, or gathers
+more at a time, as the engine would gather with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from ...effect import Effect, WhatIfs
+from ...finding import Finding, Fix, Gain
+from ...study import Study
+from ...whatif.merge import Merge
+from ..base import LEAST_SHARE, NotJudged, gains_tried
+from .deepspeed_config import elements, told, zero_fix
+from .dimensions import Domain, waited_ms
+from .fetched_parameters import PREFETCH, limits, with_prefetch_bucket
+from .prefetch import exposed_gathers, waiting_for_gathers
+from .shards import is_of_shards
+
+AHEAD: Final = (1, 2, 4)
+"""So many of the largest gathers ahead are tried."""
+REDUCE: Final = "reduce_bucket_size"
+NEXT: Final = "what comes next is gathered while a module computes"
+
+
+def larger_buckets(study: Study, domain: Domain, together: int, merged: Gain) -> Fix:
+    """Of stage 3: as many parameters are gathered, and gradients reduced, at a time as a bucket holds: `together` of
+    the present ones. merged: what merging neighbours saves; where it is seen what the engine would gather with the
+    larger prefetch bucket, the saving is that."""
+    table = domain.table[is_of_shards(domain.table)]
+    largest = table.groupby("name", observed=True)["bytes"].max()
+    keys = {"all_gather": (PREFETCH, "prefetch_bucket_size"), "reduce_scatter": (REDUCE, REDUCE)}
+    wanted = {keys[str(name)]: elements(study, together * float(size)) for name, size in largest.items()}
+    settings = {key: value for (key, setting), value in wanted.items() if value > told(study, setting)}
+    note = f"{together} of the present ones at a time; it holds more memory"
+    if not settings:
+        return Fix("code", f"gather {note}", gain=merged)
+    return zero_fix(settings, note, _with_settings(study, settings, together) or merged)
+
+
+def _with_settings(study: Study, settings: Mapping[str, int], together: int) -> Gain | None:
+    """What these save, by what the engine gathers with such a prefetch bucket; None: that is not seen."""
+    if PREFETCH not in settings:
+        return None
+    try:
+        effect = with_prefetch_bucket(study, settings[PREFETCH])
+        if REDUCE not in settings:
+            return _gain(study, effect)
+
+        def fewer(then: WhatIfs) -> WhatIfs:
+            """With as many scatters in one; all gathers are told by the policy."""
+            return tuple(replace(one, together=together) if isinstance(one, Merge) else one for one in then)
+
+        others = tuple((now, fewer(then)) for now, then in effect.others)
+        return _gain(study, replace(effect, then=fewer(effect.then), others=others))
+    except NotJudged:
+        return None
+
+
+def _gain(study: Study, effect: Effect) -> Gain:
+    (gain,) = gains_tried(study, [effect], "no other prefetch bucket was tried")
+    return gain
+
+
+def exposed_fetches(study: Study, domain: Domain) -> list[Finding]:
+    """Ranks stand still for parameters: comm.exposed. The smallest value is offered of those that hide as much.
+
+    Where it is not seen what the engine would gather with another one, the saving is that of gathers that are issued
+    earlier, and may be nothing.
+    """
+    if waited_ms(study, domain) < LEAST_SHARE * study.step_ms:
+        return []
+    sizes = domain.of("parameter").table["bytes"]
+    if not (sizes > 0).any():  # they were not told, so no value is known to hold what comes next
+        return exposed_gathers(study, domain)
+    largest = float(sizes.max())
+
+    def unseen(study: Study, ahead: int, gain: Gain) -> Fix:
+        value = elements(study, (1 + ahead) * largest)
+        if value <= told(study, "prefetch_bucket_size"):
+            return Fix("code", NEXT, gain=gain)
+        return zero_fix({PREFETCH: value}, NEXT, replace(gain, low=min(gain.low, 0.0)))
+
+    try:
+        present = limits(study)[0]
+        values = [value for ahead in AHEAD if (value := elements(study, ahead * largest)) > present]
+        tried = [(value, _gain(study, with_prefetch_bucket(study, value))) for value in values]
+    except NotJudged:
+        return exposed_gathers(study, domain, unseen)
+    best, chosen = Gain(0.0, 0.0, 0.0, 0.0), 0
+    for value, gain in tried:
+        if gain.ms > best.ms + LEAST_SHARE * study.step_ms:
+            best, chosen = gain, value
+    if not chosen:
+        return [waiting_for_gathers(study, domain, best, None)]
+    return [waiting_for_gathers(study, domain, best, zero_fix({PREFETCH: chosen}, NEXT, best))]

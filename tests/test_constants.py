@@ -1,0 +1,40 @@
+"""What rules take to be so, held against what benchmarks/constants.py has measured."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsprof.analyzer.rules.comm.volume import CAST_MS_PER_BYTE
+from dsprof.analyzer.rules.compute.fused_optimizer import LOOPED, SAVED
+from dsprof.analyzer.rules.compute.recompute import BESIDE_MS
+
+RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "constants.json"
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RESULT.read_text())
+    return found
+
+
+def test_what_a_fused_optimizer_spares(measured: dict[str, Any]) -> None:
+    expected, least, most = SAVED
+    spared = measured["fused"]
+    assert {name.partition(" ")[0] for name in spared} == set(LOOPED)
+    assert all(least <= part <= most for part in spared.values()), spared
+    assert statistics.median(spared.values()) == pytest.approx(expected, abs=0.08)
+
+
+def test_what_short_gradients_cost_to_make(measured: dict[str, Any]) -> None:
+    """Half and twice as much are in the interval, which was chosen to one digit."""
+    cast = measured["cast_ms_per_byte"].values()
+    assert all(0.45 * CAST_MS_PER_BYTE <= one <= 2.05 * CAST_MS_PER_BYTE for one in cast), cast
+
+
+def test_what_checkpointing_takes_beside_computing_again(measured: dict[str, Any]) -> None:
+    assert all(0 < one <= BESIDE_MS for one in measured["recompute_ms"].values()), measured["recompute_ms"]
