@@ -33,7 +33,7 @@ OF_A_UNIT: Final = 0.93
 COPY_MS_PER_BYTE: Final = 5e-7
 """Of copying shards in and out, nominal: 2 GB/s."""
 MOSTLY: Final = 0.5
-"""Of what gathering earlier and more at a time gains, what must be owed to fewer gathers: else messages are not small."""
+"""Of what gathering earlier and more at a time gains, what fewer gathers must save for messages to be too small."""
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
 FAR: Final = 2.0
