@@ -17,7 +17,7 @@ import torch
 from dsprof.engine import initialize
 from dsprof.engine.comm.lane import CudaLane
 from dsprof.engine.hooks import FAILURES, Attributes, Hooks, Span
-from dsprof.engine.monitors.wall_clock import CudaTimer, WallClock, timer_for
+from dsprof.engine.monitors.breakdown import CudaTimer, WallClock, timer_for
 
 
 class Spans:
