@@ -7,7 +7,7 @@ and gradients clipped to 1.0. callgrind (valgrind) counts what all threads of al
 kernels that the processor would take (AVX2: valgrind knows no wider ones); fused multiply-adds count as one, however
 long valgrind takes for them, and copies by what a loop takes (`COPIES`). A step takes minutes, so there are `--layers`
 (8) of the shape's 48: what is done once a step weighs more then. The tools are those of instructions.py. An arm's count
-is written when it is there, and not counted again without `--anew`.
+is written when it is there, and not counted again unless something that it depends on has changed since.
 
 Goals: 1.00, 1.02, 1.05 and 1.10 for the stages 0 to 3, as for the CPU time of engine.py.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import multiprocessing
 import os
@@ -34,6 +35,7 @@ from engine_shapes import GPT, SHAPES, Shape
 from instructions import COPIES, MALLOC, make_marks, total
 from instructions_job import Marks
 
+import dsprof.engine
 import engine
 
 HERE: Final = Path(__file__).parent
@@ -99,6 +101,15 @@ def count(arm: str, layers: int, library: Path) -> int:
         return sum(total(Path(scratch), json.loads(line)["pid"]) for line in said.splitlines() if line[:1] == "{")
 
 
+def sources() -> str:
+    """A digest of what is counted, the engine, and of what counts it."""
+    digest = hashlib.sha256()
+    for path in sorted([*Path(dsprof.engine.__file__).parent.rglob("*.py"), *HERE.glob("*engine*.py"),
+                        *HERE.glob("instructions*")]):  # fmt: skip
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:20]
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--job"]:
         arm, folder, layers, library = sys.argv[2:]
@@ -106,7 +117,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--stages", default=",".join(map(str, STAGES)))
-    parser.add_argument("--anew", action="store_true", help="count again what is in the results")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "engine_instructions.json")
     args = parser.parse_args()
     if shutil.which("valgrind") is None:
@@ -115,16 +125,16 @@ def main() -> int:
     result: dict[str, Any] = {
         "what": f"instructions of a step of {SHAPES[SHAPE].ranks} ranks, and of the engine's the ratio to DDP's",
         "layers": args.layers,
+        "of": sources(),
         "tensors": len(list(shape(args.layers).model().parameters())),
         "ratio": {},
         "instructions": {},
         "machine": {"python": platform.python_version(), "torch": torch.__version__, "processor": platform.machine()},
     }
-    if args.output.exists() and not args.anew:
+    if args.output.exists():
         before = json.loads(args.output.read_text())
-        if before["layers"] != args.layers:
-            sys.exit(f"{args.output} is of {before['layers']} layers: --anew, or another --output")
-        result |= {"ratio": before["ratio"], "instructions": before["instructions"]}
+        if all(before.get(key) == result[key] for key in ("layers", "of", "machine")):
+            result |= {"ratio": before["ratio"], "instructions": before["instructions"]}
     counted = result["instructions"]
     with tempfile.TemporaryDirectory() as scratch:
         library = make_marks(Path(scratch))

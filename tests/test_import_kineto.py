@@ -19,6 +19,7 @@ from damage import damaged
 
 from dsprof import cli, trace
 from dsprof.analyzer import analyze
+from dsprof.analyzer.study import study
 from dsprof.importers import import_trace, kineto
 from dsprof.importers.rank_names import rank_in
 from dsprof.run import RunError, open_run
@@ -567,6 +568,17 @@ def test_the_eight_ranks_of_dlrm_equal_hta_and_get_what_it_lacks() -> None:
     assert straggler.gain.ms == pytest.approx(float(analysis.delays.loc[7, 10]))
     assert straggler.gain.ms == pytest.approx(0.67, abs=0.01)
     assert sum(analysis.budget.values()) == pytest.approx(analysis.step_ms.mean if analysis.step_ms else 0)
+
+
+def test_the_eight_ranks_of_dlrm_replay_as_they_ran_and_each_finding_has_a_gain() -> None:
+    of_ranks = import_trace(real("dlrm_8rank"))
+    check = study(of_ranks).checked
+    assert check is not None
+    assert check.error < 0.01
+    assert check.contradicted <= 0.01
+    found = analyze(of_ranks).findings
+    assert {"compute.launch-bound", "rank.straggler"} <= {one.code for one in found}
+    assert all(one.gain.ms is not None for one in found)
 
 
 @pytest.mark.parametrize(

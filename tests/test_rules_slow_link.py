@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from findings import of
 from meshes import Call, MeshJob, Phase, Program, Work
@@ -78,6 +80,22 @@ def test_a_link_that_is_slow_for_a_while_is_named_with_when() -> None:
     judged = analysis.steps_judged
     a_slow_step = job({"c1": 5.0}).step_ms() - job({}).step_ms()
     assert first.gain.ms == pytest.approx(a_slow_step * 7 / judged, rel=0.15)
+
+
+@pytest.mark.parametrize("spell", [(8, 14), None], ids=["for a while", "all along"])
+def test_who_wants_cores_while_it_is_slow_has_no_slow_link(spell: tuple[int, int] | None) -> None:
+    """Ranks 1 and 3 wait for a core for 8 % of a step in those steps in which they are slow, and in no others."""
+    of_job = study(job({"c1": 5.0}, spell=spell).trace())
+    first, last = spell or of_job.step_range
+    then = (of_job.step_numbers >= first) & (of_job.step_numbers <= last)
+    wanted = np.outer(np.isin(of_job.ranks, (1, 3)), then) * 0.08 * of_job.step_ms
+
+    def links(**gauges: np.ndarray) -> list[tuple[int, ...]]:
+        spent = SimpleNamespace(spent=lambda gauge: gauges[gauge])
+        return [link.ranks for link in slow_links(replace(of_job, load=object(), gauges=spent))]
+
+    assert links(core_wait_seconds=0 * wanted) == [(1, 3)]
+    assert links(core_wait_seconds=wanted) == []
 
 
 def test_what_a_slow_device_communicates_more_slowly_may_be_saved_with_it() -> None:

@@ -17,8 +17,9 @@ from werkzeug.test import Client
 from dsprof.analyzer.analysis import LEAST_SHARE, Analysis
 from dsprof.interactive.loaded_run import Run
 from dsprof.reports import html, palette, terminal
-from dsprof.reports.sections import report_of
+from dsprof.reports.sections import MAKERS, report_of
 from dsprof.reports.sections.as_json import report_json
+from dsprof.reports.sections.section import Figure
 from dsprof.reports.tab.plugin import DsprofTab
 from dsprof.reports.tab.run_views import RunViews
 from dsprof.reports.tensorboard.text import markdown_texts
@@ -102,6 +103,21 @@ def test_the_same_numbers_everywhere(made: Callable[[], Analysis], monkeypatch: 
                 assert all(end in said for end in ends), (where, ends)
             for item in finding["evidence"]:
                 assert item["metric"] in said or item["value"] == item["expected"], where
+
+
+def test_what_ranks_spend_in_a_marked_part_stands_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for where, said in shown(factories.straggler(), monkeypatch).items():
+        for rank, waits, works in ((0, "38.0", "162.4"), (1, "0.0", "200.4")):
+            assert re.search(rf"rank {rank}\W+{waits} ms\W+own work {works} ms", said), (where, rank)
+
+
+def test_the_terminal_shows_sections_of_the_one_list_and_draws_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(terminal.SECTIONS) <= {maker.id for maker in MAKERS}
+    drawn: list[str] = []
+    monkeypatch.setattr(Figure, "plain", lambda self: drawn.append(self.name))
+    monkeypatch.setattr(Figure, "drawn", property(lambda self: drawn.append(self.name)))
+    terminal.render(factories.straggler(), io.StringIO(), color=False)
+    assert drawn == []
 
 
 def test_what_the_page_draws_is_what_the_tab_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

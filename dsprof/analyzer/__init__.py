@@ -15,6 +15,7 @@
     text         how numbers and names are said
     arrays       the three types of arrays
     columns      columns of tables as arrays
+    freed_memory what the C library keeps of memory that was freed
 
 The rooms; the docstring of each is its table of contents:
 

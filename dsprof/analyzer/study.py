@@ -34,6 +34,7 @@ from .budget.irregular import Irregular, find_irregular, mark_ordinary, profiled
 from .budget.step_budget import step_budget
 from .budget.wait_table import waits_table
 from .device import Devices, compare_devices
+from .freed_memory import give_back
 from .graph.build_graph import build_graph
 from .graph.chain_work import chain_work, hosts
 from .graph.step_graph import StepGraph
@@ -314,6 +315,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     collectives = match_collectives(arrivals, run)
     communicated = summarize_arrivals(arrivals, run, aligned.topology)
     del arrivals
+    give_back()
     matches = Matches(collectives)
 
     # Second pass. Each rank by itself: what it did when it was not training, and where its training thread's time went.
@@ -334,7 +336,9 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     waits = waits_table(times, collectives, steps)
     chains = {rank: of_rank.chains for rank, of_rank in measured.items()}
     del measured, times  # what was issued and waited for is in the waits, and in the graph
+    give_back()
     graph = build_graph(chains, collectives, steps, run)
+    give_back()
     checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
 
     # Memory, devices, cores.

@@ -5,6 +5,8 @@ that is already there is first renamed to `.TAG.dsprof-MARK-replaced`, from wher
 in its stead. MARK is a number of this save's own. A lock on `.TAG.dsprof-MARK-lock`, which the system takes back when
 the process ends, says that it is under way: what has none was left by a save that was killed, and is cleared away by
 the next, of whatever job.
+
+At the end: how what is no tensor, as counters and random number generators, is written and read.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ Names in a checkpoint, tensors first:
 
 NAME is the parameter's in the whole model, whichever pipeline stage has it; where tensor-parallel ranks have parts of
 it, NAME@P/N is part P of N. What several ranks have alike is written once.
+
+At the end: parameters that tensor-parallel ranks have in parts, from one way of sharding them to another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The first look at a configuration: which keys are there. Values are not looked at yet."""
+"""The first look at a configuration: which keys are there; and what pydantic finds wrong with values, in our words."""
 
 from __future__ import annotations
 

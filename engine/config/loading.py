@@ -1,4 +1,7 @@
-"""From a file or a dict to a `Config`: keys, values, contradictions, batch sizes, in this order."""
+"""From a file or a dict to a `Config`: keys, values, contradictions, batch sizes, in this order.
+
+At the end: what one key does, and which values it takes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """`tensor_parallel`, `context_parallel` and `pipeline`: a model's layers sharded over ranks, sequences divided among
-them, and layers divided among them."""
+them, and layers divided among them; and `heterogeneous`: ranks of unequal speed."""
 
 from __future__ import annotations
 

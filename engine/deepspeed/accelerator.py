@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import cuda
 
-from ..monitors.wall_clock import HostMeter
+from ..monitors.breakdown import HostMeter
 from .names import refusal
 
 Calls = tuple[Any, Any]

@@ -1,6 +1,6 @@
 """DeepSpeed's debugging sections, fed by what the engine reports through `hooks` and by nothing else.
 
-wall_clock     `wall_clock_breakdown`: time of forward, backward, reduction and step; `memory_breakdown`: memory at the
+breakdown      `wall_clock_breakdown`: time of forward, backward, reduction and step; `memory_breakdown`: memory at the
                ends of the phases
 comms_logger   `comms_logger`: communications by kind and size, and who is late
 flops          `flops_profiler`: operations, parameters and time of each module
@@ -18,9 +18,9 @@ from torch import nn
 
 from ..config import Config
 from ..hooks import Hooks, Listener
+from .breakdown import MemoryBreakdown, WallClock, meter_for, timer_for
 from .comms_logger import CommsLogger, Gather
 from .flops import FlopsProfiler
-from .wall_clock import MemoryBreakdown, WallClock, meter_for, timer_for
 from .writers import CsvWriter, Curves, TensorBoardWriter, Writer
 
 Show = Callable[[str], None]

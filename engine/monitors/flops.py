@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ..config.debugging import FlopsProfilerConfig
 from ..hooks import Span
-from .wall_clock import Timer, phase_of
+from .breakdown import Timer, phase_of
 
 T = TypeVar("T")
 

@@ -2,6 +2,8 @@
 
 fp16 gradients below 6e-8 vanish, so the loss is multiplied by a scale before backward, and the gradients are divided by
 it before the step. Where it is dynamic, an overflow lowers it and a long stretch without one raises it.
+
+At the end: the norm of gradients over all ranks, and clipping by it.
 """
 
 from __future__ import annotations

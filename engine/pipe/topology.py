@@ -1,6 +1,8 @@
 """Grids of ranks with named axes, as DeepSpeed's scripts describe them, and where a rank is in its own.
 
 The last axis is the innermost: ranks that are neighbours along it have neighbouring numbers.
+
+At the end: which layers each stage of a pipeline has, and which stages a rank has.
 """
 
 from __future__ import annotations

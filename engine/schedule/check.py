@@ -1,4 +1,7 @@
-"""Whether a plan is whole and can finish, before anybody waits for it; and what waits for whom where it cannot."""
+"""Whether a plan is whole and can finish, before anybody waits for it; and what waits for whom where it cannot.
+
+At the end: when each action would happen, given what it costs, and how many activations are held at once.
+"""
 
 from __future__ import annotations
 

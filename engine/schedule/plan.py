@@ -1,4 +1,7 @@
-"""Actions and plans: who does what, in which order; and where transfers go."""
+"""Actions and plans: who does what, in which order; and where transfers go.
+
+At the end: the schedules, by name.
+"""
 
 from __future__ import annotations
 

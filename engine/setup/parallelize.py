@@ -1,5 +1,8 @@
 """Leaving a rank its part of the model: the layers of its pipeline stages, and its share of each; and what it has in
-common with other ranks of its replica then."""
+common with other ranks of its replica then.
+
+At the end: every rank is held to the same configuration and model, before anything is sent.
+"""
 
 from __future__ import annotations
 

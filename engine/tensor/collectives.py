@@ -8,6 +8,8 @@ They come in pairs, each the transpose of the other, so that backward through on
     split    the same on all ranks -> each rank's shard            join            shards -> the same whole on all ranks
 
 Each collective is reported as a span of purpose `tensor-parallel` with the module's name. A group of one does nothing.
+
+At the end: cross-entropy over a vocabulary that is sharded.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 `isinstance(layer, nn.Linear)` keeps holding, and a subclass that adds to `super().forward(...)` goes on doing so.
 transformers' Conv1D is a linear layer with its weight transposed; it is recognised by what it consists of.
+
+At the end: batch norms between layers that are sharded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""How a step is taken: norm, overflow, clipping, the optimizer, and the new weights to where they are needed."""
+"""How a step is taken: norm, overflow, clipping, the optimizer, and the new weights to where they are needed.
+
+At the end: torch's functions that clip gradients refuse those that an engine holds.
+"""
 
 from __future__ import annotations
 

@@ -193,11 +193,13 @@ class Bucket:
         """Write the gradients of the parameters at `places`, which are neighbours, times `scale` to `rows`."""
         start, last = self.offsets[places[0]], places[-1]
         target = rows[:, start : self.offsets[last] + self.params[last].partition.shard_size]
-        if len(rows) == 1:
-            torch.cat([grad.reshape(-1) for grad in grads], out=target[0])  # at once, with no copy in between
-        else:
+        if len(rows) > 1:
             parts = [self.params[at].partition.to_shards(grad) for at, grad in zip(places, grads, strict=True)]
             target.copy_(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+        elif grads[0].dtype == rows.dtype:  # at once, with no copy in between
+            torch.cat([grad if grad.dim() == 1 else grad.reshape(-1) for grad in grads], out=target[0])
+        else:  # torch.cat(out=) would turn each by itself to the other dtype: on a GPU by a kernel each
+            target[0].copy_(torch._utils._flatten_dense_tensors(grads))
         if scale != 1.0:
             target.mul_(scale)
 

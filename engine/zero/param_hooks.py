@@ -1,4 +1,7 @@
-"""Uses of parameters that no call of a module announces: seen where autograd saves them, and where they are read."""
+"""Uses of parameters that no call of a module announces: seen where autograd saves them, and where they are read.
+
+At the end: which modules are torch's own code, whose backward needs no parameter that autograd has not saved.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Gradients as they come in a backward: noted without running Python, and processed where something can be done with
-them."""
+them.
+
+At the end: which gradients travel together, and in which order.
+"""
 
 from __future__ import annotations
 

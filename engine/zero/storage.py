@@ -3,6 +3,8 @@
 In host memory, malloc maps 32 MiB or more anew each time, and to have that page by page costs several times what is
 written to it. Where the kernel gives huge pages to who asks (`/sys/kernel/mm/transparent_hugepage/enabled` says
 `madvise`), ask.
+
+Then: what a parameter of stage 3 is between its uses (`Absent`), and buffers that are used again (`BufferPool`).
 """
 
 from __future__ import annotations

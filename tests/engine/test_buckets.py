@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,11 +57,31 @@ def written(ranks: int, dtype: torch.dtype, scale: float) -> tuple[list[list[flo
     return rows.tolist(), passes.names
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_that_are_not_sharded_come_in_one_pass(dtype: torch.dtype) -> None:
-    rows, passes = written(1, dtype, 1.0)
+def test_gradients_of_the_buckets_dtype_come_in_one_pass() -> None:
+    rows, passes = written(1, torch.float32, 1.0)
     assert rows == [[0, 0, 1, 2, 3, 4, 5, 6, 7]]
     assert passes == ["cat"]
+
+
+def test_gradients_of_another_dtype_are_turned_all_at_once() -> None:
+    """A `cat` whose `out` is of another dtype turns each by itself, and takes four times as long."""
+    rows, passes = written(1, torch.bfloat16, 1.0)
+    assert rows == [[0, 0, 1, 2, 3, 4, 5, 6, 7]]
+    assert passes == ["cat", "copy_"]
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product((torch.float32, torch.bfloat16), repeat=3)))
+def test_gradients_of_several_dtypes_come_into_one_bucket(dtypes: tuple[torch.dtype, ...]) -> None:
+    """As where some have been added up over micro-batches, in fp32, and some have come in the last one alone. That of
+    a convolution may lie in memory by channels."""
+    first, second, wire = dtypes
+    bucket = Bucket([], wire)
+    for numel in (8, 3):
+        bucket.add(Param(numel, 1))  # type: ignore[arg-type]
+    rows = torch.zeros(1, bucket.width, dtype=wire)
+    weight = torch.arange(8.0).view(1, 2, 2, 2).to(first).to(memory_format=torch.channels_last)
+    bucket.write(rows, [0, 1], [weight, torch.arange(8.0, 11.0).to(second)], 1.0)
+    assert rows.tolist() == [list(range(11))]
 
 
 def test_each_rank_has_a_row_of_its_shards() -> None:

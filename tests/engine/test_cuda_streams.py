@@ -75,6 +75,11 @@ def test_memory_is_kept_until_its_communication_is_waited_for(ran: Ran) -> None:
     assert ran.told[0]["memory"]["kept"] == [True, False]
 
 
+def test_a_stream_is_over_when_its_last_kernel_is(ran: Ran) -> None:
+    told = ran.told[0]["asked"]
+    assert told == {"busy": [False, False], "through": [True, True]}
+
+
 def test_phases_are_timed_by_the_device(ran: Ran) -> None:
     """The host is through with them at once; the step is waited for, since the curves are wanted of each."""
     told = ran.told[0]["phases"]

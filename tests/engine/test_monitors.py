@@ -20,9 +20,9 @@ from dsprof.engine.activation_checkpoint.policies import Full
 from dsprof.engine.config import load
 from dsprof.engine.hooks import FAILURES, Hooks, Listener, Span, subscribe
 from dsprof.engine.monitors import comms_logger
+from dsprof.engine.monitors.breakdown import HostMeter, HostTimer, MemoryBreakdown, WallClock
 from dsprof.engine.monitors.comms_logger import CommsLogger, LoggedMessage, Sample, bus_factor, in_binary, stragglers
 from dsprof.engine.monitors.flops import FlopsProfiler, ModuleCost, Profile, render
-from dsprof.engine.monitors.wall_clock import HostMeter, HostTimer, MemoryBreakdown, WallClock
 from dsprof.engine.monitors.writers import CsvWriter, Curves, TensorBoardWriter
 
 torch.set_num_threads(1)

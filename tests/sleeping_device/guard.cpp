@@ -90,7 +90,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     count("synchronize");
     if (event) timeline().wait_event(*static_cast<Event*>(event));
   }
-  bool queryStream(const c10::Stream& stream) const override { return timeline().idle(stream.id()); }
+  bool queryStream(const c10::Stream& stream) const override { return timeline().over(stream.id()); }
   void synchronizeStream(const c10::Stream& stream) const override {
     count("synchronize");
     timeline().wait_stream(stream.id());

@@ -98,7 +98,7 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
 
   bool capturing = timeline().is_capturing(stream);
-  if (capturing || !timeline().idle(stream)) {
+  if (capturing || !timeline().drained(stream)) {
     Stack results = changed(arguments, &on_meta);
     bool known = true;
     std::string why;

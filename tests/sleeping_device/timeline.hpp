@@ -154,11 +154,19 @@ class Timeline {
     if (event.at) put(stream, {"wait"}, {event.at});
   }
 
+  // Whether the device has come to it, in time and with its data (cudaEventQuery).
   bool over(const Event& event) {
     std::lock_guard<std::mutex> lock(mutex_);
     refuse_in_capture(event);
-    advance();
-    return !event.at || (event.at->timed && now_ns() >= event.at->end_ns && event.at->moved);
+    return over(event.at);
+  }
+
+  // Whether the device has done all that was put on the stream so far (cudaStreamQuery).
+  bool over(int64_t stream) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    refuse_in_capture();
+    const auto found = last_.find(stream);
+    return found == last_.end() || over(found->second);
   }
 
   double elapsed_ms(const Event& first, const Event& second) {
@@ -179,8 +187,7 @@ class Timeline {
     for (;;) {
       {
         std::lock_guard<std::mutex> lock(mutex_);
-        advance();
-        if (op->timed && op->moved && now_ns() >= op->end_ns) return;
+        if (over(op)) return;
       }
       if (now_ns() > patience) throw std::runtime_error("sleeping device: waited for a minute in vain for " + op->name);
       const int64_t left = op->timed ? op->end_ns - now_ns() : 0;
@@ -215,7 +222,8 @@ class Timeline {
     data_there_.wait(lock, [&] { return op->moved.load(); });
   }
 
-  bool idle(int64_t stream) {
+  // Whether they are there, so that the host may move the next ones itself.
+  bool drained(int64_t stream) {
     const OperationPtr op = last_of(stream);
     return !op || op->moved;
   }
@@ -274,6 +282,12 @@ class Timeline {
     std::deque<std::pair<OperationPtr, std::function<void()>>> queue;
   };
 
+  // The same for whoever has the lock.
+  bool over(const OperationPtr& op) {
+    advance();
+    return !op || (op->timed && op->moved && now_ns() >= op->end_ns);
+  }
+
   OperationPtr last_of(int64_t stream) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto found = last_.find(stream);
@@ -298,7 +312,7 @@ class Timeline {
   }
 
   // As CUDA does with calls that are unsafe while a graph is captured: the call fails, and so does the capture.
-  void refuse_in_capture(const Event& event) {
+  void refuse_in_capture(const Event& event = {}) {
     bool refused = event.graph != nullptr;
     for (const Capture& capture : captures_) {
       const bool own = capture.thread == std::this_thread::get_id();

@@ -22,6 +22,7 @@ from dsprof.trace.merge import warn
 
 from ..arrays import Int
 from ..columns import RankRows
+from ..freed_memory import give_back
 from .clock import Clocks, find_clocks, find_jumps
 from .numbering import number_by_order
 from .steps import late_beginnings, renumber_steps
@@ -101,6 +102,7 @@ def align(
     del every
     rows = concat_rows(tables, ARRIVED)
     tables.clear()
+    give_back()
     numbered = number_by_order(rows, run)
     numbers = None if numbered is rows else _by_rank(numbered["seq"], places)
     clocks = find_clocks(numbered, run)

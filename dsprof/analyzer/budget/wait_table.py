@@ -7,8 +7,9 @@ from typing import Final
 
 import numpy as np
 import pandas as pd
+from pandas.arrays import IntegerArray
 
-from ..arrays import Float
+from ..arrays import Bool, Float, Int
 from .label import NOTHING
 from .step_budget import RankTime
 
@@ -17,26 +18,39 @@ WAIT_COLUMNS: Final = ("rank", "start_ns", "end_ns", "arrival_ns", "group", "seq
 
 def waits_table(times: Mapping[int, RankTime], collectives: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
     """WAIT_COLUMNS, as `Analysis.waits` says."""
-    tables = [time.waits.assign(rank=rank) for rank, time in times.items()]
-    if not tables:
+    if not times:
         return pd.DataFrame(columns=list(WAIT_COLUMNS))
-    waits = pd.concat(tables, ignore_index=True)
-    named = collectives[["group", "seq", "step"]].reindex(waits["collective"].where(waits["collective"] != NOTHING))
-    issued, step = named["step"].to_numpy(np.float64), _step_begun_last(waits, steps)
-    waits = waits.assign(
-        arrival_ns=waits["arrival_ns"].astype("Int64").mask(waits["lane"] != NOTHING),
-        group=named["group"].to_numpy(object),
-        seq=named["seq"].astype("Int64").array,
-        issued_step=pd.array(np.where(issued < step, issued, np.nan), "Int64"),
+
+    def every(name: str) -> Int:
+        return np.concatenate([time.waits[name].to_numpy(np.int64) for time in times.values()])
+
+    rank = np.repeat(np.array([*times], np.int64), [len(time.waits) for time in times.values()])
+    start, collective = every("start_ns"), every("collective")
+    unknown = collective == NOTHING
+    number = np.append(collectives["step"].to_numpy(np.int64), 0)[collective]
+    known = ~unknown & (number < _step_begun_last(rank, start, steps))
+    return pd.DataFrame(
+        {
+            "rank": rank,
+            "start_ns": start,
+            "end_ns": every("end_ns"),
+            "arrival_ns": _whole(every("arrival_ns"), every("lane") == NOTHING),
+            "group": np.append(collectives["group"].to_numpy(object), np.nan)[collective],
+            "seq": _whole(np.append(collectives["seq"].to_numpy(np.int64), 0)[collective], ~unknown),
+            "issued_step": _whole(number, known),
+        },
+        copy=False,
     )
-    return waits[list(WAIT_COLUMNS)]
 
 
-def _step_begun_last(waits: pd.DataFrame, steps: pd.DataFrame) -> Float:
+def _whole(values: Int, known: Bool) -> IntegerArray:
+    return IntegerArray(values, ~known)
+
+
+def _step_begun_last(of_waits: Int, begun_ns: Int, steps: pd.DataFrame) -> Float:
     """The step that the rank of each wait had begun last when that began; NaN: none. Of all ranks at once."""
-    rank, when = (
-        np.concatenate([table[name].to_numpy(np.int64) for table in (steps, waits)]) for name in ("rank", "start_ns")
-    )
+    rank = np.concatenate([steps["rank"].to_numpy(np.int64), of_waits])
+    when = np.concatenate([steps["start_ns"].to_numpy(np.int64), begun_ns])
     of_wait = np.arange(len(rank)) >= len(steps)
     order = np.lexsort((of_wait, when, rank))
     last = np.maximum.accumulate(np.where(of_wait[order], -1, np.arange(len(order))))

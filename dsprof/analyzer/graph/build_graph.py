@@ -10,7 +10,7 @@ there, is joined to it by an edge across steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -23,7 +23,7 @@ from dsprof.run import RunInfo
 from ..arrays import Float, Int
 from .chains import RankChains, of_host, without_own_lanes
 from .durations import no_later_than_seen, transfers, wake_up_delays
-from .events import ISSUE, WAIT, ProgramEvents, Segments, find_events, find_segments, without_microbatch
+from .events import ISSUE, WAIT, ProgramEvents, Time, find_events, find_segments, without_microbatch
 from .step_graph import WAKE_UP_DELAY, Costs, CrossStepEdges, Measured, StepGraph, Steps
 from .tasks import Tasks, find_tasks
 from .template import END, ISSUED, StepTemplate, find_template
@@ -90,9 +90,9 @@ def _builder(
     first_own = len(collectives) + np.cumsum([0, *(of_ranks[rank].own_tasks for rank in ranks)])[:-1]
     events = find_events([chain.program for chain in chains], begin, end, first_own[leads])
     tasks = find_tasks(collectives, [of_ranks[rank] for rank in ranks], events, ranks, leads, run)
-    segments = find_segments([chain.time for chain in chains], events, begin, end)
+    times = [chain.time for chain in chains]
     names = tuple(chain.name for chain in chains)
-    return _Builder(ranks, names, leads, numbers, judged, follows, begin, end, events, segments, tasks)
+    return _Builder(ranks, names, leads, numbers, judged, follows, begin, end, events, times, tasks)
 
 
 def _chosen(steps: pd.DataFrame, ranks: int) -> tuple[Int, npt.NDArray[np.bool_]]:
@@ -123,12 +123,12 @@ class _Builder:
         begin: Int,
         end: Int,
         events: ProgramEvents,
-        segments: Segments,
+        times: Sequence[Time],
         tasks: Tasks,
     ) -> None:
         self.ranks, self.numbers, self.judged, self.follows = ranks, numbers, judged, follows
         self.leads, self.chain_names = leads, chain_names
-        self.begin, self.end, self.segments = begin, end, segments
+        self.begin, self.end, self.times = begin, end, times
         self.reference = begin.min(axis=0)
         self.stretch = np.cumsum(~follows)
         self.tasks = tasks
@@ -172,12 +172,16 @@ class _Builder:
             self.place[step] = (index, len(template.steps))
             template.steps.append(step)
             template.targets.append(targets)
+        alike = [template.steps for template in self.templates]
+        segments = find_segments(self.times, self.all_events, self.begin, self.end, alike)
+        self.times = ()
+        of_template = zip(self.templates, segments.began, segments.work, strict=True)
         gap = np.zeros(self.begin.shape)
         gap[:, 1:] = np.where(self.follows[1:], (self.begin[:, 1:] - self.end[:, :-1]) / 1e6, 0.0)
         return StepGraph(
             ranks=tuple(self.ranks[lead] for lead in self.leads.tolist()),
             leads=len(self.ranks),
-            templates=tuple(self._steps(template) for template in self.templates),
+            templates=tuple(self._steps(*one) for one in of_template),
             numbers=self.numbers,
             judged=self.judged,
             template=np.array([self.place[step][0] for step in range(len(self.numbers))], np.int64),
@@ -233,13 +237,11 @@ class _Builder:
 
     # --- values
 
-    def _steps(self, template: StepTemplate) -> Steps:
-        steps = np.array(template.steps)
-        structure, segments = template.structure, self.segments
-        rows = segments.first[steps] + np.arange(structure.segments)[:, None]  # [W, S]
+    def _steps(self, template: StepTemplate, began_ns: Int, work: Float) -> Steps:
+        """work: [W, S, PARTS], which the steps take over; began_ns: [W, S]."""
+        steps, structure = np.array(template.steps), template.structure
         reference = self.reference[steps]
-        began = (segments.began[rows] - reference) / 1e6
-        work = segments.work[rows]
+        began = (began_ns - reference) / 1e6
         picks = np.array([[targets[i] for targets in template.targets] for i, _ in template.tasks], np.int64)
         picks = picks.reshape(len(template.tasks), len(steps))
         ended = (self.tasks.end[picks] - reference) / 1e6 if picks.size else np.zeros(picks.shape)

@@ -67,12 +67,11 @@ WHAT, TARGET, WHEN, ENDED, ACTION, OWN = range(6)
 
 @dataclass(frozen=True)
 class Segments:
-    """The stretches between events, by step, rank and time: when each began (ns), and its own work, [:, PARTS] in ms;
-    `first`: [N + 1] index of each step's first."""
+    """The stretches between events, of steps that are alike together: of each group of them, in which every step has W
+    segments, by rank and time, began: [W, S] ns, when each began, and work: [W, S, PARTS] ms, its own work."""
 
-    began: Int
-    work: Float
-    first: Int
+    began: tuple[Int, ...]
+    work: tuple[Float, ...]
 
 
 def find_events(programs: Sequence[Program], begin: Int, end: Int, first_own: Int) -> ProgramEvents:
@@ -203,10 +202,13 @@ class Time(Protocol):
         """Own work between consecutive moments, [len(when) - 1, PARTS] in ms."""
 
 
-def find_segments(times: Sequence[Time], events: ProgramEvents, begin: Int, end: Int) -> Segments:
-    """What lies between the events, from the beginning of each step to its end."""
+def find_segments(
+    times: Sequence[Time], events: ProgramEvents, begin: Int, end: Int, alike: Sequence[Sequence[int]]
+) -> Segments:
+    """What lies between the events, from the beginning of each step to its end. alike: indices of steps that have as
+    many events of each chain, in groups; each step is in one."""
     steps = begin.shape[1]
-    number: list[Int] = []
+    number: list[npt.NDArray[np.int32]] = []
     moments: list[Int] = []
     insides: list[Bool] = []
     within = np.flatnonzero(events.step >= 0)
@@ -222,20 +224,31 @@ def find_segments(times: Sequence[Time], events: ProgramEvents, begin: Int, end:
         inside = edge_kind[:-1] < 2  # from the end of a step to the next one's start is no segment
         moments.append(when)
         insides.append(inside)
-        number.append(edge_step[:-1][inside])
+        number.append(edge_step[:-1][inside].astype(np.int32))
     every = np.concatenate(number)
-    order = np.argsort(every, kind="stable")
-    first = np.searchsorted(every[order], np.arange(steps + 1))
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
+    counts = np.bincount(every, minlength=steps)
     # What each chain's are goes where it belongs at once: of many chains there is room for one such table.
-    began, work = np.empty(len(order), np.int64), np.empty((len(order), len(PARTS)))
+    first, apart, ends = np.empty(steps, np.int64), np.empty(steps, np.int64), [0]
+    for group in alike:
+        first[group], apart[group] = ends[-1] + np.arange(len(group)), len(group)
+        ends.append(ends[-1] + int(counts[group].sum()))
+    order = np.argsort(every, kind="stable")
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    place *= apart[every]
+    place += first[every]
+    del order, every
+    began, work = np.empty(len(place), np.int64), np.empty((len(place), len(PARTS)))
     done = 0
     for time, when, inside in zip(times, moments, insides, strict=True):
         mine = place[done : done + int(inside.sum())]
         began[mine], work[mine] = when[:-1][inside], time.work_between(when)[inside]
         done += len(mine)
-    return Segments(began, work, first)
+    parts = [(slice(low, high), len(group)) for (low, high), group in zip(pairwise(ends), alike, strict=True)]
+    return Segments(
+        tuple(began[part].reshape(-1, count) for part, count in parts),
+        tuple(work[part].reshape(-1, count, len(PARTS)) for part, count in parts),
+    )
 
 
 def work_between(time: RankTime, when: Int) -> Float:

@@ -8,7 +8,7 @@ as steps that a delay reaches through. Graphs that differ in their costs only ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..arrays import Float, Int
 from .longest_path import NEVER
-from .step_graph import StepGraph, Steps
+from .step_graph import Costs, StepGraph, Steps
 
 SETTLED: Final = 1e-9
 """Of the mean step: what moves by less between two sweeps has settled."""
@@ -59,8 +59,9 @@ def replay_all(graphs: Iterable[StepGraph]) -> list[Replayed]:
         if first is not None and (full or not _same_structure(first, graph)):
             found += _Sweeps(first, weights).run()
             first, weights = None, []
-        first = first or graph
+        first = first or _without_costs(graph)
         weights.append([weights_of(steps) for steps in graph.templates])
+        del graph  # before the next one is made: of many ranks each is large
     return found + (_Sweeps(first, weights).run() if first is not None else [])
 
 
@@ -82,6 +83,13 @@ def moments(graph: StepGraph) -> Moments:
     sweeps.run()
     weights = tuple(of[:, 0] for of in sweeps.weights)
     return Moments(tuple(sweeps.moments()), weights, sweeps.reference[0], sweeps.start[:, 0], sweeps.end[:, 0])
+
+
+def _without_costs(graph: StepGraph) -> StepGraph:
+    """The graph, of which what operations take is in weights now."""
+    nothing = np.empty(0)
+    costs = Costs(nothing, nothing, nothing, nothing)
+    return graph.with_templates(tuple(replace(steps, costs=costs) for steps in graph.templates))
 
 
 def _same_structure(one: StepGraph, other: StepGraph) -> bool:

@@ -178,7 +178,7 @@ def _halves(ordered: Int) -> Halves:
 def _exchanged(graph: StepGraph, halves: Sequence[Halves]) -> StepGraph:
     templates = []
     for steps, (chosen, others) in zip(graph.templates, halves, strict=True):
-        work, transfer = steps.work.copy(), steps.transfer.copy()
-        work[:, chosen], transfer[:, chosen] = steps.work[:, others], steps.transfer[:, others]
-        templates.append(steps.with_costs(work=work, transfer=transfer))
+        given = np.arange(len(steps.numbers))
+        given[chosen] = others
+        templates.append(steps.with_costs(work=steps.work.take(given, 1), transfer=steps.transfer.take(given, 1)))
     return graph.with_templates(tuple(templates))

@@ -141,40 +141,54 @@ class LessWork(WhatIf):
     def __init__(self, what: str, removed: Change, peer_groups: Sequence[Bool]) -> None:
         """what: whose work it is, in words: its name. peer_groups: [R] each, ranks that are to do the same work."""
         self._what, self.removed, self.peer_groups = what, removed, peer_groups
-        self._gone: tuple[StepGraph, list[Float], list[Float]] | None = None
+        self._gone: tuple[StepGraph, list[_Gone]] | None = None
 
     @property
     def name(self) -> str:
         return f"without {self._what}"
 
     def change(self, graph: StepGraph) -> StepGraph:
-        works, transfers = self._of(measured(graph))
-        return graph.with_templates(
-            tuple(
-                steps.with_costs(
-                    work=np.maximum(steps.work - work, 0.0), transfer=np.maximum(steps.transfer - transfer, 0.0)
-                )
-                for steps, work, transfer in zip(graph.templates, works, transfers, strict=True)
-            )
-        )
+        gone = self._of(measured(graph))
+        return graph.with_templates(tuple(of.less(steps) for steps, of in zip(graph.templates, gone, strict=True)))
 
-    def _of(self, origin: StepGraph) -> tuple[list[Float], list[Float]]:
-        """Of each template, what goes: [W, S, PARTS] of the work and [C, S] of the transfers."""
+    def _of(self, origin: StepGraph) -> list[_Gone]:
+        """Of each template, what goes."""
         if self._gone is None or self._gone[0] is not origin:
-            transfers = [np.zeros(steps.transfer.shape) for steps in origin.templates]
-            works = []
+            found = [_Gone({}, np.zeros(steps.transfer.shape)) for steps in origin.templates]
             removed, groups = _on_chains(origin, self.removed), self.peer_groups
             if groups and len(groups[0]) < len(origin.ranks):
                 groups = chain_groups(origin, groups)
             for index, (steps, stood) in enumerate(zip(origin.templates, stalls_of(origin), strict=True)):
                 shares = _shares(origin, index, removed, groups, stood.before)
-                works.append(steps.work * shares.work)
-                works[-1][..., WAKE_UP_DELAY] = steps.work[..., WAKE_UP_DELAY] * shares.stood
+                for part, share in (*shares.work.items(), (WAKE_UP_DELAY, shares.stood)):
+                    some = np.flatnonzero(share.any(axis=1))
+                    if len(some):
+                        found[index].work[part] = some, steps.work[some, :, part] * share[some]
                 for wait in stood.waits:
                     gone = wait.spent * shares.stood[wait.segment, wait.columns]
-                    np.add.at(transfers[wait.template], (wait.tasks[:, None], wait.task_columns), gone)
-            self._gone = origin, works, transfers
-        return self._gone[1], self._gone[2]
+                    np.add.at(found[wait.template].transfer, (wait.tasks[:, None], wait.task_columns), gone)
+            self._gone = origin, found
+        return self._gone[1]
+
+
+@dataclass(frozen=True)
+class _Gone:
+    """What goes of steps of one template. It is kept as long as the what-if, of many ranks, so of their work only that
+    of which something goes.
+
+    work:     place in PARTS -> K segments that have less of it, and how much less, [K, S] ms
+    transfer: [C, S] ms
+    """
+
+    work: dict[int, tuple[Int, Float]]
+    transfer: Float
+
+    def less(self, steps: Steps) -> Steps:
+        """The steps without it."""
+        work = np.maximum(steps.work, 0.0)
+        for part, (some, gone) in self.work.items():
+            work[some, :, part] = np.maximum(steps.work[some, :, part] - gone, 0.0)
+        return steps.with_costs(work=work, transfer=np.maximum(steps.transfer - self.transfer, 0.0))
 
 
 OF_DEVICE: Final = ("compute", "optimizer")
@@ -197,10 +211,10 @@ def _on_chains(graph: StepGraph, change: Change) -> Change:
 
 @dataclass(frozen=True)
 class _Shares:
-    """What goes of steps of one template: work: [W, S, PARTS] of each segment's work, 0 to 1 (below 0: it grows), and
-    stood: [W, S] of how long it was stood still for before it."""
+    """What goes of steps of one template: work: place in PARTS -> [W, S] of each segment's work of it, 0 to 1 (below 0:
+    it grows), and stood: [W, S] of how long it was stood still for before it."""
 
-    work: Float
+    work: dict[int, Float]
     stood: Float
 
 
@@ -208,25 +222,24 @@ def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[
     """stood: [W, S] ms that each segment was stood still for before it."""
     steps = graph.templates[index]
     structure = steps.structure
-    found = _Shares(np.zeros(steps.work.shape), np.zeros(stood.shape))
+    parts = [k for part in change.removed for k in within(part)]
+    found = _Shares({k: np.zeros(stood.shape) for k in parts}, np.zeros(stood.shape))
     columns = graph.columns_of(index)
     chosen = np.flatnonzero(graph.judged[columns])
     judged = (np.cumsum(graph.judged) - 1)[columns[chosen]]
     if not len(chosen):
         return found
     if change.spans is not None:
-        begin = steps.began[:, chosen]
-        end = begin + steps.work[:, chosen].sum(axis=-1) - steps.work[:, chosen, WAKE_UP_DELAY]
-        for thread in range(structure.threads):
+        for thread in np.unique(change.spans.rank).tolist():
             mine = structure.of_thread(thread)
-            share = change.spans.share_between(thread, judged, begin[mine], end[mine])
-            for part in change.removed:
-                for k in within(part):
-                    found.work[mine, chosen, k] = share
+            work, begin = steps.work[mine][:, chosen], steps.began[mine][:, chosen]
+            end = begin + work.sum(axis=-1) - work[..., WAKE_UP_DELAY]
+            share = change.spans.share_between(thread, judged, begin, end)
+            for k in parts:
+                found.work[k][mine, chosen] = share
         return found
     if change.where_beyond_peers:
         removed = sum((of_part[:, judged] for of_part in change.removed.values()), np.zeros(()))
-        parts = [k for part in change.removed for k in within(part)]
         waited = stood[:, chosen] if OFFLOAD in change.removed else np.zeros((structure.segments, len(chosen)))
         some = np.asarray(removed).any(axis=1)
         taken = _TakenByThreads(steps, chosen, parts, waited)
@@ -235,18 +248,19 @@ def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[
             usual = taken.usual(group, structure.programs[r], np.flatnonzero(peer_groups[group] & ~some))
             mine = structure.of_thread(r)
             of_work, of_stood = _beyond_peers(taken.by(r), usual, removed[r])
-            found.work[mine, chosen[:, None], parts] = of_work[..., None]
+            for k in parts:
+                found.work[k][mine, chosen] = of_work
             found.stood[mine, chosen] = of_stood
         return found
     for part, of_part in change.removed.items():
-        own = steps.work[:, chosen][..., within(part)].sum(axis=-1)
+        own = steps.work[:, chosen[:, None], within(part)].sum(axis=-1)
         if part == OFFLOAD:
             own = own + stood[:, chosen]
         total = np.zeros((structure.threads, len(chosen)))
         np.add.at(total, structure.thread, own)
         share = np.minimum(of_part[:, judged] / np.maximum(total, 1e-9), 1.0)[structure.thread]
         for k in within(part):
-            found.work[:, chosen, k] = share
+            found.work[k][:, chosen] = share
         if part == OFFLOAD:
             found.stood[:, chosen] = share
     return found

@@ -17,7 +17,7 @@ import torch
 from dsprof.engine import initialize
 from dsprof.engine.comm.lane import CudaLane
 from dsprof.engine.hooks import FAILURES, Attributes, Hooks, Span
-from dsprof.engine.monitors.wall_clock import CudaTimer, WallClock, timer_for
+from dsprof.engine.monitors.breakdown import CudaTimer, WallClock, timer_for
 
 
 class Spans:
@@ -124,6 +124,16 @@ def between_lines() -> dict[str, Any]:
     return {"lines": lines, "asked": asked}
 
 
+def asked() -> dict[str, Any]:
+    """A stream and an event are asked whether they are over, while a kernel of an hour runs, and when it has."""
+    stream, event = torch.cuda.current_stream(), torch.cuda.Event()
+    device.kernel("an hour", 3_600_000)
+    event.record()
+    busy = stream.query(), event.query()
+    device.skip(3_600_000)
+    return {"busy": busy, "through": (stream.query(), event.query())}
+
+
 def day() -> dict[str, Any]:
     """A communication of 0.125 ms every ten minutes; the host is ahead of the last one."""
     hooks, spans = Hooks(), Spans()
@@ -206,6 +216,6 @@ def after_all(part: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return told
 
 
-PARTS = (lane, late_listener, memory, phases, between_lines, day, offloaded, ahead)
+PARTS = (lane, late_listener, memory, phases, between_lines, asked, day, offloaded, ahead)
 told = {part.__name__: after_all(part) for part in PARTS}
 Path(f"told.{common.RANK}").write_text(json.dumps({**told, "failures": len(FAILURES), "log": device.log()}))

@@ -10,12 +10,15 @@ import pandas as pd
 
 from ...align.groups import TENSOR_PARALLEL, Dimension
 from ...align.match import SEND_RECV
+from ...columns import codes_of
 from ...finding import Where
 from ...graph.link import Link, fit_link
 from ...study import Study, once
 from ..base import NotJudged
 
 GRADIENT: Final = "gradient"
+MOMENTS: Final = ("start_ns", "arrival_ns", "end_ns")
+NOWHERE: Final = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,14 +111,24 @@ def _of_one_rank(study: Study) -> set[str]:
 @once
 def _waited(study: Study) -> pd.DataFrame:
     """group, purpose, ms that ranks wait in a step for collectives of it once all were there, mean over all ranks."""
-    waits, named = study.waits, ["group", "seq"]
-    start, arrival, end = (waits[name].astype("Float64") for name in ("start_ns", "arrival_ns", "end_ns"))
-    exposed = (end - np.maximum(start, arrival.fillna(start))).clip(lower=0).astype(float)
     issued = study.collectives[study.collectives["step"].isin(study.step_numbers)]
-    table = waits[named].astype(object).assign(ms=exposed.to_numpy(np.float64) / 1e6)
-    table = table.merge(issued[[*named, "purpose"]].astype(object), "inner", on=named)
-    each = table.groupby(["group", "purpose"], as_index=False)["ms"].sum()
-    return each.assign(ms=each["ms"] / max(len(study.step_numbers) * len(study.ranks), 1))
+    (group, groups), (purpose, purposes) = codes_of(issued["group"]), codes_of(issued["purpose"])
+    # Of many ranks there are many waits: numbers take less room than names.
+    waits, seq = study.waits, issued["seq"].to_numpy(np.int64)
+    waited_for = waits["seq"].to_numpy(np.int64, na_value=NOWHERE)
+    of_wait = pd.Index(groups).get_indexer(waits["group"].to_numpy(object))
+    least, most = (int(bound) for bound in (seq.min(initial=0), seq.max(initial=0)))
+    chosen = np.flatnonzero((of_wait >= 0) & (waited_for >= least) & (waited_for <= most))
+    start, arrival, end = (waits[name].to_numpy(np.float64, na_value=np.nan)[chosen] for name in MOMENTS)
+    exposed = np.maximum(end - np.fmax(start, arrival), 0.0) / 1e6
+    span = most - least + 1
+    table = pd.DataFrame({"key": of_wait[chosen] * span + waited_for[chosen] - least, "ms": exposed})
+    theirs = pd.DataFrame({"key": group * span + seq - least, "kind": group * (len(purposes) + 1) + purpose})
+    table = table.merge(theirs[purpose >= 0], "inner", on="key")
+    each = table.groupby("kind")["ms"].sum()
+    at, of = np.divmod(each.index.to_numpy(np.int64), len(purposes) + 1)
+    ms = each.to_numpy() / max(len(study.step_numbers) * len(study.ranks), 1)
+    return pd.DataFrame({"group": groups[at], "purpose": purposes[of], "ms": ms})
 
 
 def waited_ms(study: Study, domain: Domain) -> float:

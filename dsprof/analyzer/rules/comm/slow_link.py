@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -77,8 +77,7 @@ def slow_links(study: Study) -> list[SlowLink]:
             one = _compared(study, domain, own, peers, group)
             if one is None and (spell := _spell(study, own, peers, group)) is not None:
                 then, all_then = (of[of["step"].between(*spell)] for of in (own, table))
-                one = _compared(study, domain, then, _Alike(all_then), group)
-                one = None if one is None else replace(one, spell=spell)
+                one = _compared(study, domain, then, _Alike(all_then), group, spell)
             if one is not None:
                 found.append(one)
     return found
@@ -128,9 +127,11 @@ class _Alike:
         return self._found[key]
 
 
-def _compared(study: Study, domain: Domain, own: pd.DataFrame, every: _Alike, group: str) -> SlowLink | None:
+def _compared(
+    study: Study, domain: Domain, own: pd.DataFrame, every: _Alike, group: str, spell: tuple[int, int] | None = None
+) -> SlowLink | None:
     """A group beside its peers; None where it is not sure to be slower, or where that is not the link's. own: its
-    collectives; every: those of all groups"""
+    collectives; every: those of all groups; spell: the first and the last step that these are of, None: all"""
     whole, peers_whole, most = 0.0, 0.0, None
     for (name, purpose), mine in own.groupby(["name", "purpose"], dropna=False, observed=True):
         for bytes_, alike in _by_size(mine):
@@ -149,11 +150,11 @@ def _compared(study: Study, domain: Domain, own: pd.DataFrame, every: _Alike, gr
             whole, peers_whole = whole + float(alike["ms"].sum()), peers_whole + usual * len(alike)
             if most is None or alike["ms"].sum() > most[0]:
                 most = float(alike["ms"].sum()), str(name), bytes_, typical, usual
-    if most is None or peers_whole <= 0 or wants_cores(study, _ranks_of(study, group)):
+    if most is None or peers_whole <= 0 or wants_cores(study, _ranks_of(study, group), spell):
         return None
     members = study.mesh.of_group(group)
     ranks = _ranks_of(study, group) if members is not None else ()
-    return SlowLink(domain, group, ranks, whole / peers_whole, *most[1:])
+    return SlowLink(domain, group, ranks, whole / peers_whole, *most[1:], spell)
 
 
 def _by_size(mine: pd.DataFrame) -> list[tuple[float, pd.DataFrame]]:
@@ -174,14 +175,16 @@ def _ranks_of(study: Study, group: str) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in known)) if known else ()
 
 
-def wants_cores(study: Study, ranks: tuple[int, ...]) -> bool:
+def wants_cores(study: Study, ranks: tuple[int, ...], spell: tuple[int, int] | None = None) -> bool:
     """Whether one of these ranks waits longer for a core than the others, by as much as matters: on CPUs its backend's
-    threads do, too."""
+    threads do, too. spell: the first and the last step that count, None: all do"""
     if study.contended is None:
         return False
     wanted = study.gauges.spent("core_wait_seconds")
     if wanted.shape[0] != len(study.ranks) or not np.isfinite(wanted).any():
         return False
+    if spell is not None:
+        wanted = wanted[:, (study.step_numbers >= spell[0]) & (study.step_numbers <= spell[1])]
     each = np.nanmean(np.where(np.isfinite(wanted), wanted, np.nan), axis=1)
     mine: Bool = np.isin(study.ranks, ranks)
     if not mine.any() or mine.all():

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Final
 
 from ...effect import Effect, WhatIfs
-from ...finding import Finding, Fix, Gain
+from ...finding import NOTHING, Finding, Fix, Gain
+from ...price.gains import sure_up_to
 from ...study import Study
 from ...whatif.merge import Merge
 from ..base import LEAST_SHARE, NotJudged, gains_tried
@@ -80,7 +81,7 @@ def exposed_fetches(study: Study, domain: Domain) -> list[Finding]:
         value = elements(study, (1 + ahead) * largest)
         if value <= told(study, "prefetch_bucket_size"):
             return Fix("code", NEXT, gain=gain)
-        return zero_fix({PREFETCH: value}, NEXT, replace(gain, low=min(gain.low, 0.0)))
+        return zero_fix({PREFETCH: value}, NEXT, sure_up_to(gain, 0.0))
 
     try:
         present = limits(study)[0]
@@ -88,7 +89,7 @@ def exposed_fetches(study: Study, domain: Domain) -> list[Finding]:
         tried = [(value, _gain(study, with_prefetch_bucket(study, value))) for value in values]
     except NotJudged:
         return exposed_gathers(study, domain, unseen)
-    best, chosen = Gain(0.0, 0.0, 0.0, 0.0), 0
+    best, chosen = NOTHING, 0
     for value, gain in tried:
         if gain.ms > best.ms + LEAST_SHARE * study.step_ms:
             best, chosen = gain, value

@@ -1,4 +1,4 @@
-"""`wall_clock_breakdown`: where the time of a step goes, by the engine's spans."""
+"""What the phases of a step take, by the engine's spans: `wall_clock_breakdown`, time, and `memory_breakdown`."""
 
 from __future__ import annotations
 
