@@ -10,8 +10,8 @@ faults, whether both codes are among the first three. Of one without a fault: wh
 
 Beside it `slowest_rank`, the rule that a simple tool has: the rank that computes longest is to blame, where it is 5 %
 longer than the median one. `right`: it names a rank where the fault is of a rank or a stage, and this one, whatever is
-wrong with it; without a fault, it names none. TraceML would stand beside it, too; where it is not installed that is
-said.
+wrong with it (of all faults, and of those only that are of a rank or a stage); without a fault, it names none. TraceML
+would stand beside it, too; where it is not installed that is said.
 
 Written after each case; a run that was broken off goes on where it was. On a machine that others use, put `chrt -r 1`
 in front of it: ranks that wait for a core lose time, truly. `load_before` is how many threads wanted one.
@@ -105,7 +105,8 @@ def by_slowest_rank(job: Job, outcome: Outcome) -> dict[str, Any]:
 # --- all of them ------------------------------------------------------------------------------------
 
 
-def summary(done: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def summary(done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) -> dict[str, Any]:
+    placed = [case for name, case in done.items() if drawn[name].job.where and "failed" not in case]
     faulty = [case for case in done.values() if case["true"] is not None and "failed" not in case]
     healthy = [case for case in done.values() if case["true"] is None and "failed" not in case]
     double = [case for case in faulty if "both" in case]
@@ -119,6 +120,7 @@ def summary(done: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         "called_healthy": of(case["healthy"] for case in healthy),
         "slowest_rank": {
             "right_of_faulty": of(case["slowest_rank"]["right"] for case in faulty),
+            "right_of_those_with_a_place": of(case["slowest_rank"]["right"] for case in placed),
             "false_alarms": of(not case["slowest_rank"]["right"] for case in healthy),
         },
         TRACEML: "not run: it is not installed" if importlib.util.find_spec(TRACEML) is None else "not run",
@@ -155,11 +157,11 @@ def main() -> int:
             "what": "what `dsprof run` says of jobs with a known fault, and of jobs without one, drawn from a seed",
             "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
             "seed": args.seed,
-            "summary": summary(done),
+            "summary": summary(done, drawn),
             "each": {name: done[name] for name in drawn if name in done},
         }
         write_atomically(args.output, json.dumps(result, indent=1) + "\n")
-    print(json.dumps(summary(done), indent=1))
+    print(json.dumps(summary(done, drawn), indent=1))
     return 0
 
 

@@ -219,7 +219,7 @@ def _tree(console: Console, glyphs: Glyphs, rows: Sequence[Row]) -> None:
 
 
 def _bar(glyphs: Glyphs, share: float) -> str:
-    """A bar whose full width is the whole; whatever is not nothing shows."""
+    """A bar whose full width is the whole."""
     cells = len(glyphs.bar)
     eighths = round(min(max(share, 0.0), 1.0) * BAR_WIDTH * cells)
     if cells == 1:

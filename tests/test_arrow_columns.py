@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -59,6 +60,13 @@ def test_as_pandas_makes_them(kind: str, chunks: int, storage: str, tmp_path: Pa
         for name in wanted.columns[wanted.dtypes == "category"]:
             assert found[name].cat.categories.dtype == wanted[name].cat.categories.dtype, name
         assert list(frame_of(stored, ("seq", "rank")).columns) == ["seq", "rank"]
+
+
+@pytest.mark.parametrize("make", [rows, with_missing])
+def test_whoever_reads_them_may_write_to_them(make: Callable[[], pd.DataFrame]) -> None:
+    found = frame_of(pa.Table.from_pandas(make(), preserve_index=False), tuple(COLUMNS))
+    for name in COLUMNS:
+        found.loc[found.index[:1], name] = found[name].iloc[2]
 
 
 @pytest.mark.parametrize(

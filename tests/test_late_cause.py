@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -151,3 +153,13 @@ def test_what_does_not_explain_it_is_not_the_cause(measured: dict[str, PerStep])
 def test_of_an_unknown_cause_it_is_said_whether_the_rank_computes(cpu_share: float, words: str) -> None:
     found = late({}, cpu_share=cpu_share, jitter=0.0)
     assert words in cause(found)
+
+
+def test_the_page_of_findings_has_every_cause() -> None:
+    root = Path(__file__).parents[1]
+    code = "".join(path.read_text() for path in (root / "dsprof" / "analyzer" / "rules" / "run").glob("*.py"))
+    names = set(re.findall(r'\bCause\(\s*"([a-z-]+)"', code))
+    assert {"cpu-quota", "no-core", "affinity", "numa"} <= names
+    page = (root / "docs" / "findings.md").read_text(encoding="utf-8")
+    rows = "\n".join(re.findall(r"^\| .*", page.partition("| `cause` |")[2], re.MULTILINE))
+    assert {name for name in names if f"`{name}" not in rows} == set()

@@ -12,6 +12,7 @@ from graphs import graph_of, steps_of
 
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import PARTS, StepGraph, Task
+from dsprof.analyzer.stage_costs import divided_alike, stage_ms
 from dsprof.analyzer.whatif import Refused, apply
 from dsprof.analyzer.whatif.lowering import Lower, Stages
 from dsprof.analyzer.whatif.schedule import makespan, schedule_graph
@@ -138,6 +139,26 @@ def test_dual_pipe_v_from_1f1b(ranks: int, microbatches: int, lag: float) -> Non
     parts = Stages({(stage, op): 0.5 for stage in range(plan.stages) for op in "FB"}, weight_share=0.5)
     lowered = apply(ran("1f1b", ranks, microbatches, lag=lag), [Lower(plan, parts)])
     assert makespan(lowered) == pytest.approx([schedule.simulate(plan, cost, lag).makespan] * 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("was", ["interleaved", "dualpipe-v"])
+def test_stages_that_other_ranks_hold_take_what_they_took(was: str) -> None:
+    """As many stages, of which the second half changes ranks: in a V the last stage is the first rank's."""
+    takes = [1.0, 2.0, 3.0, 10.0]
+    in_a_v, in_turns = schedule.dual_pipe_v(2, 6), schedule.make_plan("interleaved", 2, 6, 2)
+    ran_plan, plan = (in_turns, in_a_v) if was == "interleaved" else (in_a_v, in_turns)
+
+    def cost(of: schedule.Plan, action: Action) -> float:
+        """A backward takes twice as long, or as long in each of two parts."""
+        whole = action.op == "B" and action[1:] not in of.split
+        return takes[action.stage] * (2 if whole else 1)
+
+    graph = schedule_graph(ran_plan, lambda action: cost(ran_plan, action), steps=2)
+    (stages,) = divided_alike(ran_plan, plan, stage_ms(graph))
+    lowered = apply(graph, [Lower(plan, stages)])
+    assert makespan(lowered) == pytest.approx(
+        [schedule.simulate(plan, lambda action: cost(plan, action), 0.0).makespan] * 2, rel=1e-9
+    )
 
 
 def test_dual_pipe_v_that_ran() -> None:

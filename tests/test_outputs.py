@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from dsprof.launch import outputs
+from dsprof.cli.trials import refuse_to_save
+from dsprof.launch import LaunchError, outputs
 from dsprof.launch.outputs import places_of, printed_to, written_between
+from dsprof.run import RunFolder, RunInfo
 
 BEGAN, ENDED = 1_000_000.0, 1_000_100.0
 
@@ -110,3 +113,16 @@ def test_a_run_file_of_the_users_hides_nothing(tmp_path: Path) -> None:
     write(tmp_path / "run.json", BEGAN - 1)
     write(tmp_path / "weights.bin")
     assert found(tmp_path) == ["weights.bin"]
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"printed": 3}', "{"])
+def test_a_run_that_does_not_say_where_the_job_printed(tmp_path: Path, content: str) -> None:
+    """Texts are passed over, whatever became of the file that says it."""
+    folder = RunFolder(tmp_path)
+    folder.rerun_json.write_text(content)
+    began, ended = (datetime.fromtimestamp(at, UTC).isoformat() for at in (BEGAN, ENDED))
+    write(tmp_path / "job" / "train.log")
+    write(tmp_path / "job" / "model.pt")
+    folder.write_info(RunInfo("id", "run", ["train.py"], str(tmp_path / "job"), began, ended))
+    with pytest.raises(LaunchError, match=r"wrote files \(\S+model\.pt\)"):
+        refuse_to_save(folder, yes=False)

@@ -296,3 +296,12 @@ def test_names_from_the_run_cannot_steer_the_terminal() -> None:
     assert "1. high  rank.straggler  evil  [2J  title second line\n" in text
     assert "module a b" in text
     assert not {"\x1b", "\x07", "\r", "\u202e"} & set(text)
+
+
+@pytest.mark.parametrize("named", [(5,), (7,), (5, 7), (2, 5), tuple(range(8))])
+def test_below_a_part_of_the_step_each_rank_is_told_once(named: tuple[int, ...]) -> None:
+    analysis = factories.wide(steps=20)
+    finding = analysis.findings[0]
+    named_by = replace(analysis, findings=(replace(finding, where=Where(ranks=named)),))
+    told = [rank for row in named_by.ranks_below("peer_wait") for rank in row.ranks]
+    assert sorted(told) == list(range(8))

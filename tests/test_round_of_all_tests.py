@@ -24,6 +24,7 @@ FILES = {
     "tests/engine/test_b.py": "import torch\n",
     "dsprof/verb.py": "",
     "README.md": "",
+    "CHANGELOG.md": "",
 }
 A, B = "tests/test_a.py", "tests/engine/test_b.py"
 
@@ -89,12 +90,22 @@ def test_a_round_goes_on_when_what_is_tested_has_changed_and_says_so(
     assert told(tmp_path)["totals"] == {
         "passed": 4, "failed": 0, "skipped": 0, "errors": 0, "deselected": 0, "cpu_s": 3.0
     }  # fmt: skip
-    change("README.md")
+    change("CHANGELOG.md")
     assert sit() == []
     said = "2 of 2 files are done, of 2 commits; for 1 of them nothing has changed since; failed: none"
     assert capsys.readouterr().out.splitlines()[-1] == said
     assert sit("--again") == [B, A]
     assert told(tmp_path)["round"] == {**one, "commits": 1, "of_this_state": 2}
+
+
+def test_a_page_of_the_documentation_is_something_that_tests_read(
+    change: Callable[[str], None], sit: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """Of this state is what has run since the page has changed."""
+    assert sit(fails=(A,)) == [B, A]
+    change("README.md")
+    assert sit() == [A]
+    assert told(tmp_path)["round"]["of_this_state"] == 1
 
 
 @pytest.mark.parametrize(

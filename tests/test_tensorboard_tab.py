@@ -33,6 +33,7 @@ from dsprof.reports.tab.run_listing import RunListing
 
 ROOT = Path(__file__).parents[1]
 EVIL = "<img src=x onerror='window.parent.hacked = 1'>"
+LONG = "unbroken" * 30
 
 
 def slow(rank: int, step: int) -> float:
@@ -54,8 +55,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     info = {
         "id": EVIL,
         "name": EVIL,
-        "command": [EVIL],
-        "hints": [EVIL],
+        "command": [EVIL, LONG],
+        "hints": [EVIL, LONG],
         "facts": [{"fact": EVIL, "rank": 0, "x": EVIL}],
     }
     (evil / "run.json").write_text(json.dumps(info))
@@ -281,6 +282,24 @@ def test_the_tab_shows_a_run_as_the_address_asks(browser: Any, server: str) -> N
     look.frame.locator("#compare button").click()
     look.until("document.querySelector('#compare pre').textContent.includes('Where the step goes')")
     assert (look.errors, look.outside) == ([], [])
+
+
+def test_the_tab_never_scrolls_sideways(browser: Any, server: str) -> None:
+    """As it is opened, and after its window has become narrow or wide."""
+    look = Look(browser, f"{server}#dsprof&run={RUN}")
+    plots = "[...document.querySelectorAll('main svg.main-svg')].map(one => one.getBoundingClientRect().right)"
+    fits = f"document.documentElement.scrollWidth <= innerWidth && {plots}.every(right => right <= innerWidth)"
+    look.frame.locator("#compare button").click()
+    look.until("document.querySelector('#compare pre').textContent.includes('Where the step goes')")
+    assert look.ask("getComputedStyle(document.querySelector('#compare pre')).whiteSpace") == "pre"  # its tables
+    for width in (390, 950, 390, 1300):
+        look.page.set_viewport_size({"width": width, "height": 900})
+        look.until(f"innerWidth === {width} && {fits}")
+    look.page.set_viewport_size({"width": 390, "height": 900})
+    look.frame.locator(".runs button").nth(1).click()
+    look.until("document.querySelector('main').textContent.includes('unbroken')")
+    look.until(fits)
+    assert look.errors == []
 
 
 def test_a_rank_and_a_step_are_deep_links(browser: Any, server: str) -> None:

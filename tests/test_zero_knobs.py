@@ -14,6 +14,8 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.ask import Answered, ask
 from dsprof.analyzer.finding import Fix
 from dsprof.analyzer.graph.link import Link
+from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.rules.comm.collectives import CODES
 from dsprof.analyzer.rules.comm.shards import links_around
 from dsprof.analyzer.study import study
 from dsprof.knobs.predicted import turned
@@ -30,10 +32,11 @@ GATHER_MS = 0.2 + ELEMENTS * 4 / 2**20 * 16
 
 @dataclass
 class Layered(Accumulating):
-    """Each layer takes 10 ms in forward and 20 in backward, before which its parameters are gathered and waited for;
-    a backward ends with reductions of the gradients, each waited for at once."""
+    """Each layer takes `layer_ms` in forward and twice as long in backward, before which its parameters are gathered
+    and waited for; a backward ends with reductions of the gradients, each waited for at once."""
 
     micro: int = 1
+    layer_ms: float = 10.0
     ms_per_mib: float = 16.0
     gathers: bool = True
     again: bool = True
@@ -62,14 +65,14 @@ class Layered(Accumulating):
                     now += work(0.1)
                     if self.gathers:
                         moved(ELEMENTS * 4)
-                    now += work(10)
+                    now += work(self.layer_ms)
                 rows.append(_record(Kind.PHASE, FORWARD, begin, now, None, Flag.GRAD))
                 begin = now
                 for layer in range(LAYERS):
                     now += work(0.1)
                     if self.gathers and self.again:
                         moved(ELEMENTS * 4)
-                    now += work(20)
+                    now += work(2 * self.layer_ms)
                     if layer % 2:
                         moved(self.reduced[layer // 2])
                 now += work(1)
@@ -265,6 +268,55 @@ def test_the_engine_is_told_no_overlap_that_hides_nothing() -> None:
     """One reduction, at the end of backward."""
     made = job(config("dsprof", stage=2, overlap_comm=False), gathers=False, reduced=(0, 4 * ELEMENTS * 4))
     assert [fix for code, fix in fixes_of(made) if code == "comm.exposed"] == []
+
+
+def waiting(**changes: Any) -> Layered:
+    """The engine's stage 2, whose reductions are waited for one by one."""
+    return job(config("dsprof", stage=2, overlap_comm=False), gathers=False, **changes)
+
+
+def test_small_reductions_of_one_size_are_bound_by_latency() -> None:
+    """6 ms for 4 KiB are no link's bytes."""
+    (fix,) = [fix for code, fix in fixes_of(waiting(latency_ms=6.0, reduced=(4096, 4096)))
+              if code == "comm.small-messages"]  # fmt: skip
+    assert dict(fix.knobs) == {"zero_optimization.reduce_bucket_size": 2100}
+    assert fix.gain is not None
+    assert fix.gain.low > 0
+    assert fix.gain.ms == pytest.approx(6.0, rel=0.05)
+
+
+def test_reductions_of_one_size_may_be_slow_by_their_bytes() -> None:
+    """256 KiB over 40 MB/s: that fewer of them save anything is not sure."""
+    made = waiting(ms_per_mib=25.0, reduced=(ELEMENTS * 4, ELEMENTS * 4))
+    gains = [one.gain.low for one in analyze(made.sharded()).findings if one.code == "comm.small-messages"]
+    assert all(low <= 0 for low in gains)
+
+
+def test_what_overlap_would_gain_is_unknown_and_buckets_are_judged_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: Any) -> Any:
+        raise NotJudged("as on a device")
+
+    monkeypatch.setattr("dsprof.analyzer.rules.comm.engine_reductions.with_overlap", refused)
+    analysis = analyze(waiting(latency_ms=6.0, reduced=(4096, 65536)).sharded())
+    assert [one.code for one in analysis.findings] == ["comm.small-messages"]
+    assert {code: why for code, why in analysis.not_judged.items() if code in CODES} == {
+        "comm.exposed": "as on a device"
+    }
+
+
+def test_of_stages_without_sharded_parameters_no_key_of_stage_3_is_offered() -> None:
+    made = job(config("dsprof", stage=2, overlap_comm=False, stage3_prefetch_bucket_size=0), latency_ms=3.0)
+    found = fixes_of(made)
+    assert found
+    assert not [fix for _, fix in found if PREFETCH in dict(fix.knobs)]
+
+
+def test_what_gathering_more_at_a_time_saves_is_said_once() -> None:
+    """Layers that take next to nothing hide nothing: fewer gathers are all that the larger bucket gains."""
+    made = job(config("dsprof", **ALONE), layer_ms=0.05, latency_ms=3.0, ms_per_mib=0.1)
+    assert [code for code, fix in fixes_of(made) if PREFETCH in dict(fix.knobs)] == ["comm.small-messages"]
 
 
 def test_buckets_of_the_engine_that_are_waited_for() -> None:

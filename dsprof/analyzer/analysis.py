@@ -267,7 +267,7 @@ class Analysis:
         picked = order = list(table[part].sort_values(ascending=False, kind="stable").index)
         if len(order) > MOST_RANKS_BELOW:
             picked = sorted(named)[: MOST_RANKS_BELOW - 1]
-            picked.append(order[-1] if order[0] in picked else order[0])
+            picked += [rank for rank in (order[0], order[-1]) if rank not in picked][:1]
         own = own_work_of_budget(table)
         if self.delays is not None:
             own = self.delays.mean(axis=1).reindex(table.index, fill_value=0.0)

@@ -50,7 +50,7 @@ def stage_ms(graph: StepGraph) -> Taken:
 def divided_alike(ran: Plan, plan: Plan, taken: Taken) -> tuple[Stages, ...]:
     """The stages of a plan whose stages are those that ran, whole parts of them or several together; of parts, whose
     layers were not timed, also as uneven ones. Raises NotJudged where they are neither."""
-    if plan.stages == ran.stages:
+    if (plan.stages, plan.v_shaped) == (ran.stages, ran.v_shaped):
         return (Stages(),)
     if ran.stages % plan.stages == 0:
         each = ran.stages // plan.stages

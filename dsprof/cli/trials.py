@@ -93,11 +93,17 @@ def _written(folder: RunFolder, info: RunInfo) -> list[Path]:
     except ValueError:  # a run that was imported, say
         return []
     places = places_of(info.command, Path(info.cwd or "."))
+    return written_between(places, began.timestamp(), ended.timestamp() + 1, _printed(folder))
+
+
+def _printed(folder: RunFolder) -> list[str] | None:
+    """The files that have what the job printed; None: that is not known."""
     try:
-        printed = json.loads(folder.rerun_json.read_text()).get("printed")
+        again = json.loads(folder.rerun_json.read_text())
     except (OSError, ValueError):
-        printed = None
-    return written_between(places, began.timestamp(), ended.timestamp() + 1, printed)
+        return None
+    printed = again.get("printed") if isinstance(again, dict) else None
+    return [str(path) for path in printed] if isinstance(printed, list) else None
 
 
 def runner(folder: RunFolder, steps: int | None) -> Run:

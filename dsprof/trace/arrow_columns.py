@@ -28,8 +28,8 @@ NO_WORDS: Final = pd.CategoricalDtype(pd.Index([], dtype="float64"))
 
 
 def frame_of(table: pa.Table, columns: Sequence[str]) -> pd.DataFrame:
-    """These columns of the trace; one that the table does not have is empty. Raises ValueError or TypeError where a
-    column cannot be what it should be."""
+    """These columns of the trace, which may be written to; one that the table does not have is empty. Raises ValueError
+    or TypeError where a column cannot be what it should be."""
     there = set(table.column_names)
     index = pd.RangeIndex(len(table))
     found = {
@@ -56,7 +56,7 @@ def _column(stored: pa.ChunkedArray, name: str) -> Any:
         ):
             codes = values.indices.fill_null(-1) if values.null_count else values.indices
             words = _categories(tuple(values.dictionary.to_pylist()), pd.get_option("mode.string_storage"))
-            return pd.Categorical.from_codes(codes.to_numpy(), dtype=words)
+            return pd.Categorical.from_codes(_own(codes), dtype=words)
         if values.null_count == len(values) and pa.types.is_float64(values.type):
             return pd.Categorical.from_codes(np.full(len(values), -1, np.int8), dtype=NO_WORDS)
     elif values.type == STORED_AS[name]:
@@ -64,8 +64,13 @@ def _column(stored: pa.ChunkedArray, name: str) -> Any:
         if not isinstance(dtype, np.dtype):
             return dtype.__from_arrow__(values)  # as all of pandas' own nullable types have it
         if not values.null_count or dtype == np.float64:
-            return values.to_numpy(zero_copy_only=False)
+            return _own(values)
     return as_stated(values.to_pandas(), name)
+
+
+def _own(values: pa.Array) -> Any:
+    """As an array of its own: memory that is Arrow's cannot be written to."""
+    return values.to_numpy(zero_copy_only=False).copy()
 
 
 @lru_cache(maxsize=1024)

@@ -12,7 +12,6 @@ import torch
 from config_coverage import alive
 from engines import LAYER, Layers, configuration, engine_for, stored_bytes, train
 from ranks import Ranks
-from slow_cases import slow_but
 from spans import comms, names, recorded
 from torch import Tensor
 
@@ -101,9 +100,8 @@ def test_reduce_scatter(ranks: Ranks, stage: int) -> None:
 
 
 @alive("zero_optimization.reduce_bucket_size")
-@pytest.mark.parametrize("stage", slow_but([1, 3], among=[0, 1, 2, 3]))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_reduce_bucket_size(ranks: Ranks, stage: int) -> None:
-    """In `make test` in the stages 1 and 3."""
     for size, count in ((1, 4), (LAYER, 4), (LAYER + 1, 2), (2 * LAYER, 2), (10**9, 1)):
         (seen, _) = see(ranks, stage, reduce_bucket_size=size)
         sent = seen.comms("gradient")
@@ -128,10 +126,9 @@ def test_allgather_bucket_size(ranks: Ranks, stage: int) -> None:
 
 
 @alive("zero_optimization.overlap_comm")
-@pytest.mark.parametrize("stage", slow_but([0, 3], among=[0, 1, 2, 3]))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_overlap_comm(ranks: Ranks, stage: int) -> None:
-    """A layer's gradients take 30 ms on the link: does backward go on meanwhile, and hand over the next ones? In
-    `make test` in the stages 0 and 3."""
+    """A layer's gradients take 30 ms on the link: does backward go on meanwhile, and hand over the next ones?"""
 
     def queued(overlap: bool) -> int:
         (seen, _) = see(ranks, stage, link=4 * LAYER / 0.030, reduce_bucket_size=1, overlap_comm=overlap)
@@ -159,9 +156,9 @@ def test_overlap_comm_in_the_step(ranks: Ranks) -> None:
 
 
 @alive("zero_optimization.sub_group_size")
-@pytest.mark.parametrize("stage", slow_but([2], among=[1, 2, 3]))
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sub_group_size(ranks: Ranks, stage: int) -> None:
-    """Masters have 32 elements each on this rank. In `make test` in stage 2."""
+    """Masters have 32 elements each on this rank."""
     for size, tiles in ((0, 4), (32, 4), (64, 2), (10**9, 1)):
         (seen, _) = see(ranks, stage, sub_group_size=size)
         assert [span.value for span in seen.phases("optimizer")] == list(map(float, range(tiles)))

@@ -326,12 +326,12 @@ def ended_data_job(rank: int, schedule: str, stage: int) -> tuple[list[str], lis
 @pytest.mark.parametrize(
     ("schedule", "stage", "replicas"),
     slow_but(
-        [("1f1b", 0, 1), ("zero-bubble", 3, 2)],
+        [("1f1b", 0, 1), ("zero-bubble", 3, 2), ("gpipe", 1, 2)],
         among=[("1f1b", 0, 1), ("1f1b", 2, 2), ("zero-bubble", 3, 2), ("gpipe", 1, 2)],
     ),
 )
 def test_a_step_whose_data_end_can_be_begun_anew(ranks: Ranks, schedule: str, stage: int, replicas: int) -> None:
-    """In `make test` one pipeline without replicas and one with."""
+    """In `make test` each schedule once, 1f1b without replicas."""
     for said, differences in ranks.run(2 * replicas, ended_data_job, schedule, stage):
         assert said[0] == said[2] == said[3] == said[4] == "done"
         assert "the iterator ended after 5 micro-batches of the step" in said[1]

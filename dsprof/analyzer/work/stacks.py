@@ -7,9 +7,10 @@ those within ordinary steps, and not while it waits for others.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Final
 
 import numpy as np
@@ -160,7 +161,7 @@ def _net(by_path: Mapping[Path, float], of_line: Callable[[Path], float]) -> dic
     rises: dict[Path, float] = defaultdict(float)
     for path, difference in by_path.items():
         line = last_line(path)
-        if difference > 0 and all(last_line(path[:depth]) != line for depth in range(1, len(path))):
+        if difference > 0 and all(last_line(prefix) != line for prefix in _prefixes(path[:-1])):
             rises[line] += difference
     found: dict[Path, float] = {}
     moved: dict[Path, float] = defaultdict(float)
@@ -183,21 +184,25 @@ def last_line(path: Path) -> Path:
 
 def by_last_line(stacks: Stacks, chosen: Bool) -> dict[Path, int]:
     """How many of the chosen samples are in each line, or below it, whatever called it; by `last_line`."""
-    found: dict[Path, int] = defaultdict(int)
-    for path, counts in zip(stacks.paths, chosen.tolist(), strict=True):
-        if counts:
-            for line in {last_line(path[:depth]) for depth in range(1, len(path) + 1)}:
-                found[line] += 1
-    return found
+    return _count(stacks, chosen, lambda path: {last_line(prefix) for prefix in _prefixes(path)})
 
 
 def by_prefix(stacks: Stacks, chosen: Bool) -> dict[Path, int]:
     """How many of the chosen samples are in each line, or below it."""
+    return _count(stacks, chosen, _prefixes)
+
+
+def _prefixes(path: Path) -> list[Path]:
+    return [path[:depth] for depth in range(1, len(path) + 1)]
+
+
+def _count(stacks: Stacks, chosen: Bool, places: Callable[[Path], Iterable[Path]]) -> dict[Path, int]:
+    """How many of the chosen samples each place has. places: of a path; asked once of each, as a long job has many
+    samples of few."""
     found: dict[Path, int] = defaultdict(int)
-    for path, counts in zip(stacks.paths, chosen.tolist(), strict=True):
-        if counts:
-            for depth in range(1, len(path) + 1):
-                found[path[:depth]] += 1
+    for path, samples in Counter(compress(stacks.paths, chosen.tolist())).items():
+        for place in places(path):
+            found[place] += samples
     return found
 
 

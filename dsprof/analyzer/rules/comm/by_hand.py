@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from ...effect import Effect, WhatIfs
 from ...finding import Evidence, Finding, Fix, Gain
@@ -14,7 +13,9 @@ from ...text import size
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, PartlyJudged, gains_tried
+from .ddp_buckets import ONE_SIZE
 from .dimensions import GRADIENT, Domain, waited_ms
+from .shards import by_bytes, links_around
 
 UNJUDGED = (
     "each reduction of gradients is waited for before anything else is done: what reducing them while backward goes on "
@@ -22,6 +23,8 @@ UNJUDGED = (
 )
 FLATTEN = "flatten the gradients of a group into one tensor, and reduce them at once"
 FEWEST = 2
+SLOWEST_MS_PER_BYTE = 1e-4
+"""10 MB/s: what is waited for one by one, and all of one size, may be slow by its bytes."""
 MATTERS = 0.01
 """Of the step: less exposed communication than this need not be judged."""
 
@@ -35,11 +38,11 @@ def reduced_together(study: Study, domain: Domain, say: Callable[[Gain], Fix] | 
     domain = domain.of(GRADIENT)
     links, a_step = domain.links(), domain.a_step(study)
     link = links[domain.groups[0]]
-    spread = (1.0, 1 - link.spread, 1 + link.spread)
-    now = [_up_to(study, links, slower, 0.0) for slower in spread]
+    around = _links_around(study, domain)
+    now = [_up_to(study, each, 0.0) for each in around]
     found: list[Finding] = []
     several = a_step >= FEWEST
-    then = [_up_to(study, links, slower, math.inf) for slower in spread] if several else now
+    then = [_up_to(study, each, math.inf) for each in around] if several else now
     pairs = tuple(zip(now, then, strict=True))
     moved = float((domain.table["bytes"] * domain.table["ranks"]).sum()) / len(study.step_numbers)
     effect = Effect(
@@ -72,6 +75,7 @@ def reduced_together(study: Study, domain: Domain, say: Callable[[Gain], Fix] | 
                 evidence,
                 gain,
                 (fix,),
+                unknown="" if link.fitted else ONE_SIZE,
             )
         )
     if waited_ms(study, domain) > MATTERS * study.step_ms:
@@ -79,13 +83,27 @@ def reduced_together(study: Study, domain: Domain, say: Callable[[Gain], Fix] | 
     return found
 
 
-def _up_to(study: Study, links: Mapping[str, Link], slower: float, most: float) -> WhatIfs:
+def _links_around(study: Study, domain: Domain) -> list[dict[str, Link]]:
+    """Each group's link, and then others that they may as well be, by what was seen of reductions of their sizes; none
+    is larger than all gradients of a step."""
+    links, groups = domain.links(), domain.table["group"].astype(str)
+    around = {}
+    for group, link in links.items():
+        sizes = domain.table["bytes"][groups == group]
+        around[group] = links_around(link, float(sizes.median()), float(sizes.sum()) / len(study.step_numbers))
+        if not link.fitted:
+            around[group].append(by_bytes(link, float(sizes.median()), SLOWEST_MS_PER_BYTE))
+    variants = range(max(map(len, around.values())))
+    return [{group: of[min(i, len(of) - 1)] for group, of in around.items()} for i in variants]
+
+
+def _up_to(study: Study, links: Mapping[str, Link], most: float) -> WhatIfs:
     """Reductions of up to `most` bytes; 0: as they are, with modelled transfers."""
     host_ms = study.host_ms(GRADIENT)
     return tuple(
         Merge(
             Communications(purposes=(GRADIENT,), groups=(group,)),
-            replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower),
+            link,
             most_bytes=most,
             host_ms=host_ms,
             blocking=True,

@@ -3,7 +3,7 @@ communicates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -21,7 +21,7 @@ from .deepspeed_config import is_own_engine, stage_of
 from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_for_most, waits_mostly_for_layers
 from .engine_reductions import engine_reductions
 from .prefetch import exposed_gathers
-from .shards import gathers_parameters, small_shards
+from .shards import MOSTLY, gathers_parameters, small_shards
 from .zero_buckets import blocking_buckets
 from .zero_prefetch import exposed_fetches, larger_buckets
 
@@ -56,8 +56,28 @@ def collectives(study: Study) -> Found:
             unjudged.setdefault(_named(domain, str(reason)), []).extend(CODES)
     if unjudged:
         codes = tuple(dict.fromkeys(code for of in unjudged.values() for code in of))
-        raise PartlyJudged(found, codes, "; ".join(unjudged))
-    return found
+        raise PartlyJudged(_said_once(found), codes, "; ".join(unjudged))
+    return _said_once(found)
+
+
+def _said_once(found: Sequence[Candidate | Finding]) -> list[Candidate | Finding]:
+    """Without comm.exposed where all keys that hide what is waited for are turned by comm.small-messages of the same
+    dimension, too, and most of what they gain is owed to fewer gathers, which that one tells of."""
+    small = [one for one in found if isinstance(one, Finding) and one.code == "comm.small-messages"]
+
+    def keys(finding: Finding) -> set[str]:
+        return {key for fix in finding.fixes for key, _ in fix.knobs}
+
+    def said(one: Candidate | Finding) -> bool:
+        return isinstance(one, Finding) and one.code == "comm.exposed" and bool(keys(one)) and any(
+            keys(one) <= keys(other)
+            and one.where.dimension == other.where.dimension
+            and MOSTLY * one.gain.ms <= other.gain.ms
+            and one.gain.low <= other.gain.low
+            for other in small
+        )  # fmt: skip
+
+    return [one for one in found if not said(one)]
 
 
 def _named(domain: Domain, reason: str) -> str:
@@ -74,7 +94,7 @@ def _judges(study: Study, stage: int | None) -> list[tuple[Domain, Callable[[], 
     by_engine = is_own_engine(study) and stage_of(study) in (1, 2)
     for domain in sharded:
         of_domain = [one for one in replicas if one is not domain]
-        by_key = larger_buckets if stage_of(study) is not None else None
+        by_key = larger_buckets if by_zero else None  # its keys are of stage 3
         found.append((domain, partial(small_shards, study, domain, of_domain, by_key)))
         if by_engine:  # what is gathered there are updated parameters: it is gradients that modules wait for
             found.append((domain, partial(_reduced, study, domain, stage)))

@@ -20,7 +20,8 @@ BUCKET: Final = "reduce_bucket_size"
 
 def engine_reductions(study: Study, domain: Domain) -> list[Finding]:
     """comm.exposed where overlap_comm is false and reducing beside backward would hide something; comm.small-messages
-    and comm.large-bucket by the size of the buckets. Raises NotJudged where neither can be replayed."""
+    and comm.large-bucket by the size of the buckets. Raises NotJudged where nothing can be replayed, and PartlyJudged
+    where the one or the other cannot."""
     config = zero_config(study)
     if config is None or config.zero_optimization.overlap_comm:
         return bucket_size(study, domain)
@@ -30,30 +31,32 @@ def engine_reductions(study: Study, domain: Domain) -> list[Finding]:
     def in_one(gain: Gain) -> Fix:
         return zero_fix({BUCKET: elements(study, whole)}, "gradients are reduced at once", gain)
 
-    found, unjudged = list[Finding](), ""
+    found = list[Finding]()
+    unjudged: dict[str, tuple[str, ...]] = {}
     try:
         found += reduced_together(study, domain, in_one)
     except PartlyJudged as part:  # what reducing them beside backward would gain, which is judged here
         found += [one for one in part.findings if isinstance(one, Finding)]
     except NotJudged as reason:
-        unjudged = str(reason)
-    if not all(link.fitted for link in mine.links().values()):
-        found = []  # all of one size: it may be their bytes that take long, which fewer of them do not spare
-    beside = _beside_backward(study, domain)
-    if unjudged and beside is None:
-        raise NotJudged(unjudged)
-    return [*found, *([beside] if beside is not None else [])]
+        unjudged[str(reason)] = ("comm.small-messages", "comm.large-bucket")
+    try:
+        found += _beside_backward(study, domain)
+    except NotJudged as reason:
+        unjudged[str(reason)] = (*unjudged.get(str(reason), ()), "comm.exposed")
+    if unjudged:
+        raise PartlyJudged(found, tuple(code for codes in unjudged.values() for code in codes), "; ".join(unjudged))
+    return found
 
 
-def _beside_backward(study: Study, domain: Domain) -> Finding | None:
+def _beside_backward(study: Study, domain: Domain) -> list[Finding]:
     """What overlap_comm saves, of all dimensions that reduce gradients: it is said of the one that moves most."""
     waited = waited_ms(study, domain)
     first = next(one for one in domains(study) if len(one.of(GRADIENT).table))
     if domain is not first or waited < LEAST_SHARE * study.step_ms:
-        return None
+        return []
     (gain,) = gains_tried(study, [with_overlap(study, True)], "overlap_comm was not tried")
     if gain.ms < LEAST_SHARE * study.step_ms:
-        return None
+        return []
     evidence = (
         Evidence("exposed communication a step", round(waited, 3), "ms", 0.0),
         Evidence("share of the step", round(100 * waited / study.step_ms, 1), "%"),
@@ -61,4 +64,4 @@ def _beside_backward(study: Study, domain: Domain) -> Finding | None:
     title = f"{ms(waited)} of each step wait for gradients, each bucket of which is reduced while backward stands still"
     fix = zero_fix({"overlap_comm": True}, "buckets are reduced while backward goes on", gain)
     op = str(domain.of(GRADIENT).table["name"].mode().iloc[0])
-    return Finding("comm.exposed", title + domain.inside, "info", domain.where(study, op), evidence, gain, (fix,))
+    return [Finding("comm.exposed", title + domain.inside, "info", domain.where(study, op), evidence, gain, (fix,))]

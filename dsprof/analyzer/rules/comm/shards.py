@@ -33,7 +33,7 @@ OF_A_UNIT: Final = 0.93
 COPY_MS_PER_BYTE: Final = 5e-7
 """Of copying shards in and out, nominal: 2 GB/s."""
 MOSTLY: Final = 0.5
-"""Of what merging gains on a device, what must be fixed costs that are saved for messages to be too small."""
+"""Of what gathering earlier and more at a time gains, what fewer gathers must save for messages to be too small."""
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
 FAR: Final = 2.0
@@ -234,10 +234,11 @@ def beyond(link: Link) -> Link:
     return replace(link, ms_per_byte=link.ms_per_byte + link.spread * whole / link.largest)
 
 
-def by_bytes(link: Link, size: float) -> Link:
-    """The same transfer of `size` bytes, with as much of it owed to the bytes as a slow link may need."""
+def by_bytes(link: Link, size: float, slowest: float = SLOWEST_MS_PER_BYTE) -> Link:
+    """The same transfer of `size` bytes, with as much of it owed to the bytes as a slow link may need (`slowest`, ms a
+    byte)."""
     whole = float(link.transfer_ms(np.array(size)))
-    a_byte = min(whole / max(size, 1.0), SLOWEST_MS_PER_BYTE)
+    a_byte = min(whole / max(size, 1.0), slowest)
     return Link(whole - size * a_byte, a_byte, False, link.spread)
 
 

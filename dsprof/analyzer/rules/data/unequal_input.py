@@ -120,6 +120,16 @@ def cost_of_equal_inputs(study: Study) -> UnequalMicroBatches | None:
     return found if not told >= SIZES_TELL else None
 
 
+def micro_batches_by_size(study: Study) -> UnequalMicroBatches | None:
+    """Of several micro-batches a step, whose sizes say why they take unequally long: what each of them takes beyond an
+    equal one. Ranks may wait for each other in each, of which what they are given in the whole step says little. None
+    where there is one a step, or what they take tells nothing."""
+    counts = micro_batch_counts(study)
+    if study.input_sizes is None or counts is None or counts.max() < 2 or _has_experts(study):
+        return None
+    return unequal_micro_batches(study) if cost_of_equal_inputs(study) is None else None
+
+
 @once
 def explained_by_count(study: Study) -> Float | None:
     """The part of each rank's compute that it has more (+) or fewer (-) micro-batches for than the mean of those that
@@ -161,6 +171,9 @@ def unequal(study: Study) -> Change | None:
     signals.input_sizes(study)
     if all(peer_group.sum() < 2 for peer_group in study.peer_groups):
         raise NotJudged("each rank is another stage of a pipeline, so their inputs differ")
+    each = micro_batches_by_size(study)
+    if each is not None:
+        return Change({"compute": each.excess}, spans=each.spans)
     pieces = pieces_by_size(study)
     if pieces is not None:
         return pieces.change
@@ -171,11 +184,15 @@ def unequal(study: Study) -> Change | None:
 def _need_no_experts(study: Study) -> None:
     """Raises NotJudged where tokens are sent to experts: layer by layer another rank may get more of them, while each
     gets as many in a step, which no other input would mend."""
-    if any(dimension.role == EP for dimension in study.mesh.dimensions):
+    if _has_experts(study):
         raise NotJudged(
             "micro-batches take unequally long, and tokens are exchanged with experts: whether that is the input's "
             "doing or the router's, what they take does not tell"
         )
+
+
+def _has_experts(study: Study) -> bool:
+    return any(dimension.role == EP for dimension in study.mesh.dimensions)
 
 
 def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
@@ -267,12 +284,16 @@ def _by_size(study: Study, change: Change) -> tuple[str, tuple[Evidence, ...]]:
     spread = np.max(spreads, axis=0)
     deviation = _less_mean_of_team(study, compute).ravel()
     together = np.corrcoef(excess.ravel(), deviation)[0, 1] if excess.any() and deviation.any() else 0.0
-    evidence = (
+    evidence: tuple[Evidence, ...] = (
         Evidence("largest less smallest input of a step, of the mean", round(100 * float(spread.mean()), 1), "%", 0.0),
         Evidence("extra compute of the rank with most input", round(float(excess.max(axis=0).mean()), 3), "ms", 0.0),
         Evidence("correlation of a rank's extra compute with its extra input", round(float(together), 2), ""),
     )
     title = f"ranks get unequal inputs: {percent(100 * spread.mean())} between the largest and the smallest of a step"
+    each = micro_batches_by_size(study)
+    if each is not None:
+        title += f", and what micro-batches take differs by {percent(100 * each.spread)}"
+        evidence = (*evidence, *_by_time(each)[1])
     return title, evidence
 
 

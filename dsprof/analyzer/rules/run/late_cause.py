@@ -73,7 +73,7 @@ def _raise_limit(late: Late, verb: str) -> tuple[Fix, ...]:
 
 def without_core(late: Late) -> Cause | None:
     """It was ready to run, and something else had its cores, which are none of the others': for sure where its cgroup
-    says that no quota stops it (which kernels before Linux 6.18 count as such a wait)."""
+    says that no quota stops it, as the kernel counts a thread that a quota stops as one that waits for a core."""
     if not late.mostly(late.beyond(CORE_WAIT)):
         return None
     # What has its core, and the lock that it wants, is its own process.
