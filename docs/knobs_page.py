@@ -64,8 +64,8 @@ stopped; jobs that failed are run again.
 The job has to end by itself, or `--steps N` ends it: each rank leaves after its Nth optimizer step as if your script
 had called `sys.exit()` there, so what follows training, such as saving, is left out. Use at least 50 steps. A job that
 was seen to write checkpoints, or that wrote files where it ran or where its command line says, is only run with
-`--yes`, as each job would write them anew; texts such as `train.log`,
-temporary files and caches do not count. Trackers (wandb, MLflow, Neptune,
+`--yes`, as each job would write them anew; temporary files, caches, and files that have what the job prints do not
+count, nor, where a pipe or a scheduler reads that, any text such as `train.log`. Trackers (wandb, MLflow, Neptune,
 ClearML) write offline, beside the jobs' folders. A job that hangs is ended (`--hang-timeout` of the first run, or
 600 s), and so is one that takes five times as long as the first run and two minutes more.
 

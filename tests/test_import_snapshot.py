@@ -157,8 +157,8 @@ def test_the_command_makes_a_run_that_other_commands_read(tmp_path: Path, capsys
     said = capsys.readouterr()
     assert "verdict: inconclusive" in said.out
     assert "healthy" not in said.out
-    assert "memory 20.0 MiB reserved  device 0 of rank 0, 1 segment" in said.out
-    assert "me/train.py:12 forward" in said.out
+    assert "memory  device 0 of rank 0: 20.0 MiB reserved, 1 segment" in said.out
+    assert "/home/me/train.py:12  forward" in said.out
     assert cli.main(["report", str(run)]) == 0
     page = (run / "report.html").read_text()
     assert ">Device memory</h2>" in page
