@@ -7,7 +7,7 @@ pandas takes longer for each such question than numpy does for the answer: `Rank
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from pandas.api.extensions import ExtensionArray
 from .arrays import Bool, Float, Int
 
 Words = npt.NDArray[np.object_]
-Column = pd.Series | ExtensionArray
+Column: TypeAlias = "pd.Series[Any] | ExtensionArray"
 Found = TypeVar("Found")
 
 

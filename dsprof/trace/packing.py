@@ -121,10 +121,10 @@ class _Shape(pickle.Pickler):
                 self.arrays.append(item)  # which also keeps its id its own
             return place
         if kind is pd.Index or kind is pd.CategoricalDtype:
-            place = self._names.place(item)
-            if place is None:
+            name = self._names.place(item)
+            if name is None:
                 return None
-            self.names.append(place)
+            self.names.append(name)
             return f"{len(self.names) - 1}"
         if kind is ByRank:
             self.by_rank.append(item)
@@ -244,7 +244,7 @@ def _add(stream: _Stream, shapes: Sequence[_Shape]) -> _Leaves:
         elif values.dtype.kind in "iu":
             stream.whole(values)
         else:
-            stream.bytes(values)
+            stream.plain(values)
     kinds = tuple(
         (of.dtype.str, of.ndim, column, is_time) for of, column, is_time in zip(first.arrays, lying, timed, strict=True)
     )
@@ -273,7 +273,7 @@ def _leaves(stream: _Source, sent: _Leaves) -> list[_Result]:
         elif np.dtype(dtype).kind in "iu":
             values = stream.whole().astype(dtype, copy=False)
         else:
-            values = stream.bytes(np.dtype(dtype))
+            values = stream.plain(np.dtype(dtype))
         ends = np.cumsum(lengths).tolist()
         for i, (end, size) in enumerate(zip(ends, shape.T.tolist(), strict=True)):
             mine = values[end - int(lengths[i]) : end]
@@ -284,7 +284,8 @@ def _leaves(stream: _Source, sent: _Leaves) -> list[_Result]:
 
 
 def _flat(array: Array, by_column: bool) -> Array:
-    return (array.T if by_column else array).ravel()
+    flat: Array = (array.T if by_column else array).ravel()
+    return flat
 
 
 def _distinct(values: Array) -> Array:
@@ -313,13 +314,13 @@ class _Stream:
         """Whole numbers, in the smallest type that holds them."""
         if values.dtype == np.uint64:
             values = values.view(np.int64)
-        self.bytes(values.astype(_narrowest(values), copy=False), told=True)
+        self.plain(values.astype(_narrowest(values), copy=False), told=True)
 
     def steps(self, values: Array) -> None:
         """Whole numbers as the distance of each from the one before. What is too far for 64 bits comes round again."""
         self.whole(np.diff(values.astype(np.int64, copy=False), prepend=np.int64(0)))
 
-    def bytes(self, values: Array, told: bool = False) -> None:
+    def plain(self, values: Array, told: bool = False) -> None:
         """The first byte of each, then the second ones, and so on. told: with their type."""
         head = np.array([len(values), values.dtype.itemsize if told else 0], np.int64).tobytes()
         width = values.dtype.itemsize
@@ -340,12 +341,12 @@ class _Source:
         self._at = 0
 
     def whole(self) -> Array:
-        return self.bytes(None).astype(np.int64)
+        return self.plain(None).astype(np.int64)
 
     def steps(self) -> Array:
         return np.cumsum(self.whole())
 
-    def bytes(self, dtype: np.dtype[Any] | None) -> Array:
+    def plain(self, dtype: np.dtype[Any] | None) -> Array:
         count, width = self._take(16).view(np.int64).tolist()
         kind = np.dtype(f"i{width}") if dtype is None else dtype
         planes = self._take(count * kind.itemsize).reshape(kind.itemsize, count)
