@@ -290,7 +290,8 @@ def _flat(array: Array, by_column: bool) -> Array:
 
 def _distinct(values: Array) -> Array:
     values = np.sort(values)
-    return values[np.append(True, values[1:] != values[:-1])[: len(values)]]
+    found: Array = values[np.append(True, values[1:] != values[:-1])[: len(values)]]
+    return found
 
 
 def _narrowest(values: Array) -> type[np.generic]:
