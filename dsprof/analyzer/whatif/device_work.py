@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import Float
 from ..graph.step_graph import PARTS, StepGraph, Steps
-from .apply import Turn, WhatIf
+from .apply import Refused, Turn, WhatIf
 from .work import OF_DEVICE, within
 
 
@@ -24,6 +24,8 @@ class DeviceWork(WhatIf):
         return f"devices' work x {float(self.factors.mean()):g}"
 
     def change(self, graph: StepGraph) -> StepGraph:
+        if len(graph.ranks) == graph.leads:
+            raise Refused(self.name, "no rank has a device whose chain is known beside its host's")
         factors = np.ones(len(graph.ranks))
         factors[: graph.leads] = self.factors
         of_device = np.zeros(len(PARTS), bool)
