@@ -24,8 +24,8 @@ from dsprof.analyzer.layout.relayout import Relayout
 from dsprof.analyzer.rules.registry import all_rules
 from dsprof.analyzer.whatif import Refused, WhatIf, apply
 from dsprof.analyzer.whatif.communications import MoreCommunication, ScaleLink, WithoutCommunications
-from dsprof.analyzer.whatif.even_segments import EvenSegments
 from dsprof.analyzer.whatif.device_work import DeviceWork
+from dsprof.analyzer.whatif.even_segments import EvenSegments
 from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.fetching import DeepSpeedFetching, FetchedBy, GatheredWhole, OwnFetching
 from dsprof.analyzer.whatif.lowering import Lower, Stages
