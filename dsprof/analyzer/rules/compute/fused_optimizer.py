@@ -1,4 +1,4 @@
-"""Adam on CPUs that updates one tensor after the other, where one kernel would update all: part of compute.optimizer.
+"""Adam that updates one tensor after the other, where one kernel would update all: part of compute.optimizer.
 
 On a CPU torch chooses a loop over tensors, with some dozen operations for each: what it costs is the host's work for
 these, and that each of them goes through memory. `fused=True` does both once.
@@ -12,9 +12,9 @@ from typing import Any, Final
 from ...candidate import Between
 from ...finding import Evidence, Finding, Gain, Where
 from ...study import Study, once
-from ...text import percent
+from ...text import count, percent
 from ...whatif.work import Change
-from ..base import code_fix, script_of
+from ..base import NotJudged, code_fix, script_of
 
 LOOPED: Final = ("Adam", "AdamW")
 """Classes of which it was measured what fusing saves."""
@@ -40,7 +40,7 @@ class Looped:
 @once
 def looped(study: Study) -> Looped | None:
     """The one that takes longest; None where there is none, or an engine makes the optimizer."""
-    if study.on_gpu or study.facts.get("deepspeed") or study.facts.get("config"):
+    if study.facts.get("deepspeed") or study.facts.get("config"):
         return None
     found: dict[int, Looped] = {}
     for fact in study.facts.get("optimizer", []):
@@ -73,6 +73,11 @@ def fused(study: Study) -> Change | None:
     one = looped(study)
     if one is None or float(study.work("optimizer").mean()) * one.share * SAVED[1] < WORTH_IT * study.step_ms:
         return None
+    if study.on_gpu:
+        raise NotJudged(
+            f"{one.name} updates {count(one.tensors, 'tensor')} one after the other, each with several launches; what "
+            "a fused optimizer saves is not predicted where devices compute: set fused=True, and compare"
+        )
     return Change({"optimizer": study.work("optimizer") * one.share * SAVED[0]})
 
 
