@@ -125,7 +125,7 @@ def test_adam_on_a_device_is_not_said_to_be_in_order_where_it_updates_tensor_aft
         facts=told, kept={}, on_gpu=True, step_ms=60.0, step_numbers=np.array([5]), training_phases=phases,
         work=lambda part: np.array([[30.0]]),
     )  # fmt: skip
-    with pytest.raises(NotJudged, match="AdamW updates 300 tensors one after the other.*set fused=True, and compare"):
+    with pytest.raises(NotJudged, match=r"AdamW updates 300 tensors one after the other.*set fused=True, and compare"):
         fused(cast(Study, job))
     assert fused(cast(Study, SimpleNamespace(**{**vars(job), "kept": {}, "step_ms": 600.0}))) is None
 
