@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
-import pandas as pd
 import pytest
 from findings import of
 from synthetic import Job, PerStep, constant
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.rules.base import NotJudged
-from dsprof.analyzer.rules.compute.fused_optimizer import fused
-from dsprof.analyzer.study import Study
 
 
 def recompiled(rank: int, reason: str, times: int = 40) -> dict[str, Any]:
@@ -115,19 +109,6 @@ def test_an_optimizer_whose_groups_are_no_matter(changes: dict[str, Any]) -> Non
 
 
 # --- a loop over tensors ------------------------------------------------------------------------------
-
-
-def test_adam_on_a_device_is_not_said_to_be_in_order_where_it_updates_tensor_after_tensor() -> None:
-    """What fusing it saves there is not predicted; but time that nobody judged is not passed."""
-    told = {"optimizer": optimizer(implementation=None, groups=1, settings=1, parameters=300)}
-    phases = pd.DataFrame({"name": ["optimizer"], "step": [5], "dur_ns": [30_000_000], "value": [1.0]})
-    job = SimpleNamespace(
-        facts=told, kept={}, on_gpu=True, step_ms=60.0, step_numbers=np.array([5]), training_phases=phases,
-        work=lambda part: np.array([[30.0]]),
-    )  # fmt: skip
-    with pytest.raises(NotJudged, match=r"AdamW updates 300 tensors one after the other.*set fused=True, and compare"):
-        fused(cast(Study, job))
-    assert fused(cast(Study, SimpleNamespace(**{**vars(job), "kept": {}, "step_ms": 600.0}))) is None
 
 
 def test_adam_on_a_cpu_updates_tensor_after_tensor() -> None:
