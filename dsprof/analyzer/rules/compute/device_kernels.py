@@ -9,6 +9,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dsprof.schema import MOST_UNSEEN
+
 from ... import signals
 from ...arrays import Float
 from ...budget.irregular import FEWEST_JUDGED
@@ -29,8 +31,6 @@ from ..rule import Found, Look, Rule
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
-MOST_UNSEEN: Final = 0.1
-"""Share of the step for which devices may stand idle unseen, before launches are worth a look."""
 LEAST_LATE: Final = 0.5
 """Of the collectives that make others wait, those to which a straggler is the last to come."""
 
