@@ -29,8 +29,8 @@ from torch.utils.data import DataLoader, Dataset
 VOCABULARY = 8192
 GPU = torch.cuda.is_available()
 COUNTED = range(38, 68)
-"""Steps whose mean is told: after warm-up, and after those that are traced, by `--deep 30:34` or by dsprof itself, and what
-comes of it. As many of them as make whole rounds of what is done every 6 or 10 steps."""
+"""Steps whose mean is told: after warm-up, and after those that are traced, by `--deep 30:34` or by dsprof itself, and
+what comes of it. As many of them as make whole rounds of what is done every 6 or 10 steps."""
 
 
 class Times:
