@@ -29,7 +29,15 @@ from ..hooking.uninstall import Uninstall
 from ..native import NativeRecorder
 from ..system.clock import now_ns
 from .launching import Launching
-from .torch_profiler import DeepWindow, Profile, begin_profile, sees_devices, watch_others
+from .torch_profiler import (
+    TEARDOWN,
+    DeepWindow,
+    Profile,
+    begin_profile,
+    can_be_torn_down,
+    sees_devices,
+    watch_others,
+)
 
 WARM_UP: Final = 5
 JUDGED: Final = 10
@@ -236,6 +244,8 @@ class Suspicion:
             return "the job has captured a CUDA graph, which a profiler that begins later could break"
         if not sees_devices():
             return "the profiler of this torch does not see what devices do"
+        if not (can_be_torn_down() or os.environ.get(TEARDOWN) == "1"):
+            return "the profiler would stay in the process (CUDA before 12.6) and slow down its launches"
         if not self._capture.is_on():
             return "the capture is switched off"
         free, _ = torch.cuda.mem_get_info()

@@ -8,7 +8,7 @@ left alone: where one is at work the window is given up, and where one begins la
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +28,12 @@ NOTHING_DISTURBED: Final = "so no steps were profiled by --deep"
 NOT_BY_ITSELF: Final = "so dsprof traced no steps by itself to see for how long the device stands idle"
 Profile = Callable[[], Callable[["Path | None"], None]]
 """Begins a profiler, and gives back what ends it, called with the file to write, or None for nothing."""
+TEARDOWN: Final = "TEARDOWN_CUPTI"
+"""The environment variable by which torch's profiler is told, when it ends, to take CUPTI out of the process again.
+Left in, it slows down all launches for as long as the job runs: steps of small kernels took 44.7 ms after three traced
+ones where they take 36.0 without (benchmarks/results/gpu_pairs.json, "small kernels")."""
+TEARS_DOWN: Final = (12, 6)
+"""Version of CUDA from which on that does not crash CUDA graphs; before, torch says the same."""
 
 
 class DeepWindow:
@@ -202,20 +208,46 @@ def begin_profile() -> Callable[[Path | None], None]:
         if config is not None:  # which stream waited for which
             more["experimental_config"] = config(enable_cuda_sync_events=True)
     profiler = profile(activities=activities, **more)
+    as_it_was = _torn_down(os.environ)
     try:
         profiler.start()
     except BaseException:  # which may come after it has begun: one that is never ended breaks the job at its exit
         with suppress(Exception):
             profiler.stop()
+        as_it_was()
         raise
 
     def end(file: Path | None) -> None:
-        profiler.stop()
+        try:
+            profiler.stop()
+        finally:
+            as_it_was()
         if file is not None:
             with replacing(file) as temporary:
                 profiler.export_chrome_trace(str(temporary))
 
     return end
+
+
+def can_be_torn_down() -> bool:
+    """Whether CUPTI can be taken out of the process again."""
+    import torch
+
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2]) >= TEARS_DOWN
+
+
+def _torn_down(environment: MutableMapping[str, str]) -> Uninstall:
+    """Have CUPTI taken out of the process when the profiler that begins now has ended, unless the job or torch wants it
+    otherwise. The result leaves the environment as it was."""
+    if TEARDOWN in environment or not can_be_torn_down():
+        return lambda: None
+    environment[TEARDOWN] = "1"
+
+    def as_it_was() -> None:
+        if environment.get(TEARDOWN) == "1":
+            del environment[TEARDOWN]
+
+    return as_it_was
 
 
 def watch_others(window: DeepWindow) -> Uninstall:

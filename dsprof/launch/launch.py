@@ -136,7 +136,8 @@ class Launch:
     ) -> None:
         places = scratch.places(folder.path, self.settings.scratch)
         advice = partial(launch_hints, folder, self.job, self.own_flags)
-        conclusion = Conclusion(folder, talk, self.settings.report, self.as_json, advice, places)
+        is_process = not (self.job.has_ranks or self.job.is_command)
+        conclusion = Conclusion(folder, talk, self.settings.report, self.as_json, advice, is_process, places)
         if part is None:
             conclusion.draw(info, ending)
             return

@@ -18,8 +18,8 @@ import pandas as pd
 
 from dsprof import regular_files
 from dsprof.permissions import LINK
-from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
-from dsprof.schema import LOST_FACT
+from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known, last_processes
+from dsprof.schema import LOST_FACT, UNCAUGHT
 
 from .capture import CHUNK_NAME
 from .files import brief
@@ -80,6 +80,7 @@ def bring_up_to_date(
             warn(info, f"rank {rank}: its capture could not be merged ({why})")
         elif (table := every.found[rank].rows) is not None:
             unwritten[rank] = table
+    _note_uncaught(folder, info)
     _note_errors(folder, info)
     _note_import(info)
     _note_missing(info)
@@ -194,6 +195,16 @@ def _of_device(summary: dict[str, Any]) -> str:
     words = "ran on a GPU, whose streams were timed by events: of phases and communications, not of each kernel"
     deep = any(fact["fact"] == "deep" and not fact.get("given_up") for fact in facts)
     return f"{words} but those of the steps traced with torch.profiler" if deep else words
+
+
+def _note_uncaught(folder: RunFolder, info: RunInfo) -> None:
+    """What ended ranks that had no capture to tell it in (see `collectors.failures.before_capture`)."""
+    told = folder.read_uncaught()
+    known = {fact.get("rank") for fact in info.facts if fact.get("fact") == UNCAUGHT}
+    for end in last_processes(info.exits):
+        fact = told.get((end.host, end.pid))
+        if fact is not None and end.rank not in known:
+            info.facts.append({**fact, "fact": UNCAUGHT, "rank": end.rank})
 
 
 def _note_errors(folder: RunFolder, info: RunInfo) -> None:
