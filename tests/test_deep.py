@@ -15,7 +15,7 @@ from jobs import profile
 
 from dsprof import settings
 from dsprof.analyzer.budget.irregular import find_irregular, profiled_steps
-from dsprof.collectors.devices.torch_profiler import DeepWindow, _watch
+from dsprof.collectors.devices.torch_profiler import DeepWindow, _torn_down, _watch
 from dsprof.launch.launch import environment
 from dsprof.ranges import parse_deep
 from dsprof.run import RunFolder, RunInfo
@@ -35,6 +35,36 @@ def test_a_few_steps_are_read_like_a_slice() -> None:
     with pytest.raises(settings.SettingsError, match="--deep"):
         settings.load({"deep": "5"})
     assert settings.load({"deep": "5:7"}).deep == "5:7"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "before", "meanwhile", "after"),
+    [
+        ("13.0", {}, {"TEARDOWN_CUPTI": "1"}, {}),
+        ("12.6", {"TEARDOWN_CUPTI": "0"}, {"TEARDOWN_CUPTI": "0"}, {"TEARDOWN_CUPTI": "0"}),
+        ("12.4", {}, {}, {}),
+        (None, {}, {}, {}),
+    ],
+)
+def test_the_device_is_not_watched_any_more_when_the_profiler_has_ended(
+    cuda: str | None, before: dict[str, str], meanwhile: dict[str, str], after: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    environment = dict(before)
+    as_it_was = _torn_down(environment)
+    assert environment == meanwhile
+    as_it_was()
+    assert environment == after
+
+
+def test_what_torch_wants_of_a_compiled_job_with_graphs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    environment: dict[str, str] = {}
+    as_it_was = _torn_down(environment)
+    environment["TEARDOWN_CUPTI"] = "0"  # as torch.profiler's start does
+    as_it_was()
+    assert environment == {"TEARDOWN_CUPTI": "0"}
 
 
 class Profiled:
