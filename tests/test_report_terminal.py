@@ -48,7 +48,7 @@ def test_healthy() -> None:
         └─ other           2.0 ms   1.1 %  ▎
 
         info      comm.exposed: the last all-reduce is not overlapped; saves 1.10 ms a
-                  step (0.6 %) [0.20, 2.00], not certain
+                  step (0.6 %) [0.20, 2.00], not certain: it may be no more than noise
         capture   6 checks passed; 2/2 ranks, overhead est. 0.2 %, noise 0.60 ms
         """)
 
