@@ -30,8 +30,8 @@ ON_GPU: Final = (
 
 WHY: Final = {
     "pageable images": "The images were pinned as advised, and the step stayed what it was: the wait for input,\n"
-    "{before} a step before, became {after}. The loader had no batch ready sooner, which the copies had hidden. dsprof\n"
-    "predicts what one change saves, and did not see that another wait stood behind this one; the run\n"
+    "{before} a step before, became {after}. The loader had no batch ready sooner, which the copies had hidden.\n"
+    "dsprof predicts what one change saves, and did not see that another wait stood behind this one; the run\n"
     "without the fault names it.",
 }
 
