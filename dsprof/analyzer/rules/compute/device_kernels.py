@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from dsprof.schema import MOST_UNSEEN
+
 from ... import signals
 from ...arrays import Float
 from ...budget.irregular import FEWEST_JUDGED
@@ -30,8 +32,6 @@ from ..rule import Found, Look, Rule
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
-MOST_UNSEEN: Final = 0.1
-"""Share of the step for which devices may stand idle unseen, before launches are worth a look."""
 LEAST_LATE: Final = 0.5
 """Of the collectives that make others wait, those to which a straggler is the last to come."""
 
