@@ -93,7 +93,7 @@ class _Names:
         return self._place[key]
 
 
-class _Shape(pickle.Pickler):
+class _TakenApart(pickle.Pickler):
     """Pickles one result without its arrays, whole numbers and names."""
 
     def __init__(self, into: io.BytesIO, names: _Names) -> None:
@@ -143,9 +143,9 @@ def _by_column(array: Array) -> bool:
     return array.ndim > 1 and not array.flags.c_contiguous and bool(array.flags.f_contiguous)
 
 
-def _take_apart(result: Any, names: _Names) -> _Shape:
+def _take_apart(result: Any, names: _Names) -> _TakenApart:
     into = io.BytesIO()
-    shape = _Shape(into, names)
+    shape = _TakenApart(into, names)
     shape.dump(result)
     shape.content = into.getvalue()
     return shape
@@ -173,7 +173,7 @@ def _put_together(content: bytes, leaves: _Result, names: Sequence[Any], by_rank
 
 
 @dataclass(frozen=True)
-class _Alike:
+class _OneShape:
     """Results of one shape. places: which of the ranks have it."""
 
     content: bytes
@@ -181,8 +181,8 @@ class _Alike:
     leaves: _Leaves
 
 
-def _pack_ranks(stream: _Stream, found: ByRank[Any], names: _Names) -> tuple[list[int], list[_Alike]]:
-    alike: dict[Any, list[tuple[int, _Shape]]] = {}
+def _pack_ranks(stream: _Stream, found: ByRank[Any], names: _Names) -> tuple[list[int], list[_OneShape]]:
+    alike: dict[Any, list[tuple[int, _TakenApart]]] = {}
     for place, result in enumerate(found.values()):
         shape = _take_apart(result, names)
         if shape.by_rank:
@@ -191,11 +191,11 @@ def _pack_ranks(stream: _Stream, found: ByRank[Any], names: _Names) -> tuple[lis
     packed = []
     for shapes in alike.values():
         places = [place for place, _ in shapes]
-        packed.append(_Alike(shapes[0][1].content, places, _add(stream, [shape for _, shape in shapes])))
+        packed.append(_OneShape(shapes[0][1].content, places, _add(stream, [shape for _, shape in shapes])))
     return [*found], packed
 
 
-def _unpack_ranks(stream: _Source, packed: tuple[list[int], list[_Alike]], names: Sequence[Any]) -> ByRank[Any]:
+def _unpack_ranks(stream: _Source, packed: tuple[list[int], list[_OneShape]], names: Sequence[Any]) -> ByRank[Any]:
     ranks, alike = packed
     found: list[Any] = [None] * len(ranks)
     for one in alike:
@@ -222,7 +222,7 @@ class _Leaves:
     arrays: tuple[tuple[str, int, bool, bool], ...]
 
 
-def _add(stream: _Stream, shapes: Sequence[_Shape]) -> _Leaves:
+def _add(stream: _Stream, shapes: Sequence[_TakenApart]) -> _Leaves:
     """Send these arrays and numbers."""
     first = shapes[0]
     lying = [_by_column(of) for of in first.arrays]
