@@ -32,7 +32,9 @@ SEND_RECV: Final = "send_recv"
 PAIR: Final = r" (\d+)>(\d+)(?: #\d+)?$"
 """How the group of a message ends."""
 
-BOTH_SIDES: Final = ("all", "handed")
+SENDER_GOES_ON: Final = ("handed", "eager")
+"""What `needs` says where the sender of a message goes on before it is there."""
+BOTH_SIDES: Final = ("all", *SENDER_GOES_ON)
 """What `needs` says where nothing arrives anywhere before all have come."""
 
 INFORMATIVE_NS: Final = 200_000
@@ -41,7 +43,8 @@ EARLY_NS: Final = 1_000_000
 """Where senders go on so much sooner than what they sent is there, in the median of a pair's messages, they wait only
 until they have handed it over, as gloo does with what fits into the socket's buffer."""
 FEWEST: Final = 8
-"""Messages of a pair that tell so."""
+"""Messages of a pair that tell so; and of those that were taken from their senders before the receivers had come, which
+proves that these are not waited for."""
 
 
 def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
@@ -53,7 +56,7 @@ def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.Data
     `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known.
     `needs` says whose arrival a participant depends on: `all`, `root` (the root on all, the others on it), `to-root`
     (the root on all), `handed` (all on all, but the root, which sends, goes on once it has handed the message over),
-    `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
+    `eager` (the same, and the root hands it over without the other: a copy is taken of it), `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
     `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
     """
     numbered = (rows["kind"] == "comm") & rows["group"].notna() & rows["seq"].notna()
@@ -282,6 +285,8 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     told = np.where(informative & (of.end != NOT_ENDED), of.end, NEVER)
     sends = (comm["name"] == "send").to_numpy(bool)[of.order]
     handed = _handed_over(of, sends, informative)
+    eager = _taken_without_receiver(of, sends)
+    handed |= eager
     of_message = np.repeat(handed, np.diff(np.append(of.begins, len(of.seq))))
     told = np.where(of_message & sends, NEVER, told)
     by_rank = np.lexsort((of.rank, np.repeat(np.arange(len(of.begins)), np.diff(np.append(of.begins, len(of.seq))))))
@@ -292,7 +297,7 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
             **of.table(comm),
             "ranks": np.add.reduceat(other.astype(np.int64), of.begins),
             "told_ns": np.minimum.reduceat(told, of.begins),
-            "needs": np.where(handed, "handed", "all"),
+            "needs": np.select([eager, handed], ["eager", "handed"], "all"),
             "root_rank": np.where(handed, np.maximum.reduceat(np.where(sends, of.rank, -1), of.begins), -1),
         }
     )
@@ -314,6 +319,19 @@ def _handed_over(of: _Sorted, sends: Bool, informative: Bool) -> Bool:
     by_pair = sooner.groupby(of.group[known])
     early = by_pair.median()[by_pair.size() >= FEWEST] > EARLY_NS
     found: Bool = np.isin(of.group, early.index[early].to_numpy(object))
+    return found
+
+
+def _taken_without_receiver(of: _Sorted, sends: Bool) -> Bool:
+    """Of which messages the senders were through before their receivers had come: of all of a pair, if so of many of
+    them; one for each message. The arguments are of each participant."""
+    sent = np.maximum.reduceat(np.where(sends, of.end, NOT_ENDED), of.begins)
+    asked = np.maximum.reduceat(np.where(sends, NOT_ENDED, of.came), of.begins)
+    known = (sent != NOT_ENDED) & (asked != NOT_ENDED)
+    without = np.where(known, asked - np.where(known, sent, 0), 0) > EARLY_NS
+    by_pair = pd.Series(without).groupby(of.group).sum()
+    eager = by_pair.index[by_pair >= FEWEST]
+    found: Bool = np.isin(of.group, eager.to_numpy(object))
     return found
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -213,6 +215,7 @@ class _Assembly:
     def _messages(self, which: int) -> None:
         """What actions of one rank need of another's, posted and waited for as the measured ones were."""
         plan, pipeline = self._plan, self._measured.pipelines[which]
+        made: dict[Action, list[int]] = defaultdict(list)
         for rank, actions in enumerate(plan.actions):
             program = pipeline.programs[rank]
             ends = [self._placed[which, action].sends for action in actions]
@@ -227,12 +230,26 @@ class _Assembly:
                 following = self._following(need)
                 for source, task in self._message_sources(which, need, action):
                     number = self._new_task(task, source, (self._thread[sent.sends], sent.sends))
+                    made[need].append(number)
                     self._edges.append((0, sent.sends, 1, number))
                     if post >= 0 and self._posted:
                         self._edges.append((0, post, 1, number))
                     self._edges.append((1, number, 0, here.waits))
                     if following is not None and (need.op, following.op) in self._habits.waits_for_send:
                         self._edges.append((1, number, 0, self._placed[which, following].waits))
+
+        self._asked_after(made)
+
+    def _asked_after(self, made: Mapping[Action, Sequence[int]]) -> None:
+        """Receives that are posted when what was sent before is with the other rank. made: action -> what carries what
+        it makes."""
+        for actions in self._plan.actions:
+            for turn, (before, action) in enumerate(pairwise(actions), 1):
+                need = need_elsewhere(self._plan, action)
+                if need is None or (before.op, action.op) not in self._habits.asks_after_send:
+                    continue
+                if self._posted.get(action) == turn:
+                    self._edges += [(1, sent, 1, asked) for sent in made.get(before, ()) for asked in made[need]]
 
     def _following(self, action: Action) -> Action | None:
         actions = self._plan.actions[self._plan.owner(action.stage)]
