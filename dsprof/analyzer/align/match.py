@@ -56,7 +56,8 @@ def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.Data
     `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known.
     `needs` says whose arrival a participant depends on: `all`, `root` (the root on all, the others on it), `to-root`
     (the root on all), `handed` (all on all, but the root, which sends, goes on once it has handed the message over),
-    `eager` (the same, and the root hands it over without the other: a copy is taken of it), `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
+    `eager` (all on the root, which sends, and goes on once a copy was taken: `transfer_ns` then runs from its arrival),
+    `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
     `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
     """
     numbered = (rows["kind"] == "comm") & rows["group"].notna() & rows["seq"].notna()
@@ -299,13 +300,21 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
             "told_ns": np.minimum.reduceat(told, of.begins),
             "needs": np.select([eager, handed], ["eager", "handed"], "all"),
             "root_rank": np.where(handed, np.maximum.reduceat(np.where(sends, of.rank, -1), of.begins), -1),
+            "root_ns": np.maximum.reduceat(np.where(sends, of.came, -1), of.begins),
         }
     )
     matched = matched[(matched["end_ns"] != NOT_ENDED) & (matched["ranks"] == 2)].reset_index(drop=True)
     if matched.empty:
         return matched
+    eager = matched["needs"] == "eager"
     ended = matched["told_ns"].where(matched["told_ns"] != NEVER, matched["last_ns"])
-    return matched.assign(name=SEND_RECV, root_ns=-1, transfer_ns=(ended - matched["last_ns"]).clip(lower=0))
+    took = (ended - matched["last_ns"]).clip(lower=0)
+    # A copy is under way from when it was taken. Where its receiver came later it was there then, at the latest.
+    since_sent = matched["last_ns"].clip(lower=ended) - matched["root_ns"]
+    waited_for = since_sent.where(matched["told_ns"] != NEVER).groupby(matched["group"]).transform("median")
+    sent = since_sent.where(matched["told_ns"] != NEVER, np.minimum(since_sent, waited_for.fillna(0)))
+    transfer = took.where(~eager, sent).astype(np.int64)
+    return matched.assign(name=SEND_RECV, root_ns=matched["root_ns"].where(eager, -1), transfer_ns=transfer)
 
 
 def _handed_over(of: _Sorted, sends: Bool, informative: Bool) -> Bool:

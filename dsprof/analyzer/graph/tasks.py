@@ -75,10 +75,10 @@ class Tasks:
 
     def views_of(self, row: int, rank: int, ranks: int) -> tuple[int, ...]:
         """The ends that depend on the arrival of `rank`."""
-        if self.needs[row] == "handed" or (self.needs[row] == "eager" and rank == self.root[row]):
+        if self.needs[row] in SENDER_GOES_ON:
+            if self.needs[row] == "eager" and rank != self.root[row]:
+                return ()
             return EVERYONE, OWN + int(self.root[row])
-        if self.needs[row] == "eager":
-            return (EVERYONE,)
         sends = self.needs[row] == "root" and rank == self.root[row]
         return (EVERYONE, *(OWN + i for i in (range(ranks) if sends else (rank,))))
 
@@ -106,7 +106,9 @@ def find_tasks(
     np.minimum.at(earliest, target[seen], ended[seen])
     known = earliest < np.iinfo(np.int64).max
     end[known] = np.maximum(earliest[known], collectives["last_ns"].to_numpy(np.int64)[known])
-    transferred = collectives["last_ns"].to_numpy(np.int64) + collectives["transfer_ns"].to_numpy(np.int64)
+    eager = (collectives["needs"] == "eager").to_numpy(bool)
+    last, sent = (collectives[name].to_numpy(np.int64) for name in ("last_ns", "root_ns"))
+    transferred = np.where(eager, sent, last) + collectives["transfer_ns"].to_numpy(np.int64)
     end[message] = transferred[message]
     lane = collectives["group"].astype(str).to_numpy(object)
     backends = {name: backend_of(name, run) for name in set(lane.tolist())}
