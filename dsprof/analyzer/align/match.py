@@ -286,7 +286,7 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     told = np.where(informative & (of.end != NOT_ENDED), of.end, NEVER)
     sends = (comm["name"] == "send").to_numpy(bool)[of.order]
     handed = _handed_over(of, sends, informative)
-    eager = _taken_without_receiver(of, sends)
+    eager = _taken_without_receiver(of, sends, comm, run)
     handed |= eager
     of_message = np.repeat(handed, np.diff(np.append(of.begins, len(of.seq))))
     told = np.where(of_message & sends, NEVER, told)
@@ -331,16 +331,25 @@ def _handed_over(of: _Sorted, sends: Bool, informative: Bool) -> Bool:
     return found
 
 
-def _taken_without_receiver(of: _Sorted, sends: Bool) -> Bool:
+def _taken_without_receiver(of: _Sorted, sends: Bool, comm: pd.DataFrame, run: RunInfo | None) -> Bool:
     """Of which messages the senders were through before their receivers had come: of all of a pair, if so of many of
-    them; one for each message. The arguments are of each participant."""
+    them, and of those of the group's other pairs that are no larger, of which a receiver that comes first tells
+    nothing. One for each message; the first two arguments are of each participant."""
     sent = np.maximum.reduceat(np.where(sends, of.end, NOT_ENDED), of.begins)
     asked = np.maximum.reduceat(np.where(sends, NOT_ENDED, of.came), of.begins)
     known = (sent != NOT_ENDED) & (asked != NOT_ENDED)
-    without = np.where(known, asked - np.where(known, sent, 0), 0) > EARLY_NS
-    by_pair = pd.Series(without).groupby(of.group).sum()
-    eager = by_pair.index[by_pair >= FEWEST]
-    found: Bool = np.isin(of.group, eager.to_numpy(object))
+    messages = pd.DataFrame({
+        "pair": of.group, "size": of.table(comm)["bytes"],
+        "without": np.where(known, asked - np.where(known, sent, 0), 0) > EARLY_NS,
+    })  # fmt: skip
+    pairs = messages.groupby("pair").agg(without=("without", "sum"), size=("size", "median"))
+    names = pairs.index.astype(str)
+    group = names.str.partition(" ").get_level_values(0)
+    # gloo sends nothing before the receiver has asked for it.
+    may = np.array([run is None or run.group(name).get("backend") != "gloo" for name in group], bool)
+    proven = may & (pairs["without"] >= FEWEST)
+    largest = pairs["size"].where(proven).groupby(group).transform("max")
+    found: Bool = np.isin(of.group, pairs.index[may & (pairs["size"] <= largest)].to_numpy(object))
     return found
 
 

@@ -32,11 +32,13 @@ class Habits:
     """posted:         of a plan, when receives are posted; None: they need not be, what is sent is on its way at once
     waits_for_send: (name of an action, that of the next) between which a rank waits until what the first has made is
                     with the other rank
-    asks_after_send: likewise, between which it only asks for what the second needs when that is so, as blocking sends
-                    make it"""
+    waits_for_hand_over: likewise, until it has handed that over
+    asks_after_send: likewise, between which it only asks for what the second needs when it has waited so, as blocking
+                    sends make it"""
 
     posted: Callable[[Plan], Posted] | None
     waits_for_send: frozenset[tuple[str, str]]
+    waits_for_hand_over: frozenset[tuple[str, str]] = frozenset()
     asks_after_send: frozenset[tuple[str, str]] = frozenset()
 
     def of(self, ran: Plan, plan: Plan) -> Habits:
@@ -57,10 +59,11 @@ def habits(structure: Structure, measured: MeasuredPlan) -> Habits:
     """How the ranks of these steps send and receive."""
     issues, waits = _by_task(structure, structure.issues[:, ::-1]), _by_task(structure, structure.waits)
     waited: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
+    handed: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
     asked: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
     posted: list[tuple[Action, int]] = []
     plan = measured.plan
-    for pipeline, messages in zip(measured.pipelines, measured.messages, strict=True):
+    for pipeline, messages, hand_overs in zip(measured.pipelines, measured.messages, measured.hand_overs, strict=True):
         for action, tasks in messages.items():
             stage = needed_by(plan, action)
             assert stage is not None  # it was sent to it
@@ -75,13 +78,18 @@ def habits(structure: Structure, measured: MeasuredPlan) -> Habits:
                 if not tasks:
                     continue
                 pair, until = (block.action.op, following.action.op), following.begins
-                over = [s for t in tasks for s in waits.get((program.thread, t), ()) if block.ends <= s <= until]
+                over, given = (
+                    [s for t in of for s in waits.get((program.thread, t), ()) if block.ends <= s <= until]
+                    for of in (tasks, hand_overs.get(block.action, ()))
+                )
                 waited[pair][bool(over)] += 1
+                handed[pair][bool(given)] += 1
+                over += given
                 need = need_elsewhere(plan, following.action)
                 asks = [s for t in messages.get(need, ()) for s in issues.get((program.thread, t), ())] if need else []
                 if asks:
                     asked[pair][bool(over) and min(asks) >= max(over)] += 1
-    return Habits(_like(plan, posted) if posted else None, _mostly(waited), _mostly(asked))
+    return Habits(_like(plan, posted) if posted else None, _mostly(waited), _mostly(handed), _mostly(asked))
 
 
 def _mostly(seen: Mapping[tuple[str, str], Counter[bool]]) -> frozenset[tuple[str, str]]:
