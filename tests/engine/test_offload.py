@@ -43,7 +43,8 @@ from dsprof.engine.optim import build as build_optimizer
 from dsprof.engine.zero import Comms, Zero
 from dsprof.engine.zero.bucket import Bucket
 from dsprof.engine.zero.gather import update_shards
-from dsprof.engine.zero.shard import Partition, ShardedParam
+from dsprof.engine.zero.shard import ShardedParam
+from dsprof.engine.zero.shares import Partition, equal
 
 CPU = torch.device("cpu")
 ABOUT: Attributes = {"purpose": "other"}
@@ -308,7 +309,7 @@ class OneShard(ShardedParam):
 
     def __init__(self, values: Tensor, name: str = "weight") -> None:
         param = nn.Parameter(values.bfloat16())
-        super().__init__(name, param, Partition(values.numel(), 1), 0, ALONE, persistent=True, index=0)
+        super().__init__(name, param, Partition(values.numel(), equal(1)), 0, ALONE, persistent=True, index=0)
 
     def made(self, store: OnDisk | InMemory) -> OneShard:
         store.make_master(self)
@@ -546,7 +547,7 @@ def shard_file(opened: Disk, **section: int) -> ShardFile:
 
 def sharded(size: int, dtype: torch.dtype = torch.float32) -> ShardedParam:
     param = nn.Parameter(torch.arange(size).to(dtype))
-    return ShardedParam(f"p{size}", param, Partition(size, 2), 1, ALONE, persistent=False, index=0)
+    return ShardedParam(f"p{size}", param, Partition(size, equal(2)), 1, ALONE, persistent=False, index=0)
 
 
 def shard_of(param: ShardedParam) -> list[float]:
