@@ -81,8 +81,10 @@ class Zero:
         self.comms = comms.all()
         self._comm = comms.gradients
         self.gatherer = Gatherer(comms.parameters, settings, comms.near)
-        size, rank = self._comm.size, self._comm.rank
-        shares = Shares(config.memory_of_ranks(size)) if settings.stage else equal(1)
+        size = self._comm.size
+        shares, rank = equal(1), 0
+        if settings.stage:
+            shares, rank = Shares(config.memory_of_ranks(size)), self._comm.rank
         self.params: list[ShardedParam] = []
         self._early: dict[ShardedParam, ParamGatherer] = {}
         """What `zero.Init` had sharded, and what gathers it there; empty once there is an engine."""

@@ -36,7 +36,7 @@ from dsprof.engine.config import Config, ZeroConfig, load
 from dsprof.engine.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from dsprof.engine.hooks import Attributes, Hooks, Span
 from dsprof.engine.offload import InMemory, Offload, OffloadError, open_offload
-from dsprof.engine.offload.disk import PAGE, Disk, Pool, aligned, as_bytes, hollow
+from dsprof.engine.offload.disk import PAGE, Disk, Pool, aligned, as_bytes
 from dsprof.engine.offload.optimizer import OnDisk
 from dsprof.engine.offload.params import ShardFile
 from dsprof.engine.optim import build as build_optimizer
@@ -45,6 +45,7 @@ from dsprof.engine.zero.bucket import Bucket
 from dsprof.engine.zero.gather import update_shards
 from dsprof.engine.zero.shard import ShardedParam
 from dsprof.engine.zero.shares import Partition, equal
+from dsprof.engine.zero.storage import placeholder
 
 CPU = torch.device("cpu")
 ABOUT: Attributes = {"purpose": "other"}
@@ -183,7 +184,7 @@ def test_buffers_are_used_again_and_never_more_than_configured() -> None:
 
 
 def test_what_is_elsewhere_cannot_be_taken_for_something() -> None:
-    absent = hollow((2, 3), torch.float32)
+    absent = placeholder((2, 3), torch.float32)
     assert absent.shape == (2, 3)
     assert absent.isnan().all()
     with pytest.raises(RuntimeError):
