@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from config_coverage import alive
 from ranks import Ranks
+from slow_cases import slow_but
 from torch import Tensor, nn
 from wire_group import reducing_as_nccl
 
@@ -30,7 +32,7 @@ from dsprof.engine.zero.shard import find_sharded
 
 Memory = Sequence[float | None]
 
-WIDTH, STEPS, ACCUMULATE, BATCH = 7, 20, 2, 4
+WIDTH, STEPS, FEW, ACCUMULATE, BATCH = 7, 20, 5, 2, 4
 ELEMENTS = 4 * (WIDTH * WIDTH + WIDTH)
 
 
@@ -54,10 +56,10 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(97 * step + rank))
 
 
-def in_one_process(ranks: int, kind: type[torch.optim.Optimizer], **options: Any) -> list[float]:
+def in_one_process(ranks: int, count: int) -> list[float]:
     net, losses = Net(), []
-    optimizer = kind(net.parameters(), **options)
-    for step in range(STEPS):
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(count):
         total = 0.0
         for micro in range(ACCUMULATE):
             loss = torch.stack([net(batch(step * ACCUMULATE + micro, rank)) for rank in range(ranks)]).mean()
@@ -112,10 +114,10 @@ def steps(engine: Any, rank: int, count: int, first: int = 0) -> list[float]:
     return losses
 
 
-def train(rank: int, config: dict[str, Any]) -> tuple[list[float], tuple[int, int]]:
+def train(rank: int, config: dict[str, Any], count: int = FEW) -> tuple[list[float], tuple[int, int]]:
     """Losses of this rank, and the bytes that it holds."""
     engine = quiet(Net(), config)
-    losses = steps(engine, rank, STEPS)
+    losses = steps(engine, rank, count)
     found = losses, held(engine)
     engine.destroy()
     return found
@@ -137,11 +139,17 @@ def check(found: Sequence[tuple[list[float], tuple[int, int]]], memory: Memory, 
         assert (of_state == 0) == (each is None)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("memory", [[1, 2], [80, 20, 40], [1, None, 2]], ids=["1:2", "4:1:2", "1:0:2"])
+@pytest.mark.parametrize(
+    ("stage", "memory"),
+    slow_but(
+        [(1, [1, 2]), (2, [80, 20, 40]), (3, [1, None, 2])],
+        among=itertools.product((1, 2, 3), ([1, 2], [80, 20, 40], [1, None, 2])),
+    ),
+    ids=str,
+)
 def test_losses_are_those_of_one_process(ranks: Ranks, stage: int, memory: Memory) -> None:
-    found = ranks.run(len(memory), train, configuration(stage, list(memory)))
-    check(found, memory, in_one_process(len(memory), torch.optim.AdamW, lr=1e-2, weight_decay=0.0))
+    found = ranks.run(len(memory), train, configuration(stage, list(memory)), STEPS)
+    check(found, memory, in_one_process(len(memory), STEPS))
 
 
 HOW: dict[str, tuple[int, dict[str, Any]]] = {
@@ -154,11 +162,11 @@ HOW: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("stage", "keys"), HOW.values(), ids=HOW.keys())
-def test_by_whatever_way(ranks: Ranks, stage: int, keys: dict[str, Any]) -> None:
-    memory = [1, 2, 2]
+@pytest.mark.parametrize("way", slow_but(["whole gradients", "host, half of it"], among=HOW))
+def test_by_whatever_way(ranks: Ranks, way: str) -> None:
+    memory, (stage, keys) = [1, 2, 2], HOW[way]
     found = ranks.run(3, train, configuration(stage, memory, keys))
-    expected = in_one_process(3, torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    expected = in_one_process(3, FEW)
     assert mean([losses for losses, _ in found]) == pytest.approx(expected, abs=1e-9)
 
 
@@ -170,11 +178,11 @@ def on_disk(rank: int, folder: Path) -> tuple[list[float], tuple[int, int]]:
 
 def test_state_on_a_disk(ranks: Ranks, tmp_path: Path) -> None:
     found = ranks.run(2, on_disk, tmp_path)
-    expected = in_one_process(2, torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    expected = in_one_process(2, FEW)
     assert mean([losses for losses, _ in found]) == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["Lamb", "Muon"])
+@pytest.mark.parametrize("kind", slow_but(["Muon"], among=["Lamb", "Muon"]))
 def test_optimizers_that_look_at_whole_parameters(ranks: Ranks, kind: str) -> None:
     """By unequal shares they step as by equal ones."""
     optimizer = {"type": kind, "params": {"lr": 1e-2}}
@@ -226,9 +234,9 @@ def as_nccl(rank: int, stage: int) -> list[float]:
         return train(rank, configuration(stage, [1, 2, 0.5]))[0]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([3], among=[2, 3]))
 def test_where_collectives_are_those_of_nccl(ranks: Ranks, stage: int) -> None:
-    expected = in_one_process(3, torch.optim.AdamW, lr=1e-2, weight_decay=0.0)
+    expected = in_one_process(3, FEW)
     assert mean(ranks.run(3, as_nccl, stage)) == pytest.approx(expected, abs=1e-9)
 
 
@@ -237,7 +245,7 @@ def pipeline(rank: int, memory: Any) -> tuple[list[float], int]:
     config = configuration(2, memory, pipeline={"stages": 2, "partition_method": "uniform"})
     engine = quiet(model, config)
     losses = []
-    for step in range(STEPS):
+    for step in range(FEW):
         inputs = (batch(step * ACCUMULATE + micro, rank % 2) for micro in range(ACCUMULATE))
         losses.append(engine.train_batch(iter([(x, x.cumsum(1)) for x in inputs])).item())
     found = losses, sum(param.master.numel() for param in engine.zero.trainable)
@@ -270,7 +278,10 @@ def resume(rank: int, folder: Path, stage: int, before: Any, after: Any) -> list
 
 @pytest.mark.parametrize(
     ("stage", "before", "after"),
-    [(2, None, [1, 2]), (2, [1, 2], None), (3, None, [5, 2]), (3, [1, None], None), (1, [1, 2], [3, 1])],
+    slow_but(
+        [(2, None, [1, 2]), (3, [1, None], None)],
+        among=[(2, None, [1, 2]), (2, [1, 2], None), (3, None, [5, 2]), (3, [1, None], None), (1, [1, 2], [3, 1])],
+    ),
 )
 def test_a_checkpoint_goes_on_by_other_shares(
     ranks: Ranks, tmp_path: Path, stage: int, before: Any, after: Any
@@ -294,7 +305,7 @@ def early(rank: int) -> tuple[list[int], list[float]]:
 def test_a_model_that_is_sharded_as_it_is_made(ranks: Ranks) -> None:
     (slight, some), (large, others) = ranks.run(2, early)
     assert (slight, large) == ([16, 2] * 4, [33, 5] * 4)
-    expected = in_one_process(2, torch.optim.AdamW, lr=1e-2, weight_decay=0.0)[:3]
+    expected = in_one_process(2, 3)
     assert mean([some, others]) == pytest.approx(expected, abs=1e-9)
 
 
