@@ -208,22 +208,22 @@ class Bucket:
 
     def write(self, rows: Rows, places: Sequence[int], grads: Sequence[Tensor], scale: float) -> None:
         """Write the gradients of the parameters at `places`, which are neighbours, times `scale` to `rows`."""
+        whole = self.params[0].partition.num_shards == 1
         for at, block in enumerate(rows.blocks):
             columns = self._columns(at, places[0], places[-1])
-            if columns.start < columns.stop:
-                self._write(block[:, columns], at, places, grads, scale)
-
-    def _write(self, target: Tensor, at: int, places: Sequence[int], grads: Sequence[Tensor], scale: float) -> None:
-        if self.params[0].partition.num_shards > 1:
-            pairs = zip(places, grads, strict=True)
-            parts = [self.params[place].partition.blocks[at].to_shards(grad) for place, grad in pairs]
-            target.copy_(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
-        elif grads[0].dtype == target.dtype:  # at once, with no copy in between
-            torch.cat([grad if grad.dim() == 1 else grad.reshape(-1) for grad in grads], out=target[0])
-        else:  # torch.cat(out=) would turn each by itself to the other dtype: on a GPU by a kernel each
-            target[0].copy_(torch._utils._flatten_dense_tensors(grads))
-        if scale != 1.0:
-            target.mul_(scale)
+            if columns.start == columns.stop:
+                continue
+            target = block[:, columns]
+            if not whole:
+                pairs = zip(places, grads, strict=True)
+                parts = [self.params[place].partition.blocks[at].to_shards(grad) for place, grad in pairs]
+                target.copy_(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+            elif grads[0].dtype == target.dtype:  # at once, with no copy in between
+                torch.cat([grad if grad.dim() == 1 else grad.reshape(-1) for grad in grads], out=target[0])
+            else:  # torch.cat(out=) would turn each by itself to the other dtype: on a GPU by a kernel each
+                target[0].copy_(torch._utils._flatten_dense_tensors(grads))
+            if scale != 1.0:
+                target.mul_(scale)
 
     def _columns(self, at: int, first: int, last: int) -> slice:
         """Those of the parameters at the places `first` to `last`, in block `at`."""
