@@ -167,7 +167,7 @@ def _waiting_for_cores(study: Study) -> str:
     if study.contended is None or not len(waits) or float(waits.mean()) < FOR_CORES * late_ms:
         return ""
     waits_for_core = f"a rank waits {ms(float(waits.mean()))} of each step for a core"
-    return f"{waits_for_core}, as {taken_cores(study).words}: run it with `dsprof run` where cores are free"
+    return f"{waits_for_core}, {taken_cores(study).words}: run it with `dsprof run` where cores are free"
 
 
 def _describe_change(first: int, before: float, after: float) -> str:

@@ -40,6 +40,6 @@ def _without_cores(study: Study) -> list[str]:
         return []
     share = percent(100 * waited.usual(study))
     return [
-        f"{share} is waiting for a core, as {taken_cores(study).words} (how much of it could be gained is not certain: "
+        f"{share} is waiting for a core, {taken_cores(study).words} (how much of it could be gained is not certain: "
         "`dsprof run` it where cores are free, and `dsprof compare` of the two runs tells)"
     ]

@@ -36,7 +36,7 @@ Name = Literal["cpu-quota", "own-threads", "other-processes", "process-stopped",
 @dataclass(frozen=True)
 class TakenCores:
     """name:   of the reason; sure: it was measured, and can be nothing else
-    words:   behind "for a core, as"
+    words:   behind "for a core, "
     cores:   that the ranks which share them may use; None: not known
     ranks:   those
     job, others: how many cores the job's processes used, and all others of the host; None: not known
@@ -80,18 +80,18 @@ def taken_cores(study: Study) -> TakenCores:
         "workers": used.workers,
     }  # fmt: skip
     if waited is not None and (limit := _throttled(study, waited)) is not None:
-        return TakenCores("cpu-quota", f"the CPU quota of their container{limit} stops them", **told)
+        return TakenCores("cpu-quota", f"as the CPU quota of their container{limit} stops them", **told)
     if waited is not None and waited.stopped.mean() > MOSTLY * waited.ms.mean():
-        return TakenCores("process-stopped", "their processes are stopped, by what is not known", **told)
+        return TakenCores("process-stopped", "as their processes are stopped, by what was not seen", **told)
     if used is not None and group is not None:
         if used.job >= ALL_CORES * group.cores:
-            words = f"the job itself fills the {count(group.cores, 'core')} that it may use"
+            words = f"as the job itself fills the {count(group.cores, 'core')} that it may use"
             return TakenCores("own-threads", words, **told)
         if used.others is not None and used.job + used.others >= ALL_CORES * group.cores:
-            words = f"other processes use {number(used.others)} of the {count(group.cores, 'core')}, and the job "
+            words = f"as other processes use {number(used.others)} of the {count(group.cores, 'core')}, and the job "
             words += number(used.job)
             return TakenCores("other-processes", words, **told)
-    return TakenCores("not-known", "something else has theirs: what, is not known", **told)
+    return TakenCores("not-known", "and what has theirs was not seen", **told)
 
 
 def _throttled(study: Study, waited: CoreWait) -> str | None:

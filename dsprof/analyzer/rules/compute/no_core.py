@@ -68,7 +68,7 @@ def starved(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         evidence.append(Evidence("of that, stopped", round(float(waited.stopped[slow].mean()), 3), "ms"))
     title = (
         f"{ranks_in_words(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {ms(mine)} of each {ms(study.step_ms)} step "
-        f"for a core, as {taken.words}"
+        f"for a core, {taken.words}"
     )
     where = Where(ranks=ranks, steps=study.step_range)
     return Finding(
