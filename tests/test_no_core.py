@@ -89,6 +89,16 @@ def test_a_quota_that_stops_all_ranks_alike() -> None:
     assert found.fixes[0].title.startswith("raise the CPU limit of the container: resources.limits.cpu")
 
 
+def test_a_quota_that_is_a_part_of_the_reason() -> None:
+    """7 of 24 ms: other processes have the cores for the rest, and what these gain is less sure."""
+    found = starved(analyze(job(gauges=busy(98) | {gauges.THROTTLED: constant(7)}).trace()))
+    assert "as other processes use" in found.title
+    assert found.fixes[-1].title.startswith("raise the CPU limit of the container")
+    (quota,) = [item.value for item in found.evidence if item.metric == "of that, stopped by a CPU quota"]
+    assert quota == pytest.approx(29, abs=1)
+    assert found.gain.low < starved(analyze(job(gauges=busy(98)).trace())).gain.low
+
+
 def test_processes_that_are_stopped_though_the_kernel_says_they_want_no_core() -> None:
     found = starved(analyze(job(core_wait=0.0, gauges={gauges.STOPPED: constant(30)}).trace()))
     assert not found.is_problem
@@ -221,6 +231,8 @@ def test_two_ranks_beside_another_process_on_their_core(tmp_path: Path) -> None:
         finally:
             competitor.kill()
     assert finished.status == 0, finished.stderr
+    assert finished.starved
+    assert CODE not in finished.above_info  # for tests that are about something else
     analysis = finished.analysis()
     assert starved(analysis).where.ranks == (0, 1)
     assert analysis.verdict.status in ("bottleneck", "inconclusive")

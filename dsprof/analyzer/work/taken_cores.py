@@ -41,6 +41,7 @@ class TakenCores:
     ranks:   those
     job, others: how many cores the job's processes used, and all others of the host; None: not known
     beside, workers: the share of the job's CPU time that its other threads, and DataLoader workers, use
+    throttled: the share of the waiting for which the kernel counts that a quota stopped the ranks
     """
 
     name: Name
@@ -51,17 +52,21 @@ class TakenCores:
     others: float | None = None
     beside: float = 0.0
     workers: float = 0.0
+    throttled: float = 0.0
 
     @property
     def part(self) -> float:
-        """The part of the waiting that the reason may well explain, 0 to 1: beside other processes, ranks that are more
-        than their cores crowd one another."""
+        """The part of the waiting that the reason may well explain, 0 to 1: a quota may stop the ranks, too; and beside
+        other processes, ranks that are more than their cores crowd one another."""
         if not self.sure:
             return 0.0
+        if self.name == "cpu-quota":
+            return self.throttled
+        rest = 1 - self.throttled
         if self.name != "other-processes" or not self.others or not self.cores or not self.ranks:
-            return 1.0
+            return rest
         crowding = (self.job or 0.0) * max(1 - self.cores / len(self.ranks), 0.0)
-        return self.others / (self.others + crowding)
+        return rest * self.others / (self.others + crowding)
 
     @property
     def sure(self) -> bool:
@@ -79,8 +84,10 @@ def taken_cores(study: Study) -> TakenCores:
         "cores": group.cores, "ranks": group.ranks, "job": used.job, "others": used.others, "beside": used.beside,
         "workers": used.workers,
     }  # fmt: skip
-    if waited is not None and (limit := _throttled(study, waited)) is not None:
-        return TakenCores("cpu-quota", f"as the CPU quota of their container{limit} stops them", **told)
+    throttled = 0.0 if waited is None else _throttled(study, waited)
+    told["throttled"] = throttled
+    if throttled > MOSTLY:
+        return TakenCores("cpu-quota", f"as the CPU quota of their container{_limit(study)} stops them", **told)
     if waited is not None and waited.stopped.mean() > MOSTLY * waited.ms.mean():
         return TakenCores("process-stopped", "as their processes are stopped, by what was not seen", **told)
     if used is not None and group is not None:
@@ -94,15 +101,18 @@ def taken_cores(study: Study) -> TakenCores:
     return TakenCores("not-known", "and what has theirs was not seen", **told)
 
 
-def _throttled(study: Study, waited: CoreWait) -> str | None:
-    """Where the kernel counts that quotas stopped the ranks for most of the waiting: how many cores these allow, in
-    words, or nothing; else None."""
+def _throttled(study: Study, waited: CoreWait) -> float:
+    """The share of the waiting for which the kernel counts that quotas stopped the ranks, 0 to 1; 0: not known."""
     stopped = study.gauges.spent(gauges.THROTTLED)
     if stopped.shape != waited.ms.shape:
-        return None
+        return 0.0
     known = np.isfinite(stopped).all(axis=1) & waited.known
-    if not known.any() or not stopped[known].mean() > MOSTLY * waited.ms[known].mean():
-        return None
+    whole = float(waited.ms[known].sum())
+    return min(float(stopped[known].sum()) / whole, 1.0) if whole > 0 else 0.0
+
+
+def _limit(study: Study) -> str:
+    """How many cores the quotas allow, in words, or nothing."""
     limits = [cores for fact in study.facts.get("cpu_limit", []) if (cores := _number(fact.get("cores"))) is not None]
     return f" ({min(limits):g} cores)" if limits else ""
 

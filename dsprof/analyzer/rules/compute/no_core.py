@@ -25,6 +25,12 @@ SURELY: Final = 0.5
 rank's hides gains nothing."""
 MOST_PART: Final = 0.95
 """Of a step, that cores can gain."""
+ALSO: Final = 0.1
+"""Of the waiting, from which on a quota is named that is not the main reason."""
+RAISE_LIMIT: Final = (
+    "raise the CPU limit of the container: resources.limits.cpu in Kubernetes, --cpus or --cpu-quota in Docker, "
+    "CPUQuota in systemd, cpu.max of the cgroup"
+)
 UNSEEN: Final = "in which part of a step a thread waits for a core is not seen"
 
 
@@ -64,6 +70,8 @@ def starved(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         evidence.append(Evidence("cores that the job uses", round(taken.job, 2), "count", taken.cores))
     if taken.others is not None:
         evidence.append(Evidence("cores that other processes use", round(taken.others, 2), "count", 0))
+    if taken.throttled >= ALSO:
+        evidence.append(Evidence("of that, stopped by a CPU quota", round(100 * taken.throttled, 1), "%", 0.0))
     if waited.stopped[slow].any():
         evidence.append(Evidence("of that, stopped", round(float(waited.stopped[slow].mean()), 3), "ms"))
     title = (
@@ -79,30 +87,28 @@ def starved(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
 
 def fixes_of(study: Study, taken: TakenCores) -> tuple[Fix, ...]:
     """What gives the ranks cores, or has them want fewer."""
+    limit = Fix("code", RAISE_LIMIT)
     if taken.name == "cpu-quota":
-        title = (
-            "raise the CPU limit of the container: resources.limits.cpu in Kubernetes, --cpus or --cpu-quota in "
-            "Docker, CPUQuota in systemd, cpu.max of the cgroup"
-        )
-        return (Fix("code", title), *_fewer_threads(study, taken))
+        return (limit, *_fewer_threads(study, taken))
+    also = (limit,) if taken.throttled >= ALSO else ()
     if taken.name == "own-threads":
         wanted = "" if taken.cores is None else f": {count(len(taken.ranks), 'rank')} on {count(taken.cores, 'core')}"
         more = (
             f"more cores for the job, or fewer ranks on this host{wanted} (--cpus-per-task of Slurm, --cpus and "
             "--cpuset-cpus of Docker, resources.limits.cpu of Kubernetes, --nproc-per-node)"
         )
-        return (*_fewer_threads(study, taken), Fix("code", more))
+        return (*_fewer_threads(study, taken), Fix("code", more), *also)
     own = (
         "see what else runs on the host (`top`), and stop it or move it; or give the job cores of its own: "
         "taskset, cpuset.cpus of a cgroup, --cpuset-cpus of Docker, --exclusive of Slurm"
     )
     if taken.name == "other-processes":
-        return (Fix("code", own),)
+        return (Fix("code", own), *also)
     quota = (
         "a CPU limit of a group above the job's container cannot be seen from inside: read nr_throttled in the "
         "cpu.stat of those cgroups on the host, and raise what stops it"
     )
-    return (Fix("code", own), Fix("code", quota), *_fewer_threads(study, taken))
+    return (Fix("code", own), *(also or (Fix("code", quota),)), *_fewer_threads(study, taken))
 
 
 def _fewer_threads(study: Study, taken: TakenCores) -> tuple[Fix, ...]:
