@@ -159,7 +159,8 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     # Last, so that of the steps that it profiles nothing else is disturbed by its beginning.
     "deep": Collector(
-        "devices.torch_profiler", TROUBLE, "with --deep A:B torch.profiler's view of a few steps",
+        "devices.deep", TROUBLE,
+        "torch.profiler's view of a few steps: with --deep A:B, or where the GPU may be waiting for launches",
     ),
 }  # fmt: skip
 """By the names that `DSPROF_WITHOUT` knows them by."""

@@ -17,7 +17,7 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.rules.comm.dimensions import waits_mostly_for_layers
 from dsprof.analyzer.study import Study
-from dsprof.run import RankExit
+from dsprof.run import RankExit, RunInfo
 from dsprof.schema import BUDGET_PARTS, CALL_SITE
 from dsprof.trace import Trace
 
@@ -351,6 +351,33 @@ def test_a_dead_rank_says_which_exception_ended_it() -> None:
     assert first.fixes[0].title == (
         "ValueError was raised at /home/me/train.py:31: the rank's own output has the whole traceback"
     )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "told", "title", "advice"),
+    [
+        (None, True, "the script ended by exit status 1 before it completed a step: train.py:3: KeyError: 'batch'",
+         "KeyError was raised at /home/me/train.py:3: the rank's own output has the whole traceback"),
+        (2, False, "rank 0 ended by exit status 1 before it completed a step",
+         "see the rank's own output above for the exception or the call that ended it; dsprof can name an exception "
+         "only once `import torch` has attached it"),
+    ],
+)  # fmt: skip
+def test_a_script_that_died_at_start(world_size: int | None, told: bool, title: str, advice: str) -> None:
+    fact = {"fact": "uncaught", "rank": 0, "type": "KeyError", "message": "'batch'", "site": "/home/me/train.py:3"}
+    ends = [RankExit(rank=0, host="host", pid=100, code=1, signal=None, ended_ns=1_000)]
+    run = RunInfo("a", "a", [], status=1, exits=ends, facts=[fact] if told else [], world_size=world_size)
+    analysis = analyze(Trace.of(run, Job().trace().rows.iloc[:0]))
+    (died,) = analysis.findings
+    assert (died.code, died.title, died.fixes[0].title) == ("run.rank-died", title, advice)
+    assert (analysis.verdict.status, analysis.verdict.headline) == ("failed", title)
+    assert "was doing" not in {item.metric for item in died.evidence}, "nothing was captured"
+
+
+def test_a_command_of_which_only_its_status_is_known() -> None:
+    run = RunInfo("a", "a", [], status=3)
+    reason = analyze(Trace.of(run, Job().trace().rows.iloc[:0])).not_judged["run.rank-died"]
+    assert reason == "the command ended with status 3, and what it started does not tell how its ranks ended"
 
 
 def test_that_a_line_issues_such_ones_is_nothing_that_a_rank_did() -> None:

@@ -24,6 +24,7 @@ from dsprof.analyzer.layout.relayout import Relayout
 from dsprof.analyzer.rules.registry import all_rules
 from dsprof.analyzer.whatif import Refused, WhatIf, apply
 from dsprof.analyzer.whatif.communications import MoreCommunication, ScaleLink, WithoutCommunications
+from dsprof.analyzer.whatif.device_work import DeviceWork
 from dsprof.analyzer.whatif.even_segments import EvenSegments
 from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.fetching import DeepSpeedFetching, FetchedBy, GatheredWhole, OwnFetching
@@ -220,6 +221,7 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: ScaleWork({"compute": 0.5}),
     lambda: ScaleWork({"compute": 2.0, "data": 0.1}, ranks=(1, 3)),
     lambda: FasterHosts(0.5),
+    lambda: DeviceWork(np.array([1.2, 0.9, 1.0, 1.1])),
     lambda: WithoutFlows(SYNC),
     lambda: WithoutFlows(LAUNCH),
     lambda: TransfersAtOnce(),
@@ -283,7 +285,7 @@ def test_every_what_if_there_is_is_drawn() -> None:
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [37, 39, 33]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [37, 39, 34]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])

@@ -8,6 +8,9 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
+
+from dsprof.schema import MOST_UNSEEN
 
 from ... import signals
 from ...arrays import Float
@@ -29,8 +32,6 @@ from ..rule import Found, Look, Rule
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
-MOST_UNSEEN: Final = 0.1
-"""Share of the step for which devices may stand idle unseen, before launches are worth a look."""
 LEAST_LATE: Final = 0.5
 """Of the collectives that make others wait, those to which a straggler is the last to come."""
 
@@ -154,7 +155,7 @@ def _late_rank(study: Study, devices: Devices) -> list[Candidate]:
         shown = (*evidence, *_rank_as_others(study, rank))
         return Finding("rank.straggler", title, "info", where, shown, price.gain, (fix,))
 
-    return [Candidate("rank.straggler", device_cost(devices, steps, saved), say)]
+    return [Candidate("rank.straggler", device_cost(devices, steps, saved, idle=False), say)]
 
 
 def _began_late(devices: Devices, rank: int, steps: npt.NDArray[np.int64]) -> list[Evidence]:
@@ -225,11 +226,11 @@ def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:
     return ordinary if len(ordinary) else devices.steps
 
 
-def device_cost(devices: Devices, steps: npt.NDArray[np.int64], spent: Float) -> DeviceCost:
-    """Of `spent`, [R, S] ms of these steps."""
-    tables = [one.steps[one.steps["step"].isin(steps.tolist())] for one in devices.ranks.values()]
-    lengths = [(table["end_ns"] - table["start_ns"]).to_numpy(np.float64) / 1e6 for table in tables]
-    return DeviceCost(spent, float(np.concatenate(lengths).mean()))
+def device_cost(devices: Devices, steps: npt.NDArray[np.int64], spent: Float, *, idle: bool = True) -> DeviceCost:
+    """Of `spent`, [R, S] ms of these steps; idle: for which the devices stood idle, rather than in a kernel."""
+    table = pd.concat([one.steps[one.steps["step"].isin(steps.tolist())] for one in devices.ranks.values()])
+    took = float((table["end_ns"] - table["start_ns"]).mean()) / 1e6
+    return DeviceCost(spent, took, float(table["idle_ms"].mean()) if idle else None)
 
 
 def in_steps(steps: int) -> str:

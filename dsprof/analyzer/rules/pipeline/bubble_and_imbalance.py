@@ -88,7 +88,8 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         *measured_fix(study, exact, gain),
         Fix("code", f"{move}{_names(stages)} to other stages{at(site)}", gain=gain),
     )
-    title = f"stage {_names(stages)} computes {number(times)} times as long as the others, which wait for it"
+    waiting = "the other, which waits" if len(of_team) == 2 else "the others, which wait"
+    title = f"stage {_names(stages)} computes {number(times)} times as long as {waiting} for it"
     where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=study.step_range)
     return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes, share=share)
 

@@ -253,8 +253,8 @@ def _blocked(study: Study, price: Price) -> Finding:
         *([Evidence("bytes of one", round(worst.bytes), "B")] if worst.bytes > 0 else []),  # else they are not told
     )
     title = (
-        f"stages stand still for {ms(price.gain.ms)} a step while messages are sent and taken, most of all "
-        f"from {_stage(study, worst.source)} to {_stage(study, worst.target)}: they could go beside the computation"
+        f"stages stand still for {ms(price.gain.ms)} a step while messages are sent and received, most of all "
+        f"from {_stage(study, worst.source)} to {_stage(study, worst.target)}: they could travel while stages compute"
     )
     fixes = (*_beside(study, price.gain), _smaller())
     return Finding("pipeline.stall", title, "info", _where(study, worst), evidence, price.gain, fixes)
