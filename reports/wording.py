@@ -282,6 +282,8 @@ def capture_facts(analysis: Analysis, *, brief: bool = False) -> str:
     """The capture's quality in one line. brief: of one that is whole, without what is as it is to be."""
     capture = analysis.capture
     missing = analysis.missing_ranks
+    if not analysis.ranks_expected:
+        return "no rank was captured"
     words = [f"{len(analysis.ranks_captured)}/{count(analysis.ranks_expected, 'rank')}"]
     if missing:
         words[0] += f" (missing {spans(missing)})"
