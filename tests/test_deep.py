@@ -15,7 +15,7 @@ from jobs import profile
 
 from dsprof import settings
 from dsprof.analyzer.budget.irregular import find_irregular, profiled_steps
-from dsprof.collectors.devices.torch_profiler import DeepWindow, _torn_down, _watch
+from dsprof.collectors.devices.torch_profiler import DeepWindow, _torn_down, begin_profile, watch_others
 from dsprof.launch.launch import environment
 from dsprof.ranges import parse_deep
 from dsprof.run import RunFolder, RunInfo
@@ -148,7 +148,8 @@ def test_kineto_keeps_silent_about_the_window_unless_asked(tmp_path: Path) -> No
     deep = settings.Settings(deep="5:7")
     assert environment({}, folder, deep, bootstrap=False)["KINETO_LOG_LEVEL"] == "6"
     assert environment({"KINETO_LOG_LEVEL": "2"}, folder, deep, bootstrap=False)["KINETO_LOG_LEVEL"] == "2"
-    assert "KINETO_LOG_LEVEL" not in environment({}, folder, settings.Settings(), bootstrap=False)
+    assert environment({}, folder, settings.Settings(), bootstrap=False)["KINETO_LOG_LEVEL"] == "6"  # on suspicion
+    assert "KINETO_LOG_LEVEL" not in environment({}, folder, settings.Settings(deep="never"), bootstrap=False)
 
 
 def test_a_profiler_of_the_jobs_own_is_left_alone(opened: Any) -> None:
@@ -177,6 +178,21 @@ def test_a_profiler_that_fails_costs_nothing_but_the_window(opened: Any) -> None
     assert facts[1]["fact"] == "deep"
 
 
+def test_a_profiler_that_fails_to_begin_is_not_left_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would crash the job at its exit, in C++."""
+    import torch
+
+    def fails(self: Any, key: str, value: str) -> None:
+        raise AttributeError("module 'torch._C' has no attribute '_nccl_version'")
+
+    monkeypatch.setattr(torch.profiler.profile, "add_metadata_json", fails)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.profiler.profile, "_get_distributed_info", lambda self: {"backend": "nccl"})
+    with pytest.raises(AttributeError, match="_nccl_version"):
+        begin_profile()
+    assert not torch._C._autograd._profiler_enabled()
+
+
 def test_the_jobs_own_profilers_are_seen(opened: Any) -> None:
     import torch
     from torch.autograd import profiler
@@ -184,7 +200,7 @@ def test_the_jobs_own_profilers_are_seen(opened: Any) -> None:
 
     window = window_of(opened, Profiled(), [])
     before = profiler.profile._prepare_trace, profiler.profile.__exit__, profiler._run_on_profiler_start
-    unwatch = _watch(window)
+    unwatch = watch_others(window)
     try:
         with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as theirs:
             assert window.others == 1

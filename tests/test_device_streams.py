@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import kineto_traces as kt
 import numpy as np
@@ -14,6 +16,8 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.device import Devices, DeviceTime, StreamIdle
 from dsprof.analyzer.device.stream_time import _steps
+from dsprof.analyzer.rules.compute.device_kernels import _fewer_launches_of_the_optimizer
+from dsprof.analyzer.study import Study
 from dsprof.importers import import_trace
 from dsprof.reports import html, plots, terminal
 
@@ -84,6 +88,42 @@ def test_a_host_that_stands_in_a_collective_is_not_slow_to_launch() -> None:
     for waits, launching_ms in ((0, 88.03), (1, 28.03)):
         (step,) = _steps(rows[: 2 + waits], start, end, np.array([0, 98_000_000])).to_dict("records")
         assert (step["idle_ms"], step["launching_ms"]) == (90.0, launching_ms)
+
+
+def test_launches_of_the_optimizer_are_told_apart() -> None:
+    """Between two kernels, at 10 and at 100, which was launched at 98, the host is in the optimizer from 40 on."""
+    rows = pd.DataFrame(
+        {
+            "kind": ["step", "phase", "phase"], "name": ["step", "backward", "optimizer"], "lane": ["main"] * 3,
+            "step": [0] * 3, "start_ns": [0, 0, 40_000_000], "dur_ns": [110_000_000, 40_000_000, 70_000_000],
+        }
+    )  # fmt: skip
+    start, end = np.array([0, 100_000_000]), np.array([10_000_000, 110_000_000])
+    (step,) = _steps(rows, start, end, np.array([0, 98_000_000])).to_dict("records")
+    assert (step["launching_ms"], step["in_optimizer_ms"]) == (88.03, 58.03)
+
+
+@pytest.mark.parametrize(
+    ("told", "title"),
+    [
+        ([], "a fused optimizer (fused=True, or foreach=True): one launch for many parameters"),
+        ([("AdamW", None, 292)], "AdamW(..., fused=True): one launch for many of its 292 parameters"),
+        ([("SGD", "foreach", 10)], "SGD(..., fused=True): one launch for many of its 10 parameters"),
+        ([("AdamW", "fused", 292)], None),
+        ([("Lion", None, 292)], None),
+        ([("AdamW", "fused", 3), ("Adam", "foreach", 90)], "Adam(..., fused=True): one launch for many of its 90 parame"
+         "ters"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_of_many_launches_is_to_be_fused(
+    told: list[tuple[str, str | None, int]], title: str | None
+) -> None:
+    facts = [
+        {"class": kind, "implementation": implementation, "parameters": parameters}
+        for kind, implementation, parameters in told
+    ]
+    fix = _fewer_launches_of_the_optimizer(cast(Study, SimpleNamespace(facts={"optimizer": facts})))
+    assert (fix and fix.title) == title
 
 
 def test_who_was_late_and_what_of_it_was_exposed(analysis: Analysis) -> None:

@@ -48,7 +48,7 @@ def test_healthy() -> None:
         └─ other           2.0 ms   1.1 %  ▎
 
         info      comm.exposed: the last all-reduce is not overlapped; saves 1.10 ms a
-                  step (0.6 %) [0.20, 2.00], not certain
+                  step (0.6 %) [0.20, 2.00], not certain: it may be no more than noise
         capture   6 checks passed; 2/2 ranks, overhead est. 0.2 %, noise 0.60 ms
         """)
 
@@ -202,6 +202,15 @@ def test_no_step() -> None:
         capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within
                   3.00 us
         """)
+
+
+def test_in_a_notebook_it_shows_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written to a file or a string is no output of the cell."""
+    shown: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *what: shown.append(what))
+    assert text_of(factories.healthy()).startswith("[dsprof] verdict: healthy")
+    assert shown == []
 
 
 def test_many_ranks_fit_on_a_page() -> None:

@@ -35,7 +35,8 @@ KERNEL_TYPES: Final = (COMPUTATION, COMMUNICATION, MEMORY_KERNEL)
 UNKNOWN: Final = -1
 
 STEP_COLUMNS: Final = (
-    "step", "start_ns", "end_ns", "idle_ms", "launching_ms", "data_ms", "checkpoint_ms", "cpu_ms", "away_ms",
+    "step", "start_ns", "end_ns", "idle_ms", "launching_ms", "in_optimizer_ms", "data_ms", "checkpoint_ms", "cpu_ms",
+    "away_ms",
 )  # fmt: skip
 HOST_PART: Final = {**PHASE_PART, "checkpoint": "checkpoint"}
 """What a phase of the training thread says of it."""
@@ -247,6 +248,7 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     for_host = Intervals.union(low[late], np.minimum(began, high)[late])
     main = rows[["name", "kind", "start_ns", "dur_ns"]][(rows["lane"] == MAIN) & rows["dur_ns"].notna()]
     phases = innermost(main[main["kind"] == "phase"], HOST_PART)
+    optimizing = innermost(main[main["kind"] == "phase"])["optimizer"]
     waits = main[main["kind"] == "wait"]  # for peers: then it is not the launches that are slow
     begun = waits["start_ns"].to_numpy(np.int64)
     waiting = Intervals.union(begun, begun + waits["dur_ns"].to_numpy(np.int64))
@@ -268,7 +270,8 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     found = pd.DataFrame(
         {
             "step": told["step"].to_numpy(np.int64), "start_ns": begin, "end_ns": finish, "idle_ms": within(idle),
-            "launching_ms": within(launching), "data_ms": within(loading), "checkpoint_ms": within(saving),
+            "launching_ms": within(launching), "in_optimizer_ms": within(launching & optimizing),
+            "data_ms": within(loading), "checkpoint_ms": within(saving),
             "cpu_ms": within(on_cpu), "away_ms": within(away),
         }
     )  # fmt: skip
