@@ -38,6 +38,7 @@ def dsprof(
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     if device:
         environment |= {MODULES_ONLY: "1", "SLEEPING_DEVICE": str(_device()), "DSPROF_WITHOUT": "nvml"}
+        environment["DSPROF_DEEP"] = "never"  # torch.profiler does not know this device
     with (
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+") as err,

@@ -106,7 +106,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "host": Collector(
         "host.gc_and_cpu_time", MEMORY, "garbage collection, CPU time, waiting for a core",
-        judges=("pause.gc", "data.stall", "pause.stop"),
+        judges=("pause.gc", "data.stall", "pause.stop", "compute.no-core"),
     ),
     # After the host, so that what a step used does not hold what counting it costs.
     "flops": Collector(
@@ -159,7 +159,8 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     # Last, so that of the steps that it profiles nothing else is disturbed by its beginning.
     "deep": Collector(
-        "devices.torch_profiler", TROUBLE, "with --deep A:B torch.profiler's view of a few steps",
+        "devices.deep", TROUBLE,
+        "torch.profiler's view of a few steps: with --deep A:B, or where the GPU may be waiting for launches",
     ),
 }  # fmt: skip
 """By the names that `DSPROF_WITHOUT` knows them by."""

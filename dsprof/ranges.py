@@ -15,6 +15,8 @@ EXIT_WAIT: Final = "5"
 LONGEST_EXIT_WAIT: Final = 3600.0
 MOST_DEEP: Final = 50
 """Steps that `--deep` profiles: a step is a megabyte or more of trace."""
+NEVER: Final = "never"
+"""`--deep never`: no steps are profiled on suspicion, either."""
 
 
 def parse_ranks(text: str) -> list[range]:
@@ -40,9 +42,13 @@ def parse_steps(text: str) -> tuple[int, int | None]:
 
 def parse_deep(text: str) -> tuple[int, int]:
     """The few steps that `20:23` names: 20, 21 and 22. Raises ValueError."""
-    first, last = parse_steps(text)
+    wanted = f"{text!r} is no range of at most {MOST_DEEP} steps; write a few, such as 20:23, or {NEVER} for none"
+    try:
+        first, last = parse_steps(text)
+    except ValueError:
+        raise ValueError(wanted) from None
     if last is None or last - first > MOST_DEEP or not text.strip():
-        raise ValueError(f"{text!r} is no range of at most {MOST_DEEP} steps; write a few, such as 20:23")
+        raise ValueError(wanted)
     return first, last
 
 

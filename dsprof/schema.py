@@ -208,7 +208,7 @@ HANGS_FILE: Final = "hangs.json"
 TRIAL_FILE: Final = "trial.{rank}.{pid}.json"
 """What a rank of a trial leaves in the run folder: its losses. See `collectors.loop.trial`."""
 CONTROL_FILE: Final = "control.json"
-"""In the run folder: {"capture": "on" or "off"}, for the ranks of a job that runs."""
+"""In the run folder: what the ranks of a job that runs are told (`dsprof.control`)."""
 COPYING_FILE: Final = "copying.json"
 """In a capture of which not all is in the run folder yet: where the rest lies, and why."""
 
@@ -220,6 +220,10 @@ TIME_KINDS: Final = ("training", "evaluation", "checkpointing", "compilation", "
 DEEP_FILE: Final = "deep.pt.trace.json"
 """In a capture: what torch.profiler saw of the steps of `--deep`. A fact `deep` says from when to when (`start_ns`,
 `end_ns`, monotonic), with what beginning and ending took."""
+
+MOST_UNSEEN: Final = 0.1
+"""Share of the step for which a device may be in phases that its host is still launching, within which it may stand
+idle unseen: where it is more, steps are traced (`collectors.devices.deep`), and without them no verdict is drawn."""
 
 HANG_TIMEOUT: Final = "600"
 """Seconds, unless DSPROF_HANG_TIMEOUT says otherwise."""

@@ -8,7 +8,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from .ranges import EXIT_WAIT, parse_deep, parse_exit_wait, parse_hang_timeout, parse_ranks, parse_size, parse_steps
+from .ranges import (
+    EXIT_WAIT,
+    NEVER,
+    parse_deep,
+    parse_exit_wait,
+    parse_hang_timeout,
+    parse_ranks,
+    parse_size,
+    parse_steps,
+)
 from .run import DEFAULT_PARENT
 from .schema import HANG_TIMEOUT
 from .words import did_you_mean
@@ -63,7 +72,7 @@ def _collectors(text: str) -> object:
 
 
 def _deep(text: str) -> object:
-    return parse_deep(text) if text else None
+    return parse_deep(text) if text not in ("", NEVER) else None
 
 
 def _patterns(text: str) -> object:
@@ -101,7 +110,8 @@ class Settings:
     duration: str = ""
     """Seconds for which it lasts; empty: to the end."""
     deep: str = ""
-    """A few steps that torch.profiler looks at, such as `20:23`; empty: none."""
+    """A few steps that torch.profiler looks at, such as `20:23`; `never`: none. Empty: three, where a device is for
+    much of its steps in phases that its host is still launching, unless `level` is given."""
     limit: str = "2GiB"
     """How large the capture of a rank may become."""
     scratch: str = ""
@@ -139,6 +149,8 @@ def load(
     for key, value in (given or {}).items():
         if value is not None:
             values[key] = _checked(key, value, f"--{key.replace('_', '-')}")
+    if values.get("level"):  # who says how much is captured does not get more
+        values["deep"] = values.get("deep") or NEVER
     return Settings(**values)
 
 

@@ -34,6 +34,8 @@ BAR_WIDTH: Final = 20
 SHOWN_FINDINGS: Final = 5
 SHOWN_INFO: Final = 3
 SHOWN_DEVICES: Final = 2
+LISTED_WITHOUT_STEP: Final = 5
+"""Codes that could not be judged for one reason."""
 SHOWN_ROWS: Final = 5
 """Of a table that is no tree."""
 KEPT = "\ue000"
@@ -128,7 +130,7 @@ def _console(file: TextIO, color: bool | None, width: int | None) -> Console:
         width = min(Console(file=file).width, WIDTH) if file.isatty() else WIDTH
     return Console(
         file=file, width=width, color_system="auto" if color else None, force_terminal=color,
-        highlight=False, markup=False, emoji=False, legacy_windows=False,
+        highlight=False, markup=False, emoji=False, legacy_windows=False, force_jupyter=False,
     )  # fmt: skip
 
 
@@ -363,7 +365,10 @@ def _judged_and_captured(grid: Table, analysis: Analysis, judged: Sequence[Codes
     passed = [code for block in judged if block.good for code in block.codes if code not in remarked]
     for block in judged:
         if not block.good:
-            grid.add_row(Text("unjudged", style="dim"), _prose(f"{', '.join(block.codes)}: {block.reason}", "dim"))
+            # That nothing can be judged without a step goes without a list of all there is.
+            few = analysis.step_ms is not None or len(block.codes) <= LISTED_WITHOUT_STEP
+            codes = ", ".join(block.codes) if few else text.count(len(block.codes), "check")
+            grid.add_row(Text("unjudged", style="dim"), _prose(f"{codes}: {block.reason}", "dim"))
     for note in analysis.notes:
         grid.add_row(Text("note", style="dim"), _prose(text.clean(note)))
     warnings = wording.capture_warnings(analysis)

@@ -225,15 +225,15 @@ def memory_parts(held: DeviceMemory) -> list[tuple[str, int]]:
     return [(label, value) for label, value in parts if value > 0]
 
 
-def holder(item: Holder, cwd: str = "") -> str:
-    """`model.py:12 forward`; file names are shortened to be relative to `cwd`, or to their last two parts."""
+def allocated_at(item: Holder, cwd: str = "") -> str:
+    """`src/model.py:12`: file names are shortened to be relative to `cwd`, or to their last two parts."""
     file, _, line = item.site.rpartition(":")
     if not line.isdigit():
         return clean(item.site)
     place = site(file, int(line), cwd)
     if place.startswith("/"):
         place = "/".join(place.split("/")[-2:])
-    return f"{place} {clean(item.function, 60)}".rstrip()
+    return clean(place)
 
 
 # --- the run ------------------------------------------------------------------------------------
@@ -282,6 +282,8 @@ def capture_facts(analysis: Analysis, *, brief: bool = False) -> str:
     """The capture's quality in one line. brief: of one that is whole, without what is as it is to be."""
     capture = analysis.capture
     missing = analysis.missing_ranks
+    if not analysis.ranks_expected:
+        return "no rank was captured"
     words = [f"{len(analysis.ranks_captured)}/{count(analysis.ranks_expected, 'rank')}"]
     if missing:
         words[0] += f" (missing {spans(missing)})"

@@ -105,9 +105,10 @@ class SleepingRanks:
         without: str = "",
         **env: str,
     ) -> Ran:
-        """`without`: collectors that are left out."""
+        """`without`: collectors that are left out. No steps are traced by torch.profiler, which does not know this
+        device, unless DSPROF_DEEP is given."""
         where.mkdir(parents=True, exist_ok=True)
-        settings = {"SLEEPING_DEVICE_MEETS": str(where), **env}
+        settings = {"SLEEPING_DEVICE_MEETS": str(where), "DSPROF_DEEP": "never", **env}
         if armed:
             settings |= {"DSPROF": "1", "DSPROF_RUN": str(where / "run"), "DSPROF_WITHOUT": without}
         path = script if os.path.isabs(script) else str(JOBS / script)
@@ -118,7 +119,7 @@ class SleepingRanks:
         self._process.stdin.flush()
         statuses = json.loads(self._process.stdout.readline())
         errors = "\n".join((where / f"err.{rank}").read_text() for rank in range(ranks))
-        assert statuses == [0] * ranks, errors
+        assert statuses == [0] * ranks, f"{statuses}: {errors}"
         return Ran(where, [json.loads((where / f"told.{rank}").read_text()) for rank in range(ranks)])
 
     def close(self) -> None:

@@ -77,6 +77,8 @@ class Job:
     cores: int = 64
     cpus: Callable[[int], list[int]] | None = None
     """Rank -> the cores it is bound to; None: any of `cores`, by a capture that tells only how many."""
+    host_cores: int | None = None
+    """How many its host has, as far as the capture tells."""
     loader: int | None = None
     """Number of its DataLoader, from 1."""
     restart: PerStep = lambda rank, step: 0
@@ -85,6 +87,10 @@ class Job:
     """How much longer the first batch takes after such a start."""
     evaluation: PerStep = lambda rank, step: 0
     """How long it evaluates before the step, half of it in another DataLoader, whose number is the next."""
+    threads: int = 1
+    """With which torch computes."""
+    beside: float = 0.0
+    """CPU time of a rank's other threads, as a share of its training thread's."""
     facts: list[dict[str, Any]] = field(default_factory=list)
     exits: list[RankExit] = field(default_factory=list)
 
@@ -159,7 +165,7 @@ class Job:
                 records[rank].append(_record(Kind.PHASE, OPTIMIZER, begin, begin + spent, value=self.optimizer_number))
                 now[rank] = begin + spent
                 cpu[rank] += spent * self.cpu_share
-                for gauge, value in ((CPU, cpu), (THREAD_CPU, cpu), (CORE_WAIT, wanted)):
+                for gauge, value in ((CPU, cpu * (1 + self.beside)), (THREAD_CPU, cpu), (CORE_WAIT, wanted)):
                     records[rank].append(_record(Kind.GAUGE, gauge, now[rank], now[rank], value=value[rank] / 1e3))
                 for number, rises in enumerate(self.gauges.values()):
                     others[number, rank] += rises(rank, step)
@@ -194,10 +200,11 @@ class Job:
         return Trace.of(info, rows)
 
     def _process(self, rank: int) -> dict[str, Any]:
+        of = {"fact": "process", "rank": rank, "threads": self.threads, "host_cores": self.host_cores}
         if self.cpus is None:
-            return {"fact": "process", "rank": rank, "cores": self.cores, "threads": 1}
+            return {**of, "cores": self.cores}
         cpus = self.cpus(rank)
-        return {"fact": "process", "rank": rank, "cores": len(cpus), "cpus": cpus, "threads": 1}
+        return {**of, "cores": len(cpus), "cpus": cpus}
 
 
 KEPT: Final = 128

@@ -17,7 +17,7 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.rules.comm.dimensions import waits_mostly_for_layers
 from dsprof.analyzer.study import Study
-from dsprof.run import RankExit
+from dsprof.run import RankExit, RunInfo
 from dsprof.schema import BUDGET_PARTS, CALL_SITE
 from dsprof.trace import Trace
 
@@ -39,7 +39,7 @@ def test_a_healthy_job_has_nothing_above_info() -> None:
         "rank.straggler", "data.stall", "data.imbalance", "pause.gc", "comm.small-messages", "comm.large-bucket",
             "comm.exposed",
         "eval.uneven", "checkpoint.stall", "pause.stop", "run.hang", "run.desync", "comm.redundant-reduce",
-        "comm.buffers", "comm.volume", "compute.optimizer", "compute.recompile",
+        "comm.buffers", "comm.volume", "compute.optimizer", "compute.recompile", "compute.no-core",
     }  # fmt: skip
     assert analysis.not_judged == {"run.rank-died": "no launcher recorded how the ranks ended"}
 
@@ -125,28 +125,26 @@ def test_a_rank_that_is_late_by_chance_is_no_straggler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("core_wait", "cpu_share", "said"),
+    ("rank_0_waits", "said"),
     [
         (
             0.0,
-            0.2,
             "none of which is late on the whole: `dsprof run --level full` also tells what each module takes, and "
             "samples the stacks of all ranks",
         ),
         (
-            0.3,
-            0.2,
-            "of each step for a core, as other processes use theirs: run it with `dsprof run` where cores are free)",
+            25.0,
+            "(a rank waits 8.33 ms of each step for a core, and what has theirs was not seen: run it with `dsprof run` "
+            "where cores are free)",
         ),
-        (0.3, 0.6, "of each step for a core, as the job has too few: run it with `dsprof run` where cores are free)"),
     ],
 )
-def test_ranks_that_are_late_in_turn_may_wait_for_cores(core_wait: float, cpu_share: float, said: str) -> None:
+def test_ranks_that_are_late_in_turn_may_wait_for_cores(rank_0_waits: float, said: str) -> None:
     """Three ranks on two cores, of which another one is late in each step."""
     draw = np.random.default_rng(1).exponential(25, (3, 40))
     job = Job(
-        ranks=3, steps=40, forward=lambda rank, step: 40 + float(draw[rank, step]), core_wait=core_wait,
-        cpu_share=cpu_share, cores=2,
+        ranks=3, steps=40, forward=lambda rank, step: 40 + float(draw[rank, step]), cpu_share=0.2, cores=2,
+        crowded=lambda rank, step: 0.0 if rank else rank_0_waits,
     )  # fmt: skip
     verdict = analyze(job.trace()).verdict
     assert verdict.status == "inconclusive"
@@ -353,6 +351,33 @@ def test_a_dead_rank_says_which_exception_ended_it() -> None:
     assert first.fixes[0].title == (
         "ValueError was raised at /home/me/train.py:31: the rank's own output has the whole traceback"
     )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "told", "title", "advice"),
+    [
+        (None, True, "the script ended by exit status 1 before it completed a step: train.py:3: KeyError: 'batch'",
+         "KeyError was raised at /home/me/train.py:3: the rank's own output has the whole traceback"),
+        (2, False, "rank 0 ended by exit status 1 before it completed a step",
+         "see the rank's own output above for the exception or the call that ended it; dsprof can name an exception "
+         "only once `import torch` has attached it"),
+    ],
+)  # fmt: skip
+def test_a_script_that_died_at_start(world_size: int | None, told: bool, title: str, advice: str) -> None:
+    fact = {"fact": "uncaught", "rank": 0, "type": "KeyError", "message": "'batch'", "site": "/home/me/train.py:3"}
+    ends = [RankExit(rank=0, host="host", pid=100, code=1, signal=None, ended_ns=1_000)]
+    run = RunInfo("a", "a", [], status=1, exits=ends, facts=[fact] if told else [], world_size=world_size)
+    analysis = analyze(Trace.of(run, Job().trace().rows.iloc[:0]))
+    (died,) = analysis.findings
+    assert (died.code, died.title, died.fixes[0].title) == ("run.rank-died", title, advice)
+    assert (analysis.verdict.status, analysis.verdict.headline) == ("failed", title)
+    assert "was doing" not in {item.metric for item in died.evidence}, "nothing was captured"
+
+
+def test_a_command_of_which_only_its_status_is_known() -> None:
+    run = RunInfo("a", "a", [], status=3)
+    reason = analyze(Trace.of(run, Job().trace().rows.iloc[:0])).not_judged["run.rank-died"]
+    assert reason == "the command ended with status 3, and what it started does not tell how its ranks ended"
 
 
 def test_that_a_line_issues_such_ones_is_nothing_that_a_rank_did() -> None:

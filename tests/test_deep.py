@@ -15,7 +15,7 @@ from jobs import profile
 
 from dsprof import settings
 from dsprof.analyzer.budget.irregular import find_irregular, profiled_steps
-from dsprof.collectors.devices.torch_profiler import DeepWindow, _watch
+from dsprof.collectors.devices.torch_profiler import DeepWindow, _torn_down, begin_profile, watch_others
 from dsprof.launch.launch import environment
 from dsprof.ranges import parse_deep
 from dsprof.run import RunFolder, RunInfo
@@ -35,6 +35,36 @@ def test_a_few_steps_are_read_like_a_slice() -> None:
     with pytest.raises(settings.SettingsError, match="--deep"):
         settings.load({"deep": "5"})
     assert settings.load({"deep": "5:7"}).deep == "5:7"
+
+
+@pytest.mark.parametrize(
+    ("cuda", "before", "meanwhile", "after"),
+    [
+        ("13.0", {}, {"TEARDOWN_CUPTI": "1"}, {}),
+        ("12.6", {"TEARDOWN_CUPTI": "0"}, {"TEARDOWN_CUPTI": "0"}, {"TEARDOWN_CUPTI": "0"}),
+        ("12.4", {}, {}, {}),
+        (None, {}, {}, {}),
+    ],
+)
+def test_the_device_is_not_watched_any_more_when_the_profiler_has_ended(
+    cuda: str | None, before: dict[str, str], meanwhile: dict[str, str], after: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    environment = dict(before)
+    as_it_was = _torn_down(environment)
+    assert environment == meanwhile
+    as_it_was()
+    assert environment == after
+
+
+def test_what_torch_wants_of_a_compiled_job_with_graphs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    environment: dict[str, str] = {}
+    as_it_was = _torn_down(environment)
+    environment["TEARDOWN_CUPTI"] = "0"  # as torch.profiler's start does
+    as_it_was()
+    assert environment == {"TEARDOWN_CUPTI": "0"}
 
 
 class Profiled:
@@ -118,7 +148,8 @@ def test_kineto_keeps_silent_about_the_window_unless_asked(tmp_path: Path) -> No
     deep = settings.Settings(deep="5:7")
     assert environment({}, folder, deep, bootstrap=False)["KINETO_LOG_LEVEL"] == "6"
     assert environment({"KINETO_LOG_LEVEL": "2"}, folder, deep, bootstrap=False)["KINETO_LOG_LEVEL"] == "2"
-    assert "KINETO_LOG_LEVEL" not in environment({}, folder, settings.Settings(), bootstrap=False)
+    assert environment({}, folder, settings.Settings(), bootstrap=False)["KINETO_LOG_LEVEL"] == "6"  # on suspicion
+    assert "KINETO_LOG_LEVEL" not in environment({}, folder, settings.Settings(deep="never"), bootstrap=False)
 
 
 def test_a_profiler_of_the_jobs_own_is_left_alone(opened: Any) -> None:
@@ -147,6 +178,21 @@ def test_a_profiler_that_fails_costs_nothing_but_the_window(opened: Any) -> None
     assert facts[1]["fact"] == "deep"
 
 
+def test_a_profiler_that_fails_to_begin_is_not_left_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would crash the job at its exit, in C++."""
+    import torch
+
+    def fails(self: Any, key: str, value: str) -> None:
+        raise AttributeError("module 'torch._C' has no attribute '_nccl_version'")
+
+    monkeypatch.setattr(torch.profiler.profile, "add_metadata_json", fails)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.profiler.profile, "_get_distributed_info", lambda self: {"backend": "nccl"})
+    with pytest.raises(AttributeError, match="_nccl_version"):
+        begin_profile()
+    assert not torch._C._autograd._profiler_enabled()
+
+
 def test_the_jobs_own_profilers_are_seen(opened: Any) -> None:
     import torch
     from torch.autograd import profiler
@@ -154,7 +200,7 @@ def test_the_jobs_own_profilers_are_seen(opened: Any) -> None:
 
     window = window_of(opened, Profiled(), [])
     before = profiler.profile._prepare_trace, profiler.profile.__exit__, profiler._run_on_profiler_start
-    unwatch = _watch(window)
+    unwatch = watch_others(window)
     try:
         with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as theirs:
             assert window.others == 1

@@ -13,10 +13,15 @@ from made_up_device import DeviceJob, always
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.graph.chains import SYNC
 from dsprof.analyzer.graph.link import fit_link
 from dsprof.analyzer.judge import judge
 from dsprof.analyzer.price.contention import busy, freed_ms, kept_of_overlap, lost_by_waiting_less
+from dsprof.analyzer.price.effects import replayed
+from dsprof.analyzer.price.gains import mean_gain
+from dsprof.analyzer.price.unseen_idle import with_unseen_idle
 from dsprof.analyzer.study import study
+from dsprof.analyzer.whatif.without_flows import WithoutFlows
 
 HEALTHY = DeviceJob()
 
@@ -118,6 +123,42 @@ def test_asking_for_the_loss_in_each_step_costs_what_the_device_runs_dry_for() -
     sync = first_of(analysis, "compute.host-sync")
     assert sync.gain.ms == pytest.approx(saved, rel=0.05)
     assert sync.gain.method == "replay"
+
+
+@pytest.mark.parametrize(("launch", "late", "saved_ms"), [(20.0, 60.0, 23.0), (20.0, 30.0, 23.0), (40.0, 30.0, 3.0)])
+def test_idle_time_that_was_not_seen_does_not_matter_where_the_host_is_waited_for(
+    launch: float, late: float, saved_ms: float
+) -> None:
+    """The host launches for most of the step, and may have let the device stand idle in all of that: 40 or 80 ms. But
+    with the loss left on the device the step still lasts as long as the host takes for its own work."""
+    job = HEALTHY.with_(launch=always(launch), late=always(late))
+    trace, step_ms = job.with_(item_every=1).run()
+    saved = step_ms - job.with_(item_every=100).run()[1]
+    assert saved == pytest.approx(saved_ms, abs=0.1)
+    found = study(trace)
+    assert found.unseen_idle_ms == pytest.approx(2 * launch, abs=1)
+    assert found.idle_of_early_devices_ms == 0.0
+    sync = first_of(analyze(trace), "compute.host-sync")
+    assert sync.gain.ms == pytest.approx(saved, abs=0.1)
+    assert sync.gain.high - sync.gain.low < 0.1 * step_ms
+
+
+def test_idle_time_that_was_not_seen_may_go_where_the_device_is_waited_for() -> None:
+    """The host loads for 25 ms and launches each phase in 20; the device takes 30 and 40 for them, of which it may have
+    been idle while the host launched: 20 of the forward, and 10 of the backward, to which it comes 10 late. With the
+    loss left on the device, a step takes the device 74. Was it idle for these 30, it takes what the host does, 65; and
+    coming early to the backward, it may have to wait for its launches there for 10."""
+    job = HEALTHY.with_(load=always(25.0), forward=always(30.0), launch=always(20.0), item_every=1)
+    found = study(job.run()[0])
+    before, change = replayed(found), WithoutFlows(SYNC)
+    gain = mean_gain(found, before - replayed(found, change))
+    assert gain.ms == pytest.approx(99 - 74, abs=0.1)
+    assert (found.unseen_idle_ms, found.idle_of_early_devices_ms) == (
+        pytest.approx(30, abs=1),
+        pytest.approx(10, abs=1),
+    )
+    gain = with_unseen_idle(found, found.need_graph(), before, change, gain)
+    assert gain.unseen == (pytest.approx(10, abs=1), pytest.approx(74 - 65, abs=1))
 
 
 def test_two_faults_that_hide_each_other_are_told_together() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,10 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 def test_the_readme_fits_on_a_few_screens() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_cases_are_told_as_the_results_have_them() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "gallery_page.py"))["render"]()
+    page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    assert page == made, "python docs/gallery_page.py > docs/gallery.md"
+    assert page.count("**predicted**") == page.count("**measured**") == 9

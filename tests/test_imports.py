@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS: Final = {
     "schema": (
         "dsprof.atomic",
+        "dsprof.control",
         "dsprof.data_sheets",
         "dsprof.exported",
         "dsprof.gauges",
@@ -78,6 +79,7 @@ MAY_IMPORT: Final = {
     "collectors": {
         "collectors",
         "dsprof.atomic",
+        "dsprof.control",
         "dsprof.gauges",
         "dsprof.names",
         "dsprof.ondisk",

@@ -138,6 +138,14 @@ def test_how_a_process_that_is_a_rank_ended(
     assert before < written.started_ns < end.ended_ns == written.ended_ns < time.monotonic_ns()
 
 
+def test_a_script_that_failed_before_there_was_a_rank(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise KeyError('batch')")
+    done = launcher.run(["run", "--native", "off", "train.py"], tmp_path)
+    assert done.returncode == 1
+    (end,) = only_run(tmp_path).read_info().exits
+    assert (end.rank, end.restart, end.code, end.signal) == (0, 0, 1, None)
+
+
 def test_a_process_that_only_starts_ranks_is_none_itself(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(BECOMES_A_RANK)
     code = "import subprocess, sys; subprocess.run([sys.executable, 'rank.py'], check=True); sys.exit(7)"

@@ -19,14 +19,18 @@ from dsprof.analyzer.layout.step_lowered import MOST_MICROBATCHES, lowered
 from dsprof.analyzer.memory.rank_memory import most
 from dsprof.analyzer.memory.use_by_step import MemoryUse
 from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.stage_costs import WeightShare
 from dsprof.analyzer.study import study
 from dsprof.analyzer.whatif import Refused, apply
 from dsprof.analyzer.whatif.work import ScaleWork
-from dsprof.engine.schedule import make_plan, peak_activations
+from dsprof.engine.schedule import Action, dual_pipe_v, make_plan, peak_activations, simulate
 from dsprof.knobs import KnobError
 from dsprof.knobs.layouts import read_layout
+from dsprof.plan.layouts import Wanted
 from dsprof.plan.network import Network
-from dsprof.plan.ranked import Search
+from dsprof.plan.ranked import Search, variants
+
+SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("dualpipe-v", 2))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
@@ -44,6 +48,52 @@ def test_zero_bubble_and_interleaved() -> None:
     assert zero == pytest.approx(8 * (f + 2 * b) + (stages - 1) * f + ONCE + OPTIMIZER / stages, rel=1e-9)
     parts = step_of(costs(), Layout(pp=stages, micro_batches=8, schedule="interleaved", chunks=2))
     assert parts == pytest.approx((8 + (stages - 1) / 2) * (F + B) / 4 + ONCE + OPTIMIZER / stages, rel=1e-9)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5])
+def test_dual_pipe_v_of_layers(share: float) -> None:
+    """As its simulation has it, in which W is a share of those backwards alone that are in two parts."""
+    plan = dual_pipe_v(2, 9)
+    split = plan.split
+
+    def cost(action: Action) -> float:
+        if action.op == "F":
+            return F / 4
+        return B / 4 * {"W": share, "B": 1 - share if action[1:] in split else 1.0}[action.op]
+
+    told = costs(weight=WeightShare(typical=share))
+    found = step_of(told, Layout(pp=2, micro_batches=9, schedule="dualpipe-v", chunks=2))
+    assert found == pytest.approx(simulate(plan, cost).makespan + ONCE + OPTIMIZER / 2, rel=1e-9)
+
+
+def test_of_dual_pipe_v_each_stage_reduces_after_its_last_backward() -> None:
+    """With replicas, over a link that hides nothing: the two stages of a rank take as long as those of 1F1B's one."""
+    slow = costs(Wire(0.0, 1e-3, 2, 0.1))
+    two, one = (
+        step_of(slow, Layout(pp=2, dp=2, micro_batches=4, schedule=name, chunks=chunks))
+        for name, chunks in (("dualpipe-v", 2), ("1f1b", 1))
+    )
+    assert two == pytest.approx(one, rel=0.01)
+
+
+def test_weight_gradients_that_may_be_nothing_widen_what_puts_them_off() -> None:
+    """ZB-H1 of backwards without weight gradients is 1F1B; where they were timed the interval ends at what was seen."""
+    search, layout = Search(costs(), Network(8)), Layout(pp=4, micro_batches=8)
+    plain, put_off = (search.ranked(replace(layout, schedule=name), 1.0) for name in ("1f1b", "zero-bubble"))
+    assert put_off.ms < plain.ms <= put_off.high
+    timed = Search(costs(weight=WeightShare(0.5, 0.45, 0.55, measured=True)), Network(8))
+    assert timed.ranked(replace(layout, schedule="zero-bubble"), 1.0).high < put_off.high
+
+
+def test_a_search_tries_dual_pipe_v_where_there_are_layers_and_micro_batches_for_it() -> None:
+    def tried(pp: int, count: int) -> set[str]:
+        base = Layout(pp=pp, micro_batches=count)
+        return {one.schedule for one in variants(costs(), base, Wanted())}
+
+    assert tried(2, 4) == {"1f1b", "gpipe", "zero-bubble", "interleaved", "dualpipe-v"}
+    assert "dualpipe-v" not in tried(2, 3)
+    assert "dualpipe-v" not in tried(8, 32)  # 16 stages of 8 layers
+    assert tried(1, 8) == {"1f1b"}
 
 
 def test_a_reduction_is_hidden_but_for_its_last_piece() -> None:
@@ -133,7 +183,7 @@ def test_no_layout_is_faster_than_what_it_is_pruned_by() -> None:
     search = Search(one, Network(8))
     for pp in (1, 2, 4, 8):
         for dp in (1, 2, 4):
-            for schedule, chunks in (("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2)):
+            for schedule, chunks in SCHEDULES:
                 if pp * chunks > 8 or (pp == 1 and schedule != "1f1b"):
                     continue
                 for zero in (0, 1, 3):
@@ -220,6 +270,8 @@ def test_how_it_is_typed() -> None:
     assert read_layout(**{**nothing, "schedule": "gpipe"}) is None
     vpp = read_layout(**{**nothing, "pp": 4, "schedule": "VPP"})
     assert vpp == LayoutWanted(pp=4, schedule="interleaved", chunks=2)
+    dual = read_layout(**{**nothing, "pp": 4, "schedule": "DualPipeV"})
+    assert dual == LayoutWanted(pp=4, schedule="dualpipe-v", chunks=2)
     for word, says in (
         ({"recompute": "some"}, "--recompute some: write one of none, selective, full"),
         ({"pp": 2, "boundaries": "0,4,8"}, "another layout's stages are divided by their layers"),
@@ -241,6 +293,13 @@ def test_activations_that_ranks_hold_at_once_are_those_of_the_whole_plan(
         whole = make_plan(schedule, stages, count, chunks)
         layout = Layout(pp=stages, schedule=schedule, chunks=chunks, micro_batches=count)
         assert activations_at_once(layout) == peak_activations(whole, "B"), count
+
+
+def test_activations_of_dual_pipe_v() -> None:
+    """Of many micro-batches no more than of twice as many as there are stages."""
+    for count in (8, 40, 100):
+        layout = Layout(pp=4, schedule="dualpipe-v", chunks=2, micro_batches=count)
+        assert activations_at_once(layout) == peak_activations(dual_pipe_v(4, count), "B"), count
 
 
 def test_messages_whose_sizes_were_not_told_take_what_they_took() -> None:

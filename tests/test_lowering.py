@@ -12,7 +12,7 @@ from graphs import graph_of, steps_of
 
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import PARTS, StepGraph, Task
-from dsprof.analyzer.stage_costs import divided_alike, stage_ms
+from dsprof.analyzer.stage_costs import WeightShare, divided_alike, stage_ms, weight_share
 from dsprof.analyzer.whatif import Refused, apply
 from dsprof.analyzer.whatif.lowering import Lower, Stages
 from dsprof.analyzer.whatif.schedule import makespan, schedule_graph
@@ -44,13 +44,25 @@ def test_other_plans_take_what_is_published_of_them(was: str, name: str, microba
     assert makespan(lowered) == pytest.approx([microbatches * (F + B) + bubble] * 2, rel=1e-9)
 
 
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.6])
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.6])
 @pytest.mark.parametrize("microbatches", [3, 4, 7])
 def test_a_backward_that_is_divided(share: float, microbatches: int) -> None:
     plan = schedule.make_plan("zero-bubble", 3, microbatches)
     lowered = apply(ran(), [Lower(plan, Stages(weight_share=share))])
     bubble = closed_form.bubble_time("zero-bubble", 3, microbatches, F, (1 - share) * B, share * B)
     assert makespan(lowered) == pytest.approx([microbatches * (F + B) + bubble] * 2, rel=1e-9)
+
+
+def test_weight_gradients_take_what_they_took_where_they_were_put_off() -> None:
+    """Stage 0 makes none; of the others they are 1 of 5 ms. With no such backward they may be nothing, or much."""
+    plan = schedule.make_plan("zero-bubble", 3, 4)
+    took = schedule_graph(plan, lambda action: {"F": F, "B": 4.0, "W": 1.0 if action.stage else 0.0}[action.op])
+    found = weight_share(took)
+    assert (found.typical, found.least, found.most) == pytest.approx((2 / 14, 0.0, 1 / 5))
+    assert found.says == "weight gradients take 14 % of a backward, as where it ran in two parts"
+    some = schedule_graph(schedule.dual_pipe_v(2, 6), lambda action: {"F": F, "B": 3.0, "W": 1.0}[action.op])
+    assert weight_share(some).typical == pytest.approx(1 / 4)
+    assert weight_share(ran()) == WeightShare(0.5, 0.0, 0.6, measured=False)
 
 
 def test_a_backward_that_was_divided_is_whole_again() -> None:

@@ -100,7 +100,8 @@ def test_what_another_structure_would_save(uneven: Study) -> None:
     assert all_of_it is not None
     assert worst.high < 0 < best.ms
     assert 0 < split.ms < all_of_it.ms
-    assert split.low < split.ms < split.high
+    # Nothing tells whether these layers have weights.
+    assert split.low < 0.01 * uneven.step_ms < split.ms < split.high
     assert rows[0].notes[0].endswith("boundaries 0,5,8")
     assert [note.partition(":")[0] for note in rows[3].notes][-2:] == [
         "how long weight gradients take was not measured",

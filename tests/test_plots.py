@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from dsprof.analyzer.analysis import typical_step
-from dsprof.reports import palette, plots, tables
+from dsprof.reports import palette, plots, tables, transfers
 from dsprof.reports.timeline import timeline
 from dsprof.schema import BUDGET_PARTS, TIME_KINDS
 
@@ -251,7 +251,7 @@ def test_step_time_of_many_ranks_and_steps() -> None:
 
 
 def test_collectives() -> None:
-    figure = plots.collectives(factories.straggler().collectives)
+    figure = transfers.collectives(factories.straggler().collectives)
     assert [trace.name for trace in figure.data] == ["all_reduce"]
     assert figure.data[0].text[0] == (
         "gradient, group 0, seq 0, step 0<br>25.0 MiB in 12.0 ms: 2.18 GB/s<br>last to arrive: rank 1"
@@ -262,7 +262,7 @@ def test_collectives_are_thinned_but_the_slowest_stay() -> None:
     many = factories.build(factories.Job(steps=100)).collectives.copy()
     many.loc[7, "transfer_ns"] = 900 * MS
     many.loc[8, "bytes"] = -1
-    figure = plots.collectives(many, max_points=50)
+    figure = transfers.collectives(many, max_points=50)
     assert len(figure.data[0].x) <= 50
     assert max(figure.data[0].y) == 900.0
     assert note_of(figure) == (
@@ -349,7 +349,7 @@ def test_an_empty_run_has_empty_figures() -> None:
     analysis = factories.empty()
     for figure in (
         plots.budget_bar(analysis.budget_by_rank), plots.step_time(analysis.steps), plots.heatmap(analysis.steps),
-        plots.collectives(analysis.collectives), timeline(analysis.rows, 0), plots.time_bar(analysis.time),
+        transfers.collectives(analysis.collectives), timeline(analysis.rows, 0), plots.time_bar(analysis.time),
         plots.step_time(analysis.steps, analysis.irregular),
     ):  # fmt: skip
         assert "NaN" not in figure.to_json()
@@ -361,7 +361,7 @@ def test_tags_in_names_are_escaped() -> None:
     hover = "".join(trace_of(timeline(rows, 3), "transfer").hovertext)
     assert "&lt;a href=&#x27;x&#x27;&gt;b&lt;/a&gt;" in hover
     matched = replace(analysis, collectives=analysis.collectives.assign(name="<b>x</b>")).collectives
-    assert plots.collectives(matched).data[0].name == "&lt;b&gt;x&lt;/b&gt;"
+    assert transfers.collectives(matched).data[0].name == "&lt;b&gt;x&lt;/b&gt;"
 
 
 # --- tables -----------------------------------------------------------------------------------------

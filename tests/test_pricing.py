@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from synthetic import Job
 
 from dsprof.analyzer import rules
+from dsprof.analyzer.budget.intervals import Intervals
 from dsprof.analyzer.candidate import DeviceCost
+from dsprof.analyzer.device import Devices, DeviceTime
 from dsprof.analyzer.effect import Effect
 from dsprof.analyzer.finding import MEASURED_ON_DEVICE
-from dsprof.analyzer.price.device import measured_gain
+from dsprof.analyzer.price.device import measured_gain, price_of_device
 from dsprof.analyzer.price.effects import effect_gains
 from dsprof.analyzer.study import Study, study
+from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.work import ScaleWork
 
 RULES = Path(rules.__file__).parent
@@ -23,6 +28,7 @@ REPLAYS = {"graph.replay", "graph.longest_path"}
 PRICES = {"price.attribution", "price.certainty", "price.contention", "price.excess", "price.together"}
 COMPUTES = {"mean_gain", "cost_outside_steps", "beside_other_work", "price_together", "price_by_itself", "interval"}
 ENDS = {"ms", "percent", "low", "high"}
+EMPTY = np.empty(0, np.int64)
 
 
 def prices(path: Path) -> list[str]:
@@ -55,6 +61,10 @@ def test_what_would_be_pricing_is_seen(tmp_path: Path) -> None:
         "a = Gain(1.0, 1.0, 0.0, 2.0)\nb = replace(a, low=0.0)\n"
     )
     assert len(prices(path)) == 4
+
+
+DEVICE = DeviceTime(0, 1, {}, (), 1.0, pd.DataFrame({"step": [99]}), Intervals.union(EMPTY, EMPTY), pd.DataFrame())
+"""Of which one step was traced that is not judged."""
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +118,22 @@ def test_what_devices_stood_idle_for_is_of_ordinary_steps(steps: Study) -> None:
     gain = measured_gain(steps, DeviceCost(idle, 2 * steps.step_ms))
     assert (gain.ms, gain.method) == (pytest.approx(2.0), MEASURED_ON_DEVICE)
     assert (gain.low, gain.high) == (pytest.approx(1.0), pytest.approx(3.0))
+
+
+def test_kernels_take_as_long_in_ordinary_steps_as_in_traced_ones(steps: Study) -> None:
+    """Traced steps took twice as long as ordinary ones, and the device was busy for a quarter of that: for half of an
+    ordinary step. It stood idle for three quarters of a traced one, so that a third of it is left."""
+    took = 2 * steps.step_ms
+    cost = DeviceCost(np.full((1, 3), took / 2), took, idle_ms=0.75 * took)
+    assert measured_gain(steps, cost).ms == pytest.approx(took / 6)
+
+
+def test_of_steps_known_by_phases_only_no_replay_tells_what_launches_cost(steps: Study) -> None:
+    """Kernels were traced in other steps than the judged ones: between half of what was measured there and all of it,
+    whatever a replay of phases, which last as long as their launches did, would say."""
+    idle = np.array([[4.0, 6.0]])
+    few = replace(steps, device=Devices({0: DEVICE}, pd.DataFrame(), ()))
+    price = price_of_device(few, DeviceCost(idle, steps.step_ms, less=(FasterHosts(0.5), FasterHosts(0.0))))
+    assert (price.gain.ms, price.gain.method) == (pytest.approx(3.75), MEASURED_ON_DEVICE)
+    assert (price.gain.low, price.gain.high) == (pytest.approx(2.0), pytest.approx(6.0))
+    assert price.tried == ()

@@ -354,7 +354,7 @@ def test_halves_that_differ_widen_what_is_told_and_very_different_ones_refuse_it
     assert found.held_out.missed < 0.05
     assert found.held_out.differs > 0.25
     assert found.refusal is not None
-    assert "half of the steps tell the time of the other half within" in found.refusal
+    assert "one half of the steps misses what the other half takes by" in found.refusal
     assert "profile at least" in found.refusal
 
 

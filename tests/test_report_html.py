@@ -99,7 +99,7 @@ def test_straggler_says_what_matters() -> None:
 def test_healthy_dead_and_empty() -> None:
     healthy = text_of(rendered(factories.healthy))
     assert "nothing found that is sure to shorten the 175 ms step" in healthy
-    assert "1 remark below the threshold" in healthy
+    assert "1 remark, not sure to save more than noise" in healthy
     dead = text_of(rendered(factories.dead_rank))
     assert "rank 1 was killed by SIGKILL in step 12, during forward" in dead
     assert "Shown: step 12, the last one begun; hatched: never ended." in dead
@@ -206,7 +206,7 @@ def test_an_inconclusive_verdict_promises_nothing() -> None:
     page = rendered(factories.inconclusive)
     text = text_of(page)
     assert "verdict inconclusive nothing found that is sure to shorten the 263 ms step, but 34 % is" in text
-    assert "Nothing above info. Where the step goes" in text
+    assert "No fix is sure to shorten the step. Where the step goes" in text
     assert '<h1 class="unsure">' in page
     assert "34\N{NO-BREAK SPACE}% is" in page
 

@@ -13,6 +13,7 @@ import pytest
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding, Gain, Where
 from dsprof.reports import terminal
+from dsprof.reports.sections.time_and_step import of_a_step
 
 
 class Terminal(io.StringIO):
@@ -47,7 +48,7 @@ def test_healthy() -> None:
         └─ other           2.0 ms   1.1 %  ▎
 
         info      comm.exposed: the last all-reduce is not overlapped; saves 1.10 ms a
-                  step (0.6 %) [0.20, 2.00], not certain
+                  step (0.6 %) [0.20, 2.00], not certain: it may be no more than noise
         capture   6 checks passed; 2/2 ranks, overhead est. 0.2 %, noise 0.60 ms
         """)
 
@@ -197,11 +198,19 @@ def test_no_step() -> None:
         [dsprof] verdict: failed ─────────────────── train_gpt-20261120T101500Z-a1b2c3 ─
         no complete step was captured, so nothing can be said about its speed
 
-        unjudged  comm.exposed, comm.small-messages, data.imbalance, data.stall,
-                  pause.gc, rank.straggler, run.rank-died: no complete step
+        unjudged  7 checks: no complete step
         capture   2/2 ranks, overhead est. 0.2 %, 0 records dropped, clocks within
                   3.00 us
         """)
+
+
+def test_in_a_notebook_it_shows_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written to a file or a string is no output of the cell."""
+    shown: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *what: shown.append(what))
+    assert text_of(factories.healthy()).startswith("[dsprof] verdict: healthy")
+    assert shown == []
 
 
 def test_many_ranks_fit_on_a_page() -> None:
@@ -305,3 +314,14 @@ def test_below_a_part_of_the_step_each_rank_is_told_once(named: tuple[int, ...])
     named_by = replace(analysis, findings=(replace(finding, where=Where(ranks=named)),))
     told = [rank for row in named_by.ranks_below("peer_wait") for rank in row.ranks]
     assert sorted(told) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("value_ms", "step_ms", "words"),
+    [
+        (3.0, 2500.0, "3.00 ms"), (0.0421, 2500.0, "42.1 us"), (99.0, 2500.0, "99.0 ms"), (100.0, 2500.0, "0.10 s"),
+        (1250.0, 2500.0, "1.25 s"), (0.0, 2500.0, "0.00 s"), (320.0, 150_000.0, "320 ms"), (0.04, 212.0, "0.0 ms"),
+    ],
+)  # fmt: skip
+def test_a_small_part_of_a_long_step_has_a_unit_of_its_own(value_ms: float, step_ms: float, words: str) -> None:
+    assert of_a_step(value_ms, step_ms) == words

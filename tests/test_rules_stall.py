@@ -70,7 +70,7 @@ def test_messages_that_could_go_beside_the_computation() -> None:
     job = SOUND.with_(link=lambda source, target: 6.0)
     found = first(job)
     assert (found.code, found.severity) == ("pipeline.stall", "medium")
-    assert "they could go beside the computation" in found.title
+    assert "they could travel while stages compute" in found.title
     assert found.gain.ms == pytest.approx(job.step_ms() - job.with_(early=True).step_ms(), rel=0.05)
     assert "torch then asks for what it receives ahead" in found.fixes[0].title
 
@@ -107,7 +107,7 @@ def test_of_messages_whose_sizes_are_not_told_none_are_made_up() -> None:
     """As in traces of other tools: whether a pair's messages are the larger ones is not known, so no link is slow."""
     found = first(slow_link(1, 2).with_(bytes=None))
     assert (found.code, found.where.ranks) == ("pipeline.stall", (1, 2))
-    assert "they could go beside the computation" in found.title
+    assert "they could travel while stages compute" in found.title
     assert "bytes of one" not in {row.metric for row in found.evidence}
 
 

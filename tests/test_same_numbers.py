@@ -7,6 +7,7 @@ import io
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,13 @@ def test_the_same_numbers_everywhere(made: Callable[[], Analysis], monkeypatch: 
                 assert all(end in said for end in ends), (where, ends)
             for item in finding["evidence"]:
                 assert item["metric"] in said or item["value"] == item["expected"], where
+
+
+def test_a_small_part_of_a_long_step_reads_alike_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    analysis = replace(factories.straggler(), budget={"compute": 2490.0, "data": 3.0, "optimizer": 7.0})
+    for where, said in shown(analysis, monkeypatch).items():
+        for label, amount in (("compute", "2.49 s"), ("data", "3.00 ms"), ("optimizer", "7.00 ms")):
+            assert re.search(rf"{label}\W+{amount}", said), (where, label)
 
 
 def test_what_ranks_spend_in_a_marked_part_stands_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:

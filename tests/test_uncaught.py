@@ -11,6 +11,9 @@ import pytest
 from armed import captured, train
 
 from dsprof.collectors.failures import uncaught_exception
+from dsprof.names import host_name
+from dsprof.run import RankExit, RunFolder, RunInfo
+from dsprof.trace import merge
 
 TRAINS = """
 import os, sys, threading, torch
@@ -108,6 +111,37 @@ def test_an_exception_without_words_or_place() -> None:
         "site": None,
     }
     assert len(uncaught_exception.describe(ValueError("x" * 1000))["message"]) == uncaught_exception.LONGEST
+
+
+def test_a_process_that_torch_spawned_is_told_by_what_it_raised() -> None:
+    class ProcessRaisedException(Exception):
+        pass
+
+    told = (
+        "\n\n-- Process 0 terminated with the following error:\nTraceback (most recent call last):\nValueError: bad\n"
+    )
+    assert uncaught_exception.describe(ProcessRaisedException(told))["message"] == "ValueError: bad"
+
+
+def test_a_script_that_dies_before_its_first_step(tmp_path: Path) -> None:
+    """There is no capture to tell it in; the file is taken for a rank's by its process."""
+    done = train(tmp_path, "import torch\nraise KeyError('batch')", native="0")
+    assert done.returncode == 1
+    (left,) = (tmp_path / "run").iterdir()
+    process = int(left.name.removeprefix("uncaught.").removesuffix(".json"))
+    folder = RunFolder(tmp_path / "run")
+    told = {"fact": "uncaught", "type": "KeyError", "message": "'batch'", "site": f"{tmp_path / 'train.py'}:2"}
+    assert folder.read_uncaught() == {(host_name(), process): told}
+    ends = [RankExit(rank, host_name(), process + rank, 1, None, 0) for rank in (1, 0)]
+    folder.write_info(RunInfo(id="run", name="run", command=[], exits=ends))
+    assert merge(folder).facts == [{**told, "rank": 0}]
+    assert merge(folder).facts == [{**told, "rank": 0}], "once"
+
+
+@pytest.mark.parametrize("code", ["import torch, sys\nsys.exit(3)", "import torch"])
+def test_a_script_that_ends_by_itself_leaves_nothing(code: str, tmp_path: Path) -> None:
+    train(tmp_path, code, native="0")
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_the_hook_goes_with_the_capture() -> None:

@@ -24,6 +24,7 @@ from dsprof.analyzer.layout.relayout import Relayout
 from dsprof.analyzer.rules.registry import all_rules
 from dsprof.analyzer.whatif import Refused, WhatIf, apply
 from dsprof.analyzer.whatif.communications import MoreCommunication, ScaleLink, WithoutCommunications
+from dsprof.analyzer.whatif.device_work import DeviceWork
 from dsprof.analyzer.whatif.even_segments import EvenSegments
 from dsprof.analyzer.whatif.faster_hosts import FasterHosts
 from dsprof.analyzer.whatif.fetching import DeepSpeedFetching, FetchedBy, GatheredWhole, OwnFetching
@@ -202,6 +203,16 @@ def test_a_faster_host_and_one_that_does_not_wait() -> None:
         apply(data_parallel(), [FasterHosts(0.5)])
 
 
+def test_hosts_launch_less_of_what_their_devices_do_not_do() -> None:
+    """Half of the 16 ms that a device computes: its host has half of its launches left to do, or all of them."""
+    graph, half = on_devices(), {"compute": np.full((RANKS, STEPS), 8.0)}
+    both, device = (LessWork("half", Change(half, launches=launches), PEERS) for launches in (True, False))
+    halved = DeviceWork(np.full(RANKS, 0.5))
+    expected = replay(apply(graph, [halved, FasterHosts(0.5)])).durations
+    assert replay(apply(graph, [both])).durations == pytest.approx(expected)
+    assert replay(apply(graph, [device])).durations == pytest.approx(replay(apply(graph, [halved])).durations)
+
+
 def less(what: str, part: str, ms: float, rank: int, beyond: bool = False) -> LessWork:
     removed = np.zeros((RANKS, STEPS))
     removed[rank] = ms
@@ -210,6 +221,7 @@ def less(what: str, part: str, ms: float, rank: int, beyond: bool = False) -> Le
 
 WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: less("pause.gc", "compute", 0.7, 1),
+    lambda: LessWork("both", Change({"optimizer": np.full((RANKS, STEPS), 0.3)}, launches=True), PEERS),
     lambda: less("rank.straggler", "compute", 3.0, 3, beyond=True),
     lambda: less("data.stall", "data", 1.5, 0),
     lambda: less("more input", "compute", -1.0, 2),
@@ -220,6 +232,7 @@ WHAT_IFS: Final[Sequence[Callable[[], WhatIf]]] = (
     lambda: ScaleWork({"compute": 0.5}),
     lambda: ScaleWork({"compute": 2.0, "data": 0.1}, ranks=(1, 3)),
     lambda: FasterHosts(0.5),
+    lambda: DeviceWork(np.array([1.2, 0.9, 1.0, 1.1])),
     lambda: WithoutFlows(SYNC),
     lambda: WithoutFlows(LAUNCH),
     lambda: TransfersAtOnce(),
@@ -283,7 +296,7 @@ def test_every_what_if_there_is_is_drawn() -> None:
     assert all_rules()  # what-ifs of theirs are there too
     assert {type(make()) for make in WHAT_IFS} == below(WhatIf) - {WhatIf}
     done = [[outcome(graph, [make()]) for make in WHAT_IFS] for graph in (data_parallel(), pipeline(), on_devices())]
-    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [37, 39, 33]
+    assert [sum(one != "refused" for one in of_graph) for of_graph in done] == [38, 40, 35]
 
 
 @pytest.mark.parametrize("make_graph", [data_parallel, pipeline, on_devices])

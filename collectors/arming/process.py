@@ -46,6 +46,7 @@ def _arm() -> None:
     before_it_opens = (
         HookPart("settings that the script changes in its own environment count", _remember_settings),
         HookPart("a script that wants to be started in another way is not told so", _watch_hints),
+        HookPart("what ends a script before its first step is not known", _watch_failure),
         HookPart("what --set asks for is not applied, and the configuration that ran is not known", _override),
         HookPart("how DataLoaders are set up is not known", _watch_dataloaders),
         HookPart("what memory is for (parameters, gradients, optimizer states) is not known", _watch_modules),
@@ -75,6 +76,12 @@ def _watch_hints() -> None:
     from . import launch_hints
 
     launch_hints.watch()
+
+
+def _watch_failure() -> None:
+    from ..failures import before_capture
+
+    before_capture.watch()
 
 
 def _override() -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Final
 from ..hooking.uninstall import Uninstall
 
 if TYPE_CHECKING:
+    from dsprof.control import Control
+
     from ..hooking.statements import Fact
     from ..recorder.record import Recorder
 
@@ -36,6 +38,8 @@ class OpenCapture:
                   (`step_end`), after the first steps, and once more before the hooks go. What returns True is called
                   again after the next step.
     when_on:      called where the capture begins anew in the middle of a run
+    when_told:    called with what the control file of the run says, where that is new, on the training thread
+    run:          the run folder
     ends_after:   so many steps of optimizers, counted from the opening of the capture, it is asked to end; None: it is
                   not known beforehand
     """
@@ -50,7 +54,9 @@ class OpenCapture:
     after_step: list[Callable[[], None]] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     when_on: list[Callable[[], None]] = field(default_factory=list)
+    when_told: list[Callable[[Control], None]] = field(default_factory=list)
     ends_after: int | None = None
+    run: Path = Path()
 
     @property
     def full(self) -> bool:

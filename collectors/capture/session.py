@@ -53,6 +53,7 @@ class Session:
     close_copy: called at the end, where `folder` is not in the run folder and a copier brings it there
     without: collectors that somebody switched off
     left_out: those that are not installed as there is no native helper
+    run: the run folder; None: the one that `folder` lies in
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Session:
         close_copy: Callable[[], None] | None = None,
         without: frozenset[str] = frozenset(),
         left_out: frozenset[str] = frozenset(),
+        run: Path | None = None,
     ) -> None:
         self.folder = folder
         self.recorder = recorder
@@ -86,7 +88,10 @@ class Session:
             self.on_step,
             self.write_fact,
             ends_after=switch.ends_after if switch is not None else None,
+            run=folder.parents[1] if run is None else run,
         )
+        if switch is not None:
+            switch.when_told = self._capture.when_told
         self._uninstall: list[Uninstall] = []
 
     def install(self) -> None:
@@ -219,7 +224,7 @@ def start() -> Session | None:
         recorder, native, left_out = recorder_setup.recorder(folder, place.limit, place.copied)
         switch = Switch(recorder, window, folder if place.copied else place.root)
         close_copy = partial(scratch.close, folder, run, who.host, wait_s) if place.copied else None
-        session = Session(folder, who, recorder, native, switch, close_copy, without, left_out.collectors)
+        session = Session(folder, who, recorder, native, switch, close_copy, without, left_out.collectors, run)
         if place.written_first is not None:
             session.write_fact(place.written_first)
         for note in filter(None, (*place.notes, left_out.note)):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from dsprof import regular_files
+from dsprof import control
 from dsprof.ranges import parse_steps
 from dsprof.schema import CAPTURE_OFF, CAPTURE_ON, CONTROL_FILE, Kind
 
@@ -24,8 +24,6 @@ from ..hooking.signals import by_handler
 if TYPE_CHECKING:
     from ..recorder.record import Recorder
 
-LARGEST_CONTROL: Final = 4096
-"""Bytes of the control file."""
 LOOK_EVERY_S: Final = 0.5
 """How often the control file is looked for."""
 
@@ -66,6 +64,8 @@ class Switch:
         self._seen: tuple[int, int] | None = None
         self._told: bool | None = None
         """What the control file said last; it outdoes the window."""
+        self.when_told: list[Callable[[control.Control], None]] = []
+        """Called with what the control file says, where that is new."""
         self._steps = 0
         self.on = True
         if not window.holds(0, 0.0):
@@ -117,9 +117,17 @@ class Switch:
             return
         self._seen = identity
         try:
-            self._told = {"on": True, "off": False}[regular_files.read_json(self._control, LARGEST_CONTROL)["capture"]]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            told = control.read(self._control)
+        except (OSError, ValueError) as error:
             count_error(CONTROL_FILE, error)
+            return
+        if told.capture is not None:
+            self._told = told.capture
+        for hear in self.when_told:
+            try:
+                hear(told)
+            except Exception as error:
+                count_error(CONTROL_FILE, error)
 
     def _turn(self, on: bool) -> None:
         self.on = on

@@ -84,6 +84,7 @@ def _watch_graphs(recorder: NativeRecorder, graph: Any) -> list[Uninstall]:
 
     def captures(original: Call) -> Call:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            recorder.graphs_seen += 1
             hidden.setdefault(self, []).append(recorder.communications_in_graphs())
             return original(self, *args, **kwargs)
 
@@ -95,6 +96,7 @@ def _watch_graphs(recorder: NativeRecorder, graph: Any) -> list[Uninstall]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self not in stated:
                 stated.add(self)
+                recorder.graphs_seen += 1
                 counted = hidden.get(self, [])
                 known = max(counted) - min(counted) if len(counted) > 1 else None
                 facts.state({"fact": CUDA_GRAPH_FACT, "communications": known})

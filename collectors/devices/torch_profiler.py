@@ -1,4 +1,4 @@
-"""The deep look: a window of torch.profiler over a few steps (`--deep 20:23`), exported into the capture's folder.
+"""The deep look: a window of torch.profiler over a few steps, exported into the capture's folder. `deep` opens it.
 
 It begins and ends where steps do, so that whole steps are in it; merging reads it (`dsprof.trace.deep`). What beginning
 and ending take is in the step after each, and all of these steps are marked as profiled. A profiler of the job's own is
@@ -8,16 +8,14 @@ left alone: where one is at work the window is given up, and where one begins la
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from dsprof.atomic import replacing
-from dsprof.ranges import parse_deep
 from dsprof.schema import DEEP_FILE, Kind
 
-from ..capture.identity import setting
-from ..capture.open_capture import OpenCapture
 from ..hooking import private
 from ..hooking.errors import count_error
 from ..hooking.statements import Fact
@@ -27,17 +25,30 @@ from ..recorder.record import Recorder
 from ..system.clock import now_ns
 
 NOTHING_DISTURBED: Final = "so no steps were profiled by --deep"
+NOT_BY_ITSELF: Final = "so dsprof traced no steps by itself to see for how long the device stands idle"
+Profile = Callable[[], Callable[["Path | None"], None]]
+"""Begins a profiler, and gives back what ends it, called with the file to write, or None for nothing."""
+TEARDOWN: Final = "TEARDOWN_CUPTI"
+"""The environment variable by which torch's profiler is told, when it ends, to take CUPTI out of the process again.
+Left in, it slows down all launches for as long as the job runs: steps of small kernels took 44.7 ms after three traced
+ones where they take 36.0 without (benchmarks/results/gpu_pairs.json, "small kernels")."""
+TEARS_DOWN: Final = (12, 6)
+"""Version of CUDA from which on that does not crash CUDA graphs; before, torch says the same."""
 
 
 class DeepWindow:
-    """From the end of step `first` - 1 to that of step `last` - 1. `profile`: begins a profiler, and gives back what
-    ends it, called with the file to write, or None for nothing."""
+    """From the end of step `first` - 1 to that of step `last` - 1.
+
+    refuses: asked when it is to begin, why it may not, in words; empty: it may
+    """
 
     def __init__(
         self, first: int, last: int, folder: Path, recorder: Recorder, write_fact: Callable[[Fact], None],
-        profile: Callable[[], Callable[[Path | None], None]],
+        profile: Profile, refuses: Callable[[], str] = str,
     ) -> None:  # fmt: skip
         self._first, self._last = first, last
+        self._share: float | None = None
+        self._refuses = refuses
         self._file, self._recorder, self._write_fact = folder / DEEP_FILE, recorder, write_fact
         self._profile = profile
         self._end: Callable[[Path | None], None] | None = None
@@ -55,6 +66,11 @@ class DeepWindow:
         if self._first == 0:
             self._begin()
 
+    def move(self, first: int, last: int, taken: int, share: float) -> None:
+        """It is to be these steps, of which `taken` were taken already: dsprof opens it by itself, and nobody asked for
+        it. share: why (`control.DeepRequest`)."""
+        self._first, self._last, self._steps, self._share = first, last, taken, share
+
     def after_step(self) -> None:
         """A training step has ended."""
         if self._over:
@@ -62,7 +78,7 @@ class DeepWindow:
         self._steps += 1
         if self._end is None and self._steps >= self._first:
             self._begin()
-        elif self._end is not None and self._steps >= self._last:
+        elif self._end is not None and self._steps >= self._last and not _is_capturing():
             self.close()
 
     def other_begins(self) -> None:
@@ -81,7 +97,7 @@ class DeepWindow:
         if self._pid != os.getpid():
             return
         if end is None:
-            if not over:
+            if not over and self._share is None:
                 self._note(
                     f"steps {self._first}:{self._last} were asked for, and the job ended after {self._steps}, "
                     f"{NOTHING_DISTURBED}"
@@ -99,20 +115,21 @@ class DeepWindow:
             self._recorder.end(handle)
             # Also of one that failed: its steps were slowed down all the same.
             self._write_fact(
-                {"fact": "deep", "start_ns": self._began_ns, "end_ns": now_ns(),
+                {"fact": "deep", "start_ns": self._began_ns, "end_ns": now_ns(), **self._why(),
                  "first": self._first, "last": self._steps - 1, "device": self._of_device}
             )  # fmt: skip
 
     def _begin(self) -> None:
         try:
             others = self.others or _at_work()
-        except private.Gone as error:
+            why = f"a torch.profiler of the job's own was at work at step {self._steps}" if others else self._refuses()
+        except Exception as error:
             self._over = True
             count_error("deep", error)
             return
-        if others:
+        if why:
             self._over = True
-            self._note(f"a torch.profiler of the job's own was at work at step {self._steps}, {NOTHING_DISTURBED}")
+            self._note(f"{why}, {NOTHING_DISTURBED}")
             return
         self._began_ns = now_ns()
         handle = self._recorder.begin(Kind.MARK, self._recorder.intern("torch.profiler begins"))
@@ -136,10 +153,21 @@ class DeepWindow:
         except Exception as error:
             count_error("deep", error)
         self._note(f"{why} at step {self._steps}, {NOTHING_DISTURBED}")
-        self._write_fact({"fact": "deep", "start_ns": self._began_ns, "end_ns": now_ns(), "given_up": True})
+        window = {"start_ns": self._began_ns, "end_ns": now_ns(), **self._why()}
+        self._write_fact({"fact": "deep", **window, "given_up": True})
+
+    @property
+    def over(self) -> bool:
+        """It has been, or will not be any more."""
+        return self._over
+
+    def _why(self) -> Fact:
+        return {} if self._share is None else {"share": round(self._share, 4)}
 
     def _note(self, text: str) -> None:
-        self._write_fact({"fact": "note", "text": f"--deep: {text}"})
+        asked_for = self._share is None
+        text = f"--deep: {text}" if asked_for else text.replace(NOTHING_DISTURBED, NOT_BY_ITSELF)
+        self._write_fact({"fact": "note", "text": text})
 
 
 def _at_work() -> bool:
@@ -148,10 +176,25 @@ def _at_work() -> bool:
     return bool(flagged or private.need("torch._C._autograd:_profiler_enabled")())
 
 
+def _is_capturing() -> bool:
+    """Whether what this thread launches goes into a CUDA graph now, which ending a profiler could break."""
+    import torch
+
+    return _uses_device() and torch.cuda.is_current_stream_capturing()
+
+
 def _uses_device() -> bool:
     import torch
 
     return bool(torch.cuda.is_initialized())
+
+
+def sees_devices() -> bool:
+    """Whether this torch's profiler sees what devices do. One that does not would put events around each operator, and
+    take very long."""
+    from torch.profiler import ProfilerActivity, supported_activities
+
+    return ProfilerActivity.CUDA in supported_activities()
 
 
 def begin_profile() -> Callable[[Path | None], None]:
@@ -159,16 +202,26 @@ def begin_profile() -> Callable[[Path | None], None]:
     from torch.profiler import ProfilerActivity, profile
 
     activities, more = [ProfilerActivity.CPU], dict[str, Any]()
-    if _uses_device():
+    if _uses_device() and sees_devices():
         activities.append(ProfilerActivity.CUDA)
         config = private.find("torch.profiler:_ExperimentalConfig")
         if config is not None:  # which stream waited for which
             more["experimental_config"] = config(enable_cuda_sync_events=True)
     profiler = profile(activities=activities, **more)
-    profiler.start()
+    as_it_was = _torn_down(os.environ)
+    try:
+        profiler.start()
+    except BaseException:  # which may come after it has begun: one that is never ended breaks the job at its exit
+        with suppress(Exception):
+            profiler.stop()
+        as_it_was()
+        raise
 
     def end(file: Path | None) -> None:
-        profiler.stop()
+        try:
+            profiler.stop()
+        finally:
+            as_it_was()
         if file is not None:
             with replacing(file) as temporary:
                 profiler.export_chrome_trace(str(temporary))
@@ -176,20 +229,28 @@ def begin_profile() -> Callable[[Path | None], None]:
     return end
 
 
-def install(capture: OpenCapture) -> list[Uninstall]:
-    """Nothing, unless DSPROF_DEEP names steps."""
-    asked = setting("DSPROF_DEEP")
-    if not asked:
-        return []
-    first, last = parse_deep(asked)
-    window = DeepWindow(first, last, capture.folder, capture.recorder, capture.write_fact, begin_profile)
-    unwatch = _watch(window)
-    window.install()
-    capture.after_step.append(window.after_step)
-    return [unwatch, window.close]
+def can_be_torn_down() -> bool:
+    """Whether CUPTI can be taken out of the process again."""
+    import torch
+
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2]) >= TEARS_DOWN
 
 
-def _watch(window: DeepWindow) -> Uninstall:
+def _torn_down(environment: MutableMapping[str, str]) -> Uninstall:
+    """Have CUPTI taken out of the process when the profiler that begins now has ended, unless the job or torch wants it
+    otherwise. The result leaves the environment as it was."""
+    if TEARDOWN in environment or not can_be_torn_down():
+        return lambda: None
+    environment[TEARDOWN] = "1"
+
+    def as_it_was() -> None:
+        if environment.get(TEARDOWN) == "1":
+            del environment[TEARDOWN]
+
+    return as_it_was
+
+
+def watch_others(window: DeepWindow) -> Uninstall:
     """See profilers of the job's own begin and end."""
     import torch.autograd.profiler as profiler
 

@@ -71,10 +71,11 @@ def describe(error: object) -> Fact:
 
 
 def _message(error: BaseException) -> str:
-    """The first line of what it says, without secrets."""
+    """The first line of what it says, without secrets; of a process that torch spawned, what that one raised last."""
     try:
         lines = [line for line in str(error).splitlines() if line.strip()]
     except Exception:  # an exception of the job's, with a __str__ that fails
         return ""
-    said = redact_text(lines[0].strip()) if lines else ""
+    spawned = type(error).__name__ == "ProcessRaisedException"  # its message is the other's whole traceback
+    said = redact_text(lines[-1 if spawned else 0].strip()) if lines else ""
     return said if len(said) <= LONGEST else said[: LONGEST - 1] + "…"

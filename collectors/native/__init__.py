@@ -75,6 +75,8 @@ class NativeRecorder(SharedParts):
 
     def __init__(self, module: Any) -> None:
         super().__init__()
+        self.graphs_seen = 0
+        """How often a CUDA graph began or ended to be captured, or was replayed for the first time."""
         self._counters = module.counters
         self.intern = module.intern
         self.begin = module.begin

@@ -87,6 +87,8 @@ class Gain:
     "simulation" of a pipeline's schedule, or as "measured excess": what irregular steps took beyond ordinary ones,
     divided over all steps; its percent is of a step with its share of that. "measured on the device" is what something
     cost in the traced steps, and "shapes and data sheet" what layers of these sizes would take otherwise.
+    `unseen`: by how much less, and how much more, it may be since devices may have stood idle unseen, where that was
+    replayed (`price.unseen_idle`); None: by as much as that is.
     """
 
     ms: float
@@ -94,6 +96,7 @@ class Gain:
     low: float
     high: float
     method: str = "replay"
+    unseen: tuple[float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {

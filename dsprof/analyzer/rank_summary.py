@@ -36,6 +36,7 @@ class RankSummary:
     """activity: what it did in each step, a few rows of it (`budget.activity.find_activity`)
     outside_training: kind of schema.TIME_KINDS -> when its training thread was at it
     launching: when its device was in phases that the host had not launched whole yet (`graph.chains.RankChains`)
+    behind:    the part of that for which it was late
     unseen:   why not all of the time of its device is known; empty: it is, or it has none
     seen_ns:  when its first row begins, and its last one ends
     recorded: how much was recorded in each step (`capture_overhead.count_records`)
@@ -51,6 +52,7 @@ class RankSummary:
     activity: RankActivity
     outside_training: Mapping[str, Intervals]
     launching: Intervals
+    behind: Intervals
     unseen: str
     seen_ns: tuple[int, int]
     recorded: pd.DataFrame
@@ -130,6 +132,7 @@ def _summarize(
         activity=find_activity(rows),
         outside_training=time.outside_training,
         launching=chains.launching,
+        behind=chains.behind,
         unseen=chains.incomplete,
         seen_ns=(int(start.min()), int((start + rows.whole("dur_ns")).max())),
         recorded=count_records(rows),

@@ -4,20 +4,21 @@ and the boundaries between stages that make the shortest steps."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 
 from dsprof.engine.partition import balance
-from dsprof.engine.schedule import Plan
+from dsprof.engine.schedule import Action, Plan
 
 from .graph.step_graph import StepGraph
 from .rules.base import NotJudged
 from .whatif.lowering import Stages, measured_plan
 from .whatif.lowering.assemble import COMPUTED
-from .whatif.lowering.recipe import source_stage
+from .whatif.lowering.recipe import WEIGHT_SHARE, source_stage
 from .work.stage_layers import StageLayer
 
 Taken = Mapping[tuple[int, str], float]
@@ -27,11 +28,55 @@ UNEVEN: Final = 0.15
 """Parts of a stage whose layers were not timed may take so much more or less than the mean of them."""
 MOST_REPLAYED: Final = 40
 """Divisions into stages that are replayed: a pipeline of many stages has many that differ by a layer."""
+LEAST_WEIGHT, MOST_WEIGHT = 0.0, 0.6
+"""Of a backward that was not measured in two parts, what W may be: nothing where its layers have no weights, as in
+attention alone; most where a layer's input needs no gradient. Of products with weights it is half."""
+USUAL_WEIGHT: Final = 1 / 3
+"""W of layers that are mostly products with weights is at least so much of their backward."""
 
 
-def stage_ms(graph: StepGraph) -> Taken:
-    """What stages took, mean over the judged steps, micro-batches and replicas. Raises NotLowered."""
-    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+@dataclass(frozen=True)
+class WeightShare:
+    """What W, which only makes weights' gradients, is of a backward, and the ends of what it may be."""
+
+    typical: float = WEIGHT_SHARE
+    least: float = LEAST_WEIGHT
+    most: float = MOST_WEIGHT
+    measured: bool = False
+
+    @property
+    def says(self) -> str:
+        if not self.measured:
+            return (
+                "how long weight gradients take was not measured: between nothing, of layers without weights, and "
+                f"{100 * self.most:.0f} % of a backward"
+            )
+        return f"weight gradients take {100 * self.typical:.0f} % of a backward, as where it ran in two parts"
+
+
+def weight_share(graph: StepGraph) -> WeightShare:
+    """As measured of backwards that ran in two parts, between the stages with least and most; else what it may be.
+    Raises NotLowered."""
+    parts: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for blocks in _computed(graph):
+        for action, ms in blocks.items():
+            if action.op == "W":
+                parts[action.stage].append((ms, blocks[action._replace(op="B")]))
+    if not parts:
+        return WeightShare()
+    every = [pair for of in parts.values() for pair in of]
+    of_stages = [_share(of) for of in parts.values()]
+    return WeightShare(_share(every), min(of_stages), max(of_stages), measured=True)
+
+
+def _share(parts: Sequence[tuple[float, float]]) -> float:
+    """Of pairs of W and B, together."""
+    weight, whole = sum(w for w, _ in parts), sum(w + b for w, b in parts)
+    return weight / whole if whole > 0 else 0.0
+
+
+def _computed(graph: StepGraph) -> Iterator[Mapping[Action, float]]:
+    """Of each pipeline of like-shaped steps, what its actions computed, mean over the judged ones, ms."""
     for steps in graph.templates:
         judged = np.isin(steps.numbers, graph.judged_steps)
         if not judged.any():
@@ -39,8 +84,15 @@ def stage_ms(graph: StepGraph) -> Taken:
         computed = steps.work[:, judged][..., COMPUTED].sum(axis=-1).mean(axis=1)
         total = np.append(0.0, np.cumsum(computed))
         for pipeline in measured_plan(steps.structure).pipelines:
-            for action, block in pipeline.blocks.items():
-                found[action.stage, action.op].append(float(total[block.ends] - total[block.begins]))
+            yield {action: float(total[block.ends] - total[block.begins]) for action, block in pipeline.blocks.items()}
+
+
+def stage_ms(graph: StepGraph) -> Taken:
+    """What stages took, mean over the judged steps, micro-batches and replicas. Raises NotLowered."""
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for blocks in _computed(graph):
+        for action, ms in blocks.items():
+            found[action.stage, action.op].append(ms)
     return {
         (stage, op): sum(of + (found[stage, "W"] if op == "B" and (stage, "W") in found else [])) / len(of)
         for (stage, op), of in found.items() if op != "W"

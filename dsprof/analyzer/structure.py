@@ -18,7 +18,7 @@ from dsprof.words import did_you_mean
 from .effect import Effect
 from .graph.replay import replay
 from .rules.base import NotJudged
-from .stage_costs import Taken, begins, best_boundaries, divided_alike, of_layers, stage_ms
+from .stage_costs import Taken, begins, best_boundaries, divided_alike, of_layers, stage_ms, weight_share
 from .study import Study, once
 from .text import number
 from .whatif import apply
@@ -36,8 +36,6 @@ one micro-batch, 1F1B and GPipe are the same."""
 CONFIG: Final = "dsprof's engine or DeepSpeed"
 TORCH: Final = "torch.distributed.pipelining"
 """What a pipeline's knobs may be of."""
-WEIGHT_SHARES: Final = (1 / 3, 0.6)
-"""What W may be of a backward that was not measured in two parts: the ends of the interval."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def pipeline_that_ran(study: Study) -> Plan:
         raise NotJudged(str(why)) from None
     for name in dict.fromkeys(NAMES.values()):
         try:
-            known = _named(name, plan.ranks, plan.microbatches, plan.virtual_stages)
+            known = named_plan(name, plan.ranks, plan.microbatches, plan.virtual_stages)
         except ValueError:  # not with so many parts or micro-batches
             continue
         if known.actions == plan.actions:
@@ -144,8 +142,9 @@ def pipeline_that_ran(study: Study) -> Plan:
     return plan
 
 
-def _named(name: str, ranks: int, microbatches: int, chunks: int) -> Plan:
-    """Raises ValueError where there is no such plan."""
+def named_plan(name: str, ranks: int, microbatches: int, chunks: int) -> Plan:
+    """Of any schedule that can be predicted, whether the engine runs it or not. Raises ValueError where there is no
+    such plan."""
     if name != DUAL_PIPE_V:
         return make_plan(name, ranks, microbatches, chunks)
     if chunks != 2:
@@ -153,8 +152,11 @@ def _named(name: str, ranks: int, microbatches: int, chunks: int) -> Plan:
     return dual_pipe_v(ranks, microbatches)
 
 
-def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
-    """Raises NotJudged with what the run does not tell."""
+def restructured(study: Study, wanted: PipelineStructure, least_weight: float = 0.0) -> Restructured:
+    """Raises NotJudged with what the run does not tell.
+
+    least_weight: of a backward that was not measured in two parts, what W is taken to be at least
+    """
     ran = pipeline_that_ran(study)
     plan = _plan(study, ran, wanted)
     if ran.ranks == 1 and (wanted.schedule, wanted.chunks, wanted.boundaries) != (None, None, None):
@@ -186,8 +188,11 @@ def restructured(study: Study, wanted: PipelineStructure) -> Restructured:
                 f"batch of {ran.microbatches}"
             )
     if plan.splits and plan.actions != ran.actions and len(ran.split) < ran.stages * ran.microbatches:
-        notes.append("how long weight gradients take was not measured: between 33 and 60 % of a backward")
-        stages = (*stages, *(replace(stages[0], weight_share=share) for share in WEIGHT_SHARES))
+        weight = weight_share(study.need_graph())
+        least = weight.least if weight.measured else max(weight.least, least_weight)
+        notes.append(weight.says)
+        stages = tuple(replace(one, weight_share=weight.typical) for one in stages)
+        stages = (*stages, *(replace(stages[0], weight_share=share) for share in (least, weight.most)))
     size = ran.microbatches / plan.microbatches if wanted.same_batch else 1.0
     in_flight = _in_flight(ran), tuple(size * held for held in _in_flight(plan))
     notes.append(_held(*in_flight))
@@ -234,7 +239,7 @@ def _plan(study: Study, ran: Plan, wanted: PipelineStructure) -> Plan:
             f"multiple of the rounds, {rounds}; write {microbatches - microbatches % rounds}"
         )
     try:
-        return _named(name, ran.ranks, microbatches, chunks)
+        return named_plan(name, ran.ranks, microbatches, chunks)
     except ValueError as wrong:
         raise NotJudged(str(wrong)) from None
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from dsprof.atomic import write_atomically
+from dsprof import control
 from dsprof.run import RunError
 
 from .runs import UNREADABLE, RunArgument, fail, find_run
@@ -30,7 +29,7 @@ def command(
     if info.ended:
         fail(f"{folder.path}: this job ended at {info.ended}; there is nothing to turn {capture}", UNREADABLE)
     try:
-        write_atomically(folder.control, json.dumps({"capture": capture}) + "\n")
+        control.turn(folder.control, capture)
     except OSError as error:
         fail(f"{folder.control}: cannot be written ({error.strerror})", UNREADABLE)
     print(f"{folder.path}: every rank turns its capture {capture} at the end of a step")

@@ -77,7 +77,8 @@ def _command(
             "--deep",
             metavar="A:B",
             show_default=False,
-            help="Look at these few steps with torch.profiler, such as 20:23; they count as profiled, not as ordinary.",
+            help="Look at these few steps with torch.profiler, such as 20:23; they count as profiled, not as ordinary. "
+            "never: also not at three steps of a job whose GPU may be waiting for launches, as it does by itself.",
         ),
     ] = None,
     limit: Annotated[

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dsprof.analyzer.ask import Request
-from dsprof.analyzer.layout import Layout, layout_costs
+from dsprof.analyzer.layout import DUAL_PIPE_V, Layout, layout_costs
 from dsprof.analyzer.layout.relayout import OFFLOAD, RECOMPUTE, LayoutWanted, memory_of
 from dsprof.analyzer.memory.rank_memory import RankMemory
 from dsprof.analyzer.rules.base import NotJudged
@@ -16,7 +16,8 @@ from dsprof.words import did_you_mean
 
 from .knob import KnobError
 
-INTERLEAVED = "interleaved"
+IN_PARTS = ("interleaved", DUAL_PIPE_V)
+"""Schedules that are of two parts of the model on each rank, unless another number is given."""
 
 
 def read_layout(
@@ -37,7 +38,7 @@ def read_layout(
             names = ", ".join(sorted(set(NAMES.values())))
             hint = did_you_mean(schedule, NAMES, otherwise=f"; there are {names}", show=str)
             raise KnobError(f"--schedule {schedule}: no schedule of this name can be predicted{hint}")
-        schedule, chunks = known, chunks or (2 if known == INTERLEAVED else 1)
+        schedule, chunks = known, chunks or (2 if known in IN_PARTS else 1)
     return LayoutWanted(pp, dp, tp, zero_stage, recompute, offload, schedule, micro_batches, chunks)
 
 

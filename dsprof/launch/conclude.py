@@ -42,6 +42,8 @@ class Conclusion:
     advice: Callable[[], list[str]] = list
     """What to type instead, of a job that did not end well."""
 
+    is_process: bool = False
+    """The job is one process: a script that Python itself runs."""
     places: tuple[Path, ...] = ()
     """What may stand for the run folder on this host while the job runs."""
 
@@ -103,10 +105,12 @@ class Conclusion:
         """Write down how the process that we started ended, if it was a rank itself.
 
         It is none where it is torchrun, or a script that spawns its ranks: that these ended well or badly is not to
-        be read from it.
+        be read from it. A script that failed before there was any rank is rank 0.
         """
         host = host_name()
         place = self.folder.rank_of(host, ending.pid)
+        if place is None and self.is_process and ending.status and not any(self.folder.captures()):
+            place = 0, 0
         file = self.folder.exits / f"{host}.json"
         if place is None or file.exists():
             return

@@ -25,7 +25,7 @@ import dsprof
 from dsprof.collectors.capture import scratch
 from dsprof.collectors.overrides.install import VARIABLE as OVERRIDES
 from dsprof.names import host_name, new_run_id
-from dsprof.ranges import parse_hang_timeout, parse_size
+from dsprof.ranges import NEVER, parse_hang_timeout, parse_size
 from dsprof.redact import redact_data, redact_words
 from dsprof.run import RunFolder, RunInfo, now
 from dsprof.settings import Settings
@@ -136,7 +136,8 @@ class Launch:
     ) -> None:
         places = scratch.places(folder.path, self.settings.scratch)
         advice = partial(launch_hints, folder, self.job, self.own_flags)
-        conclusion = Conclusion(folder, talk, self.settings.report, self.as_json, advice, places)
+        is_process = not (self.job.has_ranks or self.job.is_command)
+        conclusion = Conclusion(folder, talk, self.settings.report, self.as_json, advice, is_process, places)
         if part is None:
             conclusion.draw(info, ending)
             return
@@ -267,7 +268,7 @@ def environment(
     env["DSPROF_RANKS"] = settings.ranks
     env |= {"DSPROF_STEPS": settings.steps, "DSPROF_DELAY": settings.delay, "DSPROF_DURATION": settings.duration}
     env |= {"DSPROF_DEEP": settings.deep}
-    if settings.deep:
+    if settings.deep != NEVER:  # Kineto reads it when the first profiler begins
         env.setdefault("KINETO_LOG_LEVEL", KINETO_SILENT)
     env["DSPROF_LIMIT"] = settings.limit
     env["DSPROF_WITHOUT"] = settings.without

@@ -190,6 +190,16 @@ class Tail:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def newest(self, kinds: bytes, most: int, chunks: int = MOST_CHUNKS) -> list[Record]:
+        """The newest records of the kinds in the newest chunks, at most so many, in the order of their slots. Raises
+        OSError."""
+        found: list[Record] = []
+        for chunk in sorted(self._chunks(), reverse=True)[:chunks]:
+            if len(found) >= most:
+                break
+            found = self._records(chunk, kinds, most - len(found)) + found
+        return found
+
     # --- reading
 
     def _chunks(self) -> list[int]:
@@ -215,12 +225,15 @@ class Tail:
         while len(self._open) > MOST_FOLLOWED:
             del self._open[next(iter(self._open))]
 
-    def _records(self, chunk: int, kinds: bytes) -> list[Record]:
-        """Those of the kinds, in the order of their slots."""
+    def _records(self, chunk: int, kinds: bytes, most: int = CHUNK_RECORDS) -> list[Record]:
+        """The last ones of the kinds, in the order of their slots."""
         content = self._read(chunk, 0, CHUNK_RECORDS)
+        every = content[_KIND::RECORD_BYTES][: len(content) // RECORD_BYTES]
+        slots = [match.start() for match in re.finditer(b"[" + re.escape(kinds) + b"]", every)]
         found = []
-        for at in range(0, len(content) - RECORD_BYTES + 1, RECORD_BYTES):
-            if content[at + _KIND] in kinds and content[at + _STATE] != _EMPTY:
+        for slot in slots[-most:]:
+            at = slot * RECORD_BYTES
+            if content[at + _STATE] != _EMPTY:
                 record = _decode(content[at : at + RECORD_BYTES])
                 if record is not None:
                     found.append(record)

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .cost import SPREAD, TYPICAL
+from .cost import UNKNOWN, Expected
 from .fit import Fitted, fit
 from .steps import Column, StepShapes
 
@@ -74,21 +74,21 @@ class Calibrated:
         return Predicted(ms, ms * np.exp(-width), ms * np.exp(width))
 
 
-def calibrate(steps: StepShapes, ms: Column, typical: Column = TYPICAL, spread: Column = SPREAD) -> Calibrated:
+def calibrate(steps: StepShapes, ms: Column, hardware: Expected = UNKNOWN) -> Calibrated:
     """From measured steps; none at all leaves the hardware's typical figures. ms: as measured, of each row."""
-    fitted = fit(steps, ms, typical, spread)
+    fitted = fit(steps, ms, hardware)
     measured = _Measured.of(steps)
     if len(steps) < 3:
         return Calibrated(fitted, measured, NORMAL, NORMAL, len(steps), math.nan)
     shapes = steps.layer_shapes()
     number = {shape: i for i, shape in enumerate(sorted(set(shapes)))}
     by_shape = np.array([number[shape] for shape in shapes], dtype=np.int64)
-    new, errors = _scores(steps, ms, by_shape, fitted, (typical, spread))
+    new, errors = _scores(steps, ms, by_shape, fitted, hardware)
     wide = quantile(new, len(number))
     several = np.bincount(by_shape)[by_shape] > 1
     known = NORMAL
     if several.sum() >= 2 * FOLDS:
-        rows, _ = _scores(steps, ms, np.arange(len(steps)), fitted, (typical, spread))
+        rows, _ = _scores(steps, ms, np.arange(len(steps)), fitted, hardware)
         known = quantile(rows[several], int(several.sum()))
     return Calibrated(fitted, measured, known, wide, len(steps), float(np.mean(np.abs(np.expm1(errors)))))
 
@@ -132,7 +132,7 @@ def quantile(scores: Column, independent: int) -> float:
 
 
 def _scores(
-    steps: StepShapes, ms: Column, part: npt.NDArray[np.int64], whole: Fitted, expected: tuple[Column, Column]
+    steps: StepShapes, ms: Column, part: npt.NDArray[np.int64], whole: Fitted, hardware: Expected
 ) -> tuple[Column, Column]:
     """Of each row, left out with all rows of the fold that its part is in: its error by its unit, and its error.
     whole: the fit of all rows, where each of these fits begins."""
@@ -144,7 +144,7 @@ def _scores(
         if out.all():
             continue
         rest, left = steps.take(~out), steps.take(out)
-        fitted = fit(rest, ms[~out], *expected, begin=whole)
+        fitted = fit(rest, ms[~out], hardware, begin=whole)
         errors[out] = np.log(fitted.step_ms(left) / ms[out])
         units[out] = _Measured.of(rest).unit(fitted, left)
     return np.abs(errors) / units, errors

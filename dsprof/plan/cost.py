@@ -6,7 +6,8 @@ A layer, on one rank and one micro-batch of b sequences of s tokens, width h, a 
     layer   = (device^p + host^p)^(1/p) + all-reduces of b*s*h over the tensor-parallel group
               where host is what it takes to launch the layer's kernels: whichever is slower sets the pace
 
-A pipeline of stages with these layers, each handing b*s*h to the next, and the last one with the logits as well:
+A pipeline of stages with these layers, each handing b*s*h to the next, and the last one with the logits as well, whose
+products with the vocabulary have a rate of their own (they are of another shape, and so of another efficiency):
 
     pipeline = sum over the stages + (micro-batches - 1) * the slowest stage       (GPipe and 1F1B)
     step     = pipeline + data-parallel reduction of the gradients + optimizer
@@ -19,7 +20,7 @@ without. A ring over n ranks moves 2 (n-1)/n of the data; ZeRO stage 3 moves hal
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -33,6 +34,9 @@ SHARPNESS: Final = 3.0
 """The exponent p of host and device: 1 adds them, infinity takes the larger."""
 HALF: Final = 2
 """Bytes of an activation or a parameter in the forward."""
+LOSS_PASSES: Final = 20
+"""Passes over the logits, in two bytes, of the loss and its gradient, as Megatron's cross-entropy in float32 makes
+them: to float32 (3), largest (2), difference (4), exponents and their sum (4), quotient (4), gradient and back (3)."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +60,26 @@ COEFFICIENTS: Final = (
     Coefficient("node_link_gb_s", "link inside a node", "GB/s", 200, 0.3),
     Coefficient("all_reduce_us", "latency of an all-reduce", "us", 30, 0.7),
     Coefficient("network_gb_s", "network of a node", "GB/s", 80, 0.3),
-    Coefficient("logit_passes", "loss and its gradient, passes over the logits", "", 20, 1.0),
+    Coefficient("logit_tflops", "matrix products with the vocabulary", "TFLOP/s", 150, 0.7),
     Coefficient("hand_over_us", "handing a micro-batch to the next stage", "us", 500, 1.5),
     Coefficient("hand_over_exposed", "share of a hand-over that nothing hides", "", 0.5, 1.0),
     Coefficient("gradient_bytes", "data-parallel reduction that nothing hides, a parameter", "bytes", 2, 0.5),
     Coefficient("optimizer_bytes", "memory traffic of the optimizer, a parameter", "bytes", 20, 0.7),
 )
+
+
+class Expected(NamedTuple):
+    """What is expected of COEFFICIENTS before anything is measured, in their order. spread: standard deviations of the
+    logarithms. most: what the hardware does at most by its data sheet, infinite where that says nothing."""
+
+    typical: Column
+    spread: Column
+    most: Column
+
+
 TYPICAL: Final = np.array([one.typical for one in COEFFICIENTS])
-SPREAD: Final = np.array([one.spread for one in COEFFICIENTS])
+UNKNOWN: Final = Expected(TYPICAL, np.array([one.spread for one in COEFFICIENTS]), np.full(len(COEFFICIENTS), np.inf))
+"""Of hardware that nothing is told of."""
 
 
 def slower(one: Column, other: Column) -> Column:
@@ -130,8 +146,8 @@ def cost(values: Column, steps: StepShapes, layer_effect: Column | float = 0.0) 
     reduced = reductions * (ring + (s.tp > 1) * figure["all_reduce_us"] / 1e6) * effect
 
     logits = (
-        6 * tokens * s.hidden * s.vocabulary / s.tp / flops_s
-        + tokens * s.vocabulary * HALF / s.tp * figure["logit_passes"] / seconds_hbm
+        6 * tokens * s.hidden * s.vocabulary / s.tp / (figure["logit_tflops"] * 1e12)
+        + tokens * s.vocabulary * HALF / s.tp * LOSS_PASSES / seconds_hbm
     )
     across = s.tp * s.dp >= s.gpus_per_node
     way = np.where(across, network / s.gpus_per_node, link)

@@ -3,7 +3,8 @@
 The logarithms of the figures begin at what is typical of the hardware and are moved by the measured steps: the sum of
 absolute relative errors of the step (least absolute deviations, so that a single odd row does not bend the rest), of
 the layer effects below, and the squared distance from what is typical, is made least. So a figure is never negative, a
-relative error counts the same for a short step and a long one, and one that no row tells about stays typical.
+relative error counts the same for a short step and a long one, and one that no row tells about stays typical. Where the
+data sheet is known no rate is above it.
 
 A layer effect is how much slower the kernels of one shape (width, heads, sequence, micro-batch, tensor-parallel size)
 are than the figures say. It is kept for the shapes that were measured: on other ranks the same kernels run.
@@ -18,7 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .cost import SPREAD, TYPICAL, cost
+from .cost import UNKNOWN, Expected, cost
 from .steps import Column, StepShapes
 
 ROW_SCALE: Final = 0.01
@@ -30,6 +31,8 @@ SMOOTH: Final = 0.3
 EVALUATIONS: Final = 80
 DIFFERENCE: Final = 1e-6
 """Of a logarithm, for slopes."""
+WITHIN: Final = 1e-3
+"""By how much a fit begins below what the hardware does at most, as logarithms."""
 
 Matrix = npt.NDArray[np.float64]
 
@@ -73,18 +76,16 @@ class Fitted:
         return (np.log(up) - np.log(down)) / 2e-4
 
 
-def fit(
-    steps: StepShapes, ms: Column, typical: Column = TYPICAL, spread: Column = SPREAD, begin: Fitted | None = None
-) -> Fitted:
-    """What the rows say of the hardware. ms: their measured times. typical, spread: as in COEFFICIENTS, of the hardware
-    that is known. begin: a fit of nearly the same rows, to be quicker. No row at all gives what is typical."""
+def fit(steps: StepShapes, ms: Column, hardware: Expected = UNKNOWN, begin: Fitted | None = None) -> Fitted:
+    """What the rows say of the hardware. ms: their measured times. hardware: what is known of it. begin: a fit of
+    nearly the same rows, to be quicker. No row at all gives what is typical."""
     from scipy.optimize import least_squares
 
-    expected, measured = np.log(typical), np.log(ms)
+    expected, spread, measured = np.log(hardware.typical), hardware.spread, np.log(ms)
     shapes = steps.layer_shapes()
     place = {shape: i for i, shape in enumerate(sorted(set(shapes)))}
     which = np.array([place[shape] for shape in shapes], dtype=np.int64)
-    rows, count, effects = len(shapes), len(typical), len(place)
+    rows, count, effects = len(shapes), len(expected), len(place)
 
     def logs_of(state: Column, moved: float = 0.0) -> Column:
         """Logarithms of the predicted times. moved: added to all layer effects."""
@@ -117,7 +118,11 @@ def fit(
         start = np.concatenate([expected, np.zeros(effects)])
     else:
         start = np.concatenate([begin.logs, [begin.effects.get(shape, 0.0) for shape in place]])
-    found = least_squares(residuals, start, jac=jacobian, x_scale="jac", max_nfev=EVALUATIONS)
+    most = np.concatenate([np.log(hardware.most), np.full(effects, np.inf)])
+    found = least_squares(
+        residuals, np.minimum(start, most - WITHIN), jac=jacobian, x_scale="jac", max_nfev=EVALUATIONS,
+        bounds=(-np.inf, most),
+    )  # fmt: skip
     covariance = np.linalg.pinv(found.jac.T @ found.jac, hermitian=True)[:count, :count]
     return Fitted(found.x[:count], dict(zip(place, map(float, found.x[count:]), strict=True)), covariance)
 

@@ -117,9 +117,8 @@ def plan_from_formulas(
     """The best layouts, the curve, and what the training costs. steps: of the whole training; price: of a rank an hour.
     learnt: measured steps, from which the figures are learnt; memory_gib: of a device, where it is not the sheet's.
     Raises NoLayout."""
-    typical, spread = cluster.expected()
     rows = learnt.steps if learnt is not None else StepShapes.of([])
-    calibrated = calibrate(rows, learnt.ms if learnt is not None else np.array([]), typical, spread)
+    calibrated = calibrate(rows, learnt.ms if learnt is not None else np.array([]), cluster.expected())
     limit = memory_gib if memory_gib is not None else cluster.gpu.memory_gib
     assert limit is not None
 

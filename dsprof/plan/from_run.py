@@ -37,7 +37,7 @@ DOUBLING: Final = 0.015
 """Relative error that is expected beside the rest, a doubling of the ranks."""
 GUESSED: Final = 0.44
 """Relative error of transfers over a network that was never measured. A guess: a fit of one node misses whole steps of
-several by 72 % (`benchmarks/plan.py`, one node tells several)."""
+several by 13 % (`benchmarks/plan.py`, one node tells several), of which transfers between nodes are a part."""
 REPLICATED: Final = ("gradient", "parameter")
 
 

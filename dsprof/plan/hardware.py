@@ -12,8 +12,7 @@ import numpy as np
 from dsprof.data_sheets import Device, find_device
 from dsprof.words import did_you_mean
 
-from .cost import COEFFICIENTS
-from .steps import Column
+from .cost import COEFFICIENTS, Expected
 
 LINK_REACHED: Final = 0.7
 """Share of a link's one-way rate that a large all-reduce reaches inside a node: 210 of 300 GB/s on A100, measured by
@@ -22,12 +21,12 @@ NETWORK_REACHED: Final = 0.8
 """The same of a network between nodes. A guess."""
 LEARNT: Final[Mapping[str, float]] = {
     "matrix_tflops": 225, "elementwise_passes": 40, "score_passes": 25, "layer_device_us": 700, "layer_host_us": 2500,
-    "all_reduce_us": 35, "logit_passes": 30, "hand_over_us": 300, "hand_over_exposed": 0.4, "gradient_bytes": 3,
+    "all_reduce_us": 35, "logit_tflops": 160, "hand_over_us": 300, "hand_over_exposed": 0.4, "gradient_bytes": 2.4,
     "optimizer_bytes": 25,
 }  # fmt: skip
-"""Figures of A100: by those learnt from vTrain's two tables, on one node and on several (`benchmarks/plan.py`), between
-the two but for the latency of an all-reduce and the passes over the logits, which are a little above both; and matrix
-products as tables 1 and 2 of Narayanan et al. (2021) have them. So none of these tests the figures."""
+"""Figures of A100: between those learnt from vTrain's two tables, on one node and on several (`benchmarks/plan.py`),
+but for the latency of an all-reduce, which is a little above both, and matrix products, which are as tables 1 and 2 of
+Narayanan et al. (2021) have them. So none of these tests the figures."""
 
 
 def _gpu(driver: str) -> Device:
@@ -89,8 +88,8 @@ class Cluster:
         """Operations a second by the data sheet; None where it has none for `dtype`."""
         return self.gpu.flops(self.dtype, tf32=True)
 
-    def expected(self) -> tuple[Column, Column]:
-        """Typical figures and their spread, as `fit` takes them: A100's, scaled by the data sheet."""
+    def expected(self) -> Expected:
+        """A100's figures, scaled by the data sheet."""
         peak, typical = self.peak, A100.flops("bfloat16", tf32=False)
         assert peak is not None
         assert typical is not None
@@ -101,10 +100,11 @@ class Cluster:
         figure = {
             **LEARNT,
             "matrix_tflops": LEARNT["matrix_tflops"] * peak / typical,
+            "logit_tflops": LEARNT["logit_tflops"] * peak / typical,
             "node_link_gb_s": self.gpu.link_gb_s * LINK_REACHED,
             "network_gb_s": (self.network_gb_s or NETWORK_GB_S) * NETWORK_REACHED,
         }
-        for name in ("elementwise_passes", "score_passes", "logit_passes", "optimizer_bytes"):
+        for name in ("elementwise_passes", "score_passes", "optimizer_bytes"):
             figure[name] *= memory
         if self.latency_us is not None:
             figure["all_reduce_us"] += self.latency_us
@@ -112,8 +112,13 @@ class Cluster:
         # The same figures on another machine or another program: what the two tables differ by.
         spread = {one.name: min(one.spread, 0.5) for one in COEFFICIENTS}
         spread |= {"matrix_tflops": 0.12, "network_gb_s": 0.6 if self.network_gb_s is None else 0.3}
+        most = {"matrix_tflops": peak / 1e12, "logit_tflops": peak / 1e12, "node_link_gb_s": self.gpu.link_gb_s}
         names = [one.name for one in COEFFICIENTS]
-        return np.array([figure[name] for name in names]), np.array([spread[name] for name in names])
+        return Expected(
+            np.array([figure[name] for name in names]),
+            np.array([spread[name] for name in names]),
+            np.array([most.get(name, math.inf) for name in names]),
+        )
 
 
 def read_rate(word: str) -> float:

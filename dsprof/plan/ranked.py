@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from dsprof.analyzer.layout import Assumed, Layout, LayoutCosts, Wire, layout_costs, step_of
+from dsprof.analyzer.layout import DUAL_PIPE_V, Assumed, Layout, LayoutCosts, Wire, layout_costs, step_of
 from dsprof.analyzer.layout.alternatives import alternatives, in_words
 from dsprof.analyzer.layout.held_bytes import HeldBytes
 from dsprof.analyzer.layout.relayout import LayoutWanted, waiting_times
 from dsprof.analyzer.layout.stage_work import stage_work
-from dsprof.analyzer.layout.step_lowered import plan_of, stage_times
+from dsprof.analyzer.layout.step_lowered import short_plan, stage_times
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.study import Study
 from dsprof.analyzer.text import size
@@ -171,7 +171,7 @@ def _layouts(study: Study, costs: LayoutCosts, ranks: int, batch: float, wanted:
                 if count < 1 or count != int(count) or wanted.micro_batch not in (None, times):
                     continue
                 base = replace(ran, pp=pp, dp=dp, tp=tp, micro_batch=times, micro_batches=int(count), chunks=1)
-                yield from _variants(costs, base, wanted)
+                yield from variants(costs, base, wanted)
 
 
 def _stages(costs: LayoutCosts, ranks: int) -> Iterator[int]:
@@ -186,25 +186,27 @@ def _stages(costs: LayoutCosts, ranks: int) -> Iterator[int]:
             yield pp
 
 
-def _variants(costs: LayoutCosts, base: Layout, wanted: Wanted) -> Iterator[Layout]:
+def variants(costs: LayoutCosts, base: Layout, wanted: Wanted) -> Iterator[Layout]:
     """Its ZeRO stages, schedules, and with activations computed again or not."""
     ran = costs.ran
     shared = (0,) if base.dp == 1 else tuple(sorted({0, 1, ran.zero})) if base.pp > 1 else (0, 1, 2, 3)
     schedules = [("1f1b", 1)]
     if base.pp > 1:
-        schedules += [("zero-bubble", 1), ("gpipe", 1), *_interleaved(costs, base)]
+        schedules += [("zero-bubble", 1), ("gpipe", 1), *_in_parts(costs, base)]
     for zero in shared if wanted.zero is None else (wanted.zero,):
         for again in (False, True) if wanted.recompute is None else (wanted.recompute,):
             for schedule, chunks in schedules:
                 yield replace(base, zero=zero, recompute=again, schedule=schedule, chunks=chunks)
 
 
-def _interleaved(costs: LayoutCosts, base: Layout) -> list[tuple[str, int]]:
+def _in_parts(costs: LayoutCosts, base: Layout) -> list[tuple[str, int]]:
+    """Schedules with two parts of the model on each rank, where there are layers and micro-batches for them."""
     try:
         stage_work(costs, 2 * base.pp)
     except NotJudged:
         return []
-    return [("interleaved", 2)] if base.micro_batches % base.pp == 0 else []
+    fits = {"interleaved": base.micro_batches % base.pp == 0, DUAL_PIPE_V: base.micro_batches >= 2 * base.pp}
+    return [(name, 2) for name, does in fits.items() if does]
 
 
 class Search:
@@ -223,8 +225,8 @@ class Search:
 
     def at_least(self, layout: Layout) -> float:
         """A time that no order of its actions is faster than: the rank with most to do, and what comes before it."""
-        times = stage_times(self._costs, layout, plan := plan_of(replace(layout, micro_batches=1)),
-                            stage_work(self._costs, plan.stages), Assumed())  # fmt: skip
+        plan = short_plan(layout)
+        times = stage_times(self._costs, layout, plan, stage_work(self._costs, plan.stages), Assumed())
         own = [0.0] * layout.pp
         first = [0.0] * layout.pp
         reached = 0.0
@@ -232,7 +234,7 @@ class Search:
             rank = plan.owner(stage)
             if stage < layout.pp:
                 first[rank] = reached
-            own[rank] += sum(ops.values()) * layout.micro_batches
+            own[rank] += (ops["F"] + ops["B"]) * layout.micro_batches
             reached += ops["F"]
         busiest = max(before + ms for before, ms in zip(first, own, strict=True))
         return busiest + self._costs.once_ms + times.optimizer + min(self._unmodelled, 0.0) - self._costs.waiting_ms

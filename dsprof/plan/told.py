@@ -10,7 +10,7 @@ import numpy as np
 
 from .calibrate import LEVEL, Calibrated, Predicted, calibrate
 from .choice import Score, score
-from .cost import COEFFICIENTS, SPREAD, TYPICAL
+from .cost import COEFFICIENTS, UNKNOWN
 from .hardware import Cluster
 from .steps import Column
 from .table import Measurements
@@ -27,7 +27,7 @@ class TableAnswer:
     predicted: Predicted | None = None
     score: Score | None = None
     learnt_too: int = 0
-    spread: Column = field(default_factory=SPREAD.copy)
+    spread: Column = field(default_factory=UNKNOWN.spread.copy)
 
     def figures(self) -> list[dict[str, Any]]:
         """Each figure, with its interval, and whether the rows have moved it from what is typical."""
@@ -69,14 +69,14 @@ def from_table(learnt: Measurements, asked: Measurements | None = None, cluster:
     """Learn from one table, and predict another. cluster: the hardware, where it is told; else what is typical of A100
     with a wide spread. Rows that were learnt are predicted as well, but are no test, and so are left out of the score.
     """
-    typical, spread = (TYPICAL, SPREAD) if cluster is None else cluster.expected()
-    calibrated = calibrate(learnt.steps, learnt.ms, typical, spread)
+    hardware = UNKNOWN if cluster is None else cluster.expected()
+    calibrated = calibrate(learnt.steps, learnt.ms, hardware)
     if asked is None:
-        return TableAnswer(calibrated, spread=spread)
+        return TableAnswer(calibrated, spread=hardware.spread)
     predicted = calibrated.predict(asked.steps)
     seen = set(learnt.steps.rows())
     new = np.array([row not in seen for row in asked.steps.rows()], dtype=np.bool_)
     timed = None
     if new.any() and not np.isnan(asked.ms).any():
         timed = score(calibrated, Measurements(asked.steps.take(new), asked.ms[new]))
-    return TableAnswer(calibrated, asked, predicted, timed, int((~new).sum()), spread)
+    return TableAnswer(calibrated, asked, predicted, timed, int((~new).sum()), hardware.spread)

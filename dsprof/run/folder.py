@@ -2,7 +2,8 @@
 
 dsprof-out/<name>-<UTC>-<id>/
     run.json  capture/rank00003.<restart>.<host>.<pid>/  trace/rank00003.parquet  memory/rank00003.*.parquet
-    exits/<host>.json  hosts/<host>.json  hangs.json  hint.<pid>.json  error.<pid>.txt  rerun.json
+    exits/<host>.json  hosts/<host>.json  hangs.json  hint.<pid>.json  error.<pid>.txt  uncaught.<pid>.json
+    rerun.json
     findings.json  report.html  tensorboard/
 """
 
@@ -56,7 +57,7 @@ HINT_FILE: Final = re.compile(r"hint\.(\d+)\.json")
 LARGEST_HINT: Final = 1 << 16
 MOST_ERROR_LINES: Final = 20
 """Of one process."""
-LEFT_BY_PROCESSES: Final = re.compile(rf"error\.\d+\.txt|trial\.\d+\.\d+\.json|{HINT_FILE.pattern}")
+LEFT_BY_PROCESSES: Final = re.compile(rf"error\.\d+\.txt|uncaught\.\d+\.json|trial\.\d+\.\d+\.json|{HINT_FILE.pattern}")
 """What processes of the job write where there is no capture: see `collectors.capture.without_capture`, `Hint`."""
 
 
@@ -250,6 +251,19 @@ class RunFolder:
             with suppress(OSError):
                 lines = regular_files.read_text(path).splitlines()[:MOST_ERROR_LINES]
                 found.append((int(process) if process.isdecimal() else 0, list(dict.fromkeys(lines))))
+        return found
+
+    def read_uncaught(self) -> dict[tuple[str, int], dict[str, Any]]:
+        """The exceptions that ended processes without a capture, by host and process (`schema.UNCAUGHT`, without the
+        rank). One that cannot be read is left out."""
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        for path in regular_files.files(self.path, "uncaught.*.json"):
+            process = path.name.split(".")[1]
+            with suppress(OSError, ValueError):
+                told = regular_files.read_json(path, LARGEST_HINT)
+                if isinstance(told, dict) and process.isdecimal():
+                    host = str(told.pop("host", ""))
+                    found[host, int(process)] = told
         return found
 
     def read_info(self) -> RunInfo:

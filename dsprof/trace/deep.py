@@ -34,10 +34,12 @@ SLACK_NS: Final = 50_000
 
 def add_deep(capture: Capture, rows: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """`rows` of the capture with what the profiler saw, by time, and what is wrong with that. The fact `deep` gets
-    `profiled`, the numbers of the steps that it took part in."""
+    `profiled`, the numbers of the steps that it took part in, and `longer_ms`, by how much these were longer than as
+    many of the others."""
     windows = [fact for fact in capture.facts if fact.get("fact") == "deep"]
     for fact in windows:
         fact["profiled"] = _steps_in(rows, fact)
+        fact["longer_ms"] = _longer_ms(rows, fact["profiled"])
     path = capture.path / DEEP_FILE
     if not windows or not is_file(path):
         return rows, []
@@ -93,6 +95,16 @@ def _steps_in(rows: pd.DataFrame, fact: dict[str, Any]) -> list[int]:
     steps = rows[["step", "start_ns", "dur_ns"]][rows["kind"] == "step"]
     finish = steps["start_ns"] + steps["dur_ns"].fillna(0).astype("int64")
     return sorted(int(step) for step in steps["step"][(steps["start_ns"] < end) & (finish > begin)].unique())
+
+
+def _longer_ms(rows: pd.DataFrame, profiled: list[int]) -> float | None:
+    """None where there are no other steps."""
+    steps = rows[["step", "dur_ns"]][(rows["kind"] == "step") & rows["dur_ns"].notna()]
+    mine = steps["step"].isin(profiled)
+    if mine.all():
+        return None
+    took = steps["dur_ns"].astype("float64") / 1e6
+    return round(float(took[mine].sum() - int(mine.sum()) * took[~mine].median()), 3)
 
 
 def _step_of(rows: pd.DataFrame, when: pd.Series[int]) -> Int:

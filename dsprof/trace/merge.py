@@ -18,8 +18,8 @@ import pandas as pd
 
 from dsprof import regular_files
 from dsprof.permissions import LINK
-from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known
-from dsprof.schema import LOST_FACT
+from dsprof.run import RankInfo, RunError, RunFolder, RunInfo, from_known, last_processes
+from dsprof.schema import LOST_FACT, UNCAUGHT
 
 from .capture import CHUNK_NAME
 from .files import brief
@@ -80,11 +80,13 @@ def bring_up_to_date(
             warn(info, f"rank {rank}: its capture could not be merged ({why})")
         elif (table := every.found[rank].rows) is not None:
             unwritten[rank] = table
+    _note_uncaught(folder, info)
     _note_errors(folder, info)
     _note_import(info)
     _note_missing(info)
     _note_hosts(folder, info)
     _note_notes(info)
+    _note_deep(info)
     note_groups(info)
     info.hangs = folder.read_hangs() or info.hangs
     if info != before or not folder.run_json.exists():
@@ -190,7 +192,19 @@ def _of_device(summary: dict[str, Any]) -> str:
         off = any(fact["fact"] == "without" and "device-times" in fact.get("collectors", ()) for fact in facts)
         why = "the collector device-times was switched off" if off else "it was recorded without the native helper"
         return f"ran on a GPU, of which only the host's side was timed, as {why}"
-    return "ran on a GPU, whose streams were timed by events: of phases and communications, not of each kernel"
+    words = "ran on a GPU, whose streams were timed by events: of phases and communications, not of each kernel"
+    deep = any(fact["fact"] == "deep" and not fact.get("given_up") for fact in facts)
+    return f"{words} but those of the steps traced with torch.profiler" if deep else words
+
+
+def _note_uncaught(folder: RunFolder, info: RunInfo) -> None:
+    """What ended ranks that had no capture to tell it in (see `collectors.failures.before_capture`)."""
+    told = folder.read_uncaught()
+    known = {fact.get("rank") for fact in info.facts if fact.get("fact") == UNCAUGHT}
+    for end in last_processes(info.exits):
+        fact = told.get((end.host, end.pid))
+        if fact is not None and end.rank not in known:
+            info.facts.append({**fact, "fact": UNCAUGHT, "rank": end.rank})
 
 
 def _note_errors(folder: RunFolder, info: RunInfo) -> None:
@@ -244,6 +258,24 @@ def _note_notes(info: RunInfo) -> None:
             said[str(text)].append(fact["rank"])
     for text, ranks in said.items():
         warn(info, f"rank {_some(sorted(set(ranks)))}: {text}")
+
+
+def _note_deep(info: RunInfo) -> None:
+    """Which steps dsprof traced by itself, why, and what it cost."""
+    facts = [fact for fact in info.facts if fact["fact"] == "deep" and "share" in fact and not fact.get("given_up")]
+    try:
+        first, last = min(int(fact["first"]) for fact in facts), max(int(fact["last"]) for fact in facts)
+        share = 100 * max(float(fact["share"]) for fact in facts)
+        longer = [float(fact["longer_ms"]) for fact in facts if fact.get("longer_ms") is not None]
+    except (KeyError, TypeError, ValueError):  # none, or of a run folder that somebody else made
+        return
+    steps = f"step {first} was" if first == last else f"steps {first} to {last} were"
+    took = f"; that took {max(0.0, *longer):,.0f} ms longer than other steps" if longer else ""
+    warn(
+        info,
+        f"{steps} traced with torch.profiler, as for {share:.0f} % of the step the device was in phases that its host "
+        f"was still launching, and may have stood idle in them{took} (--deep never: no step is)",
+    )
 
 
 def note_groups(info: RunInfo) -> None:

@@ -13,8 +13,9 @@ ranks_table     one line a rank
 memory_tables   what memory was for, what allocators held
 modules_table   what each module takes
 judged          what was judged, and what the run was
+glossary        what the words of all of them mean
 
-To add a section is to add a `Maker` to the list here.
+To add a section is to add a `Maker` to the list here; the glossary is made last, of what the others say.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from . import (
     ranks_table,
     time_and_step,
 )
+from .glossary import ID as GLOSSARY
+from .glossary import glossary_of
 from .head import head
 from .section import Maker, Report, Section
 
@@ -77,4 +80,6 @@ def report_of(
             if section.id == over_steps.TIMELINE.id else section
             for section in sections
         ]  # fmt: skip
-    return Report(head(analysis), tuple(sections))
+    top = head(analysis)
+    words = glossary_of(top, sections) if not only or GLOSSARY in only else None
+    return Report(top, (*sections, *([] if words is None else [words])))

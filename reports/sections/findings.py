@@ -19,7 +19,7 @@ def _blocks(analysis: Analysis) -> list[Block]:
     remarks = [_card(finding, analysis, ids) for finding in analysis.remarks]
     blocks: list[Block] = [*problems] if problems else [Words(_nothing(analysis))]
     if remarks:
-        summary = f"{count(len(remarks), 'remark')} below the threshold"
+        summary = f"{count(len(remarks), 'remark')}, not sure to save more than noise"
         blocks.append(Folded(summary, tuple(remarks)))
     return blocks
 
@@ -28,7 +28,7 @@ def _nothing(analysis: Analysis) -> str:
     """What stands in the place of problems."""
     if analysis.step_ms is not None:
         healthy = analysis.verdict.status == "healthy"
-        return "Nothing above info" + (": no change that dsprof can predict would pay." if healthy else ".")
+        return "No fix is sure to shorten the step" + (", of all that dsprof can predict." if healthy else ".")
     if analysis.memory:
         return "None in what was recorded of the memory; no step was."
     return "None: no complete step was captured."
@@ -48,7 +48,7 @@ def _card(finding: Finding, analysis: Analysis, ids: dict[str, int]) -> FindingC
         saving=_capital(wording.saving(finding) if together else wording.predicted(gain)),
         how="" if together or gain.ms <= 0 else wording.how(gain),  # its interval, too
         gain=wording.saving(finding),
-        doubt=_doubt(finding),
+        doubt=_doubt(finding, analysis.noise_ms),
         measured=_measured(analysis.run.verified.get(finding.code)),
         confidence=wording.confidence(finding),
         where=wording.where(finding.where),
@@ -58,11 +58,13 @@ def _card(finding: Finding, analysis: Analysis, ids: dict[str, int]) -> FindingC
     )
 
 
-def _doubt(finding: Finding) -> str:
+def _doubt(finding: Finding, noise_ms: float) -> str:
     """`not certain: the gain may be zero`, of a remark that says what it would save."""
     if finding.is_problem or not wording.saving(finding):
         return ""
-    return "not certain: the gain may be zero" if finding.gain.low <= 0 else "not certain"
+    if finding.gain.low <= 0:
+        return "not certain: the gain may be zero"
+    return "not certain" + (": it may be no more than noise" if finding.gain.low <= noise_ms else "")
 
 
 def _capital(words: str) -> str:

@@ -26,8 +26,8 @@ def _judged(analysis: Analysis) -> list[Block]:
     if noise:
         blocks.append(
             Words(
-                f"Noise of this run: {noise}. A gain whose low end is not above it, or not above 1 % of the step, "
-                "stays info."
+                f"Noise of this run: {noise}. A finding whose gain is not sure to be above it, and above 1 % of the "
+                "step, is only a remark."
             )
         )
     return blocks

@@ -8,7 +8,7 @@ from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.budget.irregular import profiled_steps
 from dsprof.trace import concat_rows
 
-from .. import plots, tables
+from .. import plots, tables, transfers
 from ..timeline import timeline
 from .section import Block, Figure, Maker
 
@@ -109,13 +109,13 @@ def _step_time(analysis: Analysis) -> Any:
 
 def _collectives(analysis: Analysis) -> list[Block]:
     label = "scatter of bytes and transfer time"
-    return [Figure("collectives", label, lambda: plots.collectives(analysis.collectives))]
+    return [Figure("collectives", label, lambda: transfers.collectives(analysis.collectives))]
 
 
 def _needs_collectives(analysis: Analysis) -> str:
     if not len(analysis.collectives):
         return "no collective was matched"
-    return "" if len(plots.sized_collectives(analysis.collectives)) else "no transfer was measured"
+    return "" if len(transfers.sized_collectives(analysis.collectives)) else "no transfer was measured"
 
 
 HEATMAP = Maker("heatmap", "Who was slower, and when", _needs_steps, _heatmap_lead, _heatmap)

@@ -61,7 +61,7 @@ def _step(analysis: Analysis) -> list[Block]:
         look, share = palette.part(part), 100 * value / total
         label = clean(look.label)
         shares.append(Share(label, round(share, 4), look.color, look.ink, f"{label} {ms(value)}"))
-        cells = (label, _of_a_step(value, total), f"{share:.1f} %", look.meaning)
+        cells = (label, of_a_step(value, total), f"{share:.1f} %", look.meaning)
         below = tuple(_below(analysis, part, who, total) for who in analysis.ranks_below(part))
         rows.append(Row(cells, look.color, codes=tuple(codes.get(part, ())), share=share, below=below))
     stack = Stack("shares of the step; the table below gives the numbers", tuple(shares))
@@ -78,17 +78,20 @@ def _by_rank(analysis: Analysis) -> Any:
     return plots.budget_bar(analysis.budget_by_rank, analysis.budget)
 
 
-def _of_a_step(value: float, step_ms: float) -> str:
-    """A part of a step, ms, in the step's own unit and as many digits as its other parts, so that they compare."""
-    unit = unit_of(step_ms)
-    return f"{value / unit.ms:,.{1 if step_ms >= 100 * unit.ms else 2}f} {unit.name}"
+def of_a_step(value: float, step_ms: float) -> str:
+    """A part of a step, ms, in the step's own unit and as many digits as its other parts, so that they compare; one
+    that would have fewer than two digits left is told in a unit of its own."""
+    unit, digits = unit_of(step_ms), 1 if step_ms >= 100 * unit_of(step_ms).ms else 2
+    if unit.ms > 1 and 0 < abs(value / unit.ms) < 10 ** (1 - digits):
+        return ms(value)
+    return f"{value / unit.ms:,.{digits}f} {unit.name}"
 
 
 def _below(analysis: Analysis, part: str, who: RanksBelow, step_ms: float) -> Row:
     label = f"rank {who.ranks[0]}" if len(who.ranks) == 1 else f"{count(len(who.ranks), 'other')} (median)"
     said = "own work" if analysis.delays is None else "others wait for it"
-    own = f"{said} {_of_a_step(who.own_ms, step_ms)}" if part in WAITING else ""
-    return Row((label, _of_a_step(who.ms, step_ms), "", own), marked=who.named)
+    own = f"{said} {of_a_step(who.own_ms, step_ms)}" if part in WAITING else ""
+    return Row((label, of_a_step(who.ms, step_ms), "", own), marked=who.named)
 
 
 TIME = Maker("time", "Where the run goes", _needs_time, _time_lead, _time)

@@ -273,7 +273,7 @@ function drawHead(head) {
   return element("header", { class: "top" }, [
     element("p", { class: "crumb" }, [element("b", { text: "dsprof" }), ` ${head.name} `, element("span", { text: head.run })]),
     element("p", { class: "verdict" }, [element("small", { text: "verdict " }), element("span", { class: `status ${head.tone}`, text: head.status })]),
-    element("h1", { class: head.tone, text: head.headline }),
+    element("h1", { class: head.headline.length > 160 ? `${head.tone} long` : head.tone, text: head.headline }),
     ...head.notes.map((note) => element("p", { class: "note", text: note })),
     ...head.warnings.map((warning) => element("p", { class: "warning", text: warning })),
     ...(head.tiles.values.length ? [draw(head.tiles)] : []),

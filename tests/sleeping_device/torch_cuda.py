@@ -168,6 +168,7 @@ def install(device: Any) -> None:
     cuda.Stream = cuda.streams.Stream = Stream
     cuda.Event = cuda.streams.Event = Event
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = CUDAGraph
+    cuda.nccl.version = lambda: (2, 27, 5)
     cuda.graph_pool_handle = cuda.graphs.graph_pool_handle = lambda: (0, 1)
     cuda.memory._cuda_memoryStats = statistics
 

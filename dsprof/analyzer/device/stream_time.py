@@ -35,7 +35,8 @@ KERNEL_TYPES: Final = (COMPUTATION, COMMUNICATION, MEMORY_KERNEL)
 UNKNOWN: Final = -1
 
 STEP_COLUMNS: Final = (
-    "step", "start_ns", "end_ns", "idle_ms", "launching_ms", "data_ms", "checkpoint_ms", "cpu_ms", "away_ms",
+    "step", "start_ns", "end_ns", "idle_ms", "launching_ms", "in_optimizer_ms", "data_ms", "checkpoint_ms", "cpu_ms",
+    "away_ms",
 )  # fmt: skip
 HOST_PART: Final = {**PHASE_PART, "checkpoint": "checkpoint"}
 """What a phase of the training thread says of it."""
@@ -64,8 +65,8 @@ class DeviceTime:
     delay_us: median time from a launch's begin to the kernel's
     steps:    STEP_COLUMNS: of each step, how long the device did nothing; of that, while what came next had not been
               launched and the training thread waited for nothing: how long it was loading (data), saving (checkpoint),
-              computing on the CPU (cpu), busy with one launch after the other (launching), or with something that the
-              trace does not name (away)
+              computing on the CPU (cpu), busy with one launch after the other, this one under way included (launching),
+              or with something that the trace does not name (away)
     computing: when a computation ran
     exposed_ns: how long the device did what communicates, or what may: kernels whose names do not tell their kind; and
               nothing that surely computes
@@ -247,6 +248,7 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     for_host = Intervals.union(low[late], np.minimum(began, high)[late])
     main = rows[["name", "kind", "start_ns", "dur_ns"]][(rows["lane"] == MAIN) & rows["dur_ns"].notna()]
     phases = innermost(main[main["kind"] == "phase"], HOST_PART)
+    optimizing = innermost(main[main["kind"] == "phase"])["optimizer"]
     waits = main[main["kind"] == "wait"]  # for peers: then it is not the launches that are slow
     begun = waits["start_ns"].to_numpy(np.int64)
     waiting = Intervals.union(begun, begun + waits["dur_ns"].to_numpy(np.int64))
@@ -256,6 +258,9 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     on_cpu = for_host & _on_cpu(rows)
     for_host = for_host - on_cpu
     away = for_host & _pauses(rows)
+    # On its way to the device, which takes microseconds; were the host ahead, it would be there in time.
+    sent = np.minimum(began, high)[late]
+    launching = (for_host - away) | (Intervals.union(sent, np.minimum(high[late], sent + KERNEL_WAIT_NS)) - waiting)
 
     def within(spans: Intervals) -> Float:
         return (spans.before(finish) - spans.before(begin)) / 1e6
@@ -265,7 +270,8 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     found = pd.DataFrame(
         {
             "step": told["step"].to_numpy(np.int64), "start_ns": begin, "end_ns": finish, "idle_ms": within(idle),
-            "launching_ms": within(for_host - away), "data_ms": within(loading), "checkpoint_ms": within(saving),
+            "launching_ms": within(launching), "in_optimizer_ms": within(launching & optimizing),
+            "data_ms": within(loading), "checkpoint_ms": within(saving),
             "cpu_ms": within(on_cpu), "away_ms": within(away),
         }
     )  # fmt: skip

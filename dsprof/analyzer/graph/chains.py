@@ -118,7 +118,8 @@ class RankChains:
     """All chains of one rank. The first one *leads*: its steps are the rank's, and what it communicates it is that
     waits for it. own: what it issued to lanes of its own; flows: between its chains, whose targets follow those of
     `own`. launching: when the device was in phases of which the host had not launched the last yet: how long it stood
-    idle then is not known. incomplete: why not all of the time of its device is known; empty: it is, or it has none.
+    idle then is not known. behind: the first of that, for as long as it came late to the phase: were it early, it might
+    stand idle for so long more. incomplete: why not all of its device's time is known; empty: it is, or it has none.
     """
 
     chains: tuple[Chain, ...]
@@ -126,6 +127,7 @@ class RankChains:
     own: LaneTasks
     flows: Flows = field(default_factory=Flows.none)
     launching: Intervals = field(default_factory=Intervals.empty)
+    behind: Intervals = field(default_factory=Intervals.empty)
     incomplete: str = ""
 
     @property

@@ -75,6 +75,7 @@ def phase_chain(
         time.lane_tasks,
         flows,
         made.launching,
+        made.behind,
     )
 
 
@@ -105,7 +106,7 @@ class _PhaseStream:
         self._idle: list[tuple[Int, Int]] = []
         self._unknown = Intervals.empty()
         self.stood = Intervals.empty()
-        self.launching = Intervals.empty()
+        self.launching = self.behind = Intervals.empty()
         # Order of launch, and among what is launched at one moment; what, when (NaN: not known), target, flow or not.
         self._key: list[Int] = []
         self._turn: list[Int] = []
@@ -165,8 +166,10 @@ class _PhaseStream:
         longer = np.where(bound, np.maximum(length - usual, 0), 0).astype(np.int64)
         self._idle.append((of.end - longer, of.end))
         # Until the host has launched the last of it the device may stand idle inside, which is not seen.
-        self.launching = Intervals.union(of.start, np.minimum(of.host_end + self.latency, of.end))
         reached = np.minimum(of.host_end + self.latency, of.end)
+        self.launching = Intervals.union(of.start, reached)
+        late = np.clip(of.start - (of.issue + self.latency), 0, None)
+        self.behind = Intervals.union(of.start, np.minimum(of.start + late, reached))
         self._flow_to_stream(LAUNCH, of.host_end, 0, of.host_end, reached, of.end)
 
     def communicate(self) -> None:

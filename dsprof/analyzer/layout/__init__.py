@@ -14,8 +14,10 @@ The layout that ran, lowered, is what others are compared with: what the model l
 
 from __future__ import annotations
 
+from dsprof.engine.schedule import DUAL_PIPE_V
+
 from .job_layout import Layout
 from .layout_costs import LayoutCosts, Wire, layout_costs
 from .step_lowered import Assumed, lowered, step_of
 
-__all__ = ["Assumed", "Layout", "LayoutCosts", "Wire", "layout_costs", "lowered", "step_of"]
+__all__ = ["DUAL_PIPE_V", "Assumed", "Layout", "LayoutCosts", "Wire", "layout_costs", "lowered", "step_of"]

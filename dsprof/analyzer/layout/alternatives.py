@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from dsprof.engine.schedule import DUAL_PIPE_V
+
 from ..text import percent
 from .job_layout import Layout
 from .layout_costs import LayoutCosts
-from .step_lowered import Assumed, plan_of
+from .step_lowered import Assumed, short_plan
 
 FIXED: Final = (0.0, 0.4)
 """What of a micro-batch may not depend on its size."""
-WEIGHTS: Final = (1 / 3, 0.6)
-"""What of a backward may be weight gradients."""
 UNEVEN: Final = (0.15, -0.15)
 """What the first part of a stage may take more than an even one."""
 TENSOR: Final = (0.0, 0.2)
@@ -30,8 +30,8 @@ def alternatives(costs: LayoutCosts, layout: Layout) -> list[Ends]:
     ran, base, found = costs.ran, Assumed(), list[Ends]()
     if layout.micro_batch != 1:
         found.append((replace(base, fixed=FIXED[0]), replace(base, fixed=FIXED[1])))
-    if plan_of(layout).splits:
-        found.append((replace(base, weight=WEIGHTS[0]), replace(base, weight=WEIGHTS[1])))
+    if short_plan(layout).splits:
+        found.append((replace(base, weight=costs.weight.least), replace(base, weight=costs.weight.most)))
     if _uneven(costs, layout):
         found.append((replace(base, uneven=UNEVEN[0]), replace(base, uneven=UNEVEN[1])))
     if layout.tp != ran.tp:
@@ -67,6 +67,8 @@ def in_words(costs: LayoutCosts, *layouts: Layout) -> list[str]:
         said.append("a micro-batch of another size: a fifth of what it takes is taken not to depend on its size")
     if ran.recompute and costs.computed_again < WHOLE and any(one.recompute for one in layouts):
         said.append(f"{percent(100 * costs.computed_again)} of forward is computed again, as in the run")
-    if any(plan_of(replace(one, micro_batches=1)).splits for one in layouts):
-        said.append("how long weight gradients take was not measured: between 33 and 60 % of a backward")
+    if any(short_plan(one).splits for one in layouts):
+        said.append(costs.weight.says)
+    if any(one.schedule == DUAL_PIPE_V for one in layouts):
+        said.append(f"{DUAL_PIPE_V} is torch's ScheduleDualPipeV: neither dsprof's engine nor DeepSpeed runs it")
     return said

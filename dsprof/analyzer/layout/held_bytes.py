@@ -9,11 +9,11 @@ the rank's peak, such as the process itself, stays.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dsprof.engine.config import ELEMENT_BYTES, Config, as_far_as_known, held
-from dsprof.engine.schedule import Plan, make_plan, peak_activations
+from dsprof.engine.schedule import peak_activations
 
 from ..memory.use_by_step import MemoryUse, main_place
 from ..rules.base import configurations, engine_config
@@ -21,6 +21,7 @@ from ..study import Study
 from .job_layout import Layout
 from .layout_costs import LayoutCosts
 from .stage_work import stage_work
+from .step_lowered import plan_of, short_plan
 
 CHECKPOINTED: Final = 0.15
 """What is kept of a layer's activations that are computed again: its input, and the one layer that is computed. A
@@ -83,7 +84,7 @@ class HeldBytes:
     def _modelled(self, layout: Layout) -> list[tuple[float, float | None]]:
         """Bytes of states and of activations of each rank."""
         costs, ran = self._costs, self._costs.ran
-        plan = _plan(layout, layout.pp * layout.chunks)  # of any number of micro-batches the stages are the same
+        plan = short_plan(layout)
         work = stage_work(costs, plan.stages, layout.boundaries)
         at_once = activations_at_once(layout)
         each = self._of_a_micro_batch()
@@ -114,7 +115,7 @@ class HeldBytes:
         if self._content is not None:
             config = self._config(self._content, layout)
             elements = model / ELEMENT_BYTES[config.communication_type]
-            return held(config, elements, layout.dp, deepspeed=self._deepspeed).total
+            return held(config, elements, 1 / layout.dp, deepspeed=self._deepspeed).total
         shared = layout.share(3) + layout.share(2) + self._optimizer * layout.share(1)
         gathered = 2 / max(self._costs.units, 1) if layout.zero == 3 else 0.0
         return model * (shared + gathered)
@@ -141,16 +142,12 @@ def activations_at_once(layout: Layout) -> list[float]:
     """The most activations of a micro-batch and stage that each rank of a pipeline holds at once. Of many micro-batches
     the plan is not made: each more adds what the last ones did, nothing in 1F1B and itself in GPipe."""
     most = 4 * layout.pp * layout.chunks
-    peaks = peak_activations(_plan(layout, min(layout.micro_batches, most)), "B")
+    peaks = peak_activations(plan_of(replace(layout, micro_batches=min(layout.micro_batches, most))), "B")
     if layout.micro_batches <= most:
         return [float(peak) for peak in peaks]
-    before = peak_activations(_plan(layout, most - layout.pp), "B")
+    before = peak_activations(plan_of(replace(layout, micro_batches=most - layout.pp)), "B")
     more = (layout.micro_batches - most) / layout.pp
     return [peak + more * (peak - less) for peak, less in zip(peaks, before, strict=True)]
-
-
-def _plan(layout: Layout, micro_batches: int) -> Plan:
-    return make_plan(layout.schedule, layout.pp, micro_batches, layout.chunks)
 
 
 def _by_stage_rank(study: Study, costs: LayoutCosts) -> list[MemoryUse]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..graph.link import LEAST_MS_PER_BYTE, Link, fit_link
 from ..memory.use_by_step import main_place
 from ..rules.base import NotJudged, config_sections, sharded_stage
 from ..rules.comm.dimensions import Domain, domains
+from ..stage_costs import WeightShare, weight_share
 from ..structure import pipeline_that_ran
 from ..study import Study, once
 from ..text import number
@@ -84,6 +85,7 @@ class LayoutCosts:
     rounds:       how often a step reduces gradients: once, or with each micro-batch
     activation_bytes: that a stage hands on for a micro-batch; None: not known
     tensor_calls: all-reduces of a layer in forward and in backward, together for all layers
+    weight:       of a backward, what only makes weights' gradients
     """
 
     ran: Layout
@@ -108,6 +110,7 @@ class LayoutCosts:
     activation_bytes: float | None
     tensor_calls: float
     on_gpu: bool
+    weight: WeightShare = field(default_factory=WeightShare)
 
     @property
     def stage_count(self) -> int:
@@ -173,6 +176,7 @@ def layout_costs(study: Study) -> LayoutCosts:
         replicas=replicas or _standing(standing), stages=stages or _standing(standing),
         tensor=tensor or _standing(standing), activation_bytes=activation,
         tensor_calls=calls.count / ran.micro_batches * ran.pp, on_gpu=study.on_gpu,
+        weight=weight_share(study.graph) if study.topology.stage_of else WeightShare(),
     )  # fmt: skip
 
 

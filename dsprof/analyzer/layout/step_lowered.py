@@ -12,16 +12,17 @@ of a backward end, on a lane of their own, and the optimizer waits for them. Ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 
-from dsprof.engine.schedule import Action, Plan, make_plan
+from dsprof.engine.schedule import Action, Plan
 
 from ..arrays import Float
 from ..graph.replay import replay
 from ..graph.step_graph import PARTS, Costs, Edges, Measured, StepGraph, Steps, Structure, Task
+from ..structure import named_plan
 from .job_layout import Layout
 from .layout_costs import LayoutCosts
 from .stage_work import StageWork, stage_work
@@ -39,14 +40,14 @@ class Assumed:
     """What a run does not tell, as it is taken to be.
 
     fixed:  of a micro-batch, what it takes whatever its size
-    weight: of a backward, what only makes weight gradients
+    weight: of a backward, what only makes weight gradients; None: what the run tells, or is usual
     uneven: what the first stage takes more than an even part
     links:  what communications take, times what they were fitted to
     tensor: of the computation, what tensor-parallel ranks do not share
     """
 
     fixed: float = 0.2
-    weight: float = 0.5
+    weight: float | None = None
     uneven: float = 0.0
     links: float = 1.0
     tensor: float = 0.05
@@ -54,8 +55,9 @@ class Assumed:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of each stage: ms of an action by its op, of a gather of its parameters, of a reduction of its gradients, and of
-    the gather after the optimizer. optimizer: of a rank; message: between stages."""
+    """Of each stage: ms of an action by its op, B being all of the backward and W its part; of a gather of its
+    parameters, of a reduction of its gradients, and of the gather after the optimizer. optimizer: of a rank; message:
+    between stages."""
 
     actions: tuple[dict[str, float], ...]
     gather: tuple[float, ...]
@@ -69,6 +71,7 @@ def stage_times(costs: LayoutCosts, layout: Layout, plan: Plan, work: StageWork,
     """What everything in the step of a layout takes."""
     size = assumed.fixed + (1 - assumed.fixed) * layout.micro_batch if layout.micro_batch != 1 else 1.0
     shared = _tensor_share(costs, layout, assumed)
+    weight = costs.weight.typical if assumed.weight is None else assumed.weight
     replicas, handed = costs.replicas.times(assumed.links), costs.stages.times(assumed.links)
     actions, gather, reduce, publish = [], [], [], []
     every = sum(work.layers)
@@ -77,8 +80,7 @@ def stage_times(costs: LayoutCosts, layout: Layout, plan: Plan, work: StageWork,
         forward, backward = (times[stage] * size * shared for times in (work.forward, work.backward))
         again = costs.computed_again * (forward + calls / 2) if layout.recompute else 0.0
         forward, backward = forward + calls / 2, backward + calls / 2 + again
-        split = backward * assumed.weight if plan.splits else 0.0
-        actions.append({"F": forward, "B": backward - split, "W": split})
+        actions.append({"F": forward, "B": backward, "W": backward * weight})
         whole = work.model_bytes[stage] * costs.ran.tp / layout.tp
         part = work.layers[stage] / max(every / costs.ran.pp, 1e-9)
         units, buckets = max(costs.units * part, 1.0), max(costs.buckets * part, 1.0)
@@ -112,8 +114,14 @@ def _tensor_ms(costs: LayoutCosts, layout: Layout, assumed: Assumed) -> float:
 
 
 def plan_of(layout: Layout) -> Plan:
-    """Raises ValueError for a schedule that there is not, or not with so many parts."""
-    return make_plan(layout.schedule, layout.pp, layout.micro_batches, layout.chunks)
+    """Raises ValueError for a schedule that there is not, or not with so many parts or micro-batches."""
+    return named_plan(layout.schedule, layout.pp, layout.micro_batches, layout.chunks)
+
+
+def short_plan(layout: Layout) -> Plan:
+    """Of as few micro-batches as any schedule takes: which stages a rank has, and whether backwards are in two parts,
+    does not depend on how many there are. Raises ValueError as `plan_of`."""
+    return plan_of(replace(layout, micro_batches=layout.pp * layout.chunks))
 
 
 def step_of(costs: LayoutCosts, layout: Layout, assumed: Assumed | None = None) -> float:
@@ -124,12 +132,8 @@ def step_of(costs: LayoutCosts, layout: Layout, assumed: Assumed | None = None) 
     # The steady middle: each more round of the pipeline takes as long as the one before.
     rounds = ROUNDS_APART * layout.pp
     less = most - most % layout.pp + layout.micro_batches % layout.pp
-    low, high = (_replayed(costs, _with(layout, count), assumed) for count in (less - rounds, less))
+    low, high = (_replayed(costs, replace(layout, micro_batches=count), assumed) for count in (less - rounds, less))
     return high + (layout.micro_batches - less) * (high - low) / rounds
-
-
-def _with(layout: Layout, micro_batches: int) -> Layout:
-    return Layout(**{**vars(layout), "micro_batches": micro_batches})
 
 
 def _replayed(costs: LayoutCosts, layout: Layout, assumed: Assumed | None) -> float:
@@ -204,7 +208,7 @@ class _Program:
             for piece in range(count):
                 # Issued when the piece before begins; there is one, if only what is done once a step.
                 issued = len(self.ms) - 2 if self.thread[-2:] == [rank, rank] else len(self.ms) - 1
-                segment = self._segment(rank, self.times.actions[action.stage][action.op] / count)
+                segment = self._segment(rank, self._ms(action) / count)
                 if gather:
                     self._task(f"gather {rank}", 1, gather, issued, segment)
                 if piece == 0:
@@ -225,11 +229,18 @@ class _Program:
         """The actions after which gradients are reduced: of each micro-batch, or each stage's last."""
         if self.layout.dp == 1:
             return set()
-        made = [action for action in actions if action.op == ("W" if self.plan.splits else "B")]
+        split = self.plan.split
+        made = [action for action in actions if action.op == ("W" if action[1:] in split else "B")]
         if self.each:
             return set(made)
         last = {action.stage: action for action in made}
         return set(last.values())
+
+    def _ms(self, action: Action) -> float:
+        """What an action computes: of a backward in two parts, B is what W leaves."""
+        times = self.times.actions[action.stage]
+        later = times["W"] if action.op == "B" and action[1:] in self.plan.split else 0.0
+        return times[action.op] - later
 
     def _segment(self, rank: int, ms: float) -> int:
         self.thread.append(rank)

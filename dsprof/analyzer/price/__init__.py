@@ -3,6 +3,7 @@
 pricing              what candidates gain: each alone, and its share of what all of them gain
 excess               the gain of costs that were measured by themselves
 device               what is gained on devices whose kernels were traced
+unseen_idle          what idle time of devices that was not seen may do to a gain
 effects              what settings gain that rules try against each other
 together             what changes gain together that a user asks about
 bubble_shares        why stages of a pipeline wait, in parts that sum to it

@@ -22,7 +22,8 @@ def with_all_errors(study: Study, gain: Gain, error: ModelError | None, contenti
     seen = None if study.checked is None else study.checked.held_out
     gain = with_model_error(gain, error, study.step_ms, busy(study), contention_ms, seen)
     if gain.method == "replay" and gain.ms > 0:  # as much idle time may go, or turn up
-        gain = replace(gain, low=gain.low - study.unseen_idle_ms, high=gain.high + study.unseen_idle_ms)
+        fewer, more = gain.unseen or (study.unseen_idle_ms, study.unseen_idle_ms)
+        gain = replace(gain, low=gain.low - fewer, high=gain.high + more, unseen=None)
     return gain
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from .. import signals
 from ..budget.irregular import FEWEST_JUDGED
 from ..candidate import DeviceCost, Price
@@ -26,7 +28,11 @@ def price_of_device(study: Study, cost: DeviceCost) -> Price:
     if cost.at_most is not None:
         replayed = replayed_ms(study, cost.at_most)
         return Price(replace(measured, low=0.0) if replayed is None else _up_to(study, replayed[0]))
-    replayed = None if cost.less is None else replayed_ms(study, *cost.less)
+    if cost.less is None:
+        return Price(measured)
+    if not _kernels_are_replayed(study):
+        return Price(_half_or_all(measured))
+    replayed = replayed_ms(study, *cost.less)
     if replayed is None:
         return Price(measured)
     less, everything = replayed
@@ -35,10 +41,15 @@ def price_of_device(study: Study, cost: DeviceCost) -> Price:
 
 def measured_gain(study: Study, cost: DeviceCost) -> Gain:
     """The mean of what was measured, and an interval from the rank (and, of few, the step) with least to that with
-    most. Where being traced makes steps longer than ordinary ones, the same share of these."""
+    most. Where being traced makes steps longer than ordinary ones: of what they stood idle for, the same share of what
+    ordinary steps leave for it, as kernels take as long as without; of other waits, the same share of the step."""
     spent = cost.ms
     if cost.took_ms > study.step_ms > 0:
-        spent = spent * study.step_ms / cost.took_ms
+        if cost.idle_ms:
+            left = max(study.step_ms - (cost.took_ms - cost.idle_ms), 0.0)
+            spent = spent * min(left / cost.idle_ms, 1.0)
+        else:
+            spent = spent * study.step_ms / cost.took_ms
     mean = float(spent.mean())
     low, high = float(spent.min(axis=0).mean()), float(spent.max(axis=0).mean())
     if spent.shape[1] >= FEWEST_JUDGED:
@@ -77,6 +88,19 @@ def gain_of_waits(study: Study, gain: Gain) -> Gain:
 def idle_at_most(study: Study, idle_ms: float) -> Gain:
     """What cannot gain more than devices stood idle for, and may gain nothing."""
     return replace(_up_to(study, idle_ms), method="upper bound")
+
+
+def _kernels_are_replayed(study: Study) -> bool:
+    """Whether the steps that are judged, and replayed, are of those whose kernels were traced. Of steps that are not,
+    only whole phases are known, which last as long as their launches did."""
+    return study.device is not None and bool(np.isin(study.device.steps, study.step_numbers).any())
+
+
+def _half_or_all(measured: Gain) -> Gain:
+    """Of launches that take less, between half as long and no time: half as long saves half of what the device waits
+    for them or more, as what it does in a wait for its host does not get longer."""
+    ms, percent = (0.75 * value for value in (measured.ms, measured.percent))
+    return replace(measured, ms=ms, percent=percent, low=min(0.5 * measured.low, ms))
 
 
 def _up_to(study: Study, most_ms: float) -> Gain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..arrays import Float
 from ..candidate import Candidate, DeviceCost, OneOf, Price
@@ -17,6 +17,7 @@ from .contention import lost_by_waiting_less
 from .device import measured_gain, price_of_device
 from .excess import between, excess_gain, surely_most, whole_ms
 from .gains import LEAST_SHARE, mean_gain, noise_floor_ms
+from .unseen_idle import with_unseen_idle
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,9 @@ def _priced(
         weight = share
     if weight.ms < LEAST_SHARE * study.step_ms:
         return None
+    if isinstance(candidate.change, WhatIf):
+        gain = with_unseen_idle(study, graph, found.before, candidate.change, gain)
+        share = None if share is None else replace(share, unseen=gain.unseen)
     together = None
     if key in found.together:
         other, saved = found.together[key]

@@ -8,6 +8,7 @@ select          which operations a what-if is about: by purpose, process group, 
 work            own work taken away, scaled, or made equal on ranks that do the same
 even_segments   as much work between the same events on all ranks of a team
 faster_hosts    what hosts compute to launch takes less
+device_work     what devices compute takes longer, or less
 without_flows   no chain waits for another of its rank; or only for those
 communications  collectives and messages removed, added, or moved over another link
 needless        reductions and broadcasts that a step can do without

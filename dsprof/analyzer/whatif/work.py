@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..arrays import Bool, Float, Int
 from ..budget.parts import OWN_WORK
-from ..graph.chain_work import chain_groups, hosts
+from ..graph.chain_work import chain_groups, chain_work, hosts
 from ..graph.stalled import stalls_of
 from ..graph.step_graph import PARTS, SHARDING_PART, WAKE_UP_DELAY, StepGraph, Steps
 from .apply import Turn, WhatIf, measured
@@ -65,11 +65,13 @@ class Change:
     where_beyond_peers: it goes from where the rank takes longer than those that do the same work, between the same
               collectives; else from all of the step in proportion.
     spans:    it goes from these stretches of time, from each as much as it says; not from all of the step alike.
+    launches: on a device, its host has as much less to launch: the same share of what it does in that part.
     """
 
     removed: Mapping[str, Float]
     where_beyond_peers: bool = False
     spans: Spans | None = None
+    launches: bool = False
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,11 @@ def _on_chains(graph: StepGraph, change: Change) -> Change:
             continue
         removed[part] = np.zeros((len(graph.ranks), of_part.shape[1]))
         removed[part][np.arange(graph.leads) if part in OF_DEVICE else of_host] = of_part
+        if change.launches and part in OF_DEVICE:
+            work = chain_work(graph, part)
+            beside = of_host >= graph.leads
+            share = of_part / np.maximum(work[: graph.leads], 1e-9)
+            removed[part][of_host[beside]] = (np.minimum(share, 1.0) * work[of_host])[beside]
     return replace(change, removed=removed)
 
 

@@ -87,7 +87,7 @@ def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
         Evidence("latency of one", round(cut.link.latency_ms, 4), "ms"),
         Evidence("host time to issue one", round(cut.host_ms, 4), "ms"),
     )
-    title = f"{cut.count} gradient collectives a step of {size(cut.median_bytes)} each are bound by latency"
+    title = f"{cut.count} gradient collectives a step (median {size(cut.median_bytes)}) are bound by latency"
     where = cut.domain.where(study, cut.op)
     fixes = (_bucket_fix(study, cut, best),)
     return Finding(

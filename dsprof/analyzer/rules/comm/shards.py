@@ -122,7 +122,7 @@ def small_shards(
         else Evidence("host time to issue one", round(host_ms, 4), "ms"),
         Evidence("exposed communication a step", round(waited_ms(study, domain), 3), "ms", 0.0),
     )
-    title = f"{a_step:.0f} all-gathers and reduce-scatters a step, of {size(median)} each, are bound by latency"
+    title = f"{a_step:.0f} all-gathers and reduce-scatters a step (median {size(median)}) are bound by latency"
     where = domain.where(study, "all_gather")
     fixes = _fixes(study, domain, best, by_key)
     return [Finding("comm.small-messages", title + domain.inside, "info", where, evidence, best.gain, fixes)]

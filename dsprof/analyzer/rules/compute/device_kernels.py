@@ -8,6 +8,9 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
+
+from dsprof.schema import MOST_UNSEEN
 
 from ... import signals
 from ...arrays import Float
@@ -24,13 +27,15 @@ from ...text import count, ms, percent
 from ...whatif.faster_hosts import FasterHosts
 from ...whatif.without_flows import TransfersAtOnce
 from ...whatif.work import Change, LessWork
-from ..base import NotJudged
+from ..base import NotJudged, code_fix, script_of
 from ..rule import Found, Look, Rule
 
 MOST_CLOCK_ERROR: Final = 0.2
 """Of what is waited."""
-MOST_UNSEEN: Final = 0.1
-"""Share of the step for which devices may stand idle unseen, before launches are worth a look."""
+IN_OPTIMIZER: Final = 0.1
+"""Of the launches, for which devices wait, from which on those of the optimizer are worth a fix."""
+FUSES: Final = ("Adam", "AdamW", "SGD", "Adagrad")
+"""Optimizers of torch's that have `fused=True`."""
 LEAST_LATE: Final = 0.5
 """Of the collectives that make others wait, those to which a straggler is the last to come."""
 
@@ -64,6 +69,10 @@ def _launching(
     idle = sum(one.idle_ns for one in devices.ranks.values()) / sum(
         one.kernel_time_ns for one in devices.ranks.values()
     )
+    in_optimizer = sum(
+        float(one.steps.set_index("step")["in_optimizer_ms"].reindex(steps).mean()) for one in devices.ranks.values()
+    )
+    part = in_optimizer / len(devices.ranks) / max(float(host.mean()), 1e-9)
     longer = f", of {ms(cost.took_ms)} that they took" if cost.took_ms > 1.01 * study.step_ms else ""
     delays = [one.delay_us for one in devices.ranks.values() if one.delay_us is not None]
     evidence = (
@@ -74,6 +83,7 @@ def _launching(
             "ms",
         ),
         Evidence(f"most on rank {rank}", round(float(host[worst].mean()), 3), "ms"),
+        Evidence("of it, in the optimizer", round(100 * part, 1), "%"),
         Evidence("from a launch to its kernel, median", round(float(np.median(delays)), 1), "us"),
         *(
             Evidence(f"the step would be shorter if {words}", round(gain.ms, 3), "ms")
@@ -84,13 +94,27 @@ def _launching(
         f"the device waits for its host between kernels for {percent(measured.percent)} of the step"
         f"{in_steps(len(steps))}: launches come too slowly to keep it busy"
     )
-    fixes = (
+    fewer = [
         Fix("code", "torch.compile(model), or mode='reduce-overhead' for CUDA graphs: fewer launches a step"),
         Fix("code", "a larger micro-batch: the same launches for more work"),
-        Fix("code", "a fused optimizer (fused=True, or foreach=True): one launch for many parameters"),
-    )
+    ]
+    optimizer = _fewer_launches_of_the_optimizer(study)
+    if optimizer is not None and part > IN_OPTIMIZER:
+        fewer.insert(0 if part > 0.5 else 2, optimizer)
     where = Where(steps=(int(steps[0]), int(steps[-1])))
-    return Finding("compute.launch-bound", title, "info", where, evidence, price.gain, fixes)
+    return Finding("compute.launch-bound", title, "info", where, evidence, price.gain, tuple(fewer))
+
+
+def _fewer_launches_of_the_optimizer(study: Study) -> Fix | None:
+    """One launch for many parameters; None where that is so."""
+    told = study.facts.get("optimizer", [])
+    if not told:
+        return Fix("code", "a fused optimizer (fused=True, or foreach=True): one launch for many parameters")
+    most = max(told, key=lambda fact: int(fact.get("parameters") or 0))
+    if most.get("implementation") == "fused" or most.get("class") not in FUSES:
+        return None
+    title = f"{most['class']}(..., fused=True): one launch for many of its {most.get('parameters')} parameters"
+    return code_fix(title, "fused", True, script_of(study), None, {"optimizer.fused": True})
 
 
 def _refuse_phases(study: Study) -> None:
@@ -154,7 +178,7 @@ def _late_rank(study: Study, devices: Devices) -> list[Candidate]:
         shown = (*evidence, *_rank_as_others(study, rank))
         return Finding("rank.straggler", title, "info", where, shown, price.gain, (fix,))
 
-    return [Candidate("rank.straggler", device_cost(devices, steps, saved), say)]
+    return [Candidate("rank.straggler", device_cost(devices, steps, saved, idle=False), say)]
 
 
 def _began_late(devices: Devices, rank: int, steps: npt.NDArray[np.int64]) -> list[Evidence]:
@@ -225,11 +249,11 @@ def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:
     return ordinary if len(ordinary) else devices.steps
 
 
-def device_cost(devices: Devices, steps: npt.NDArray[np.int64], spent: Float) -> DeviceCost:
-    """Of `spent`, [R, S] ms of these steps."""
-    tables = [one.steps[one.steps["step"].isin(steps.tolist())] for one in devices.ranks.values()]
-    lengths = [(table["end_ns"] - table["start_ns"]).to_numpy(np.float64) / 1e6 for table in tables]
-    return DeviceCost(spent, float(np.concatenate(lengths).mean()))
+def device_cost(devices: Devices, steps: npt.NDArray[np.int64], spent: Float, *, idle: bool = True) -> DeviceCost:
+    """Of `spent`, [R, S] ms of these steps; idle: for which the devices stood idle, rather than in a kernel."""
+    table = pd.concat([one.steps[one.steps["step"].isin(steps.tolist())] for one in devices.ranks.values()])
+    took = float((table["end_ns"] - table["start_ns"]).mean()) / 1e6
+    return DeviceCost(spent, took, float(table["idle_ms"].mean()) if idle else None)
 
 
 def in_steps(steps: int) -> str:

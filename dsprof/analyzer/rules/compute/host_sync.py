@@ -23,6 +23,7 @@ from ...budget.lanes import MAIN, on_stream
 from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.chains import SYNC
+from ...price.calibration import BETWEEN_RUNS
 from ...price.device import gain_of_waits, idle_at_most, replayed_gain
 from ...study import Study, once
 from ...text import ms, number
@@ -217,6 +218,7 @@ RULES = (
         explains=("compute",),
         looks=(Look(stops),),
         needs=(signals.gpus,),
+        error=BETWEEN_RUNS,
         # A host that is held up is not ahead of its device: it is the collections that gain.
         outranked_by=("pause.gc",),
         place=190,

@@ -97,7 +97,7 @@ def recomputation(study: Study) -> Found:
     if not kept.fit:
         return []
     gone = {"compute": (again * kept.part).clip(max=study.work("compute"))}
-    less = LessWork("compute.recompute", Change(gone), study.peer_groups)
+    less = LessWork("compute.recompute", Change(gone, launches=True), study.peer_groups)
 
     def say(price: Price) -> Finding:
         return _finding(study, kept, price.gain)

@@ -13,10 +13,10 @@ from dsprof.engine.schedule import Plan
 from ... import signals
 from ...finding import Fix, Gain
 from ...price.calibration import ModelError
-from ...price.effects import sure_gain
+from ...price.effects import effect_gains, sure_gain
 from ...price.gains import may_gain
 from ...signals import Absent
-from ...stage_costs import begins
+from ...stage_costs import USUAL_WEIGHT, begins
 from ...structure import AUTO, PipelineStructure, pipeline_that_ran, restructured
 from ...study import Study
 from ...whatif import Refused
@@ -109,14 +109,21 @@ def written(ran: Plan, plan: Plan, bounds: tuple[int, ...] | None) -> dict[str, 
 def _tried(
     study: Study, wanted: PipelineStructure, error: ModelError | None
 ) -> tuple[Plan, tuple[int, ...] | None, Gain] | None:
-    """The plan and boundaries of a structure and what it saves; None where that cannot be told, or may be nothing."""
+    """The plan and boundaries of a structure and what it saves; None where that cannot be told, or may be nothing.
+    Where weight gradients were not timed by themselves it is offered if layers with weights would gain; what it saves
+    begins at what layers without them would."""
     if isinstance(signals.replay.look(study), Absent):
         return None
     try:
-        new = restructured(study, wanted)
+        new = restructured(study, wanted, USUAL_WEIGHT)
+        gain = sure_gain(study, replace(new.effect, counts_cores=True), error)
+        if gain is not None and new.plan.splits:
+            any_layers = replace(restructured(study, wanted).effect, counts_cores=True)
+            (whatever,) = effect_gains(study, [any_layers])
+            # Of backwards that make no weight gradients it is 1F1B, which loses nothing.
+            gain = replace(gain, low=max(min(gain.low, whatever.low), 0.0), high=max(gain.high, whatever.high))
     except (NotJudged, Refused):
         return None
-    gain = sure_gain(study, replace(new.effect, counts_cores=True), error)
     return None if gain is None else (new.plan, new.boundaries, gain)
 
 

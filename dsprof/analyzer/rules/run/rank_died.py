@@ -19,6 +19,7 @@ from ..base import NotJudged, listed
 from ..memory.oom_risk import killed_for_memory, why_out_of_memory
 from ..rule import Look, Rule
 
+UNTOLD: Final = "dsprof can name an exception only once `import torch` has attached it"
 COLUMNS: Final = ("kind", "name", "step", "start_ns", "dur_ns", "ended", "group", "seq")
 
 
@@ -26,26 +27,31 @@ def rank_died(study: Study) -> list[Finding]:
     """A rank ended by a signal or with an error: which was first, and what it was doing."""
     exits = study.run.exits
     if not exits:
-        raise NotJudged("no launcher recorded how the ranks ended")
+        raise NotJudged(_why_unknown(study))
     failed = failures(exits)
     if not failed or study.run.status == BY_HAND:
         return []
     first = failed[0]
+    # Of a script that failed before there was any rank, it is not known whether it was to become one or to start some.
+    who = f"rank {first.rank}" if study.run.ranks or study.run.world_size else "the script"
     mine = study.trace.read(first.rank, COLUMNS)
     steps = mine.loc[mine["kind"] == "step", "step"]
     last_step = int(steps.max()) if len(steps) else -1
     evidence = [
         Evidence("ended by", first.how, ""),
         Evidence("last completed step", last_step if last_step >= 0 else "none", ""),
-        Evidence("was doing", _doing(mine), ""),
     ]
+    captured = any(info.rank == first.rank for info in study.run.ranks)
+    if captured:
+        evidence.append(Evidence("was doing", _doing(mine), ""))
     others = [item.rank for item in failed[1:]]
     if others:
         evidence.append(Evidence("ranks that failed after it", listed(others), ""))
-    title = f"rank {first.rank} ended by {first.how} after step {last_step}" if last_step >= 0 else (
-        f"rank {first.rank} ended by {first.how} before it completed a step")  # fmt: skip
+    title = f"{who} ended by {first.how} " + (
+        f"after step {last_step}" if last_step >= 0 else "before it completed a step"
+    )
     where = Where(ranks=(first.rank,), steps=(last_step, last_step) if last_step >= 0 else None)
-    advice = _advice(first)
+    advice = _advice(first) if captured or first.signal is not None else f"{_advice(first)}; {UNTOLD}"
     memory = _of_memory(study, first)
     raised = _uncaught(study, first.rank)
     if raised is not None:
@@ -74,6 +80,13 @@ def rank_died(study: Study) -> list[Finding]:
         fixes = (Fix("code", advice),)
         title = f"rank {before} was gone first{said}, {earlier}before {title}"
     return [Finding("run.rank-died", title, "high", where, tuple(evidence), NOT_PRICED, fixes)]
+
+
+def _why_unknown(study: Study) -> str:
+    """Why there is no exit of any rank."""
+    if study.run.status is None:
+        return "no launcher recorded how the ranks ended"
+    return f"the command ended with status {study.run.status}, and what it started does not tell how its ranks ended"
 
 
 class _Uncaught(NamedTuple):
