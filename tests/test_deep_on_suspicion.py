@@ -21,6 +21,7 @@ from dsprof.collectors.capture.window import Switch, Window
 from dsprof.collectors.devices import deep
 from dsprof.collectors.devices.deep import Suspicion
 from dsprof.collectors.devices.launching import ClockSample, DevicePhase, clock_offset, launching_share
+from dsprof.collectors.hooking import errors
 from dsprof.control import Control, DeepRequest
 from dsprof.schema import CONTROL_FILE, DEEP_FILE
 
@@ -267,6 +268,21 @@ def test_nothing_happens_without_a_device(rank: MakeRank, device: Device) -> Non
     assert profiler.profile._prepare_trace is before
 
 
+def test_what_fails_is_counted_once_and_given_up(rank: MakeRank) -> None:
+    def fails(since_ns: int) -> None:
+        raise OSError("gone")
+
+    one = rank()
+    one.suspicion._share = fails
+    errors.send_to(one.suspicion._recorder.note_error)
+    try:
+        one.steps(100)
+    finally:
+        errors.send_to(None)
+    assert [(hook, count) for hook, count, _ in one.suspicion._recorder.failures()] == [("deep", 1)]
+    assert (one.profiled, one.capture.after_step, one.capture.samples) == ([], [], [])
+
+
 def test_a_job_that_ends_before_says_nothing(rank: MakeRank) -> None:
     one = rank().steps(15)
     one.suspicion.close()
@@ -395,9 +411,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, 
             recorder, tmp_path / "capture", level, lambda: True, lambda: None, lambda fact: None, run=tmp_path
         )
         uninstall = deep.install(capture)
+        watches = bool(capture.samples)
         for one in uninstall:
             one()
-        return bool(capture.samples)
+        assert (capture.samples, capture.after_step) == ([], [])
+        return watches
     finally:
         bring_back()
         recorder.close()

@@ -129,12 +129,8 @@ class Suspicion:
     def after_step(self) -> None:
         """A step has ended: until the first look each is seen, so that a short job is looked at early, too."""
         self._early += 1
-        if self._early < WARM_UP:
-            return
-        if not self._on_device():  # it trains on the CPU
-            self._end()
-            return
-        self._watch()
+        if self._early >= WARM_UP:
+            self._watch()
         if (self._looks or self._asked) and not self._over:
             self._capture.after_step.remove(self.after_step)
 
@@ -168,10 +164,16 @@ class Suspicion:
         """Look, where that is due."""
         if self._asked or self._over:
             return
-        if self._since is None:
-            self._since, self._next_look = (self._steps, self._clock_ns()), self._steps + JUDGED
-        elif self._steps >= self._next_look:
-            self._look(*self._since)
+        try:
+            if not self._on_device():  # it trains on the CPU
+                self._end()
+            elif self._since is None:
+                self._since, self._next_look = (self._steps, self._clock_ns()), self._steps + JUDGED
+            elif self._steps >= self._next_look:
+                self._look(*self._since)
+        except Exception as error:  # what fails once would fail after each step
+            count_error("deep", error)
+            self._end()
 
     def _on_device(self) -> bool:
         """Whether the job has begun to use one; from then on the profilers of its own are watched."""
@@ -229,10 +231,10 @@ class Suspicion:
     def _end(self) -> None:
         """Nothing is traced any more."""
         self._over = True
-        hooks = self._capture.after_step
-        for hook in (self._window.after_step, self.after_step):
-            if hook in hooks:
-                hooks.remove(hook)
+        steps = self._capture.after_step
+        steps[:] = [hook for hook in steps if hook not in (self._window.after_step, self.after_step)]
+        samples = self._capture.samples
+        samples[:] = [sample for sample in samples if sample != self.sample]
         while self._unwatch:
             self._unwatch.pop()()
 

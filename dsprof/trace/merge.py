@@ -270,7 +270,7 @@ def _note_deep(info: RunInfo) -> None:
     except (KeyError, TypeError, ValueError):  # none, or of a run folder that somebody else made
         return
     steps = f"step {first} was" if first == last else f"steps {first} to {last} were"
-    took = f"; that took {max(longer):,.0f} ms longer than other steps" if longer else ""
+    took = f"; that took {max(0.0, *longer):,.0f} ms longer than other steps" if longer else ""
     warn(
         info,
         f"{steps} traced with torch.profiler, as for {share:.0f} % of the step the device was in phases that its host "
