@@ -196,7 +196,7 @@ def gains(code: str, ms: Callable[[Outcome], float], within: float) -> Check:
 
 def gains_in_all(ms: Callable[[Outcome], float], least: float, most: float) -> Check:
     """The gain of the first finding is at least and at most so many times what is true. Where the kernel counts that
-    the ranks lack cores, half of the least: what they wait for these hides some of it, and is part of what they slept."""
+    the ranks lack cores, half of the least: what they wait for those hides some of it, and is in what they slept."""
 
     def check(outcome: Outcome) -> Iterator[str]:
         true_ms, gain_ms = ms(outcome), outcome.first.get("gain", {}).get("ms", 0.0)

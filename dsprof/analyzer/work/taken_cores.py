@@ -80,9 +80,9 @@ class TakenCores:
     @property
     def cause(self) -> str:
         """As findings.json has it."""
-        return (
-            self.name if self.sure else "other-processes, probably" if self.name == "other-processes" else "not known"
-        )
+        if self.sure:
+            return self.name
+        return "other-processes, probably" if self.name == "other-processes" else "not known"
 
 
 @once
@@ -108,8 +108,8 @@ def taken_cores(study: Study) -> TakenCores:
             words = f"as the job itself fills the {count(group.cores, 'core')} that it may use"
             return TakenCores("own-threads", words, **told)
         if used.others is not None and used.job + used.others >= FULL * group.cores:
-            words = f"{'' if seen else 'probably '}as other processes use {number(used.others)} of the {count(group.cores, 'core')}, and the job "
-            words += number(used.job)
+            perhaps, of = "" if seen else "probably ", count(group.cores, "core")
+            words = f"{perhaps}as other processes use {number(used.others)} of the {of}, and the job {number(used.job)}"
             return TakenCores("other-processes", words, **told)
     return TakenCores("not-known", "and what has theirs was not seen", **told)
 
