@@ -106,7 +106,7 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "host": Collector(
         "host.gc_and_cpu_time", MEMORY, "garbage collection, CPU time, waiting for a core",
-        judges=("pause.gc", "data.stall", "pause.stop"),
+        judges=("pause.gc", "data.stall", "pause.stop", "compute.no-core"),
     ),
     # After the host, so that what a step used does not hold what counting it costs.
     "flops": Collector(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -77,6 +77,8 @@ class Job:
     cores: int = 64
     cpus: Callable[[int], list[int]] | None = None
     """Rank -> the cores it is bound to; None: any of `cores`, by a capture that tells only how many."""
+    host_cores: int | None = None
+    """How many its host has, as far as the capture tells."""
     loader: int | None = None
     """Number of its DataLoader, from 1."""
     restart: PerStep = lambda rank, step: 0
@@ -85,6 +87,10 @@ class Job:
     """How much longer the first batch takes after such a start."""
     evaluation: PerStep = lambda rank, step: 0
     """How long it evaluates before the step, half of it in another DataLoader, whose number is the next."""
+    threads: int = 1
+    """With which torch computes."""
+    beside: float = 0.0
+    """CPU time of a rank's other threads, as a share of its training thread's."""
     facts: list[dict[str, Any]] = field(default_factory=list)
     exits: list[RankExit] = field(default_factory=list)
 
@@ -159,7 +165,7 @@ class Job:
                 records[rank].append(_record(Kind.PHASE, OPTIMIZER, begin, begin + spent, value=self.optimizer_number))
                 now[rank] = begin + spent
                 cpu[rank] += spent * self.cpu_share
-                for gauge, value in ((CPU, cpu), (THREAD_CPU, cpu), (CORE_WAIT, wanted)):
+                for gauge, value in ((CPU, cpu * (1 + self.beside)), (THREAD_CPU, cpu), (CORE_WAIT, wanted)):
                     records[rank].append(_record(Kind.GAUGE, gauge, now[rank], now[rank], value=value[rank] / 1e3))
                 for number, rises in enumerate(self.gauges.values()):
                     others[number, rank] += rises(rank, step)
@@ -176,7 +182,7 @@ class Job:
         }
 
     def trace(self) -> Trace:
-        tables = [trace_rows(capture, rank, 0) for rank, capture in self.captures().items()]
+        tables = [rows_of(capture, rank) for rank, capture in self.captures().items()]
         rows = pd.concat([table.astype({"name": object, "lane": object}) for table in tables], ignore_index=True)
         facts = [self._process(rank) for rank in range(self.ranks)]
         info = RunInfo(
@@ -194,10 +200,31 @@ class Job:
         return Trace.of(info, rows)
 
     def _process(self, rank: int) -> dict[str, Any]:
+        of = {"fact": "process", "rank": rank, "threads": self.threads, "host_cores": self.host_cores}
         if self.cpus is None:
-            return {"fact": "process", "rank": rank, "cores": self.cores, "threads": 1}
+            return {**of, "cores": self.cores}
         cpus = self.cpus(rank)
-        return {"fact": "process", "rank": rank, "cores": len(cpus), "cpus": cpus, "threads": 1}
+        return {**of, "cores": len(cpus), "cpus": cpus}
+
+
+KEPT: Final = 128
+"""Tables of ranks that are kept: to make them takes almost half of what it takes to analyze a job, and tests of one
+rule ask for the same job again and again."""
+_tables: dict[Hashable, pd.DataFrame] = {}
+
+
+def rows_of(capture: Capture, rank: int) -> pd.DataFrame:
+    """What `trace_rows` makes of a capture, made once for all captures with the same content; the table is nobody
+    else's."""
+    told = repr((capture.names, capture.meta, capture.facts))
+    key = (rank, told, capture.records.tobytes(), pd.get_option("mode.string_storage"))
+    made = _tables.pop(key, None)
+    if made is None:
+        made = trace_rows(capture, rank, 0)
+    _tables[key] = made  # the last to go
+    if len(_tables) > KEPT:
+        del _tables[next(iter(_tables))]
+    return made.copy()
 
 
 @dataclass

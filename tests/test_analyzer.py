@@ -39,7 +39,7 @@ def test_a_healthy_job_has_nothing_above_info() -> None:
         "rank.straggler", "data.stall", "data.imbalance", "pause.gc", "comm.small-messages", "comm.large-bucket",
             "comm.exposed",
         "eval.uneven", "checkpoint.stall", "pause.stop", "run.hang", "run.desync", "comm.redundant-reduce",
-        "comm.buffers", "comm.volume", "compute.optimizer", "compute.recompile",
+        "comm.buffers", "comm.volume", "compute.optimizer", "compute.recompile", "compute.no-core",
     }  # fmt: skip
     assert analysis.not_judged == {"run.rank-died": "no launcher recorded how the ranks ended"}
 
@@ -73,7 +73,7 @@ def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
     from dsprof.analyzer.rank_summary import summarize_ranks
 
     analysis = analyze(Job(jitter=0.05).trace())
-    ranks = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
+    ranks, _ = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
     chains = {rank: of.chains for rank, of in ranks.items()}
     graph = build_graph(chains, analysis.collectives, analysis.steps)
     assert graph is not None
@@ -125,28 +125,26 @@ def test_a_rank_that_is_late_by_chance_is_no_straggler() -> None:
 
 
 @pytest.mark.parametrize(
-    ("core_wait", "cpu_share", "said"),
+    ("rank_0_waits", "said"),
     [
         (
             0.0,
-            0.2,
             "none of which is late on the whole: `dsprof run --level full` also tells what each module takes, and "
             "samples the stacks of all ranks",
         ),
         (
-            0.3,
-            0.2,
-            "of each step for a core, as other processes use theirs: run it with `dsprof run` where cores are free)",
+            25.0,
+            "(a rank waits 8.33 ms of each step for a core, and what has theirs was not seen: run it with `dsprof run` "
+            "where cores are free)",
         ),
-        (0.3, 0.6, "of each step for a core, as the job has too few: run it with `dsprof run` where cores are free)"),
     ],
 )
-def test_ranks_that_are_late_in_turn_may_wait_for_cores(core_wait: float, cpu_share: float, said: str) -> None:
+def test_ranks_that_are_late_in_turn_may_wait_for_cores(rank_0_waits: float, said: str) -> None:
     """Three ranks on two cores, of which another one is late in each step."""
     draw = np.random.default_rng(1).exponential(25, (3, 40))
     job = Job(
-        ranks=3, steps=40, forward=lambda rank, step: 40 + float(draw[rank, step]), core_wait=core_wait,
-        cpu_share=cpu_share, cores=2,
+        ranks=3, steps=40, forward=lambda rank, step: 40 + float(draw[rank, step]), cpu_share=0.2, cores=2,
+        crowded=lambda rank, step: 0.0 if rank else rank_0_waits,
     )  # fmt: skip
     verdict = analyze(job.trace()).verdict
     assert verdict.status == "inconclusive"

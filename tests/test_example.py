@@ -40,7 +40,7 @@ def disturbed(switch: str, done: Finished) -> bool:
         return True
     if switch == "healthy":
         return bool(done.above_info)
-    first = found["findings"][0] if found["findings"] else None
+    first = next(iter(done.told), None)
     return first is None or (first["code"], first["where"].get("ranks")) != FIRST[switch] or first["severity"] == "info"
 
 
@@ -77,7 +77,7 @@ class TestEveryJob:
         if switch == "healthy":
             assert finished.above_info == [], finished.stderr
             return
-        first = finished.findings["findings"][0]
+        first = finished.told[0]
         code, ranks = FIRST[switch]
         assert (first["code"], first["where"].get("ranks")) == (code, ranks), finished.stderr
         assert first["severity"] != "info", finished.stderr

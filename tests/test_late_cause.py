@@ -82,10 +82,12 @@ def test_a_thread_of_its_own_that_has_its_core() -> None:
 
 CROWDED: Final = on(42.0, 1.0)
 NO_QUOTA: Final = {gauges.THROTTLED: on(0.0)}
+ALL_SEEN: Final[dict[str, Any]] = {"fact": "cpu_cgroups", "rank": 1, "whole": True}
+"""All cgroups above rank 1, and so all quotas."""
 
 
 def test_something_else_has_its_core() -> None:
-    found = late(NO_QUOTA, cpu_share=0.4, crowded=CROWDED, cpus=lambda rank: [2 * rank, 2 * rank + 1])
+    found = late(NO_QUOTA, ALL_SEEN, cpu_share=0.4, crowded=CROWDED, cpus=lambda rank: [2 * rank, 2 * rank + 1])
     assert cause(found) == "no-core"
     assert found.title.endswith(": it waits 41.0 ms a step for a core")
     (fix,) = found.fixes
@@ -94,16 +96,24 @@ def test_something_else_has_its_core() -> None:
 
 def test_cores_that_all_ranks_share_are_no_reason_for_one_to_be_late() -> None:
     """It wants one more often, as where its threads hand a lock to one another: what runs there hinders all alike."""
-    found = late(NO_QUOTA, cpu_share=0.4, crowded=CROWDED, cpus=lambda rank: [0, 1])
+    found = late(NO_QUOTA, ALL_SEEN, cpu_share=0.4, crowded=CROWDED, cpus=lambda rank: [0, 1])
     assert cause(found) == "no-core, probably"
     assert "waits 41.0 ms a step for a core, of those that the others use, too" in found.title
 
 
-def test_a_quota_that_cannot_be_read_may_be_what_it_waits_for() -> None:
-    """Where the kernel counts the time for which a quota stops a thread as one without a core."""
-    found = late({}, cpu_share=0.4, crowded=CROWDED, cpus=lambda rank: [rank])
+@pytest.mark.parametrize(
+    ("measured", "facts"),
+    [({}, [ALL_SEEN]), (NO_QUOTA, []), (NO_QUOTA, [ALL_SEEN | {"whole": False}]), (NO_QUOTA, [ALL_SEEN | {"rank": 0}])],
+)
+def test_a_quota_that_cannot_be_read_may_be_what_it_waits_for(
+    measured: dict[str, PerStep], facts: list[dict[str, Any]]
+) -> None:
+    """Where the kernel counts the time for which a quota stops a thread as one without a core: that of the rank's own
+    cgroup, or of one above its container, which is not seen from inside."""
+    found = late(measured, *facts, cpu_share=0.4, crowded=CROWDED, cpus=lambda rank: [rank])
     assert cause(found) == "no-core, probably"
-    assert any("or raise the CPU limit of the container of rank 1" in fix.title for fix in found.fixes)
+    assert any("or raise the CPU limit of the container of rank 1, or of a group above" in fix.title
+               for fix in found.fixes)  # fmt: skip
 
 
 def test_a_rank_that_computes_more_on_cores_as_crowded_as_the_others() -> None:
@@ -125,7 +135,7 @@ def test_on_a_crowded_machine_what_only_this_rank_has_comes_first(measured: dict
 
 @pytest.mark.parametrize("told", [True, False])
 def test_bound_to_fewer_cores(told: bool) -> None:
-    found = late(NO_QUOTA if told else {}, cpu_share=0.4, crowded=CROWDED,
+    found = late(NO_QUOTA if told else {}, ALL_SEEN, cpu_share=0.4, crowded=CROWDED,
                  cpus=lambda rank: [0] if rank == 1 else [1, 2, 3, 4])  # fmt: skip
     assert cause(found) == ("affinity" if told else "affinity, probably")
 

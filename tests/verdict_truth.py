@@ -33,8 +33,15 @@ class Outcome:
 
     @property
     def first(self) -> Found:
-        findings: list[Found] = self.found["findings"]
+        findings: list[Found] = self.finished.told
         return findings[0] if findings else {}
+
+    @property
+    def wants_cores(self) -> bool:
+        """Whether the verdict is that its ranks wait for cores, and the kernel counts that they do: so a busy machine
+        keeps a job from being healthy."""
+        verdict = self.found["verdict"]
+        return verdict["status"] != "healthy" and "for a core" in verdict["headline"] and self.finished.starved
 
     @property
     def step_ms(self) -> float:
@@ -153,7 +160,7 @@ def _sound(outcome: Outcome, job: Job) -> Iterator[str]:
 
 def _findings(outcome: Outcome, job: Job) -> Iterator[str]:
     found = outcome.found
-    above = [item for item in found["findings"] if item["severity"] != "info"]
+    above = [item for item in outcome.finished.told if item["severity"] != "info"]
     told = [(item["code"], item["where"], f"{item['gain']['percent']:.1f} %") for item in above]
     allowed = {job.first, *job.also}
     if [item["code"] for item in above if item["code"] not in allowed]:
@@ -260,6 +267,8 @@ def step_is(*words: str) -> Check:
 def verdict_is(status: str, *words: str) -> Check:
     def check(outcome: Outcome) -> Iterator[str]:
         verdict = outcome.found["verdict"]
+        if outcome.wants_cores and status == "healthy":
+            return
         if verdict["status"] != status or not all(word in verdict["headline"] for word in words):
             yield f"verdict: {verdict}"
 

@@ -71,7 +71,10 @@ def process() -> Fact:
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     cores = os.cpu_count() if cpus is None else len(cpus)
     script = getattr(sys.modules.get("__main__"), "__file__", None)
-    return {"fact": "process", "script": script, "cores": cores, "cpus": cpus, "threads": torch.get_num_threads()}
+    return {
+        "fact": "process", "script": script, "cores": cores, "cpus": cpus, "host_cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }  # fmt: skip
 
 
 def watch_dataloaders() -> None:

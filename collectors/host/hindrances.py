@@ -45,7 +45,9 @@ def _cpu_stat(folder: Path, version: int) -> float | None:
 
 
 def state_limit(root: str = proc.PROC) -> None:
-    """State how many cores the quota of its cgroups allows, where there is one: the lowest."""
+    """State how many cores the quota of its cgroups allows, where there is one: the lowest; and whether all of them can
+    be seen, as a quota of one above a container stops what is in it, too."""
+    state({"fact": "cpu_cgroups", "whole": proc.sees_every_cgroup(proc.CPU, Path(root))})
     limits = [
         (cores, folder)
         for folder, version in proc.cgroups_of(proc.CPU, Path(root))

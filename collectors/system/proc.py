@@ -22,6 +22,8 @@ STATE, USER_TICKS, SYSTEM_TICKS, START_TICKS, LAST_CORE = 0, 11, 12, 19, 36
 itself; when it began, since the host did; the core that it ran on last."""
 UNLIMITED: Final = 1 << 60
 """Bytes. What cgroup v1 writes for no limit is near 2**63."""
+FIRST_CGROUP_NAMESPACE: Final = 0xEFFFFFFB
+"""Number of the cgroup namespace that the kernel begins with (PROC_CGROUP_INIT_INO)."""
 ONCE: Final = 1 << 10
 """Bytes of a file of a line or a few."""
 
@@ -84,3 +86,18 @@ def cgroups_of(controller: str, proc: Path = Path(PROC), cgroups: Path = Path(CG
             yield place, 1 if controllers else 2
             if place == root:
                 break
+
+
+def sees_every_cgroup(controller: str, proc: Path = Path(PROC), cgroups: Path = Path(CGROUPS)) -> bool:
+    """Whether `cgroups_of` gives all cgroups above this process's, up to the root of the host: those of a container are
+    in a namespace of their own, or mounted without what is above them."""
+    try:
+        if os.stat(proc / "self" / "ns" / "cgroup").st_ino != FIRST_CGROUP_NAMESPACE:
+            return False
+    except OSError as error:
+        if by_handler(error):
+            raise
+        return False
+    paths = [line.split(":", 2) for line in read_whole(proc / "self" / "cgroup").splitlines() if line.count(":") >= 2]
+    mine = [(of, path) for _, of, path in paths if not of or controller in of.split(",")]
+    return bool(mine) and all((cgroups / (controller if of else "") / path.lstrip("/")).is_dir() for of, path in mine)

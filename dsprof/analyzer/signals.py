@@ -21,6 +21,8 @@ from .device import Devices
 from .graph.step_graph import StepGraph
 from .study import Study
 from .text import ms
+from .work.core_wait import CoreWait
+from .work.core_wait import core_wait as of_training_threads
 
 Value = TypeVar("Value")
 
@@ -129,6 +131,13 @@ def input_sizes(study: Study) -> Float | Absent:
     """Elements given to forward, [R, S] over the ordinary steps."""
     sizes = study.input_sizes
     return sizes if sizes is not None else Absent("the sizes of the inputs to forward were not captured")
+
+
+@Signal
+def core_wait(study: Study) -> CoreWait | Absent:
+    """How long training threads wait for a core."""
+    waited = of_training_threads(study)
+    return waited if waited is not None else Absent("how long threads wait for a core was not measured")
 
 
 @Signal

@@ -29,6 +29,7 @@ from ..work.mfu import judge_efficiency
 from ..work.module_times import module_times
 from ..work.stack_difference import StackDifference, stack_difference
 from ..work.stacks import outside_phases
+from ..work.taken_cores import taken_cores
 from .headline import verdict_of
 from .next_step import NOT_YET
 from .overrides import applied_knobs, lost_knobs, verified_fixes
@@ -38,8 +39,6 @@ __all__ = ["answer"]
 
 FOR_CORES: Final = 0.3
 """Waiting for a core that is at least this share of the waiting for late ranks may be why they are late."""
-ALL_CORES: Final = 0.75
-"""A job that uses less of its cores' time is not what fills them."""
 
 
 def answer(study: Study, judgement: Judged) -> Analysis:
@@ -167,9 +166,8 @@ def _waiting_for_cores(study: Study) -> str:
     late_ms = float(study.ordinary["peer_wait"].mean()) if len(study.ordinary) else 0.0
     if study.contended is None or not len(waits) or float(waits.mean()) < FOR_CORES * late_ms:
         return ""
-    why = "other processes use theirs" if study.contended.busy < ALL_CORES else "the job has too few"
     waits_for_core = f"a rank waits {ms(float(waits.mean()))} of each step for a core"
-    return f"{waits_for_core}, as {why}: run it with `dsprof run` where cores are free"
+    return f"{waits_for_core}, {taken_cores(study).words}: run it with `dsprof run` where cores are free"
 
 
 def _describe_change(first: int, before: float, after: float) -> str:

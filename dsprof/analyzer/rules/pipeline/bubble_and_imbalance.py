@@ -11,7 +11,7 @@ import pandas as pd
 from dsprof.engine import schedule as schedules
 
 from ... import signals
-from ...arrays import Float
+from ...arrays import Bool, Float
 from ...candidate import Candidate, Excess, OneOf, Price
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.bubble_shares import bubble_shares
@@ -20,6 +20,7 @@ from ...study import Study
 from ...text import count, number, percent
 from ...whatif.schedule import makespan, schedule_graph
 from ...whatif.work import Change
+from ...work.core_wait import core_wait, work_with_cores
 from ...work.stream_phases import stream_phases
 from ..base import LEAST_SHARE, NotJudged, at, code_fix
 from ..rule import Found, Look, Rule, fault
@@ -54,8 +55,9 @@ def unbalanced(study: Study) -> Change | None:
 
 
 def _compute_of_stages(study: Study) -> tuple[Float, Float]:
-    """Compute of each rank and step, [R, S] ms; and of each stage a step, of the typical one of its ranks, [stages]."""
-    compute = study.work("compute")
+    """Compute of each rank and step, [R, S] ms, without what it waited for a core, which other layers would not change;
+    and of each stage a step, of the typical one of its ranks, [stages]."""
+    compute = work_with_cores(study, "compute")
     means = compute.mean(axis=1)
     # Of two, the faster: one of them may be a straggler.
     typical = [np.sort(means[peer_group])[(int(peer_group.sum()) - 1) // 2] for peer_group in study.peer_groups]
@@ -74,6 +76,7 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         Evidence("compute of this stage a step", round(float(of_team[slowest]), 3), "ms", round(target, 3)),
         Evidence("compute of the other stages, mean", round(others, 3), "ms"),
         Evidence("waiting for another stage, mean", round(float(study.ordinary["bubble"].mean()), 3), "ms"),
+        *_waited_for_cores(study, study.peer_groups[slowest]),
     )
     fact = _schedule_fact(study)
     site = fact.get("site")
@@ -89,6 +92,15 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     title = f"stage {_names(stages)} computes {number(times)} times as long as {waiting} for it"
     where = Where(ranks=ranks, stage=stages[0] if len(stages) == 1 else None, steps=study.step_range)
     return Finding("pipeline.imbalance", title, "info", where, evidence, gain, fixes, share=share)
+
+
+def _waited_for_cores(study: Study, of_stage: Bool) -> list[Evidence]:
+    """What the ranks of a stage waited for a core beside what they computed, where that is worth a line."""
+    waited = core_wait(study)
+    spent = 0.0 if waited is None else float(waited.within("compute")[of_stage].mean())
+    if spent < LEAST_SHARE * study.step_ms:
+        return []
+    return [Evidence("beside that, this stage waits for a core", round(spent, 3), "ms")]
 
 
 def _names(stages: tuple[int, ...]) -> str:

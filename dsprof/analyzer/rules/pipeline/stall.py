@@ -20,12 +20,13 @@ from ...graph.step_graph import WAKE_UP_DELAY
 from ...price.calibration import BETWEEN_RUNS
 from ...price.effects import parts_of_others, sure_gain
 from ...study import Study, once
-from ...text import ms, size
+from ...text import ms, percent, size
 from ...whatif.communications import ScaleLink
 from ...whatif.lowering.messages import awaited
 from ...whatif.lowering.program import is_message
 from ...whatif.overlapped_messages import OverlappedMessages, pair_of
 from ...whatif.select import Communications
+from ...work.core_wait import lacks_cores
 from ..base import NotJudged, at, hosts_of
 from ..comm.slow_link import wants_cores
 from ..rule import Found, Look, Rule
@@ -176,6 +177,12 @@ def stall(study: Study) -> Found:
     slow = slow_pairs(study)
     if slow:
         return [_slow(study, one) for one in slow]
+    waited = lacks_cores(study)
+    if waited is not None:
+        raise NotJudged(
+            f"ranks wait for a core for {percent(100 * waited.usual(study))} of a step, and the threads that send and "
+            "take messages do, too: what their links would take is not seen"
+        )
     return [
         Candidate(
             "pipeline.stall", OverlappedMessages(), lambda price: _blocked(study, price), between=_known_up_to(study),

@@ -72,8 +72,9 @@ def _raise_limit(late: Late, verb: str) -> tuple[Fix, ...]:
 
 
 def without_core(late: Late) -> Cause | None:
-    """It was ready to run, and something else had its cores, which are none of the others': for sure where its cgroup
-    says that no quota stops it, as the kernel counts a thread that a quota stops as one that waits for a core."""
+    """It was ready to run, and something else had its cores, which are none of the others': for sure where all cgroups
+    above it are seen and say that no quota stops it, as the kernel counts a thread that a quota stops as one that waits
+    for a core."""
     if not late.mostly(late.beyond(CORE_WAIT)):
         return None
     # What has its core, and the lock that it wants, is its own process.
@@ -98,25 +99,34 @@ def crowded_cores(late: Late) -> Cause | None:
 
 def _no_core(late: Late) -> Cause:
     waited = late.beyond(CORE_WAIT)
-    quota_is_read = bool(np.isfinite(late.study.gauges.spent(gauges.THROTTLED)[late.slow]).all())
+    no_quota = _every_quota_is_read(late)
     few = _bound(late)
     if few is not None:
         mine, others = few
         evidence = _core_wait(late), Evidence("cores that it may use", mine, "count", others)
         words = f"it may use {count(mine, 'core')} only ({others} elsewhere), and waits {ms(waited)} a step for one"
         bind = f"bind {late.who} to as many cores as the others (taskset, numactl, --cpus-per-task, cpuset.cpus)"
-        return Cause("affinity", words, evidence, (Fix("code", bind),), quota_is_read)
+        return Cause("affinity", words, evidence, (Fix("code", bind),), no_quota)
     title = (
         f"something else runs on the cores of {late.who} (workers, the job's own threads, another process): "
         "give each rank cores of its own"
     )
     fixes = [Fix("code", title)]
-    if not quota_is_read:
-        limit = f"or raise the CPU limit of the container of {late.who}, if it has one: its cgroup cannot be read"
+    if not no_quota:
+        limit = (
+            f"or raise the CPU limit of the container of {late.who}, or of a group above that (a pod, a slice), if "
+            "there is one: not all of its cgroups can be seen from inside"
+        )
         fixes.append(Fix("code", limit))
-    return Cause(
-        "no-core", f"it waits {ms(waited)} a step for a core", (_core_wait(late),), tuple(fixes), quota_is_read
-    )
+    return Cause("no-core", f"it waits {ms(waited)} a step for a core", (_core_wait(late),), tuple(fixes), no_quota)
+
+
+def _every_quota_is_read(late: Late) -> bool:
+    """Whether all cgroups above the slow ranks are seen, and the kernel told how long their quotas stopped them. That
+    of a group above a container is not seen from inside, and stops what is there, too."""
+    whole = {fact.get("rank") for fact in late.study.facts.get("cpu_cgroups", []) if fact.get("whole") is True}
+    told = np.isfinite(late.study.gauges.spent(gauges.THROTTLED)[late.slow]).all()
+    return bool(told) and whole.issuperset(late.study.ranks_where(late.slow))
 
 
 def _shares_cores(late: Late) -> bool:

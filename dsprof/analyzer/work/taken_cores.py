@@ -1,0 +1,185 @@
+"""What has the cores for which a job's ranks wait, as far as what was measured tells: a quota that the kernel counts,
+the job's own threads and workers, or other processes of the host.
+
+The cores looked at are those of the ranks that share cores with the rank that waits most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from dsprof import gauges
+
+from ..arrays import Float
+from ..budget.host_load import SharedCores
+from ..study import Study, once
+from ..text import count, number
+from .core_wait import CoreWait, core_wait
+
+MOSTLY: Final = 0.5
+"""Of the waiting, that a reason explains."""
+ALL_CORES: Final = 0.75
+"""Of the cores' time: who uses less of it is not what fills them."""
+PART: Final = 0.2
+"""Of the CPU time that a job uses, from which on threads beside its training threads, or workers, are named."""
+MOST_CORES: Final = 1 << 16
+"""A fact that tells more than this tells nothing."""
+
+Name = Literal["cpu-quota", "own-threads", "other-processes", "process-stopped", "not-known"]
+
+
+@dataclass(frozen=True)
+class TakenCores:
+    """name:   of the reason; sure: it was measured, and can be nothing else
+    words:   behind "for a core, "
+    cores:   that the ranks which share them may use; None: not known
+    ranks:   those
+    job, others: how many cores the job's processes used, and all others of the host; None: not known
+    beside, workers: the share of the job's CPU time that its other threads, and DataLoader workers, use
+    throttled: the share of the waiting for which the kernel counts that a quota stopped the ranks
+    """
+
+    name: Name
+    words: str
+    cores: int | None = None
+    ranks: tuple[int, ...] = ()
+    job: float | None = None
+    others: float | None = None
+    beside: float = 0.0
+    workers: float = 0.0
+    throttled: float = 0.0
+
+    @property
+    def part(self) -> float:
+        """The part of the waiting that the reason may well explain, 0 to 1: a quota may stop the ranks, too; and beside
+        other processes, ranks that are more than their cores crowd one another."""
+        if not self.sure:
+            return 0.0
+        if self.name == "cpu-quota":
+            return self.throttled
+        rest = 1 - self.throttled
+        if self.name != "other-processes" or not self.others or not self.cores or not self.ranks:
+            return rest
+        crowding = (self.job or 0.0) * max(1 - self.cores / len(self.ranks), 0.0)
+        return rest * self.others / (self.others + crowding)
+
+    @property
+    def sure(self) -> bool:
+        return self.name in ("cpu-quota", "own-threads", "other-processes")
+
+
+@once
+def taken_cores(study: Study) -> TakenCores:
+    """The reason that is told by the kernel first; then by what was used of the cores."""
+    waited = core_wait(study)
+    load = study.contended
+    group = None if load is None or waited is None else load.of(study.ranks[int(waited.ms.mean(axis=1).argmax())])
+    used = None if group is None else _used(study, group)
+    told: dict[str, Any] = {} if used is None or group is None else {
+        "cores": group.cores, "ranks": group.ranks, "job": used.job, "others": used.others, "beside": used.beside,
+        "workers": used.workers,
+    }  # fmt: skip
+    throttled = 0.0 if waited is None else _throttled(study, waited)
+    told["throttled"] = throttled
+    if throttled > MOSTLY:
+        return TakenCores("cpu-quota", f"as the CPU quota of their container{_limit(study)} stops them", **told)
+    if waited is not None and waited.stopped.mean() > MOSTLY * waited.ms.mean():
+        return TakenCores("process-stopped", "as their processes are stopped, by what was not seen", **told)
+    if used is not None and group is not None:
+        if used.job >= ALL_CORES * group.cores:
+            words = f"as the job itself fills the {count(group.cores, 'core')} that it may use"
+            return TakenCores("own-threads", words, **told)
+        if used.others is not None and used.job + used.others >= ALL_CORES * group.cores:
+            words = f"as other processes use {number(used.others)} of the {count(group.cores, 'core')}, and the job "
+            words += number(used.job)
+            return TakenCores("other-processes", words, **told)
+    return TakenCores("not-known", "and what has theirs was not seen", **told)
+
+
+def _throttled(study: Study, waited: CoreWait) -> float:
+    """The share of the waiting for which the kernel counts that quotas stopped the ranks, 0 to 1; 0: not known."""
+    stopped = study.gauges.spent(gauges.THROTTLED)
+    if stopped.shape != waited.ms.shape:
+        return 0.0
+    known = np.isfinite(stopped).all(axis=1) & waited.known
+    whole = float(waited.ms[known].sum())
+    return min(float(stopped[known].sum()) / whole, 1.0) if whole > 0 else 0.0
+
+
+def _limit(study: Study) -> str:
+    """How many cores the quotas allow, in words, or nothing."""
+    limits = [cores for fact in study.facts.get("cpu_limit", []) if (cores := _number(fact.get("cores"))) is not None]
+    return f" ({min(limits):g} cores)" if limits else ""
+
+
+@dataclass(frozen=True)
+class _Used:
+    job: float
+    others: float | None
+    beside: float
+    workers: float
+
+
+def _used(study: Study, group: SharedCores) -> _Used | None:
+    """How many cores the ranks that share these and their workers use in the ordinary steps, and all else of their
+    host; None: not measured."""
+    here = np.isin(study.gauges.ranks, group.ranks)
+    length = float(np.nanmean(study.gauges.wall_ms[here])) if here.any() else math.nan
+    process, thread, workers = (
+        _sum(study.gauges.spent(name)[here])
+        for name in ("cpu_seconds", "training_thread_cpu_seconds", "worker_cpu_seconds")
+    )
+    if not length > 0 or process is None:
+        return None
+    missing = 1 + group.absent / len(group.ranks)
+    whole = process + (workers or 0.0)
+    job = min(whole * missing / length, float(group.cores))
+    beside = 0.0 if thread is None else max(process - thread, 0.0) / max(whole, 1e-9)
+    others = _others(study, group, job)
+    return _Used(job, others, beside, (workers or 0.0) / max(whole, 1e-9))
+
+
+def _sum(spent: Float) -> float | None:
+    """Mean over the steps of what all ranks of which it is known spend in one, ms; None: of none."""
+    each = spent[np.isfinite(spent).all(axis=1)]
+    return float(each.mean(axis=1).sum()) if len(each) else None
+
+
+def _others(study: Study, group: SharedCores, job: float) -> float | None:
+    """How many cores other processes use, while the ordinary steps last; None where that is not known, as where the
+    ranks may use a part of their host's cores only."""
+    host_of = {item.rank: item.host for item in study.run.ranks}
+    hosts = {host_of.get(rank) for rank in group.ranks}
+    facts = [fact for fact in study.facts.get("process", []) if host_of.get(fact.get("rank", -1)) in hosts]
+    whole = {int(cores) for fact in facts if (cores := _number(fact.get("host_cores"))) is not None}
+    if whole != {group.cores}:
+        return None
+    rows = study.of_kind("gauge")
+    rows = rows[(rows["name"] == gauges.CPU_BUSY) & rows["rank"].map(host_of).isin(hosts)]
+    ordinary = study.ordinary
+    begin, end = ordinary["start_ns"].min(), (ordinary["start_ns"] + ordinary["dur_ns"]).max()
+    busy = rows["value"][rows["start_ns"].between(begin, end)].dropna().to_numpy(np.float64)
+    if not len(busy):
+        return None
+    return max(float(busy.mean()) / 100 * group.cores - job, 0.0)
+
+
+def threads_of(study: Study, ranks: Iterable[int]) -> int | None:
+    """The most threads that torch computes with in one of these ranks, as far as its facts tell."""
+    chosen = set(ranks)
+    told = [
+        int(threads) for fact in study.facts.get("process", [])
+        if fact.get("rank") in chosen and (threads := _number(fact.get("threads"))) is not None
+    ]  # fmt: skip
+    return max(told, default=None)
+
+
+def _number(value: object) -> float | None:
+    """A number of cores or threads that can be one."""
+    right = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MOST_CORES
+    return float(value) if right and isinstance(value, int | float) else None
