@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -67,7 +68,7 @@ class Tasks:
         found: Int = np.where(everyone, EVERYONE, OWN + rank)
         return found
 
-    @property
+    @cached_property  # it is asked of each task by itself, and each answer would look through all of them
     def shared(self) -> npt.NDArray[np.bool_]:
         """Whether nothing of it arrives anywhere before all have come."""
         found: npt.NDArray[np.bool_] = np.isin(self.needs, BOTH_SIDES)
