@@ -82,8 +82,9 @@ def _device(analysis: Analysis, at: int, held: DeviceMemory) -> list[Block]:
             Column("allocated at", code=True), Column("in"), Column("in use", number=True),
             Column("blocks", number=True),
         ]  # fmt: skip
+        cwd = analysis.run.cwd
         holders = [
-            Row((clean(item.site), clean(item.function), size(item.bytes), f"{item.blocks:,}"))
+            Row((wording.allocated_at(item, cwd), clean(item.function), size(item.bytes), f"{item.blocks:,}"))
             for item in held.holders
         ]  # fmt: skip
         blocks.append(table(columns, holders))
