@@ -130,7 +130,7 @@ def _console(file: TextIO, color: bool | None, width: int | None) -> Console:
         width = min(Console(file=file).width, WIDTH) if file.isatty() else WIDTH
     return Console(
         file=file, width=width, color_system="auto" if color else None, force_terminal=color,
-        highlight=False, markup=False, emoji=False, legacy_windows=False,
+        highlight=False, markup=False, emoji=False, legacy_windows=False, force_jupyter=False,
     )  # fmt: skip
 
 

@@ -225,15 +225,15 @@ def memory_parts(held: DeviceMemory) -> list[tuple[str, int]]:
     return [(label, value) for label, value in parts if value > 0]
 
 
-def holder(item: Holder, cwd: str = "") -> str:
-    """`model.py:12 forward`; file names are shortened to be relative to `cwd`, or to their last two parts."""
+def allocated_at(item: Holder, cwd: str = "") -> str:
+    """`src/model.py:12`: file names are shortened to be relative to `cwd`, or to their last two parts."""
     file, _, line = item.site.rpartition(":")
     if not line.isdigit():
         return clean(item.site)
     place = site(file, int(line), cwd)
     if place.startswith("/"):
         place = "/".join(place.split("/")[-2:])
-    return f"{place} {clean(item.function, 60)}".rstrip()
+    return clean(place)
 
 
 # --- the run ------------------------------------------------------------------------------------

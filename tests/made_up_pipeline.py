@@ -28,6 +28,9 @@ class MadeUpPipeline:
     forward, backward: (stage, step) -> what a micro-batch takes
     link:   (from stage, to stage) -> how long a message is under way
     handed: whether a sender goes on when its message is on its way, and not only when it is there
+    blocking: whether it waits for what it sent at once, as `torch.distributed.send` does. None: it does not; else until
+            the message is there ("rendezvous"), or is handed over, which takes `hand_over` ms from when both sides have
+            come ("handed"), or from when the sender has, of which a copy is taken ("eager", by a backend that does so)
     bytes:  of a message; None: its tool does not tell
     captured: the ranks whose rows there are; None: all
     """
@@ -42,6 +45,8 @@ class MadeUpPipeline:
     link: Callable[[int, int], float] = lambda source, target: 0.3
     handed: bool = True
     early: bool = False
+    blocking: str | None = None
+    hand_over: float = 0.05
     bytes: int | None = 1 << 20
     jitter: float = 0.02
     seed: int = 1
@@ -77,7 +82,10 @@ class MadeUpPipeline:
                 RankInfo(r, 0, host, r + 100, f"rank{r:05d}.0.host.{r + 100}", True, self.steps - 1, 0, 0, 0, 0, True)
                 for r, host in enumerate(names) if r in seen
             ],
-            groups={"0": {"ranks": list(range(self.stages)), "size": self.stages, "desc": "", "backend": "gloo"}},
+            groups={"0": {
+                "ranks": list(range(self.stages)), "size": self.stages, "desc": "",
+                "backend": "mpi" if self.blocking == "eager" else "gloo",
+            }},
             facts=[{
                 "fact": "pipeline", "rank": rank, "schedule": "Schedule1F1B", "microbatches": self.microbatches,
                 "stages": self.stages, "stage_indices": [rank], "trains": True, "site": "/job/train.py:29",
@@ -132,7 +140,8 @@ class _Stage:
 
     def _there(self, key: tuple[int, Action], source: int, target: int) -> float:
         """When both sides have come, and how long it is under way from then."""
-        both = self.sent[key] if self.job.early else max(self.sent[key], self.asked[key])
+        alone = self.job.early or self.job.blocking == "eager"
+        both = self.sent[key] if alone else max(self.sent[key], self.asked[key])
         return both + self.job.link(source, target)
 
     def _program(self) -> Any:
@@ -167,12 +176,24 @@ class _Stage:
                     yield from self._wait(target, *open_sends.pop(target))
                 key = step, Action(action.op, rank, action.microbatch)
                 self.sent[key] = self.now
-                open_sends[target] = key, self._number("send", target), self.now
+                if job.blocking is None:
+                    open_sends[target] = key, self._number("send", target), self.now
+                else:
+                    yield from self._send(target, key)
             for target, one in open_sends.items():
                 yield from self._wait(target, *one)
             self._row("phase", "optimizer", self.now, self.now + 2.0)
             self.now += 2.0
             self._row("step", "step", begin, self.now)
+
+    def _send(self, target: int, key: tuple[int, Action]) -> Any:
+        """Wait for a message at once."""
+        began, number = self.now, self._number("send", target)
+        if self.job.blocking != "eager":
+            yield "asked", key
+            self.now = max(self.now, self.asked[key])
+        self.now += self.job.link(self.rank, target) if self.job.blocking == "rendezvous" else self.job.hand_over
+        self._message("send", target, number, began, began, self.now)
 
     def _wait(self, target: int, key: tuple[int, Action], number: int, issued: float) -> Any:
         """For a message that was sent."""

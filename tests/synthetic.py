@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -182,7 +182,7 @@ class Job:
         }
 
     def trace(self) -> Trace:
-        tables = [trace_rows(capture, rank, 0) for rank, capture in self.captures().items()]
+        tables = [rows_of(capture, rank) for rank, capture in self.captures().items()]
         rows = pd.concat([table.astype({"name": object, "lane": object}) for table in tables], ignore_index=True)
         facts = [self._process(rank) for rank in range(self.ranks)]
         info = RunInfo(
@@ -205,6 +205,26 @@ class Job:
             return {**of, "cores": self.cores}
         cpus = self.cpus(rank)
         return {**of, "cores": len(cpus), "cpus": cpus}
+
+
+KEPT: Final = 128
+"""Tables of ranks that are kept: to make them takes almost half of what it takes to analyze a job, and tests of one
+rule ask for the same job again and again."""
+_tables: dict[Hashable, pd.DataFrame] = {}
+
+
+def rows_of(capture: Capture, rank: int) -> pd.DataFrame:
+    """What `trace_rows` makes of a capture, made once for all captures with the same content; the table is nobody
+    else's."""
+    told = repr((capture.names, capture.meta, capture.facts))
+    key = (rank, told, capture.records.tobytes(), pd.get_option("mode.string_storage"))
+    made = _tables.pop(key, None)
+    if made is None:
+        made = trace_rows(capture, rank, 0)
+    _tables[key] = made  # the last to go
+    if len(_tables) > KEPT:
+        del _tables[next(iter(_tables))]
+    return made.copy()
 
 
 @dataclass

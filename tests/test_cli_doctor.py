@@ -204,6 +204,19 @@ def test_shares_of_unequal_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "14, divided by speeds that are measured at the start" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("healthy")
+def test_shards_of_ranks_of_unequal_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = {
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "heterogeneous": {"memory": [80, 40]},
+    }  # fmt: skip
+    assert cli.main(["doctor", str(written(tmp_path, raw)), "--world-size", "2"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "shards replica 0: 66.7%, replica 1: 33.3%" in lines
+    raw["heterogeneous"] = {"memory": "measure"}
+    assert cli.main(["doctor", str(written(tmp_path, raw)), "--world-size", "2"]) == 0
+    assert "divided by memory that is measured at the start" in capsys.readouterr().out
+
+
 def test_ranks_are_the_visible_gpus_unless_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], healthy: None
 ) -> None:

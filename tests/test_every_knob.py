@@ -349,6 +349,8 @@ ELSEWHERE = {
     "zero_optimization.stage3_max_live_parameters": ("test_zero_knobs.py", "saved(job(facts), LIVE"),
     "zero_optimization.stage": ("test_zero_knobs.py", "saved(made, STAGE, 1)"),
     "zero_optimization.overlap_comm": ("test_zero_knobs.py", "OVERLAP, True)"),
+    "zero_optimization.zero_quantized_weights": ("test_zero_knobs.py", "WEIGHTS, True)"),
+    "zero_optimization.zero_quantized_gradients": ("test_zero_knobs.py", "GRADIENTS, True)"),
     "zero_optimization.offload_optimizer": ("test_rules_offload.py", "zero_optimization.offload_optimizer"),
     "zero_optimization.offload_optimizer.device": ("test_rules_offload.py", "offload_optimizer.device"),
     "zero_optimization.offload_param": ("test_rules_offload.py", "zero_optimization.offload_param"),

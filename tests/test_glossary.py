@@ -9,7 +9,7 @@ import pytest
 from test_same_numbers import shown
 
 from dsprof.reports.sections import glossary, report_of
-from dsprof.reports.sections.section import Said, Section, Words
+from dsprof.reports.sections.section import Codes, Said, Section, Words
 
 
 def words(text: str) -> list[str]:
@@ -35,6 +35,12 @@ def test_only_words_that_are_used() -> None:
         "shard",
         "stage",
     ]
+
+
+def test_what_was_only_judged_needs_no_words() -> None:
+    section = Section("a", "", "", (Codes("Passed", ("pipeline.bubble", "rank.straggler"), good=True),))
+    head = report_of(factories.empty(), ["none"]).head
+    assert glossary.glossary_of(head, [section]) == glossary.glossary_of(head, [])
 
 
 def test_each_word_is_explained_once_in_order_of_the_alphabet() -> None:

@@ -97,6 +97,15 @@ def test_ranks_that_were_not_captured_count() -> None:
     assert only.then - only.now == -15 * MIB
 
 
+def test_ranks_of_unequal_memory_hold_their_shares() -> None:
+    """Of 160 MiB of gradients, masters and moments a half, a quarter, a quarter, nothing, and not a quarter each."""
+    facts = configured({}, 2, "dsprof")
+    found = memory_with({"heterogeneous.memory": [80, 40, 40, None]}, USES, facts, 4)
+    assert [rank.then - rank.now for rank in found] == [40 * MIB, 0, 0, -40 * MIB]
+    assert memory_with({"heterogeneous.memory": "measure"}, USES, facts, 4) == ()
+    assert memory_with({"heterogeneous.memory": [80, 40]}, USES, facts, 4) == ()  # of another job
+
+
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [

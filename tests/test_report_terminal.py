@@ -204,6 +204,15 @@ def test_no_step() -> None:
         """)
 
 
+def test_in_a_notebook_it_shows_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written to a file or a string is no output of the cell."""
+    shown: list[object] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *what: shown.append(what))
+    assert text_of(factories.healthy()).startswith("[dsprof] verdict: healthy")
+    assert shown == []
+
+
 def test_many_ranks_fit_on_a_page() -> None:
     text = text_of(factories.wide(ranks=64, steps=8))
     assert (

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 
+from dsprof.analyzer.align.match import BOTH_SIDES
 from dsprof.analyzer.graph.tasks import EVERYONE, OWN, Tasks
+
+
+def tasks_with(kinds: np.ndarray[Any, Any], root: np.ndarray[Any, Any]) -> Tasks:
+    """Of which each needs what `kinds` says."""
+    words, numbers = np.full(len(kinds), "", object), np.zeros(len(kinds), np.int64)
+    return Tasks(words, words, numbers > 0, numbers, kinds, root, numbers.astype(float), numbers, numbers, numbers)
+
+
+def test_which_are_shared_is_found_once_for_all() -> None:
+    """It is asked of each task: to look through all of them for one took half of the analysis of a large trace."""
+    needs = [*BOTH_SIDES, "root", "to-root", "none"]
+    tasks = tasks_with(np.array(needs, object), np.full(len(needs), -1))
+    assert tasks.shared.tolist() == [*[True] * len(BOTH_SIDES), False, False, False]
+    assert tasks.shared is tasks.shared
+    assert tasks.take(np.array([0, len(needs) - 1])).shared.tolist() == [True, False]
 
 
 def test_views_of_many_are_those_of_each() -> None:
     needs, roots, ranks = ("all", "handed", "root", "to-root", "none"), (-1, 0, 2), range(4)
     rows = list(product(needs, roots))
-    words, numbers = np.full(len(rows), "", object), np.zeros(len(rows), np.int64)
-    kinds = np.array([need for need, _ in rows], object)
-    root = np.array([root for _, root in rows])
-    tasks = Tasks(words, words, numbers > 0, numbers, kinds, root, numbers.astype(float), numbers, numbers, numbers)
+    tasks = tasks_with(np.array([need for need, _ in rows], object), np.array([root for _, root in rows]))
     row, rank = (np.array(one) for one in zip(*product(range(len(rows)), ranks), strict=True))
     every = [tasks.view(a, b) for a, b in zip(row.tolist(), rank.tolist(), strict=True)]
     assert tasks.views(row, rank).tolist() == every

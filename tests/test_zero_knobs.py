@@ -197,6 +197,43 @@ def test_reductions_beside_backward() -> None:
     assert "waits for each reduction where it issues it, whatever overlap_comm says" in rows[0].notes[0]
 
 
+WEIGHTS, GRADIENTS = (f"zero_optimization.zero_quantized_{what}" for what in ("weights", "gradients"))
+PER_MIB = 16.0
+UNEQUAL = (8 * ELEMENTS * 4, 2 * ELEMENTS * 4)
+"""Bytes of reductions, of which a link is told."""
+
+
+def test_parameters_that_travel_in_int8() -> None:
+    """Of float32 a quarter and the scales are left; a CPU packs its half of each gather, and unpacks all."""
+    (told,) = saved(job(config("dsprof", **ALONE)), WEIGHTS, True)
+    link = 8 * (GATHER_MS - 0.2) * (1 - (1 + 4 / 256) / 4)
+    assert told == pytest.approx(link - 8 * ELEMENTS * (5.5 / 2 + 1.2) / 1e6, rel=0.1)
+
+
+def test_gradients_that_travel_in_int4() -> None:
+    made = job(config("dsprof", stage=2), gathers=False, reduced=UNEQUAL)
+    (told,) = saved(made, GRADIENTS, True)
+    elements = 10 * ELEMENTS
+    link = elements * 4 / 2**20 * PER_MIB * (1 - (1 / 2 + 4 / 256) / 4)
+    assert told == pytest.approx(link - elements * (8.0 + 2.5) / 1e6, rel=0.1)
+    (same,) = saved(made, GRADIENTS, False)
+    assert same == 0
+
+
+def test_packing_that_takes_longer_than_a_fast_link_saves() -> None:
+    """Of 4 GB/s: a CPU packs a quarter of that."""
+    (told,) = saved(job(config("dsprof", stage=2), gathers=False, reduced=UNEQUAL, ms_per_mib=0.25), GRADIENTS, True)
+    assert told < 0
+
+
+def test_whole_numbers_that_a_run_does_not_tell() -> None:
+    assert "it takes stage 3, and the run has 2" in reason(job(config("dsprof", stage=2)), WEIGHTS, True)
+    assert "it takes stage 3, and the run has 2" in reason(job(config("deepspeed", stage=2)), GRADIENTS, True)
+    packed = job(config("dsprof", zero_quantized_weights=True))
+    assert "told by a run without zero_quantized_weights" in reason(packed, WEIGHTS, False)
+    assert "no gathers of parameters were seen" in reason(job(config("dsprof"), gathers=False), WEIGHTS, True)
+
+
 FSDP = [{"fact": "fsdp", "rank": r, "version": 2, "units": 4, "bytes": LAYERS * ELEMENTS * 4, "site": "train.py:9"}
         for r in (0, 1)]  # fmt: skip
 

@@ -127,6 +127,12 @@ def _config(config: Config, world_size: int) -> Iterator[Row]:
     else:
         yield "batch", f"{sizes[0]} = ({' + '.join(map(str, shares))}) x {sizes[2]} accumulated", "bold"
         yield "shares", ", ".join(f"replica {at}: {n / sum(shares):.1%}" for at, n in enumerate(shares)), ""
+    memory = config.heterogeneous.memory
+    if memory == "measure":
+        yield "shards", "divided by memory that is measured at the start", "bold"
+    elif memory is not None:
+        parts = config.memory_of_ranks(world_size)
+        yield "shards", ", ".join(f"replica {at}: {n / sum(parts):.1%}" for at, n in enumerate(parts)), "bold"
     several = f"added up over {sizes[2]} micro-batches in {config.accumulation_type}, " if sizes[2] > 1 else ""
     yield "gradients", f"{several}summed over ranks in {config.communication_type}", ""
     values, usual = redact_data(config.model_dump(mode="json")), type(config)().model_dump(mode="json")

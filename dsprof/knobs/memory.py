@@ -25,7 +25,8 @@ HELD_BY_CONFIGURATION: Final = frozenset(
         "zero_optimization.contiguous_gradients", "zero_optimization.stage3_prefetch_bucket_size",
         "zero_optimization.stage3_max_live_parameters", "zero_optimization.allgather_bucket_size",
         "zero_optimization.offload_optimizer", "zero_optimization.offload_optimizer.device",
-        "zero_optimization.offload_param", "zero_optimization.offload_param.device", MICRO_BATCH,
+        "zero_optimization.offload_param", "zero_optimization.offload_param.device", "heterogeneous.memory",
+        MICRO_BATCH,
     )
 )  # fmt: skip
 """Keys of a JSON configuration whose memory is known, by `dsprof.engine.config.held`."""
@@ -36,9 +37,10 @@ MODEL_PARALLEL: Final = ("tensor_parallel", "pipeline")
 
 @dataclass(frozen=True)
 class _Rank:
-    """What is known of a rank. facts: its own; ranks: of the job; parts: schema.MEMORY_PARTS -> bytes; on_host: its
-    tensors are in host memory."""
+    """What is known of the rank `number`. facts: its own; ranks: of the job; parts: schema.MEMORY_PARTS -> bytes;
+    on_host: its tensors are in host memory."""
 
+    number: int
     facts: Facts
     ranks: int
     parts: Mapping[str, int]
@@ -164,7 +166,7 @@ def memory_with(
     for number in sorted(places):
         main = main_place(places[number], number)
         assert main is not None
-        more = _more(_Rank(told[number], world_size, main.parts, main.on_host), knobs)
+        more = _more(_Rank(number, told[number], world_size, main.parts, main.on_host), knobs)
         if more is None or not math.isfinite(more):
             return ()
         found.append(RankMemory(number, main.place, main.peak, max(main.peak + more, 0.0), main.capacity))
@@ -216,7 +218,7 @@ def _more(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
 
 def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
     """What another configuration holds more."""
-    from dsprof.engine.config import as_far_as_known, data_parallel_ranks, held
+    from dsprof.engine.config import as_far_as_known, held
 
     fact, optimizer = rank.last("config"), rank.last("optimizer")
     if fact is None or not isinstance(fact.get("content"), Mapping):
@@ -225,7 +227,6 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
         return None
     content = fact["content"]
     now, then = as_far_as_known(content), as_far_as_known(_with(content, knobs))
-    ranks = data_parallel_ranks(now, rank.ranks)
     if rank.on_host:  # there, nothing is offloaded to another memory
         nothing = {f"zero_optimization.{name}": None for name in ("offload_optimizer", "offload_param")}
         now, then = (as_far_as_known(_with(one, nothing)) for one in (content, _with(content, knobs)))
@@ -236,9 +237,14 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
     if set(knobs) - {MICRO_BATCH}:
         if optimizer is None or not optimizer.get("elements"):
             return None
+        was, will = (one.held_share(rank.number, rank.ranks) for one in (now, then))
+        if not was or will is None:
+            return None
         # From stage 1 on, an optimizer has its rank's part.
-        elements = float(optimizer["elements"]) * (ranks if now.zero_optimization.stage >= 1 else 1)
-        before, after = (held(one, elements, ranks, deepspeed=deepspeed).total for one in (now, then))
+        elements = float(optimizer["elements"]) / (was if now.zero_optimization.stage >= 1 else 1)
+        before, after = (
+            held(one, elements, share, deepspeed=deepspeed).total for one, share in ((now, was), (then, will))
+        )
         more += after - before
     if MICRO_BATCH in knobs:
         size, wanted = now.train_micro_batch_size_per_gpu, knobs[MICRO_BATCH]

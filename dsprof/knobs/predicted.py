@@ -17,6 +17,7 @@ from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
 from dsprof.analyzer.rules.comm.fetched_parameters import with_live_parameters, with_prefetch_bucket
 from dsprof.analyzer.rules.comm.fsdp_settings import with_prefetch, with_reshard
+from dsprof.analyzer.rules.comm.quantized import with_quantized
 from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
 from dsprof.analyzer.rules.comm.volume import with_short_gradients
@@ -97,6 +98,8 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "zero_optimization.stage3_max_live_parameters": with_live_parameters,
     "zero_optimization.stage": with_stage,
     "zero_optimization.overlap_comm": with_overlap,
+    "zero_optimization.zero_quantized_weights": with_quantized("weights"),
+    "zero_optimization.zero_quantized_gradients": with_quantized("gradients"),
     **{
         f"zero_optimization.{name}{key}": with_offload(name)
         for name in ("offload_optimizer", "offload_param")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..tensor.sharding import TensorShard
 from ..zero import Zero
-from ..zero.shard import Partition, ShardedParam
+from ..zero.shard import ShardedParam
 from .dcp import Contents, Piece
 from .folder import CheckpointError
 from .state import Wanted, part_name, same_sharding, tensor_shard
@@ -204,7 +204,7 @@ class OptimizerLoading:
             return about.to("cpu" if on_host else master.device, copy=True)
         if kind == "rank" and not self._has_own(f"optimizer/{key}/{param.name}/{self._rank}"):
             # Nobody's any more; at first it is zero.
-            part = torch.Size([Partition(master.numel(), self._ranks).shard_size])
+            part = torch.Size([-(-master.numel() // self._ranks)])
             return master.new_zeros(master.shape if key == "worker_error" else part)
         return about
 

@@ -1,6 +1,6 @@
 """The collectives the engine uses, each on a lane and with what is reported of it.
 
-Buffers are given as rows, one a rank: [size, n]. A group of one communicates nothing.
+Buffers are given as rows, one a rank: [size, n], or `Rows` of different lengths. A group of one communicates nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,34 @@ from .lane import CpuLane, Done, Lane, Ticket, Waiter, Work
 # torch 2.13 renamed the first two and warns of the old names; 2.11 has only those.
 _all_gather: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Final[Callable[..., Any]] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Rows:
+    """A buffer with a row for each rank. Neighbours whose rows are equally long are a block: [ranks, columns]."""
+
+    def __init__(self, flat: Tensor, shapes: Sequence[tuple[int, int]]) -> None:
+        """flat [n], of which the blocks of these `shapes`, ranks and columns, take all."""
+        parts = flat.split([ranks * columns for ranks, columns in shapes]) if len(shapes) > 1 else [flat]
+        self.flat = flat
+        self.blocks = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def of(self, rank: int) -> Tensor:
+        """The row of one rank [columns]."""
+        for block in self.blocks:
+            if rank < len(block):
+                row: Tensor = block[rank]
+                return row
+            rank -= len(block)
+        raise IndexError("there is no such rank")
+
+    def each(self) -> list[Tensor]:
+        """All rows, in the order of the ranks."""
+        return [row for block in self.blocks for row in block]
+
+
+def as_rows(buffer: Tensor | Rows) -> Rows:
+    """`buffer`, [size, ...] where it is a tensor."""
+    return buffer if isinstance(buffer, Rows) else Rows(buffer.view(-1), [(len(buffer), buffer.numel() // len(buffer))])
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,42 +106,52 @@ class Comm:
         return self._submit(reduce, "all_reduce", tensor, purpose, module)
 
     def reduce_scatter(
-        self, rows: Tensor, mine: Tensor, purpose: Purpose, accumulate: bool, module: str | None = None
+        self, buffer: Tensor | Rows, mine: Tensor, purpose: Purpose, accumulate: bool, module: str | None = None
     ) -> Ticket:
-        """Sum `rows` [size, n] over the ranks, in their precision, and write this rank's row to `mine` [n], or add it.
-        `rows` may be used up."""
+        """Sum the rows of `buffer` over the ranks, in their precision, and write this rank's row to `mine` [n], or add
+        it. `buffer` may be used up."""
+        rows = as_rows(buffer)
+        own = rows.of(self.rank)
         if self.size == 1:
-            _put(rows[0], mine, accumulate)
+            _put(own, mine, accumulate)
             return Done()
 
         def scatter() -> None:
-            got = torch.empty_like(rows[0]) if accumulate or mine.dtype != rows.dtype else mine
-            _reduce_scatter(got, rows.view(-1), group=self.group)
+            got = torch.empty_like(own) if accumulate or mine.dtype != own.dtype else mine
+            if len(rows.blocks) == 1:
+                _reduce_scatter(got, rows.flat, group=self.group)
+            else:  # which NCCL does by a reduction to each rank, all at once
+                dist.reduce_scatter(got, rows.each(), group=self.group)
             if got is not mine:
                 _put(got, mine, accumulate)
 
         def exchange() -> None:
-            got = self._scratch_like(rows)
-            self._exchange(list(rows), list(got))
-            _sum([got[peer] if peer != self.rank else rows[peer] for peer in range(self.size)], mine, accumulate)
+            got = [own if peer == self.rank else row for peer, row in enumerate(self._scratch_like(own))]
+            self._exchange(rows.each(), got)
+            _sum(got, mine, accumulate)
 
-        return self._submit(exchange if self._direct else scatter, "reduce_scatter", rows, purpose, module)
+        return self._submit(exchange if self._direct else scatter, "reduce_scatter", rows.flat, purpose, module)
 
     def all_gather(
-        self, rows: Tensor, purpose: Purpose, module: str | None = None, content: Content | None = None
+        self, buffer: Tensor | Rows, purpose: Purpose, module: str | None = None, content: Content | None = None
     ) -> Ticket:
-        """Bring every rank's own row of `rows` [size, n] to all others.
+        """Bring every rank's own row of `buffer` to all others.
 
         On gloo, ranks whose `content` differs get nothing from each other: they wait, and their rows stay apart.
         """
+        rows = as_rows(buffer)
+        own = rows.of(self.rank)
 
         def exchange() -> None:
-            self._exchange([rows[self.rank]] * self.size, list(rows), 0 if content is None else content.tag)
+            self._exchange([own] * self.size, rows.each(), 0 if content is None else content.tag)
 
         def gather() -> None:
-            _all_gather(rows.view(-1), rows[self.rank], group=self.group)
+            if len(rows.blocks) == 1:
+                _all_gather(rows.flat, own, group=self.group)
+            else:  # which NCCL does by a broadcast of each rank, all at once
+                dist.all_gather(rows.each(), own, group=self.group)
 
-        return self._submit(exchange if self._direct else gather, "all_gather", rows, purpose, module, content)
+        return self._submit(exchange if self._direct else gather, "all_gather", rows.flat, purpose, module, content)
 
     def all_to_all(
         self, sent: Tensor, received: Tensor, purpose: Purpose,
@@ -227,14 +265,16 @@ class Comm:
         assert self.group is not None
         ahead = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         behind = [(self.rank - distance) % self.size for distance in range(1, self.size)]
-        pass_on(self.group, [(send[to], to) for to in ahead], [(receive[of], of) for of in behind], tag)
+        sent = [(send[to], to) for to in ahead if send[to].numel()]
+        pass_on(self.group, sent, [(receive[of], of) for of in behind if receive[of].numel()], tag)
 
-    def _scratch_like(self, rows: Tensor) -> Tensor:
-        """A buffer that is kept: fresh pages cost as much as the exchange. For the lane alone, one job at a time."""
-        size = rows.numel() * rows.element_size()
+    def _scratch_like(self, row: Tensor) -> Tensor:
+        """A buffer for such a row of each rank, which is kept: fresh pages cost as much as the exchange. For the lane
+        alone, one job at a time."""
+        size = self.size * row.numel() * row.element_size()
         if self._scratch is None or self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.uint8, device=rows.device)
-        return self._scratch[:size].view(rows.dtype).view(rows.shape)
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=row.device)
+        return self._scratch[:size].view(row.dtype).view(self.size, row.numel())
 
 
 def pass_on(

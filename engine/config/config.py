@@ -16,6 +16,7 @@ from .parallel import (
     PipelineConfig,
     TensorParallelConfig,
     divide,
+    replica_memory,
     replica_speeds,
 )
 from .scheduler import SchedulerConfig
@@ -224,7 +225,7 @@ class Config(Section):
     """Layers divided into stages."""
 
     heterogeneous: HeterogeneousConfig = HeterogeneousConfig()
-    """Ranks of unequal speed."""
+    """Ranks of unequal speed or memory."""
 
     _warnings: list[str] = PrivateAttr(default_factory=list)
 
@@ -247,6 +248,22 @@ class Config(Section):
         """`shares`, where they differ; None where all replicas get as many."""
         found = self.shares(world_size)
         return found if len(set(found)) > 1 else None
+
+    def memory_of_ranks(self, ranks: int) -> list[float]:
+        """What each of so many data-parallel ranks holds of the state that is sharded, beside the others."""
+        memory = self.heterogeneous.memory
+        if isinstance(memory, tuple):
+            return replica_memory(memory, self.pipeline.stages, self.tensor_parallel.size)
+        return [1.0] * ranks
+
+    def held_share(self, rank: int, world_size: int) -> float | None:
+        """What part of the state that is sharded a rank of the job holds, at most 1; None where that is not known, as
+        of memory that is measured at the start."""
+        memory = self.heterogeneous.memory
+        if memory is not None and (memory == "measure" or len(memory) != world_size):
+            return None
+        parts = self.memory_of_ranks(data_parallel_ranks(self, world_size))
+        return parts[rank // self.tensor_parallel.size % len(parts)] / sum(parts)
 
     @property
     def trained_type(self) -> DataType:

@@ -1,8 +1,8 @@
 """What a rank holds of a model that is trained, by its configuration: for `dsprof doctor`, and for what-ifs.
 
 The sums are those of ZeRO's paper (Rajbhandari et al. 2020, arXiv 1910.02054, section 3): of E elements in half
-precision, 2 E bytes of parameters, 2 E of gradients, and 4 E of masters with 8 E of Adam's moments, each divided by the
-ranks from the stage on that shards it. Beside these there are the buffers that communications pass through.
+precision, 2 E bytes of parameters, 2 E of gradients, and 4 E of masters with 8 E of Adam's moments, each divided among
+the ranks from the stage on that shards it. Beside these there are the buffers that communications pass through.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Held:
         return self.parameters + self.gradients + self.optimizer_states + self.buckets + self.gathered
 
 
-def held(config: Config, elements: float, ranks: int, *, deepspeed: bool = True) -> Held:
-    """What a data-parallel rank holds of a model of so many elements. ranks: that share it; deepspeed: DeepSpeed trains
-    it, and not dsprof's engine."""
+def held(config: Config, elements: float, share: float, *, deepspeed: bool = True) -> Held:
+    """What a data-parallel rank holds of a model of so many elements. share: its part of what is sharded, of equal
+    ranks 1 / their number; deepspeed: DeepSpeed trains it, and not dsprof's engine."""
     zero, item = config.zero_optimization, ELEMENT_BYTES[config.trained_type]
-    of_parameters, of_gradients, of_states = (elements / (ranks if zero.stage >= least else 1) for least in (3, 2, 1))
+    of_parameters, of_gradients, of_states = (elements * (share if zero.stage >= least else 1) for least in (3, 2, 1))
     states = of_states * ((MASTER if item < MASTER else 0) + MASTER * _moments(config))
     of_a_gradient = item
     if not deepspeed:  # what is reduced is as wide as the masters, and from stage 1 on of one rank's part

@@ -1,11 +1,11 @@
 """`tensor_parallel`, `context_parallel` and `pipeline`: a model's layers sharded over ranks, sequences divided among
-them, and layers divided among them; and `heterogeneous`: ranks of unequal speed."""
+them, and layers divided among them; and `heterogeneous`: ranks of unequal speed or memory."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -87,47 +87,65 @@ class PipelineConfig(Section):
     """Layers between two activation checkpoints; 0 keeps all activations."""
 
 
-# --- `heterogeneous`: ranks of unequal speed, and what each gets then of a batch and of a pipeline's layers
+# --- `heterogeneous`: ranks of unequal speed and memory, and what each gets then of a batch, of layers and of state
 
 
-Speed = float | None
-"""Of a rank, in any unit; None: a rank that gets no samples."""
+Amount = float | None
+"""A rank's, in any unit; None: a rank that gets nothing of what is divided by it."""
 
 
-def _speeds(value: object) -> object:
-    if value is None or value == "measure":
-        return value
-    if not isinstance(value, list | tuple) or not value:
-        raise Complaint(f'{shown(value)} is neither "measure" nor a list with the speed of each rank, such as [1, 2]')
-    return tuple(_speed(each, rank) for rank, each in enumerate(value))
+def _of_ranks(what: str, instead: str) -> BeforeValidator:
+    """A number for each rank, its `what`; `instead` is what to write where one is none."""
+
+    def numbers(value: object) -> object:
+        if value is None or value == "measure":
+            return value
+        if not isinstance(value, list | tuple) or not value:
+            raise Complaint(
+                f'{shown(value)} is neither "measure" nor a list with the {what} of each rank, such as [1, 2]'
+            )
+        return tuple(number(each, rank) for rank, each in enumerate(value))
+
+    def number(value: object, rank: int) -> Amount:
+        if value is None:
+            return None
+        try:
+            found = real(value)
+        except ValueError:
+            found = 0.0
+        if found <= 0:
+            raise Complaint(f"{shown(value)} for rank {rank} is not a number above 0; write {instead}")
+        return found
+
+    return BeforeValidator(numbers)
 
 
-def _speed(value: object, rank: int) -> Speed:
-    if value is None:
-        return None
-    try:
-        number = real(value)
-    except ValueError:
-        number = 0.0
-    if number <= 0:
-        raise Complaint(
-            f"{shown(value)} for rank {rank} is not a number above 0; write how fast it is beside the others, such as "
-            "0.5 for half as fast, or null for a rank that is to get no samples"
-        )
-    return number
+_SPEED: Final = _of_ranks(
+    "speed",
+    "how fast it is beside the others, such as 0.5 for half as fast, or null for a rank that is to get no samples",
+)
+_MEMORY: Final = _of_ranks(
+    "memory", "how much it has, such as 40 for 40 GiB, or null for a rank that is to hold no shards"
+)
 
 
 class HeterogeneousConfig(Section):
     """dsprof's own. Ranks of unequal speed: each data-parallel replica gets samples, and each pipeline stage layers,
-    in proportion. The result is that of the same batch in one process."""
+    in proportion. The result is that of the same batch in one process. And ranks of unequal memory, each of which
+    holds shards in proportion."""
 
-    speeds: Annotated[Literal["measure"] | tuple[Speed, ...] | None, BeforeValidator(_speeds)] = None
+    speeds: Annotated[Literal["measure"] | tuple[Amount, ...] | None, _SPEED] = None
     """How fast each rank is, in order, in any unit: `[1, 2]`, the second twice as fast. `null` in the place of a speed:
     a rank without samples, which keeps its shards. `"measure"`: every rank times the job's own model at the start.
     `train_micro_batch_size_per_gpu` is then the mean of the replicas. Default: all are equally fast."""
 
+    memory: Annotated[Literal["measure"] | tuple[Amount, ...] | None, _MEMORY] = None
+    """How much memory each rank has, in order, in any unit: `[80, 40]`, of which the second holds half as much as the
+    first of what ZeRO shards. `null`: a rank that holds none. Of the ranks of one replica the smallest counts.
+    `"measure"`: that of its device, or its part of the host's, where the optimizer steps. Default: equal shards."""
 
-def stage_speeds(speeds: Sequence[Speed], stages: int, tensor: int) -> list[float]:
+
+def stage_speeds(speeds: Sequence[Amount], stages: int, tensor: int) -> list[float]:
     """How fast each pipeline stage is, all its replicas together; of ranks that share each layer, the slowest counts.
 
     Rank = (stage x replicas + replica) x `tensor` + part. Replicas without samples do not count.
@@ -136,7 +154,7 @@ def stage_speeds(speeds: Sequence[Speed], stages: int, tensor: int) -> list[floa
     return [sum(row[at] or 0.0 for at in range(len(row)) if all(other[at] for other in rows)) for row in rows]
 
 
-def replica_speeds(speeds: Sequence[Speed], stages: int, tensor: int) -> list[float]:
+def replica_speeds(speeds: Sequence[Amount], stages: int, tensor: int) -> list[float]:
     """How fast each data-parallel replica is beside the others: as its slowest stage, for the layers that this has
     (`stage_speeds`). 0 for one that is to get no samples."""
     rows, whole = _grid(speeds, stages, tensor), stage_speeds(speeds, stages, tensor)
@@ -146,8 +164,13 @@ def replica_speeds(speeds: Sequence[Speed], stages: int, tensor: int) -> list[fl
     ]
 
 
-def _grid(speeds: Sequence[Speed], stages: int, tensor: int) -> list[list[Speed]]:
-    """The speed of each stage of each replica [stages, replicas]."""
+def replica_memory(memory: Sequence[Amount], stages: int, tensor: int) -> list[float]:
+    """What each data-parallel replica holds beside the others: as its rank with the least. 0 for one without any."""
+    return [min(each or 0.0 for each in column) for column in zip(*_grid(memory, stages, tensor), strict=True)]
+
+
+def _grid(speeds: Sequence[Amount], stages: int, tensor: int) -> list[list[Amount]]:
+    """The speed, or memory, of each stage of each replica [stages, replicas]."""
     parts = [speeds[at : at + tensor] for at in range(0, len(speeds), tensor)]
     slowest = [None if None in part else min(each for each in part if each is not None) for part in parts]
     replicas = len(parts) // stages

@@ -15,7 +15,7 @@ from dsprof.words import either, joined
 
 from .config import Config, data_parallel_ranks
 from .model import Section
-from .parallel import Speed, replica_speeds
+from .parallel import Amount, replica_memory, replica_speeds
 from .zero import AioConfig
 
 
@@ -125,6 +125,19 @@ CASES: Final = (
     ),
     Case("zero_optimization", TAKES[1], lambda c: c.zero_optimization.stage < 1, STAGE_1),
     Case("zero_optimization", TAKES[3], lambda c: c.zero_optimization.stage < 3, STAGE_3),
+    Case("heterogeneous", TAKES[1], lambda c: c.zero_optimization.stage < 1, ("memory",)),
+    Case(
+        "heterogeneous.memory",
+        'given, and "zero_hpz_partition_size": {c.zero_optimization.zero_hpz_partition_size} has ranks hold equal '
+        "shards of a second partition; remove one of them",
+        lambda c: c.heterogeneous.memory is not None
+        and c.zero_optimization.stage == 3 and c.zero_optimization.zero_hpz_partition_size > 1,
+    ),
+    Case(
+        "heterogeneous.memory",
+        'given, and "zero_quantized_gradients" sends equal parts of gradients to all ranks; remove one of them',
+        lambda c: c.heterogeneous.memory is not None and quantizes(c),
+    ),
     Case(
         "zero_optimization.zero_quantized_gradients",
         'true, and "reduce_scatter" is false, which reduces whole gradients; write "reduce_scatter": true, or '
@@ -345,20 +358,30 @@ def ranks_of_a_sequence(config: Config, world_size: int) -> Iterator[Remark]:
 # --- ranks of unequal speed -----------------------------------------------------------------------
 
 
-def speeds_of_ranks(config: Config, world_size: int) -> Iterator[Remark]:
-    speeds, where = config.heterogeneous.speeds, "heterogeneous.speeds"
+def unequal_ranks(config: Config, world_size: int) -> Iterator[Remark]:
     stages, tensor = config.pipeline.stages, config.tensor_parallel.size
-    if isinstance(speeds, tuple) and len(speeds) != world_size:
-        has = f"{len(speeds)} {'speed' if len(speeds) == 1 else 'speeds'}"
-        ranks = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
-        yield Remark(where, f'{has}, and the job has {ranks}; write one for each rank, or "measure"')
-    elif isinstance(speeds, tuple) and world_size % (stages * tensor) == 0 and not any(_paces(config, speeds)):
-        yield Remark(where, "null in every data-parallel replica: none gets a sample; write numbers for one at least")
-    if speeds is not None and stages * data_parallel_ranks(config, world_size) == 1:
-        yield Remark(where, "has no effect; there is one data-parallel rank, and one stage", error=False)
+    replicas = data_parallel_ranks(config, world_size)
+    for key, unit, of_replicas, nothing, alone in (
+        ("speeds", "speed", replica_speeds, "none gets a sample", stages * replicas == 1),
+        ("memory", "number", replica_memory, "none holds any state", replicas == 1),
+    ):
+        given, where = getattr(config.heterogeneous, key), f"heterogeneous.{key}"
+        if isinstance(given, tuple) and len(given) != world_size:
+            has = f"{len(given)} {unit if len(given) == 1 else f'{unit}s'}"
+            ranks = f"{world_size} {'rank' if world_size == 1 else 'ranks'}"
+            yield Remark(where, f'{has}, and the job has {ranks}; write one for each rank, or "measure"')
+        elif (
+            isinstance(given, tuple)
+            and world_size % (stages * tensor) == 0
+            and not any(of_replicas(given, stages, tensor))
+        ):
+            yield Remark(where, f"null in every data-parallel replica: {nothing}; write numbers for one at least")
+        if given is not None and alone:
+            stage = ", and one stage" if key == "speeds" else ""
+            yield Remark(where, f"has no effect; there is one data-parallel rank{stage}", error=False)
 
 
-def _paces(config: Config, speeds: Sequence[Speed]) -> list[float]:
+def _paces(config: Config, speeds: Sequence[Amount]) -> list[float]:
     return replica_speeds(speeds, config.pipeline.stages, config.tensor_parallel.size)
 
 
@@ -389,5 +412,5 @@ def share_of_a_sample(config: Config) -> Iterator[Remark]:
 
 RULES: Final[tuple[Rule, ...]] = (
     cases, switched_off, accumulation_type, secondary_partition, nobody_to_send_to, length_of_warm_up, offloading,
-    model_parallel_sizes, ranks_of_a_sequence, speeds_of_ranks,
+    model_parallel_sizes, ranks_of_a_sequence, unequal_ranks,
 )  # fmt: skip

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from ..comm.comm import Rows
 from ..train.base_engine import BaseEngine
 from ..zero.shard import ShardedParam
 from .start import engine_of
@@ -198,15 +199,18 @@ def _whole(held: ShardedParam, shard: Tensor | None, missing: str = "") -> Tenso
         return shard.to(held.param.device, held.master_dtype, copy=True).view(held.shape)
     comm = held.gatherer.comm
     length = held.stop - held.start
-    rows = torch.zeros(comm.size, held.partition.shard_size + 1, dtype=held.master_dtype, device=held.param.device)
+    shapes = [(block.count, block.width + 1) for block in held.partition.blocks]
+    size = sum(ranks * columns for ranks, columns in shapes)
+    rows = Rows(torch.zeros(size, dtype=held.master_dtype, device=held.param.device), shapes)
+    mine = rows.of(comm.rank)
     if shard is not None:
-        rows[comm.rank, :length] = shard
-    rows[comm.rank, -1] = 1 if shard is not None or length == 0 else 0
+        mine[:length] = shard
+    mine[-1] = 1 if shard is not None or length == 0 else 0
     comm.all_gather(rows, "parameter").wait()
-    if not bool(rows[:, -1].all()):
+    if not all(bool(block[:, -1].all()) for block in rows.blocks):
         raise ValueError(missing)
-    whole = torch.empty(held.numel, dtype=rows.dtype, device=rows.device)
-    held.partition.from_shards(rows[:, :-1], whole)
+    whole = torch.empty(held.numel, dtype=mine.dtype, device=mine.device)
+    held.partition.from_shards([block[:, :-1] for block in rows.blocks], whole)
     return whole.view(held.shape)
 
 

@@ -110,6 +110,6 @@ DESCRIPTIONS: Final[Mapping[str, Callable[[nn.Parameter], Any]]] = {
     "ds_shape": lambda param: _sharded(param).shape,
     "ds_status": lambda param: ZeroParamStatus.AVAILABLE if _sharded(param).resident else ZeroParamStatus.NOT_AVAILABLE,
     "ds_tensor": lambda param: _sharded(param).shard,
-    "partition_numel": lambda param: partial(getattr, _sharded(param).partition, "shard_size"),
+    "partition_numel": lambda param: partial(getattr, _sharded(param), "width"),
 }
 """Attribute -> what it says of a parameter."""

@@ -159,7 +159,7 @@ def idle_pipelines(config: Config, tiles: Sequence[Sequence[ShardedParam]]) -> I
     section = zero.offload_optimizer
     if section is None or section.device != "nvme" or zero.stage < 1 or len(tiles) != 1:
         return
-    elements = sum(param.partition.shard_size for param in tiles[0])
+    elements = sum(param.partition.largest for param in tiles[0])
     # As many tiles as there are buffers, so that one is read and one written while one is stepped.
     size = max(1, -(-elements // max(3, section.buffer_count)))
     if len(tiles_of(tiles[0], size)) > 1:

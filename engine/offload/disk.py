@@ -51,15 +51,6 @@ def as_bytes(memory: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
 
 
-def hollow(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What stands for a tensor that is elsewhere: shape and dtype, one element of memory.
-
-    Reading it gives NaN (0 for integers), and writing to it is an error.
-    """
-    floating = dtype.is_floating_point or dtype.is_complex
-    return torch.full((), torch.nan if floating else 0, dtype=dtype).expand(shape)
-
-
 class Buffer:
     """Memory of a pool."""
 

@@ -16,7 +16,8 @@ from ..config.zero import OffloadOptimizerConfig
 from ..hooks import Attributes
 from ..optim.build import bytes_per_element
 from ..zero.shard import ShardedParam
-from .disk import Buffer, Disk, File, OffloadError, Pool, hollow, round_up
+from ..zero.storage import placeholder
+from .disk import Buffer, Disk, File, OffloadError, Pool, round_up
 
 Tiles = Sequence[Sequence[ShardedParam]]
 
@@ -43,7 +44,7 @@ class _Tile:
     number: int
     params: Sequence[ShardedParam]
     places: dict[tuple[ShardedParam, str], _FilePlace] = field(default_factory=dict)
-    hollow: dict[tuple[ShardedParam, str], Tensor] = field(default_factory=dict)
+    placeholders: dict[tuple[ShardedParam, str], Tensor] = field(default_factory=dict)
     """What stands in the places of states that are in the file alone."""
     size: int = 0
     room: int = 0
@@ -86,7 +87,7 @@ class OnDisk:
         host = torch.device("cpu")
         if param.can_share_master(host):
             return param.make_master(host)
-        param.master = nn.Parameter(hollow(param.master_shape, param.master_dtype))
+        param.master = nn.Parameter(placeholder(param.master_shape, param.master_dtype))
         param.reload_master = self._reload
         return param.master
 
@@ -130,7 +131,7 @@ class OnDisk:
                 self._forget_removed(tile)
                 for param, key, tensor in self._tensors(tile):
                     self._keep(tile, param, key, tensor)
-                self._hollow_out(tile)
+                self._leave_placeholders(tile)
                 if tile.size:
                     self._write(tile)
                     if not self._section.pipeline_write:
@@ -139,7 +140,7 @@ class OnDisk:
         finally:
             for tile in self._tiles:  # none has a buffer, unless a step failed
                 if tile.buffer is not None:
-                    self._hollow_out(tile)
+                    self._leave_placeholders(tile)
                     self._drop(tile)
 
     @contextlib.contextmanager
@@ -165,7 +166,7 @@ class OnDisk:
                 self._settle()
         finally:
             for tile in self._tiles:
-                self._hollow_out(tile)
+                self._leave_placeholders(tile)
 
     def recover(self) -> None:
         self._pool.settle()
@@ -228,7 +229,7 @@ class OnDisk:
             (param, key)
             for param, key in tile.places
             if key != MASTER
-            and self._optimizer.state.get(param.master, {}).get(key) is not tile.hollow.get((param, key))
+            and self._optimizer.state.get(param.master, {}).get(key) is not tile.placeholders.get((param, key))
         ]
         for place in gone:
             del tile.places[place]
@@ -275,11 +276,11 @@ class OnDisk:
             self._keep(tile, param, key, tensor)
         self._write(tile)
 
-    def _hollow_out(self, tile: _Tile) -> None:
-        """Leave shapes in the place of masters and states."""
+    def _leave_placeholders(self, tile: _Tile) -> None:
+        """Free masters and states, which the file has."""
         for (param, key), place in tile.places.items():
-            tile.hollow[param, key] = hollow(place.shape, place.dtype)
-            self._put(param, key, tile.hollow[param, key])
+            tile.placeholders[param, key] = placeholder(place.shape, place.dtype)
+            self._put(param, key, tile.placeholders[param, key])
 
     def _tensors(self, tile: _Tile) -> list[tuple[ShardedParam, str, Tensor]]:
         """What the tile's image is to have."""

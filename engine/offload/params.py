@@ -13,7 +13,8 @@ from ..comm.lane import LaneTicket
 from ..config.zero import OffloadParamConfig
 from ..hooks import Attributes
 from ..zero.shard import ShardedParam
-from .disk import Buffer, Disk, Pool, hollow, round_up
+from ..zero.storage import placeholder
+from .disk import Buffer, Disk, Pool, round_up
 
 
 def to_host(param: ShardedParam, pin: bool = True) -> None:
@@ -75,7 +76,7 @@ class ShardFile:
             for start in range(0, shard.numel(), each)
         ])  # fmt: skip
         param.store = self
-        param.shard = hollow(shard.shape, shard.dtype)
+        param.shard = placeholder(shard.shape, shard.dtype)
         self.write(param, shard)
 
     def write(self, param: ShardedParam, shard: Tensor) -> None:

@@ -154,8 +154,13 @@ class SequenceParallel:
         """A batch with what models of transformers make themselves of whole sequences: positions, and labels that are
         those of the next position."""
         ids, labels = batch.get("input_ids"), batch.get("labels")
-        if isinstance(ids, Tensor) and "position_ids" in inspect.signature(self._model.forward).parameters:
-            batch.setdefault("position_ids", torch.arange(ids.shape[1], device=ids.device).expand(ids.shape))
+        takes = inspect.signature(self._model.forward).parameters
+        if isinstance(ids, Tensor) and "position_ids" in takes and "position_ids" not in batch:
+            batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+            if self._zigzag and "attention_mask" in takes:
+                # Where there is no mask, transformers takes the gap between a rank's two pieces for the border of two
+                # sequences that are packed into one, and makes a mask of that.
+                batch.setdefault("attention_mask", torch.ones_like(ids))
         if shift is None:
             shift = type(self._model).__name__.endswith(("ForCausalLM", "LMHeadModel")) and "shift_labels" not in batch
         if shift and isinstance(labels, Tensor):

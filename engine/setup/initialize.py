@@ -116,6 +116,10 @@ def initialize(
         settings = with_measured_speeds(
             model, settings, mesh, device, example, training_data, train_dataloader, collate_fn
         )
+    if settings.heterogeneous.memory == "measure":
+        from .measure_memory import with_measured_memory
+
+        settings = with_measured_memory(settings, mesh.rank, device)
     unequal = settings.unequal_shares(world_size)
     if unequal is not None:
         settings = settings.model_copy(update={"train_micro_batch_size_per_gpu": unequal[mesh.dp_rank]})

@@ -1,7 +1,8 @@
 """ZeRO: how parameters, gradients and optimizer state are sharded over the data-parallel ranks.
 
 zero           the stages, put together
-shard          how one parameter is sharded
+shares         who has which elements of a parameter: in equal parts, or by the memory of ranks
+shard          a parameter that is sharded: this rank's part, and its master
 reduce         gradients, in buckets, from backward to the masters
 ready          gradients as they come in a backward, which travel together, and in which order
 bucket         gradients that are reduced together, and their collectives

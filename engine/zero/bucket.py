@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..comm.comm import Comm
+from ..comm.comm import Comm, Rows
 from ..comm.lane import Ticket
 from ..config import Config
 from ..optim.loss_scaler import DTYPES
@@ -103,15 +103,15 @@ class MicrobatchSums(dict[ShardedParam, Tensor]):
 
 @dataclass(eq=False, slots=True)
 class Bucket:
-    """Parameters whose gradients travel together, each in columns of its own of `rows` [shards, columns].
+    """Parameters whose gradients travel together, each in columns of its own of `rows`, of which each rank has one.
 
-    The columns from `width` on are flags, one for each parameter: 1 from a rank that has a gradient for it. What
+    The columns from a row's width on are flags, one for each parameter: 1 from a rank that has a gradient for it. What
     arrives says whether any had. The last column is a flag of the bucket: 1 from a rank that is left with parts of
     gradients that came after their bucket had been sent.
 
     Its tensors, those of BucketExchange.rows, launch and drain; the last two are kept from step to step:
 
-    rows     [shards, columns]  of the pool, from the first copy until it is reduced and read, or `own`; what is sent
+    rows     [ranks, columns]   of the pool, from the first copy until it is reduced and read, or `own`; what is sent
     landing  [columns]          new, from launch to drain; what a reduce-scatter brings for masters on another device
     reduced  [columns]          new, where the masters are; or the row of `own`
     own      [1, columns]       the first `rows`: only in stage 0, with masters of the bucket's dtype
@@ -121,16 +121,18 @@ class Bucket:
     dtype: torch.dtype
     quantized: bool = False
     numel: int = 0
-    offsets: list[int] = field(default_factory=list)
-    width: int = 0
+    offsets: list[tuple[int, ...]] = field(default_factory=list)
+    """Each parameter's first column, in each block of `rows`."""
+    widths: list[int] = field(default_factory=list)
+    """Columns of gradients in each block."""
     waiting: set[ShardedParam] = field(default_factory=set)
     absent: list[int] = field(default_factory=list)
     """Places of the parameters that this rank has no gradient for."""
-    rows: Tensor | None = None
+    rows: Rows | None = None
     landing: Tensor | None = None
     reduced: Tensor | None = None
     """The reduced gradients, this rank's row: they are there from the first micro-batch of a step to its end."""
-    own: Tensor | None = None
+    own: Rows | None = None
     grads: list[Tensor] = field(default_factory=list)
     """Each parameter's part of `reduced`, in the shape of its master."""
     collected: list[Tensor | None] = field(default_factory=list)
@@ -144,13 +146,27 @@ class Bucket:
     def add(self, param: ShardedParam) -> None:
         self.params.append(param)
         self.numel += param.numel
-        self.offsets.append(self.width)
-        self.width += param.partition.shard_size
+        blocks = param.partition.blocks
+        ends = self.widths or [0] * len(blocks)
+        self.offsets.append(tuple(ends))
+        self.widths = [end + block.width for end, block in zip(ends, blocks, strict=True)]
         self.waiting.add(param)
 
     @property
+    def width(self) -> int:
+        """Columns of gradients in this rank's row."""
+        return self.widths[self.params[0].place]
+
+    @property
     def columns(self) -> int:
+        """Of this rank's row."""
         return self.width + len(self.params) + 1
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Ranks and columns of the blocks of `rows`."""
+        blocks, flags = self.params[0].partition.blocks, len(self.params) + 1
+        return [(block.count, width + flags) for block, width in zip(blocks, self.widths, strict=True)]
 
     @property
     def present(self) -> list[int]:
@@ -160,7 +176,8 @@ class Bucket:
 
     @property
     def memory(self) -> list[Tensor]:
-        return [tensor for tensor in (self.rows, self.own, self.reduced, self.landing) if tensor is not None]
+        rows = [rows.flat for rows in (self.rows, self.own) if rows is not None]
+        return rows + [tensor for tensor in (self.reduced, self.landing) if tensor is not None]
 
     @property
     def apart(self) -> bool:
@@ -171,8 +188,8 @@ class Bucket:
         """From now on have the reduced gradients in `reduced` [columns]."""
         self.reduced = reduced
         self.grads = [
-            reduced[offset : offset + param.stop - param.start].view(param.master_shape)
-            for param, offset in zip(self.params, self.offsets, strict=True)
+            reduced[offsets[param.place] :][: param.stop - param.start].view(param.master_shape)
+            for param, offsets in zip(self.params, self.offsets, strict=True)
         ]
 
     def runs(self, places: Iterable[int]) -> Iterator[list[int]]:
@@ -189,28 +206,37 @@ class Bucket:
         if run:
             yield run
 
-    def write(self, rows: Tensor, places: Sequence[int], grads: Sequence[Tensor], scale: float) -> None:
+    def write(self, rows: Rows, places: Sequence[int], grads: Sequence[Tensor], scale: float) -> None:
         """Write the gradients of the parameters at `places`, which are neighbours, times `scale` to `rows`."""
-        start, last = self.offsets[places[0]], places[-1]
-        target = rows[:, start : self.offsets[last] + self.params[last].partition.shard_size]
-        if len(rows) > 1:
-            parts = [self.params[at].partition.to_shards(grad) for at, grad in zip(places, grads, strict=True)]
-            target.copy_(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
-        elif grads[0].dtype == rows.dtype:  # at once, with no copy in between
-            torch.cat([grad if grad.dim() == 1 else grad.reshape(-1) for grad in grads], out=target[0])
-        else:  # torch.cat(out=) would turn each by itself to the other dtype: on a GPU by a kernel each
-            target[0].copy_(torch._utils._flatten_dense_tensors(grads))
-        if scale != 1.0:
-            target.mul_(scale)
+        whole = self.params[0].partition.num_shards == 1
+        for at, block in enumerate(rows.blocks):
+            columns = self._columns(at, places[0], places[-1])
+            if columns.start == columns.stop:
+                continue
+            target = block[:, columns]
+            if not whole:
+                pairs = zip(places, grads, strict=True)
+                parts = [self.params[place].partition.blocks[at].to_shards(grad) for place, grad in pairs]
+                target.copy_(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
+            elif grads[0].dtype == target.dtype:  # at once, with no copy in between
+                torch.cat([grad if grad.dim() == 1 else grad.reshape(-1) for grad in grads], out=target[0])
+            else:  # torch.cat(out=) would turn each by itself to the other dtype: on a GPU by a kernel each
+                target[0].copy_(torch._utils._flatten_dense_tensors(grads))
+            if scale != 1.0:
+                target.mul_(scale)
 
-    def flag(self, rows: Tensor, left: bool) -> None:
+    def _columns(self, at: int, first: int, last: int) -> slice:
+        """Those of the parameters at the places `first` to `last`, in block `at`."""
+        return slice(self.offsets[first][at], self.offsets[last][at] + self.params[last].partition.blocks[at].width)
+
+    def flag(self, rows: Rows, left: bool) -> None:
         """Write the flags to `rows`, and zeros for the absent gradients; `left` is the bucket's own flag."""
-        rows[:, self.width :] = 1
-        for place in self.absent:
-            start = self.offsets[place]
-            rows[:, start : start + self.params[place].partition.shard_size] = 0
-            rows[:, self.width + place] = 0
-        rows[:, -1] = float(left)
+        for at, (block, width) in enumerate(zip(rows.blocks, self.widths, strict=True)):
+            block[:, width:] = 1
+            for place in self.absent:
+                block[:, self._columns(at, place, place)] = 0
+                block[:, width + place] = 0
+            block[:, -1] = float(left)
 
 
 def divide(
@@ -271,14 +297,14 @@ class BucketExchange:
         self._copies: torch.cuda.Stream | None = None
         """On a GPU whose gradients go to host memory."""
 
-    def rows(self, bucket: Bucket) -> Tensor:
-        """Where gradients are copied before they are reduced [shards, columns]."""
+    def rows(self, bucket: Bucket) -> Rows:
+        """Where gradients are copied before they are reduced."""
         if bucket.rows is None and bucket.own is not None and not bucket.holds:
             bucket.rows = bucket.own
         if bucket.rows is None:
-            first = bucket.params[0]
-            size = first.partition.num_shards * bucket.columns
-            bucket.rows = self.buffers.take(size, bucket.dtype, first.device).view(-1, bucket.columns)
+            shapes = bucket.shapes
+            size = sum(ranks * columns for ranks, columns in shapes)
+            bucket.rows = Rows(self.buffers.take(size, bucket.dtype, bucket.params[0].device), shapes)
         return bucket.rows
 
     def launch(self, bucket: Bucket) -> None:
@@ -287,14 +313,14 @@ class BucketExchange:
         if self._scatters:
             target, adds = self._reduced(bucket), bucket.holds
             if bucket.apart:
-                target, adds = torch.empty_like(target, device=rows.device), False
+                target, adds = torch.empty_like(target, device=rows.flat.device), False
                 bucket.landing = target
             if bucket.quantized:
-                bucket.ticket = QuantizedReduction(rows, bucket.width, target, adds, self._comm, self._nodes)
+                bucket.ticket = QuantizedReduction(rows.blocks[0], bucket.width, target, adds, self._comm, self._nodes)
             else:
                 bucket.ticket = self._comm.reduce_scatter(rows, target, "gradient", adds)
         else:
-            bucket.ticket = self._comm.all_reduce(rows, "gradient")
+            bucket.ticket = self._comm.all_reduce(rows.flat, "gradient")
         self._inflight.append(bucket)
         self.drain(2 if self._settings.overlap_comm else 0)
 
@@ -308,7 +334,7 @@ class BucketExchange:
     def abandon(self, bucket: Bucket) -> None:
         """What was copied into a bucket that has not been launched is not wanted."""
         if bucket.rows is not None and bucket.rows is not bucket.own:
-            self.buffers.give(bucket.rows)
+            self.buffers.give(bucket.rows.flat)
         bucket.rows = None
 
     # --- inside
@@ -326,7 +352,7 @@ class BucketExchange:
         else:
             if arrived is not bucket.reduced:
                 self._add(bucket, arrived)
-            self.buffers.give(bucket.rows)
+            self.buffers.give(bucket.rows.flat)
         bucket.rows = bucket.landing = None
         bucket.holds = True
         bucket.absent.clear()
@@ -360,7 +386,7 @@ class BucketExchange:
         assert bucket.rows is not None
         if self._scatters:
             return self._reduced(bucket) if bucket.landing is None else bucket.landing
-        return bucket.rows[0 if self._settings.stage == 0 else self._comm.rank]
+        return bucket.rows.of(0 if self._settings.stage == 0 else self._comm.rank)
 
     def _add(self, bucket: Bucket, arrived: Tensor) -> None:
         """Write what arrived to where the reduced gradients are, or add it. The device does the adding."""

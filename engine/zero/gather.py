@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..comm.comm import Comm, Content
+from ..comm.comm import Comm, Content, Rows
 from ..comm.consensus import difference, gather_objects
 from ..comm.lane import Ticket
 from ..config import ZeroConfig
 from ..tree import batches
-from .shard import Packing, Partition, ShardedParam
+from .shard import Packing, ShardedParam
+from .shares import Partition, equal
 from .storage import BufferPool
 
 DIRECT: Final = 1 << 22
@@ -48,9 +49,9 @@ class Agreement(Packing, Protocol):
 @dataclass(eq=False, slots=True)
 class _Batch:
     params: list[ShardedParam]
-    widths: list[int]
-    """Columns of each."""
-    rows: Tensor
+    widths: list[list[int]]
+    """Columns of each, in each block of `rows`."""
+    rows: Rows
     tickets: list[Ticket]
     comm: Comm
     persistent: _Persistent | None
@@ -82,28 +83,38 @@ class _Persistent:
         self.params = params
         self.content = content_of(params)
         self.packed = all(
-            param.store is None
-            and param.shard.device == param.device
-            and param.shard.numel() == param.partition.shard_size
+            param.store is None and param.shard.device == param.device and param.shard.numel() == param.width
             for param in params
         )
         """Whether the shards fill their columns, so that they can be copied there together."""
         self.even = [at for at, param in enumerate(params) if param.partition.even]
         self.uneven = [at for at, param in enumerate(params) if not param.partition.even]
-        whole = [params[at].flat.view(comm.size, params[at].partition.shard_size) for at in self.even]
-        ranks = [slice(comm.rank), slice(comm.rank + 1, comm.size)]
-        self.others = [(some, [param[some] for param in whole]) for some in ranks if whole and range(comm.size)[some]]
-        """The ranks before and after this one, and where their rows go in the even parameters."""
+        self.others: list[tuple[int, slice, list[Tensor]]] = []
+        """Each block of ranks, those before this one and after it, and where their rows go in the even parameters."""
+        evens = [params[at] for at in self.even]
+        for at, blocks in enumerate(zip(*(param.partition.blocks for param in evens), strict=True)):
+            whole = [block.to_shards(param.flat) for block, param in zip(blocks, evens, strict=True)]
+            ranks = range(blocks[0].count)
+            mine = comm.rank - blocks[0].first
+            for some in (slice(mine), slice(mine + 1, None)) if mine in ranks else (slice(None),):
+                if ranks[some]:
+                    self.others.append((at, some, [param[some] for param in whole]))
 
-    def write(self, rows: Tensor, widths: Sequence[int]) -> None:
-        """Write the other ranks' `rows` [ranks, columns] to the parameters, which have `widths` columns each."""
-        for some, targets in self.others:
-            columns = rows[some].split(widths, 1)
-            torch._foreach_copy_(targets, columns if not self.uneven else [columns[at] for at in self.even])
+    def write(self, rows: Rows, widths: Sequence[Sequence[int]]) -> None:
+        """Write the other ranks' `rows` to the parameters, which have `widths` columns each, block by block."""
+        for at, some, targets in self.others:
+            columns = rows.blocks[at][some].split(widths[at], 1)
+            torch._foreach_copy_(targets, columns if not self.uneven else [columns[place] for place in self.even])
         if self.uneven:
-            columns = rows.split(widths, 1)
-            for at in self.uneven:
-                self.params[at].fill(columns[at])
+            columns_of = _columns_of(rows, widths)
+            for place in self.uneven:
+                self.params[place].fill(columns_of[place])
+
+
+def _columns_of(rows: Rows, widths: Sequence[Sequence[int]]) -> list[tuple[Tensor, ...]]:
+    """The columns of each parameter, [ranks, width] of each block."""
+    blocks = (block.split(columns, 1) for block, columns in zip(rows.blocks, widths, strict=True))
+    return list(zip(*blocks, strict=True))
 
 
 def _batches(params: Iterable[ShardedParam], limit: int) -> list[list[ShardedParam]]:
@@ -207,28 +218,36 @@ class Gatherer:
         packing: Packing | None = None,
     ) -> None:  # fmt: skip
         near = comm is self._near
-        widths = [near_partition(p, comm).shard_size if near else p.partition.shard_size for p in params]
+        partitions = [near_partition(param, comm) if near else param.partition for param in params]
+        blocks = list(zip(*(partition.blocks for partition in partitions), strict=True))
+        widths = [[block.width for block in of_ranks] for of_ranks in blocks]
         if packing is not None:
-            widths = [packing.nbytes(width) for width in widths]
-        # One buffer: this rank's row is what it sends.
-        size, like = comm.size * sum(widths), params[0]
-        direct = packing is None and _is_direct(like)
-        dtype = like.dtype if packing is None else torch.uint8
-        rows = like.storage_rows() if direct else self.buffers.take(size, dtype, like.device).view(comm.size, -1)
+            widths = [list(map(packing.nbytes, columns)) for columns in widths]
+        like, direct = params[0], packing is None and _is_direct(params[0])
+        if direct:
+            rows = like.storage_rows()
+        else:
+            shapes = [(of_ranks[0].count, sum(columns)) for of_ranks, columns in zip(blocks, widths, strict=True)]
+            size = sum(ranks * columns for ranks, columns in shapes)
+            rows = Rows(self.buffers.take(size, like.dtype if packing is None else torch.uint8, like.device), shapes)
+        mine = rows.of(comm.rank)  # what it sends
+        columns = mine.split(widths[partitions[0].place(comm.rank)])
         content = content_of(params) if persistent is None else persistent.content
         if self.order_check is not None:
             self.order_check.add(content)
         tickets: list[Ticket] = []
-        with self._beside(params, rows, near, tickets):
+        with self._beside(params, rows.flat, near, tickets):
             if persistent is not None and persistent.packed:
-                torch.cat([param.shard for param in params], out=rows[comm.rank])
+                torch.cat([param.shard for param in params], out=mine)
             elif packing is not None:
-                for param, column in zip(params, rows[comm.rank].split(widths), strict=True):
-                    packing.pack(param, _padded_shard(param), column)
+                for param, column in zip(params, columns, strict=True):
+                    if param.width:
+                        packing.pack(param, _padded_shard(param), column)
             else:
-                self._read_shards(params, rows[comm.rank].split(widths), near)
+                self._read_shards(params, columns, near)
             if not self._settings.allgather_partitions:
-                tickets += [comm.broadcast(rows[source], source, "parameter") for source in range(comm.size)]
+                parts = enumerate(rows.each())
+                tickets += [comm.broadcast(row, source, "parameter") for source, row in parts if row.numel()]
             else:
                 tickets.append(comm.all_gather(rows, "parameter", module, content))
         batch = _Batch(params, widths, rows, tickets, comm, persistent, direct, packing)
@@ -270,13 +289,17 @@ class Gatherer:
             batch.persistent.write(batch.rows, batch.widths)
         else:
             near, packing = batch.comm is self._near, batch.packing
-            for param, column in zip(batch.params, batch.rows.split(batch.widths, 1), strict=True):
+            for param, columns in zip(batch.params, _columns_of(batch.rows, batch.widths), strict=True):
+                partition, shards = near_partition(param, batch.comm) if near else param.partition, columns
                 if packing is not None:
-                    column = packing.unpack(param, column, param.partition.shard_size)
-                param.fill(column, near_partition(param, batch.comm) if near else param.partition)
+                    pairs = zip(columns, partition.blocks, strict=True)
+                    shards = tuple(
+                        packing.unpack(param, packed, block.width) if block.width else packed for packed, block in pairs
+                    )
+                param.fill(shards, partition)
                 param.exact = packing is None and not (near and param.packing is not None)
                 self._keep_near(param)
-        self.buffers.give(batch.rows)
+        self.buffers.give(batch.rows.flat)
 
     def _keep_near(self, param: ShardedParam) -> None:
         """Keep this rank's shard of the hierarchical partition, where there is one, for the next gather."""
@@ -325,9 +348,9 @@ class OrderCheck:
 
 def _padded_shard(param: ShardedParam) -> Tensor:
     """This rank's shard on the parameter's device, with zeros behind it where others' are larger."""
-    if param.store is None and param.shard.device == param.device and len(param.shard) == param.partition.shard_size:
+    if param.store is None and param.shard.device == param.device and len(param.shard) == param.width:
         return param.shard
-    padded = torch.zeros(param.partition.shard_size, dtype=param.dtype, device=param.device)
+    padded = torch.zeros(param.width, dtype=param.dtype, device=param.device)
     param.read_shard(padded[: param.stop - param.start])
     return padded
 
@@ -363,4 +386,4 @@ def content_of(params: Sequence[ShardedParam]) -> Content:
 
 def near_partition(param: ShardedParam, near: Comm) -> Partition:
     """How a parameter is sharded in the hierarchical partition."""
-    return Partition(param.numel, near.size)
+    return Partition(param.numel, equal(near.size))

@@ -25,7 +25,8 @@ from ..hooks import Hooks
 from ..optim.loss_scaler import model_dtype
 from .gather import Gatherer
 from .param_hooks import WatchedParameters
-from .shard import ParamGatherer, Partition, ShardedParam, find_sharded
+from .shard import ParamGatherer, ShardedParam, find_sharded
+from .shares import Partition, Shares, equal
 from .storage import REGISTRY
 
 INSTEAD: Final = {
@@ -46,10 +47,11 @@ class EarlyParam(ShardedParam):
     """A parameter sharded before there is an engine. It does not keep its parameter alive, but lives as long as
     that."""
 
-    def __init__(self, name: str, param: nn.Parameter, gatherer: ParamGatherer) -> None:
+    def __init__(self, name: str, param: nn.Parameter, gatherer: ParamGatherer, shares: Shares | None = None) -> None:
+        """`shares`: of the job's ranks; by default all are equal."""
         self._param = weakref.ref(param)
         comm = gatherer.comm
-        partition = Partition(param.numel(), comm.size)
+        partition = Partition(param.numel(), shares or equal(comm.size))
         super().__init__(name, param, partition, comm.rank, gatherer, persistent=False, index=0)
         self.trainable = False  # not as long as there is no engine
         REGISTRY[param] = lambda: self
@@ -122,6 +124,7 @@ class Init:
             raise ValueError(f"zero.Init: dtype={dtype} is not of floating-point numbers")
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._dtype = dtype
+        self._shares: Shares | None = None
         if source is not None:
             init_distributed()
             settings = load(self.settled(source), world_size=dist.get_world_size())
@@ -130,6 +133,8 @@ class Init:
             if enabled and asked is not None and dtype not in (None, asked):
                 raise ValueError(f"zero.Init: dtype={dtype}, and the configuration asks for {asked}; leave dtype out")
             self._dtype = dtype or asked
+            if isinstance(memory := settings.heterogeneous.memory, tuple):
+                self._shares = Shares([each or 0.0 for each in memory])
         self._enabled = enabled
         self._gatherer: Gatherer | None = None
         self._patches = contextlib.ExitStack()
@@ -284,7 +289,7 @@ class Init:
         param.data = torch.empty(param.shape, dtype=dtype, device=local_device()).copy_(param.data)
         gatherer.comm.broadcast(param.data, 0, "parameter").wait()
         name = name or (known.name if known is not None else "parameter")
-        EarlyParam(name, param, gatherer).release()
+        EarlyParam(name, param, gatherer, self._shares).release()
 
 
 class _Gathering(WatchedParameters):

@@ -1,73 +1,18 @@
-"""How a parameter is sharded: into equal parts of its flattened elements, one a data-parallel rank.
-
-That depends on the parameter and the number of ranks alone. Bucket, prefetch and persistence sizes only decide what
-is communicated together, so they can change at any time and no checkpoint depends on them.
-"""
+"""A parameter that is sharded over the data-parallel ranks: this one's part of it, and what the optimizer steps."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..comm.comm import Comm
+from ..comm.comm import Comm, Rows
+from .shares import Partition
 from .storage import REGISTRY, LiveParams, Storage, fetchable
-
-
-@dataclass(frozen=True, slots=True)
-class Partition:
-    """`numel` elements in `num_shards` equal shards of `shard_size`; the last ones are shorter, or empty.
-
-    Rank r has shard (r + rotation) modulo `num_shards`, and row r of a communication buffer is that one.
-    """
-
-    numel: int
-    num_shards: int
-    rotation: int = 0
-    shard_size: int = field(init=False)
-    even: bool = field(init=False)
-    """Whether the ranks' shards one after the other are the flattened tensor."""
-
-    def __post_init__(self) -> None:
-        shard_size = -(-self.numel // self.num_shards)
-        object.__setattr__(self, "shard_size", shard_size)
-        object.__setattr__(self, "even", self.rotation == 0 and self.numel == self.num_shards * shard_size)
-
-    def bounds(self, rank: int) -> tuple[int, int]:
-        """First element of the shard of `rank`, and the one after its last."""
-        shard = (rank + self.rotation) % self.num_shards
-        return min(shard * self.shard_size, self.numel), min((shard + 1) * self.shard_size, self.numel)
-
-    def to_shards(self, whole: Tensor) -> Tensor:
-        """A tensor of `numel` elements as the ranks' shards [num_shards, shard_size], padded with zeros; a view of it
-        if they are even."""
-        if self.even:
-            return whole.reshape(self.num_shards, self.shard_size)
-        shards = whole.new_zeros(self.num_shards, self.shard_size)
-        for source, target in self._pairs(whole.reshape(-1), shards, None):
-            target.copy_(source)
-        return shards
-
-    def from_shards(self, shards: Tensor, flat: Tensor, but: int | None = None) -> None:
-        """Write the ranks' `shards` [num_shards, shard_size], `but` one perhaps, to a flattened tensor [numel]."""
-        for target, source in self._pairs(flat, shards, but):
-            target.copy_(source)
-
-    def _pairs(self, flat: Tensor, shards: Tensor, but: int | None) -> list[tuple[Tensor, Tensor]]:
-        """Parts of `flat` with the parts of `shards` that correspond to them."""
-        if but is None and self.even:
-            return [(flat.view(self.num_shards, self.shard_size), shards)]
-        pairs = []
-        for rank in range(self.num_shards):
-            start, stop = self.bounds(rank)
-            if stop > start and rank != but:
-                pairs.append((flat[start:stop], shards[rank, : stop - start]))
-        return pairs
 
 
 class ShardStore(Protocol):
@@ -155,6 +100,10 @@ class ShardedParam:
         self.partition = partition
         self.rank = rank
         self.gatherer = gatherer
+        self.place = partition.place(rank)
+        """In which of the partition's blocks this rank is."""
+        self.width = partition.blocks[self.place].width
+        """Columns of this rank's shard in a communication buffer: its elements, and perhaps padding."""
         self.start, self.stop = partition.bounds(rank)
         self.persistent = persistent
         self.resident = True
@@ -319,13 +268,13 @@ class ShardedParam:
         if self.fetcher is not None:
             self.fetcher.fetch_used(self)
 
-    def storage_rows(self) -> Tensor:
-        """The parameter's own storage [num_shards, shard_size], of an even partition, for a gather to write to."""
+    def storage_rows(self) -> Rows:
+        """The parameter's own storage, of an even partition, for a gather to write to."""
         self.storage.take()
-        return self.storage.whole.view(self.partition.num_shards, self.partition.shard_size)
+        return Rows(self.storage.whole.view(-1), [(block.count, block.width) for block in self.partition.blocks])
 
-    def fill(self, shards: Tensor | None, partition: Partition | None = None) -> None:
-        """Be whole: of the gathered `shards` [num_shards, shard_size], divided as `partition` has it, or of what a
+    def fill(self, shards: Sequence[Tensor] | None, partition: Partition | None = None) -> None:
+        """Be whole: of the gathered `shards`, [ranks, width] of each block, divided as `partition` has it, or of what a
         gather has written to `storage_rows` (None)."""
         if not self.persistent:
             self.live_params.arrive(self)

@@ -35,6 +35,15 @@ def use_huge_pages(storage: torch.UntypedStorage) -> None:
     _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _ADVICE)  # advice: that it is not taken is no error
 
 
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+    """What stands for a tensor that is elsewhere: shape and dtype, one element of memory.
+
+    Reading it gives NaN (0 for integers), and writing to it is an error.
+    """
+    nothing = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), nothing, dtype=dtype, device=device).expand(shape)
+
+
 class Storage:
     """A parameter's own memory, full or emptied, and with it all views of it that autograd saved. It does not keep the
     parameter alive."""
@@ -43,7 +52,7 @@ class Storage:
         self.whole = param.data
         """The parameter's elements, wherever `param.data` leads in the meantime."""
         self._nbytes = self.whole.nbytes
-        self._stand_in: Tensor | None = None
+        self._placeholder: Tensor | None = None
 
     @property
     def key(self) -> int:
@@ -72,13 +81,12 @@ class Storage:
     def empty(self, param: nn.Parameter) -> int | None:
         """Free the memory, and have `param` be `Absent`. If a numpy array, or another process, shares the memory it
         stays theirs, and there is another: the key that it had until now, else None."""
-        if self._stand_in is None:
+        if self._placeholder is None:
             # What a parameter of a class of the script's own, which cannot be made Absent, reads as: not the emptied
             # storage, since to read that is to read anything, or the end of the process.
-            nothing = float("nan") if self.whole.is_floating_point() or self.whole.is_complex() else 0
-            self._stand_in = torch.full((), nothing, dtype=self.whole.dtype, device=self.whole.device)
+            self._placeholder = placeholder(self.whole.shape, self.whole.dtype, self.whole.device)
         if type(param) is not Absent:
-            param.data = self._stand_in.expand(self.whole.shape)
+            param.data = self._placeholder
         if type(param) is nn.Parameter:
             param.__class__ = Absent  # as torch does with lazy ones, the other way round
         if self.whole.is_cuda:  # it may have been used on another stream than the one its memory is of

@@ -28,7 +28,8 @@ from .init import EarlyParam
 from .packed import Int8Shards, Nodes
 from .ready import BackwardPart
 from .reduce import Reducer
-from .shard import Packing, ParamGatherer, Partition, ShardedParam, find_sharded, forget, register
+from .shard import Packing, ParamGatherer, ShardedParam, find_sharded, forget, register
+from .shares import Partition, Shares, equal
 from .sparse import SparseReducer, sparse_params
 from .validate import UNCOMPILED, compiled_module
 
@@ -80,7 +81,10 @@ class Zero:
         self.comms = comms.all()
         self._comm = comms.gradients
         self.gatherer = Gatherer(comms.parameters, settings, comms.near)
-        size, rank = self._comm.size, self._comm.rank
+        size = self._comm.size
+        shares, rank = equal(1), 0
+        if settings.stage:
+            shares, rank = Shares(config.memory_of_ranks(size)), self._comm.rank
         self.params: list[ShardedParam] = []
         self._early: dict[ShardedParam, ParamGatherer] = {}
         """What `zero.Init` had sharded, and what gathers it there; empty once there is an engine."""
@@ -106,9 +110,7 @@ class Zero:
                 raise ValueError(f"initialize: {compiled} is compiled, and {UNCOMPILED}")
             if sharded and early is None:
                 param.data = param.data.clone()  # storage of its own, which can be emptied
-            partition = Partition(
-                param.numel(), size if settings.stage else 1, index % size if settings.round_robin_gradients else 0
-            )
+            partition = Partition(param.numel(), shares, index if settings.round_robin_gradients else 0)
             self.params.append(
                 ShardedParam(name, param, partition, rank, self.gatherer, persistent=not sharded, index=index)
             )
@@ -276,4 +278,4 @@ def _watch(comms: Comms, hooks: Hooks) -> DeadlockWatch | None:
 def tiles_of(params: Sequence[ShardedParam], size: int) -> list[list[ShardedParam]]:
     """Divide `params` into tiles of at most `size` elements of masters, one parameter at least; the same on every
     rank."""
-    return batches(params, size, lambda param: param.partition.shard_size) or [[]]
+    return batches(params, size, lambda param: param.partition.largest) or [[]]

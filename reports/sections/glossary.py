@@ -12,8 +12,8 @@ from .section import Figure, Head, Said, Section
 ID: Final = "glossary"
 TITLE: Final = "Glossary"
 LEAD: Final = "The words of this report."
-LOOKS: Final = ("id", "tone", "color", "ink", "swatch")
-"""Fields that nobody reads."""
+PASSED_OVER: Final = ("id", "tone", "color", "ink", "swatch", "codes")
+"""Fields that nobody reads, and lists of what was judged, or could not be."""
 
 
 class _Term(NamedTuple):
@@ -95,7 +95,7 @@ def _strings(value: Any) -> Iterator[str]:
         yield value.label
     elif is_dataclass(value):
         for one in fields(value):
-            if one.name not in LOOKS:
+            if one.name not in PASSED_OVER:
                 yield from _strings(getattr(value, one.name))
     elif isinstance(value, (list, tuple)):
         for item in value:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from patches import bindings, changes
 from ranks import Ranks
 from spans import recorded
 
 from dsprof.engine.hooks import FAILURES, Span
+
+torch.set_num_threads(1)
+"""As in the ranks. A second thread has nothing to do in models of this size but to spin until the next operation, which
+took an eighth of the CPU time of a test."""
 
 
 @pytest.fixture(scope="package")

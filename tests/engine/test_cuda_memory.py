@@ -14,11 +14,12 @@ import torch
 from ranks import Ranks
 
 from dsprof.engine import initialize
-from dsprof.engine.comm.comm import Comm
+from dsprof.engine.comm.comm import Comm, Rows
 from dsprof.engine.comm.lane import _CudaTicket
 from dsprof.engine.config import Config, ZeroConfig
 from dsprof.engine.setup.initialize import warn_untried
 from dsprof.engine.zero.bucket import Bucket, BucketExchange, await_host_copies
+from dsprof.engine.zero.shares import Partition, equal
 from dsprof.engine.zero.storage import BufferPool
 
 
@@ -126,11 +127,11 @@ def test_gradients_in_host_memory_are_read_when_their_copy_is_over(device: Devic
 def test_gradients_go_to_host_memory_beside_the_computation(device: Device) -> None:
     param: Any = SimpleNamespace(
         device=torch.device("cuda"), master=torch.nn.Parameter(torch.zeros(3)), start=0, stop=3,
-        master_shape=torch.Size((3,)), partition=SimpleNamespace(shard_size=3),
+        master_shape=torch.Size((3,)), partition=Partition(6, equal(2)), place=0,
     )  # fmt: skip
-    bucket = Bucket([param], torch.float32, offsets=[0], width=3)
+    bucket = Bucket([param], torch.float32, offsets=[(0,)], widths=[3])
     bucket.reduce_into(torch.zeros(bucket.columns))
-    bucket.rows = torch.zeros(2, bucket.columns).as_subclass(OnGpu)
+    bucket.rows = Rows(torch.zeros(2 * bucket.columns).as_subclass(OnGpu), bucket.shapes)
     bucket.landing = torch.ones(bucket.columns).as_subclass(OnGpu)
     exchange = BucketExchange(Comm(None, None), Config(zero_optimization=ZeroConfig(stage=2, overlap_comm=True)))
     lane, computing = Stream(), device.current

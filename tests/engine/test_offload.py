@@ -36,14 +36,16 @@ from dsprof.engine.config import Config, ZeroConfig, load
 from dsprof.engine.config.zero import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from dsprof.engine.hooks import Attributes, Hooks, Span
 from dsprof.engine.offload import InMemory, Offload, OffloadError, open_offload
-from dsprof.engine.offload.disk import PAGE, Disk, Pool, aligned, as_bytes, hollow
+from dsprof.engine.offload.disk import PAGE, Disk, Pool, aligned, as_bytes
 from dsprof.engine.offload.optimizer import OnDisk
 from dsprof.engine.offload.params import ShardFile
 from dsprof.engine.optim import build as build_optimizer
 from dsprof.engine.zero import Comms, Zero
 from dsprof.engine.zero.bucket import Bucket
 from dsprof.engine.zero.gather import update_shards
-from dsprof.engine.zero.shard import Partition, ShardedParam
+from dsprof.engine.zero.shard import ShardedParam
+from dsprof.engine.zero.shares import Partition, equal
+from dsprof.engine.zero.storage import placeholder
 
 CPU = torch.device("cpu")
 ABOUT: Attributes = {"purpose": "other"}
@@ -182,7 +184,7 @@ def test_buffers_are_used_again_and_never_more_than_configured() -> None:
 
 
 def test_what_is_elsewhere_cannot_be_taken_for_something() -> None:
-    absent = hollow((2, 3), torch.float32)
+    absent = placeholder((2, 3), torch.float32)
     assert absent.shape == (2, 3)
     assert absent.isnan().all()
     with pytest.raises(RuntimeError):
@@ -308,7 +310,7 @@ class OneShard(ShardedParam):
 
     def __init__(self, values: Tensor, name: str = "weight") -> None:
         param = nn.Parameter(values.bfloat16())
-        super().__init__(name, param, Partition(values.numel(), 1), 0, ALONE, persistent=True, index=0)
+        super().__init__(name, param, Partition(values.numel(), equal(1)), 0, ALONE, persistent=True, index=0)
 
     def made(self, store: OnDisk | InMemory) -> OneShard:
         store.make_master(self)
@@ -546,7 +548,7 @@ def shard_file(opened: Disk, **section: int) -> ShardFile:
 
 def sharded(size: int, dtype: torch.dtype = torch.float32) -> ShardedParam:
     param = nn.Parameter(torch.arange(size).to(dtype))
-    return ShardedParam(f"p{size}", param, Partition(size, 2), 1, ALONE, persistent=False, index=0)
+    return ShardedParam(f"p{size}", param, Partition(size, equal(2)), 1, ALONE, persistent=False, index=0)
 
 
 def shard_of(param: ShardedParam) -> list[float]:

@@ -527,6 +527,26 @@ def test_batches_of_transformers() -> None:
     assert shared.divide({"input_ids": ids, "labels": ids}, shift=False)["labels"].tolist() == ids.tolist()
 
 
+class Masked(nn.Module):
+    def forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return input_ids
+
+
+def test_the_gap_between_two_pieces_is_no_border_of_packed_sequences() -> None:
+    """transformers makes a mask where positions have a gap and there is no mask; there is one of ones. Positions that
+    the script gives may be those of packed sequences: it stays what it was."""
+    zigzag, pieces = (
+        SequenceParallel(Comm(None, None), ContextParallelConfig(attention=attention), Masked())
+        for attention in ("ring", "ulysses")
+    )
+    ids = torch.arange(10).view(2, 5)
+    assert zigzag.divide({"input_ids": ids})["attention_mask"].tolist() == [[1] * 5] * 2
+    padded = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    assert zigzag.divide({"input_ids": ids, "attention_mask": padded})["attention_mask"].tolist() == padded.tolist()
+    assert "attention_mask" not in zigzag.divide({"input_ids": ids, "position_ids": torch.zeros_like(ids)})
+    assert "attention_mask" not in pieces.divide({"input_ids": ids})
+
+
 @pytest.mark.parametrize(
     ("more", "world", "says"),
     [

@@ -24,7 +24,8 @@ from dsprof.engine.config import Config, ZeroConfig
 from dsprof.engine.hooks import Hooks, Purpose
 from dsprof.engine.zero import Comms, Zero
 from dsprof.engine.zero.gather import Gatherer
-from dsprof.engine.zero.shard import Partition, ShardedParam
+from dsprof.engine.zero.shard import ShardedParam
+from dsprof.engine.zero.shares import Partition, equal
 
 STEPS, ACCUMULATE = 3, 2
 LARGE = 10**9
@@ -319,7 +320,7 @@ class FirstBroadcastFails(Comm):
 
 def test_an_error_of_any_broadcast_is_raised() -> None:
     param = torch.nn.Parameter(torch.ones(8))
-    sharded = ShardedParam("weight", param, Partition(8, 2), 0, ALONE, persistent=False, index=0)
+    sharded = ShardedParam("weight", param, Partition(8, equal(2)), 0, ALONE, persistent=False, index=0)
     sharded.release()
     gatherer = Gatherer(FirstBroadcastFails(), ZeroConfig(allgather_partitions=False))
     with pytest.raises(ConnectionError, match="of the first"):

@@ -28,7 +28,8 @@ from dsprof import engine as ds
 from dsprof.engine.train.engine import Engine
 from dsprof.engine.zero import gather
 from dsprof.engine.zero.fetch_order import CurrentPass, ModuleParams, Pass
-from dsprof.engine.zero.shard import Partition, ShardedParam
+from dsprof.engine.zero.shard import ShardedParam
+from dsprof.engine.zero.shares import Partition, equal
 
 WIDTH = 8
 LAYER = WIDTH * WIDTH + WIDTH
@@ -646,7 +647,9 @@ def test_a_weight_that_a_function_has_kept_itself_is_there_in_its_backward(
 
 def sharded(count: int) -> list[ShardedParam]:
     return [
-        ShardedParam(str(n), nn.Parameter(torch.zeros(10)), Partition(10, 2), 0, ALONE, persistent=False, index=n)
+        ShardedParam(
+            str(n), nn.Parameter(torch.zeros(10)), Partition(10, equal(2)), 0, ALONE, persistent=False, index=n
+        )
         for n in range(count)
     ]
 

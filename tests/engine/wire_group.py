@@ -51,7 +51,22 @@ class WireGroup(dist.ProcessGroup):
     all_gather_single = _allgather_base
 
     def allgather(self, outputs: list[list[Tensor]], sources: list[Tensor], opts: Any = None) -> Any:
-        return self._gloo.allgather(outputs, sources)
+        sizes = {output.numel() for output in outputs[0]}
+        if len(sizes) == 1:
+            return self._gloo.allgather(outputs, sources)
+        outputs[0][self.rank()].copy_(sources[0])  # of unequal ones, as NCCL does, a broadcast of each
+        for rank, output in enumerate(outputs[0]):
+            options = dist.BroadcastOptions()
+            options.rootRank = rank
+            self._gloo.broadcast([output], options).wait()
+        return _done(outputs)
+
+    def reduce_scatter(self, outputs: list[Tensor], sources: list[list[Tensor]], opts: Any = None) -> Any:
+        for rank, source in enumerate(sources[0]):  # a reduction to each rank
+            total = self._sum(source)
+            if rank == self.rank():
+                outputs[0].copy_(total)
+        return _done(outputs)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         return self._gloo.broadcast(tensors, opts)

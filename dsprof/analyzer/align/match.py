@@ -32,7 +32,9 @@ SEND_RECV: Final = "send_recv"
 PAIR: Final = r" (\d+)>(\d+)(?: #\d+)?$"
 """How the group of a message ends."""
 
-BOTH_SIDES: Final = ("all", "handed")
+SENDER_GOES_ON: Final = ("handed", "eager")
+"""What `needs` says where the sender of a message goes on before it is there."""
+BOTH_SIDES: Final = ("all", *SENDER_GOES_ON)
 """What `needs` says where nothing arrives anywhere before all have come."""
 
 INFORMATIVE_NS: Final = 200_000
@@ -41,7 +43,8 @@ EARLY_NS: Final = 1_000_000
 """Where senders go on so much sooner than what they sent is there, in the median of a pair's messages, they wait only
 until they have handed it over, as gloo does with what fits into the socket's buffer."""
 FEWEST: Final = 8
-"""Messages of a pair that tell so."""
+"""Messages of a pair that tell so; and of those that were taken from their senders before the receivers had come, which
+proves that these are not waited for."""
 
 
 def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
@@ -53,6 +56,7 @@ def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.Data
     `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known.
     `needs` says whose arrival a participant depends on: `all`, `root` (the root on all, the others on it), `to-root`
     (the root on all), `handed` (all on all, but the root, which sends, goes on once it has handed the message over),
+    `eager` (all on the root, which sends, and goes on once a copy was taken: `transfer_ns` then runs from its arrival),
     `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
     `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
     """
@@ -282,6 +286,8 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     told = np.where(informative & (of.end != NOT_ENDED), of.end, NEVER)
     sends = (comm["name"] == "send").to_numpy(bool)[of.order]
     handed = _handed_over(of, sends, informative)
+    eager = _taken_without_receiver(of, sends, comm, run)
+    handed |= eager
     of_message = np.repeat(handed, np.diff(np.append(of.begins, len(of.seq))))
     told = np.where(of_message & sends, NEVER, told)
     by_rank = np.lexsort((of.rank, np.repeat(np.arange(len(of.begins)), np.diff(np.append(of.begins, len(of.seq))))))
@@ -292,15 +298,23 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
             **of.table(comm),
             "ranks": np.add.reduceat(other.astype(np.int64), of.begins),
             "told_ns": np.minimum.reduceat(told, of.begins),
-            "needs": np.where(handed, "handed", "all"),
+            "needs": np.select([eager, handed], ["eager", "handed"], "all"),
             "root_rank": np.where(handed, np.maximum.reduceat(np.where(sends, of.rank, -1), of.begins), -1),
+            "root_ns": np.maximum.reduceat(np.where(sends, of.came, -1), of.begins),
         }
     )
     matched = matched[(matched["end_ns"] != NOT_ENDED) & (matched["ranks"] == 2)].reset_index(drop=True)
     if matched.empty:
         return matched
+    eager = matched["needs"] == "eager"
     ended = matched["told_ns"].where(matched["told_ns"] != NEVER, matched["last_ns"])
-    return matched.assign(name=SEND_RECV, root_ns=-1, transfer_ns=(ended - matched["last_ns"]).clip(lower=0))
+    took = (ended - matched["last_ns"]).clip(lower=0)
+    # A copy is under way from when it was taken. Where its receiver came later it was there then, at the latest.
+    since_sent = matched["last_ns"].clip(lower=ended) - matched["root_ns"]
+    waited_for = since_sent.where(matched["told_ns"] != NEVER).groupby(matched["group"]).transform("median")
+    sent = since_sent.where(matched["told_ns"] != NEVER, np.minimum(since_sent, waited_for.fillna(0)))
+    transfer = took.where(~eager, sent).astype(np.int64)
+    return matched.assign(name=SEND_RECV, root_ns=matched["root_ns"].where(eager, -1), transfer_ns=transfer)
 
 
 def _handed_over(of: _Sorted, sends: Bool, informative: Bool) -> Bool:
@@ -314,6 +328,28 @@ def _handed_over(of: _Sorted, sends: Bool, informative: Bool) -> Bool:
     by_pair = sooner.groupby(of.group[known])
     early = by_pair.median()[by_pair.size() >= FEWEST] > EARLY_NS
     found: Bool = np.isin(of.group, early.index[early].to_numpy(object))
+    return found
+
+
+def _taken_without_receiver(of: _Sorted, sends: Bool, comm: pd.DataFrame, run: RunInfo | None) -> Bool:
+    """Of which messages the senders were through before their receivers had come: of all of a pair, if so of many of
+    them, and of those of the group's other pairs that are no larger, of which a receiver that comes first tells
+    nothing. One for each message; the first two arguments are of each participant."""
+    sent = np.maximum.reduceat(np.where(sends, of.end, NOT_ENDED), of.begins)
+    asked = np.maximum.reduceat(np.where(sends, NOT_ENDED, of.came), of.begins)
+    known = (sent != NOT_ENDED) & (asked != NOT_ENDED)
+    messages = pd.DataFrame({
+        "pair": of.group, "size": of.table(comm)["bytes"],
+        "without": np.where(known, asked - np.where(known, sent, 0), 0) > EARLY_NS,
+    })  # fmt: skip
+    pairs = messages.groupby("pair").agg(without=("without", "sum"), size=("size", "median"))
+    names = pairs.index.astype(str)
+    group = names.str.partition(" ").get_level_values(0)
+    # gloo sends nothing before the receiver has asked for it.
+    may = np.array([run is None or run.group(name).get("backend") != "gloo" for name in group], bool)
+    proven = may & (pairs["without"] >= FEWEST)
+    largest = pairs["size"].where(proven).groupby(group).transform("max")
+    found: Bool = np.isin(of.group, pairs.index[may & (pairs["size"] <= largest)].to_numpy(object))
     return found
 
 

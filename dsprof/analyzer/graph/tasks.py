@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -14,7 +15,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from ..align.backends import backend_of
-from ..align.match import BOTH_SIDES, SEND_RECV
+from ..align.match import BOTH_SIDES, SEND_RECV, SENDER_GOES_ON
 from ..arrays import Float, Int
 from ..budget.lane_tasks import LaneTasks
 from .chains import Flows, RankChains
@@ -23,7 +24,7 @@ from .events import ISSUE, ProgramEvents
 EVERYONE, OWN = 0, 1
 """Whose arrival the end of a task depends on, as a rank sees it: on that of all; OWN + i: on that of rank i itself and,
 where a root sends, on the root's. Of a message whose sender goes on once it has handed it over, OWN + i is that moment,
-for which the receiver must have come, too."""
+for which the receiver must have come, too, unless the message is eager."""
 HANDED: Final = "hand_over pipeline"
 """Kind of the task that is: the pipeline's message until its sender goes on."""
 
@@ -53,7 +54,7 @@ class Tasks:
 
     def view(self, row: int, rank: int) -> int:
         """Which end of a communication a rank waits for: EVERYONE, or OWN + rank."""
-        if self.needs[row] == "handed":
+        if self.needs[row] in SENDER_GOES_ON:
             return OWN + rank if rank == self.root[row] else EVERYONE
         if self.needs[row] == "all" or (self.root[row] >= 0 and rank == self.root[row]):
             return EVERYONE
@@ -61,12 +62,13 @@ class Tasks:
 
     def views(self, row: Int, rank: Int) -> Int:
         """`view` of many at once."""
-        from_all, handed, at_root = self.needs == "all", self.needs == "handed", rank == self.root[row]
+        from_all, handed = self.needs == "all", np.isin(self.needs, SENDER_GOES_ON)
+        at_root = rank == self.root[row]
         everyone = np.where(handed[row], ~at_root, from_all[row] | ((self.root[row] >= 0) & at_root))
         found: Int = np.where(everyone, EVERYONE, OWN + rank)
         return found
 
-    @property
+    @cached_property  # it is asked of each task by itself, and each answer would look through all of them
     def shared(self) -> npt.NDArray[np.bool_]:
         """Whether nothing of it arrives anywhere before all have come."""
         found: npt.NDArray[np.bool_] = np.isin(self.needs, BOTH_SIDES)
@@ -74,7 +76,9 @@ class Tasks:
 
     def views_of(self, row: int, rank: int, ranks: int) -> tuple[int, ...]:
         """The ends that depend on the arrival of `rank`."""
-        if self.needs[row] == "handed":
+        if self.needs[row] in SENDER_GOES_ON:
+            if self.needs[row] == "eager" and rank != self.root[row]:
+                return ()
             return EVERYONE, OWN + int(self.root[row])
         sends = self.needs[row] == "root" and rank == self.root[row]
         return (EVERYONE, *(OWN + i for i in (range(ranks) if sends else (rank,))))
@@ -103,7 +107,9 @@ def find_tasks(
     np.minimum.at(earliest, target[seen], ended[seen])
     known = earliest < np.iinfo(np.int64).max
     end[known] = np.maximum(earliest[known], collectives["last_ns"].to_numpy(np.int64)[known])
-    transferred = collectives["last_ns"].to_numpy(np.int64) + collectives["transfer_ns"].to_numpy(np.int64)
+    eager = (collectives["needs"] == "eager").to_numpy(bool)
+    last, sent = (collectives[name].to_numpy(np.int64) for name in ("last_ns", "root_ns"))
+    transferred = np.where(eager, sent, last) + collectives["transfer_ns"].to_numpy(np.int64)
     end[message] = transferred[message]
     lane = collectives["group"].astype(str).to_numpy(object)
     backends = {name: backend_of(name, run) for name in set(lane.tolist())}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..align.match import SENDER_GOES_ON
 from ..arrays import Bool, Int
 from .events import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, ProgramEvents, actions_of
 from .step_graph import Edges, Structure, Task
@@ -118,7 +119,7 @@ class _EdgeFinder:
 def _task(table: Tasks, index: int, view: int) -> Task:
     workers = int(table.workers[index])
     takes_worker = view == EVERYONE and bool(table.shared[index]) and workers > 0
-    handed = view != EVERYONE and table.needs[index] == "handed"
+    handed = view != EVERYONE and table.needs[index] in SENDER_GOES_ON
     return Task(
         lane=str(table.lane[index]),
         kind=HANDED if handed else str(table.kind[index]),

@@ -115,7 +115,7 @@ class HeldBytes:
         if self._content is not None:
             config = self._config(self._content, layout)
             elements = model / ELEMENT_BYTES[config.communication_type]
-            return held(config, elements, layout.dp, deepspeed=self._deepspeed).total
+            return held(config, elements, 1 / layout.dp, deepspeed=self._deepspeed).total
         shared = layout.share(3) + layout.share(2) + self._optimizer * layout.share(1)
         gathered = 2 / max(self._costs.units, 1) if layout.zero == 3 else 0.0
         return model * (shared + gathered)

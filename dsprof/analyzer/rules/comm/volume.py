@@ -75,7 +75,7 @@ def volume(study: Study) -> list[Finding]:
     """Dimensions of data parallelism that move so many bytes that a large part of the step is left, however they are
     divided and overlapped."""
     need_every_rank(study)
-    parts = _of_replicas(study, GRADIENT, PARAMETER)
+    parts = of_replicas(study, GRADIENT, PARAMETER)
     if not parts:
         raise NotConcerned
     if repeated_reductions(study) is not None:
@@ -84,7 +84,7 @@ def volume(study: Study) -> list[Finding]:
     return [_finding(study, one) for one in moved if one is not None]
 
 
-def _of_replicas(study: Study, *purposes: str) -> list[tuple[Domain, Domain]]:
+def of_replicas(study: Study, *purposes: str) -> list[tuple[Domain, Domain]]:
     """Dimensions whose ranks share no layers and are no stages, each with what it communicates for these purposes."""
     parts = [(one, one.of(*purposes)) for one in domains(study) if one.role not in (TP, PP)]
     return [(whole, part) for whole, part in parts if len(part.table)]
@@ -111,7 +111,7 @@ def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
     left, ddp = _left_ms(study, whole, waited, taken)
     if left < DOMINATES * study.step_ms:
         return None
-    return _Volume(domain, waited, left, float((sizes * ranks).sum()) / a_rank, wire, links, ddp)
+    return _Volume(domain, waited, left, moved_bytes(study, domain), wire, links, ddp)
 
 
 def _left_ms(study: Study, domain: Domain, waited: float, taken: float) -> tuple[float, Mapping[str, Any] | None]:
@@ -166,7 +166,7 @@ def _halved(study: Study, moved: _Volume) -> Gain | None:
     if not _are_whole(study, moved):
         return None
     cheap = study.on_gpu or moved.of_shards  # of shards each rank turns only its own
-    likely, also = (tuple(_bytes_halved(moved.domain, moved.links, certain)) for certain in (True, False))
+    likely, also = (tuple(with_fewer_bytes(moved.domain, moved.links, certain)) for certain in (True, False))
     (gain,) = effect_gains(study, [_of_short_numbers(likely, also, 0.0 if cheap else moved.moved_bytes)])
     if not study.on_gpu and not _over_a_network(study, moved.domain):
         # Inside of a host it is cores that move and add the bytes, and short numbers take longer.
@@ -182,8 +182,12 @@ def _of_short_numbers(likely: WhatIfs, also: WhatIfs, cast_bytes: float) -> Effe
     )  # fmt: skip
 
 
-def _bytes_halved(domain: Domain, links: Mapping[str, Link], certain: bool) -> list[WhatIf]:
-    """certain: transfers are divided as they were fitted; else as much of them as may be is latency."""
+def with_fewer_bytes(
+    domain: Domain, links: Mapping[str, Link], certain: bool, times: float = 2.0,
+    purposes: tuple[str, ...] = (GRADIENT, PARAMETER),
+) -> list[WhatIf]:  # fmt: skip
+    """What moves for these purposes has so many times fewer bytes. certain: transfers are divided as they were fitted;
+    else as much of them as may be is latency."""
     found: list[WhatIf] = []
     median = float(domain.table["bytes"].median())
     for group, link in links.items():
@@ -192,8 +196,8 @@ def _bytes_halved(domain: Domain, links: Mapping[str, Link], certain: bool) -> l
             more = link.spread * latency if link.fitted else min(UNTOLD_LATENCY_MS, whole / 2)
             latency = min(latency + more, whole)
         divided = replace(link, latency_ms=latency, ms_per_byte=(whole - latency) / max(median, 1.0))
-        of = Communications(purposes=(GRADIENT, PARAMETER), groups=(group,))
-        found.append(ScaleLink(bandwidth=2.0, of=of, link=divided))
+        of = Communications(purposes=purposes, groups=(group,))
+        found.append(ScaleLink(bandwidth=times, of=of, link=divided))
     return found
 
 
@@ -216,32 +220,37 @@ def with_short_gradients(study: Study) -> Effect:
     already, or none were seen."""
     if not study.facts.get("ddp"):
         raise NotJudged("no DistributedDataParallel was seen in this run")
-    parts = [part for _, part in _of_replicas(study, GRADIENT)]
+    parts = [part for _, part in of_replicas(study, GRADIENT)]
     if not parts:
         raise NotJudged("no collective was seen to carry gradients")
-    formats = _formats(study)
-    if not all(formats.get(group) in WHOLE for part in parts for group in part.groups):
+    formats_of = formats(study)
+    if not all(formats_of.get(group) in WHOLE for part in parts for group in part.groups):
         raise NotJudged("gradients travel in short numbers already, or their format was not captured")
-    moved = sum(float((part.table["bytes"] * part.table["ranks"]).sum()) for part in parts)
-    moved /= len(study.step_numbers) * max(len(study.ranks), 1)
+    moved = sum(moved_bytes(study, part) for part in parts)
 
     def halved(certain: bool) -> WhatIfs:
-        return tuple(one for part in parts for one in _bytes_halved(part, part.links(), certain))
+        return tuple(one for part in parts for one in with_fewer_bytes(part, part.links(), certain))
 
     return _of_short_numbers(halved(True), halved(False), 0.0 if study.on_gpu else moved)
 
 
+def moved_bytes(study: Study, domain: Domain) -> float:
+    """Of a rank in a step."""
+    a_rank = len(study.step_numbers) * max(len(study.ranks), 1)
+    return float((domain.table["bytes"] * domain.table["ranks"]).sum()) / a_rank
+
+
 def _are_whole(study: Study, moved: _Volume) -> bool:
     """Whether what travels is float32 or wider, and all of it."""
-    formats = _formats(study)
-    if not all(formats.get(group) in WHOLE for group in moved.domain.groups):
+    formats_of = formats(study)
+    if not all(formats_of.get(group) in WHOLE for group in moved.domain.groups):
         return False
     stated = sum(moved.ddp["gradient_bytes"]) if moved.ddp is not None else 0
     return moved.moved_bytes >= AS_STATED * stated
 
 
 @once
-def _formats(study: Study) -> dict[str, str]:
+def formats(study: Study) -> dict[str, str]:
     """Process group -> the number format that most of the bytes of its gradients and parameters have, as the first
     captured rank of it says."""
     wanted = {group for one in domains(study) for group in one.of(GRADIENT, PARAMETER).groups}

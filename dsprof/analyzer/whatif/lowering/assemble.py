@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -213,6 +215,8 @@ class _Assembly:
     def _messages(self, which: int) -> None:
         """What actions of one rank need of another's, posted and waited for as the measured ones were."""
         plan, pipeline = self._plan, self._measured.pipelines[which]
+        carrying: dict[Action, list[int]] = defaultdict(list)
+        over: dict[Action, list[int]] = defaultdict(list)  # what its rank waits for when it waits for what it sent
         for rank, actions in enumerate(plan.actions):
             program = pipeline.programs[rank]
             ends = [self._placed[which, action].sends for action in actions]
@@ -225,33 +229,63 @@ class _Assembly:
                 turn = self._posted.get(action, 0)
                 post = ends[turn - 1] if turn else begins - 1
                 following = self._following(need)
-                for source, task in self._message_sources(which, need, action):
+                for source, task in self._message_sources(which, need):
                     number = self._new_task(task, source, (self._thread[sent.sends], sent.sends))
+                    carrying[need].append(number)
                     self._edges.append((0, sent.sends, 1, number))
                     if post >= 0 and self._posted:
                         self._edges.append((0, post, 1, number))
                     self._edges.append((1, number, 0, here.waits))
                     if following is not None and (need.op, following.op) in self._habits.waits_for_send:
                         self._edges.append((1, number, 0, self._placed[which, following].waits))
+                        over[need].append(number)
+                if following is not None and (need.op, following.op) in self._habits.waits_for_hand_over:
+                    goes_on = self._placed[which, following].waits
+                    over[need] += self._hand_overs(which, need, sent.sends, post, goes_on)
+        self._asked_after(over, carrying)
+
+    def _hand_overs(self, which: int, action: Action, sends: int, post: int, goes_on: int) -> list[int]:
+        """Tasks until whose ends a rank does not go on, as it first hands over what an action has made. sends, post:
+        the segments at whose ends that is sent, and asked for; goes_on: the one that begins then."""
+        made = []
+        for source, task in self._sources(self._measured.hand_overs[which], action):
+            made.append(number := self._new_task(task, source, (self._thread[sends], sends)))
+            self._edges += [(0, sends, 1, number), (1, number, 0, goes_on)]
+            if post >= 0 and self._posted:
+                self._edges.append((0, post, 1, number))
+        return made
+
+    def _asked_after(self, over: Mapping[Action, Sequence[int]], carrying: Mapping[Action, Sequence[int]]) -> None:
+        """Receives that are posted when the rank has waited for what it sent before. Of actions, over: the tasks until
+        whose ends it does; carrying: those that carry what the action made."""
+        for actions in self._plan.actions:
+            for turn, (before, action) in enumerate(pairwise(actions), 1):
+                need = need_elsewhere(self._plan, action)
+                if need is None or (before.op, action.op) not in self._habits.asks_after_send:
+                    continue
+                if self._posted.get(action) == turn:
+                    self._edges += [(1, sent, 1, asked) for sent in over.get(before, ()) for asked in carrying[need]]
 
     def _following(self, action: Action) -> Action | None:
         actions = self._plan.actions[self._plan.owner(action.stage)]
         at = actions.index(action) + 1
         return actions[at] if at < len(actions) else None
 
-    def _message_sources(self, which: int, need: Action, action: Action) -> list[tuple[int, Task]]:
+    def _message_sources(self, which: int, need: Action) -> list[tuple[int, Task]]:
         """The measured messages that one is like, and what it then is."""
-        was, messages = self._measured.plan, self._measured.messages[which]
-        plan = self._plan
-        micro = source_microbatch(was.microbatches, plan.microbatches, need.microbatch)
-        like = Action(need.op, source_stage(was, plan, need.stage), micro)
-        found = messages.get(like)
+        found = self._sources(self._measured.messages[which], need)
+        return found or [(NO_SOURCE, Task("pipeline", MESSAGE, workers=None))]
+
+    def _sources(self, seen: Mapping[Action, Sequence[int]], action: Action) -> list[tuple[int, Task]]:
+        """Of the tasks that are seen of each action, those that an action's are like."""
+        was, plan = self._measured.plan, self._plan
+        micro = source_microbatch(was.microbatches, plan.microbatches, action.microbatch)
+        like = Action(action.op, source_stage(was, plan, action.stage), micro)
+        found = seen.get(like)
         if found is None:
-            alike = {made.stage: tasks for made, tasks in messages.items() if made[::2] == like[::2]}
+            alike = {made.stage: tasks for made, tasks in seen.items() if made[::2] == like[::2]}
             nearest = min(alike, key=lambda stage: (abs(stage - like.stage), stage), default=None)
-            found = None if nearest is None else alike[nearest]
-        if found is None:
-            return [(NO_SOURCE, Task("pipeline", MESSAGE, workers=None))]
+            found = () if nearest is None else alike[nearest]
         return [(task, self._old.tasks[task]) for task in found]
 
     def _messages_by_op(self) -> list[list[int]]:

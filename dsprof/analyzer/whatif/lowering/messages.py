@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Final
 
 import numpy as np
@@ -31,10 +31,15 @@ before the first."""
 class Habits:
     """posted:         of a plan, when receives are posted; None: they need not be, what is sent is on its way at once
     waits_for_send: (name of an action, that of the next) between which a rank waits until what the first has made is
-                    with the other rank"""
+                    with the other rank
+    waits_for_hand_over: likewise, until it has handed that over
+    asks_after_send: likewise, between which it only asks for what the second needs when it has waited so, as blocking
+                    sends make it"""
 
     posted: Callable[[Plan], Posted] | None
     waits_for_send: frozenset[tuple[str, str]]
+    waits_for_hand_over: frozenset[tuple[str, str]] = frozenset()
+    asks_after_send: frozenset[tuple[str, str]] = frozenset()
 
     def of(self, ran: Plan, plan: Plan) -> Habits:
         """The habits with another plan: of ranks with several stages, where they had one, those of torch, which runs
@@ -54,9 +59,11 @@ def habits(structure: Structure, measured: MeasuredPlan) -> Habits:
     """How the ranks of these steps send and receive."""
     issues, waits = _by_task(structure, structure.issues[:, ::-1]), _by_task(structure, structure.waits)
     waited: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
+    handed: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
+    asked: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
     posted: list[tuple[Action, int]] = []
     plan = measured.plan
-    for pipeline, messages in zip(measured.pipelines, measured.messages, strict=True):
+    for pipeline, messages, hand_overs in zip(measured.pipelines, measured.messages, measured.hand_overs, strict=True):
         for action, tasks in messages.items():
             stage = needed_by(plan, action)
             assert stage is not None  # it was sent to it
@@ -68,14 +75,28 @@ def habits(structure: Structure, measured: MeasuredPlan) -> Habits:
         for program in pipeline.programs:
             for block, following in pairwise(program.blocks):
                 tasks = messages.get(block.action, ())
-                if tasks:
-                    until = following.begins
-                    soon = any(block.ends <= s <= until for t in tasks for s in waits.get((program.thread, t), ()))
-                    waited[block.action.op, following.action.op][soon] += 1
-    return Habits(
-        _like(plan, posted) if posted else None,
-        frozenset(pair for pair, seen in waited.items() if seen[True] > seen[False]),
-    )
+                if not tasks:
+                    continue
+                pair, until = (block.action.op, following.action.op), following.begins
+                over, given = (
+                    [s for t in of for s in waits.get((program.thread, t), ()) if block.ends <= s <= until]
+                    for of in (tasks, hand_overs.get(block.action, ()))
+                )
+                waited[pair][bool(over)] += 1
+                handed[pair][bool(given)] += 1
+                over += given
+                need = need_elsewhere(plan, following.action)
+                asks = [s for t in messages.get(need, ()) for s in issues.get((program.thread, t), ())] if need else []
+                if asks:
+                    asked[pair][bool(over) and min(asks) >= max(over)] += 1
+    return Habits(_like(plan, posted) if posted else None, _mostly(waited), _mostly(handed), _mostly(asked))
+
+
+def _mostly(seen: Mapping[tuple[str, str], Counter[bool]]) -> frozenset[tuple[str, str]]:
+    """The pairs of actions between which it was so more often than not; where it was so between all that were seen,
+    those that were not are like them."""
+    found = frozenset(pair for pair, of in seen.items() if of[True] > of[False])
+    return frozenset(product("FB", "FBW")) if found and len(found) == len(seen) else found
 
 
 def _by_task(structure: Structure, pairs: Int) -> Mapping[tuple[int, int], list[int]]:

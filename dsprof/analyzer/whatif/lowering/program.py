@@ -71,11 +71,13 @@ class MeasuredPlan:
     """The pipelines of like-shaped steps, which all run the same plan.
 
     messages: of each pipeline, the action that made it -> its tasks; `needed_by` tells which stage needs it
-    carried:  every task that is a message of one of them
+    hand_overs: likewise, until when its sender has handed it over, where that is a task of its own
+    carried:  every task that is a message of one of them, or the hand-over of one
     """
 
     pipelines: tuple[Pipeline, ...]
     messages: tuple[Mapping[Action, tuple[int, ...]], ...]
+    hand_overs: tuple[Mapping[Action, tuple[int, ...]], ...]
     carried: frozenset[int]
 
     @property
@@ -95,18 +97,18 @@ def measured_plan(structure: Structure) -> MeasuredPlan:
         raise NotLowered("not every chain of the ranks runs actions of the schedule: where a device computes beside "
                          "its host, only the host's were recorded")  # fmt: skip
     sent = _senders(structure)
-    pipelines, messages = [], []
+    pipelines, messages, hand_overs = [], [], []
     for threads in _connected(structure, acting, sent):
-        pipeline, carried = _pipeline(structure, threads, raw, sent)
+        pipeline, carried, handed = _pipeline(structure, threads, raw, sent)
         pipelines.append(pipeline)
         messages.append(carried)
+        hand_overs.append(handed)
     shapes = {(one.plan.ranks, one.plan.microbatches, one.plan.actions) for one in pipelines}
     if len(shapes) > 1:
         raise NotLowered("the replicas of the pipeline do not run the same actions in the same order")
     every = frozenset(task for of in messages for tasks in of.values() for task in tasks)
-    # A sender that waits until it has handed a message over goes on at once in another plan.
     every |= {number for number, task in enumerate(structure.tasks) if task.kind == HANDED}
-    return MeasuredPlan(tuple(pipelines), tuple(messages), every)
+    return MeasuredPlan(tuple(pipelines), tuple(messages), tuple(hand_overs), every)
 
 
 def is_message(task: Task) -> bool:
@@ -201,7 +203,7 @@ def _connected(structure: Structure, acting: Sequence[int], sent: Sequence[_Sent
 
 def _pipeline(
     structure: Structure, threads: Sequence[int], raw: Mapping[int, Sequence[_Acted]], sent: Sequence[_Sent]
-) -> tuple[Pipeline, Mapping[Action, tuple[int, ...]]]:
+) -> tuple[Pipeline, Mapping[Action, tuple[int, ...]], Mapping[Action, tuple[int, ...]]]:
     order = sorted(threads, key=lambda thread: min(one.stage for one in raw[thread]))
     numbers = sorted({one.microbatch for thread in threads for one in raw[thread]})
     number = {microbatch: i for i, microbatch in enumerate(numbers)}
@@ -212,11 +214,34 @@ def _pipeline(
     mine = [one for one in sent if int(structure.thread[one.segment]) in threads]
     programs = []
     carried: dict[Action, tuple[int, ...]] = {}
+    handed: dict[Action, tuple[int, ...]] = {}
     for position, thread in enumerate(order):
         program, made = _program(structure, plan, position, thread, order, raw[thread], mine)
         programs.append(program)
         carried.update(made)
-    return Pipeline(plan, tuple(programs)), carried
+        handed.update(_hand_overs(structure, thread, made, mine))
+    return Pipeline(plan, tuple(programs)), carried, handed
+
+
+def _hand_overs(
+    structure: Structure, thread: int, made: Mapping[Action, tuple[int, ...]], sent: Sequence[_Sent]
+) -> Mapping[Action, tuple[int, ...]]:
+    """Of what a rank's actions send, the tasks that it may wait for itself: on a message's lane, begun with it."""
+    tasks = structure.tasks
+    begun: dict[int, list[int]] = defaultdict(list)
+    for segment, task in structure.issues.tolist():
+        if tasks[task].kind == HANDED and structure.thread[segment] == thread:
+            begun[segment].append(task)
+    segment_of = {one.task: one.segment for one in sent}
+    found = {}
+    for action, messages in made.items():
+        mine = [
+            task for message in messages for task in begun[segment_of[message]]
+            if tasks[task].lane == tasks[message].lane
+        ]  # fmt: skip
+        if mine:
+            found[action] = tuple(dict.fromkeys(mine))
+    return found
 
 
 def _whole_plan(actions: tuple[tuple[Action, ...], ...], microbatches: int) -> Plan:
