@@ -1,7 +1,8 @@
 """Jobs of up to 10,000 ranks with a known cause: whether it is found first, and what finding it takes.
 
     python benchmarks/scale.py                                   # 64 and 512 ranks, twenty jobs each
-    python benchmarks/scale.py --ranks 4096,10000 --jobs 2 --processes 2 --keep /data/made-up
+    python benchmarks/scale.py --ranks 4096,10000 --processes 2 --keep /data/made-up
+    python benchmarks/scale.py --ranks 10000 --seeds 0,7 --processes 2
 
 Each job is drawn (`draw`): its cause, who has it, clocks of hosts that are up to 50 ms apart and drift by up to 50 ppm,
 paths that are unequal, ranks without a trace, and ranks whose trace is torn. It is made as `dsprof run` leaves it,
@@ -227,6 +228,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="64,512", help="numbers of ranks")
     parser.add_argument("--jobs", type=int, default=20, help="of each number of ranks")
+    parser.add_argument("--seeds", help="these jobs, and not the first ones")
     parser.add_argument("--processes", type=int, default=1, help="that a job is analyzed in")
     parser.add_argument("--keep", type=Path, help="a folder to keep the made-up runs in, and to find them in")
     parser.add_argument("--force", action="store_true", help="measure again what the result file holds")
@@ -239,7 +241,7 @@ def main() -> int:
         return 0
     known = json.loads(args.output.read_text())["jobs"] if args.output.exists() else []
     for ranks in map(int, args.ranks.split(",")):
-        for seed in range(args.jobs):
+        for seed in map(int, args.seeds.split(",")) if args.seeds else range(args.jobs):
             case = ranks, seed, args.processes
             kept = [one for one in known if (one["ranks"], one["seed"], one["processes"]) != case]
             if len(kept) < len(known) and not args.force:

@@ -73,7 +73,7 @@ def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
     from dsprof.analyzer.rank_summary import summarize_ranks
 
     analysis = analyze(Job(jitter=0.05).trace())
-    ranks = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
+    ranks, _ = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
     chains = {rank: of.chains for rank, of in ranks.items()}
     graph = build_graph(chains, analysis.collectives, analysis.steps)
     assert graph is not None

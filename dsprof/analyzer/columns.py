@@ -7,33 +7,40 @@ pandas takes longer for each such question than numpy does for the answer: `Rank
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from pandas.api.extensions import ExtensionArray
 
 from .arrays import Bool, Float, Int
 
 Words = npt.NDArray[np.object_]
+Column: TypeAlias = "pd.Series[Any] | ExtensionArray"
 Found = TypeVar("Found")
 
 
-def may_hold(column: pd.Series[Any], wanted: Callable[[str], bool]) -> bool:
+def may_hold(column: Column, wanted: Callable[[str], bool]) -> bool:
     """Whether a row of a category can be what is wanted. It looks at the values that there are, not at the rows."""
     if not isinstance(column.dtype, pd.CategoricalDtype):
         return True
     return any(wanted(str(value)) for value in column.dtype.categories.tolist())
 
 
-def is_one_of(column: pd.Series[Any], *values: str) -> Bool:
+def _array_of(column: Column) -> ExtensionArray:
+    return column.array if isinstance(column, pd.Series) else column
+
+
+def is_one_of(column: Column, *values: str) -> Bool:
     """Which rows have one of these values. Of a category only codes are compared, which takes a tenth of what comparing
     a column with a word does."""
-    if not isinstance(column.dtype, pd.CategoricalDtype):
-        found: Bool = column.isin(values).to_numpy(bool)
+    array: Any = _array_of(column)
+    if not isinstance(array, pd.Categorical):
+        found: Bool = pd.Series(array).isin(values).to_numpy(bool)
         return found
-    words = column.dtype.categories.tolist()
-    codes = column.array.codes
+    words = array.categories.tolist()
+    codes = array.codes
     places = [words.index(value) for value in values if value in words]
     chosen: Bool = np.zeros(len(codes), bool)
     for place in places:
@@ -41,10 +48,12 @@ def is_one_of(column: pd.Series[Any], *values: str) -> Bool:
     return chosen
 
 
-def codes_of(column: pd.Series[Any]) -> tuple[Int, Words]:
+def codes_of(column: Column) -> tuple[Int, Words]:
     """A number for each value, in order of the values (as text), and the values; -1: none. Of a category nothing is
     looked at but its codes."""
-    array: Any = column.array if isinstance(column.dtype, pd.CategoricalDtype) else column.astype("category").array
+    array: Any = _array_of(column)
+    if not isinstance(array, pd.Categorical):
+        array = pd.Categorical(array)
     names = np.array([str(value) for value in array.categories.tolist()], object)
     order = np.argsort(names, kind="stable")
     place = np.append(np.argsort(order), -1)
@@ -58,33 +67,34 @@ class RankRows:
     def __init__(self, table: pd.DataFrame) -> None:
         self.table = table
         self._kept: dict[Hashable, Any] = {}
+        self._arrays: dict[str, ExtensionArray] = {}
 
     def __len__(self) -> int:
         return len(self.table)
 
     def whole(self, name: str, missing: int = 0) -> Int:
         """A column of whole numbers, with `missing` where there is none."""
-        return self._once((name, missing), lambda: self.table[name].array.to_numpy(np.int64, na_value=missing))
+        return self._once((name, missing), lambda: self.array(name).to_numpy(np.int64, na_value=missing))
 
     def real(self, name: str) -> Float:
         """A column of numbers; NaN where there is none."""
-        return self._once((name, "real"), lambda: self.table[name].to_numpy(np.float64, na_value=np.nan))
+        return self._once((name, "real"), lambda: self.array(name).to_numpy(np.float64, na_value=np.nan))
 
     def known(self, name: str) -> Bool:
         """Which rows have a value."""
-        return self._once((name, "known"), lambda: ~np.asarray(self.table[name].array.isna(), bool))
+        return self._once((name, "known"), lambda: ~np.asarray(self.array(name).isna(), bool))
 
     def true(self, name: str, missing: bool) -> Bool:
         """A column of yes and no, with `missing` where neither is told."""
-        return self._once((name, "true", missing), lambda: self.table[name].to_numpy(bool, na_value=missing))
+        return self._once((name, "true", missing), lambda: self.array(name).to_numpy(bool, na_value=missing))
 
     def are(self, name: str, *values: str) -> Bool:
         """Which rows have one of these values."""
-        return self._once((name, values), lambda: is_one_of(self.table[name], *values))
+        return self._once((name, values), lambda: is_one_of(self.array(name), *values))
 
     def codes(self, name: str) -> tuple[Int, Words]:
         """`codes_of` the column."""
-        return self._once((name, "codes"), lambda: codes_of(self.table[name]))
+        return self._once((name, "codes"), lambda: codes_of(self.array(name)))
 
     def words(self, name: str, place: Int) -> Words:
         """The values at these places, as text; "nan" where there is none."""
@@ -94,12 +104,21 @@ class RankRows:
 
     def may_hold(self, name: str, wanted: Callable[[str], bool]) -> bool:
         """Whether a row can be what is wanted (`may_hold`)."""
-        return may_hold(self.table[name], wanted)
+        return may_hold(self.array(name), wanted)
 
     def take(self, columns: Sequence[str], place: Int) -> pd.DataFrame:
         """A table of these columns, of the rows at these places."""
-        found = {name: self.table[name].array.take(place) for name in columns}
-        return pd.DataFrame(found, index=self.table.index.take(place), copy=False)
+        return pd.DataFrame(self.take_arrays(columns, place), index=self.table.index.take(place), copy=False)
+
+    def take_arrays(self, columns: Sequence[str], place: Int) -> dict[str, ExtensionArray]:
+        """The same as arrays: what is joined with other ranks' before anybody looks at it needs to be no table."""
+        return {name: self.array(name).take(place) for name in columns}
+
+    def array(self, name: str) -> ExtensionArray:
+        """A column. A table makes a Series each time that it is asked for one, which takes longer than most answers."""
+        if name not in self._arrays:
+            self._arrays[name] = self.table[name].array
+        return self._arrays[name]
 
     def _once(self, key: Hashable, make: Callable[[], Found]) -> Found:
         if key not in self._kept:

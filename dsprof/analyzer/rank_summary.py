@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import pandas as pd
+from pandas.api.extensions import ExtensionArray
 
 from dsprof.run import RunInfo
-from dsprof.trace import Trace
-from dsprof.trace.map_ranks import Observer, map_ranks
+from dsprof.trace import Trace, concat_rows
+from dsprof.trace.load import concat_arrays
+from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
+from dsprof.trace.packing import ByRank
 
 from .align.match import Matches
 from .align.steps import steps_taken
-from .budget.activity import RankActivity, find_activity
+from .budget.activity import ACTIVITY, RankActivity, activity_rows, find_activity
 from .budget.capture_overhead import count_records
 from .budget.intervals import Intervals
 from .budget.step_budget import RankTime, label_time
@@ -33,7 +36,7 @@ from .work.passes import find_passes
 
 @dataclass(frozen=True)
 class RankSummary:
-    """activity: what it did in each step, a few rows of it (`budget.activity.find_activity`)
+    """activity: how it communicated, in a few numbers (`budget.activity.find_activity`)
     outside_training: kind of schema.TIME_KINDS -> when its training thread was at it
     launching: when its device was in phases that the host had not launched whole yet (`graph.chains.RankChains`)
     behind:    the part of that for which it was late
@@ -78,9 +81,24 @@ class MeasuredRank:
 
 
 @dataclass(frozen=True)
-class SummarizeRank:
-    """What is measured of a rank, and the warnings that reading it gave; nothing without rows. `collectives`,
-    `matches`: of all ranks."""
+class MeasuredRanks:
+    """What is measured of some ranks, by rank.
+
+    activity: of all of them, in order: their steps, phases, actions, gauges and pauses (`budget.activity.ACTIVITY`)
+    ranks:    each that has rows
+    warnings: that reading gave
+    failed:   rank -> why it could not be analyzed
+    """
+
+    activity: pd.DataFrame
+    ranks: ByRank[MeasuredRank]
+    warnings: tuple[str, ...]
+    failed: Mapping[int, str]
+
+
+@dataclass(frozen=True)
+class SummarizeRanks:
+    """What is measured of ranks. `collectives`, `matches`: of all ranks."""
 
     trace: Trace
     collectives: pd.DataFrame
@@ -88,16 +106,26 @@ class SummarizeRank:
     without_helper: frozenset[int] = frozenset()
     """Ranks whose records the native helper did not write."""
 
-    def __call__(self, rank: int) -> tuple[MeasuredRank | None, tuple[str, ...]]:
+    def __call__(self, ranks: Sequence[int]) -> MeasuredRanks:
         run = self.trace.run
         known = len(run.warnings)
-        rows = self.trace.read(rank)
-        summary = (
-            _summarize(rows, self.collectives, self.matches, rank, run, native=rank not in self.without_helper)
-            if len(rows)
-            else None
+        every = each(self._of_rank, ranks)
+        found = {rank: result for rank, result in every.found.items() if result is not None}
+        return MeasuredRanks(
+            activity=concat_arrays([activity for activity, _ in found.values()], ACTIVITY),
+            ranks=ByRank((rank, measured) for rank, (_, measured) in found.items()),
+            warnings=tuple(run.warnings[known:]),
+            failed=every.failed,
         )
-        return summary, tuple(run.warnings[known:])
+
+    def _of_rank(self, rank: int) -> tuple[dict[str, ExtensionArray], MeasuredRank] | None:
+        """Nothing without rows."""
+        rows = RankRows(self.trace.read(rank))
+        if not len(rows):
+            return None
+        native = rank not in self.without_helper
+        measured = _summarize(rows, self.collectives, self.matches, rank, self.trace.run, native=native)
+        return activity_rows(rows), measured
 
 
 def summarize_ranks(
@@ -106,25 +134,27 @@ def summarize_ranks(
     matches: Matches,
     executor: Executor | None = None,
     observer: Observer | None = None,
-) -> dict[int, MeasuredRank]:
-    """What is measured of each rank that has rows. One that fails is left out, and `trace.run` warns of it."""
+) -> tuple[dict[int, MeasuredRank], pd.DataFrame]:
+    """What is measured of each rank that has rows, and the ACTIVITY of all of them. One that fails is left out, and
+    `trace.run` warns of it."""
     told = Trace(trace.run, trace.source)  # what allocators held is not asked here, and need not travel
     without_helper = frozenset(item.rank for item in trace.run.ranks if not item.native)
-    every = map_ranks(
-        SummarizeRank(told, collectives, matches, without_helper), trace.ranks, executor, observer, "summarize"
-    )
-    for _, warnings in every.found.values():
-        for text in warnings:
+    measure = SummarizeRanks(told, collectives, matches, without_helper)
+    parts = map_parts(measure, trace.ranks, executor, observer, "summarize")
+    for part in parts:
+        for text in part.warnings:
             warn(trace.run, text)
-    for rank, why in every.failed.items():
-        warn(trace.run, f"rank {rank}: it could not be analyzed and is left out ({why})")
-    return {rank: summary for rank, (summary, _) in every.found.items() if summary is not None}
+    for part in parts:
+        for rank, why in part.failed.items():
+            warn(trace.run, f"rank {rank}: it could not be analyzed and is left out ({why})")
+    activity = concat_rows([part.activity for part in parts if part.ranks], ACTIVITY)
+    return {rank: measured for part in parts for rank, measured in part.ranks.items()}, activity
 
 
 def _summarize(
-    table: pd.DataFrame, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo, *, native: bool
+    rows: RankRows, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo, *, native: bool
 ) -> MeasuredRank:
-    rows = RankRows(table)
+    table = rows.table
     time = label_time(rows, collectives, rank, run, spans_outside_training(rows), matches)
     chains = find_chains(time, rows, collectives, matches, run)
     start = rows.whole("start_ns")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dsprof.run import RunInfo
-from dsprof.trace import Trace, concat_rows
+from dsprof.trace import Trace
 from dsprof.trace.map_ranks import Observer
 
 from .align.aligned import Aligned, align
@@ -27,7 +27,6 @@ from .align.match import Matches, match_collectives
 from .align.steps import StepTime, completed_steps, step_time
 from .align.topology import Topology
 from .arrays import Bool, Float
-from .budget.activity import ACTIVITY
 from .budget.capture_overhead import estimate_overhead, measure_overhead
 from .budget.host_load import Gauges, HostLoad, measure_load
 from .budget.intervals import Intervals
@@ -329,12 +328,11 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     matches = Matches(collectives)
 
     # Second pass. Each rank by itself: what it did when it was not training, and where its training thread's time went.
-    measured = summarize_ranks(aligned.trace, collectives, matches, executor, observer)
+    measured, activity = summarize_ranks(aligned.trace, collectives, matches, executor, observer)
     ranks = {rank: of_rank.summary for rank, of_rank in measured.items()}
     times = {rank: of_rank.time for rank, of_rank in measured.items()}
 
     # All ranks together: their steps, and which of them are ordinary.
-    activity = concat_rows([summary.activity.rows for summary in ranks.values()], ACTIVITY)
     steps = step_budget(times, completed_steps(activity))
     irregular = find_irregular(steps, activity, profiled_steps(run))
     steps = mark_ordinary(steps, irregular)

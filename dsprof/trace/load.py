@@ -75,31 +75,37 @@ def load(folder: RunFolder, executor: Executor | None = None, observer: Observer
 
 def concat_rows(tables: Sequence[pd.DataFrame], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
     """Tables of the same columns of the trace, one behind the other; without a table these columns, empty."""
+    arrays = [{name: table[name].array for name in table.columns} for table in tables]
+    return concat_arrays(arrays, columns)
+
+
+def concat_arrays(tables: Sequence[Mapping[str, Any]], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+    """The same of columns that are arrays of pandas."""
     if not tables:
         return _nothing(columns)
-    found = {name: _concat([table[name] for table in tables], COLUMNS[name]) for name in tables[0].columns}
+    found = {name: _concat([table[name] for table in tables], COLUMNS[name]) for name in tables[0]}
     return pd.DataFrame(found, copy=False)
 
 
-def _concat(parts: Sequence[pd.Series[Any]], dtype: str) -> Any:
+def _concat(parts: Sequence[Any], dtype: str) -> Any:
     if dtype == "category":  # of different categories concat would make objects
         return _join_categories(parts)
     first = parts[0].dtype
     if any(part.dtype != first for part in parts):
-        return pd.concat(parts, ignore_index=True)
-    if isinstance(first, np.dtype):
+        return pd.concat([pd.Series(part) for part in parts], ignore_index=True)
+    if isinstance(parts[0], pd.arrays.NumpyExtensionArray):
         return np.concatenate([part.to_numpy() for part in parts])
-    arrays = [part.array for part in parts]
-    return type(arrays[0])._concat_same_type(arrays)
+    return type(parts[0])._concat_same_type(parts)
 
 
-def _join_categories(parts: Sequence[pd.Series[str]]) -> pd.Categorical:
-    arrays = [part.astype("category").array for part in parts]
-    words = [tuple(of.categories.tolist()) for of in arrays]  # ranks alike have the same ones
-    values = sorted({value for one in set(words) for value in one})
+def _join_categories(parts: Sequence[Any]) -> pd.Categorical:
+    arrays: list[pd.Categorical] = [of if isinstance(of, pd.Categorical) else pd.Categorical(of) for of in parts]
+    dtypes = {id(of.dtype): of.dtype for of in arrays}  # most ranks that were read here share one
+    words = {key: tuple(dtype.categories.tolist()) for key, dtype in dtypes.items()}
+    values = sorted({value for one in set(words.values()) for value in one})
     number = {value: code for code, value in enumerate(values)}
-    joined = {one: np.array([*(number[value] for value in one), -1], np.int32) for one in set(words)}
-    codes = [joined[one][of.codes] for one, of in zip(words, arrays, strict=True)]
+    joined = {one: np.array([*(number[value] for value in one), -1], np.int32) for one in set(words.values())}
+    codes = [joined[words[id(of.dtype)]][of.codes] for of in arrays]
     return pd.Categorical.from_codes(np.concatenate(codes), categories=pd.Index(values, dtype=object))
 
 

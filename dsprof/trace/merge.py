@@ -290,5 +290,22 @@ def note_groups(info: RunInfo) -> None:
 
 def warn(info: RunInfo, text: str) -> None:
     """Add a warning to run.json's content, once."""
-    if text not in info.warnings:
-        info.warnings.append(text)
+    if not isinstance(info.warnings, _Warnings):
+        info.warnings = _Warnings(info.warnings)
+    info.warnings.add(text)
+
+
+class _Warnings(list[str]):
+    """Those of a run, of which each rank may give some: whether one was given already is not looked for in all."""
+
+    _known: frozenset[str] | set[str] = frozenset()
+    _looked = 0
+
+    def add(self, text: str) -> None:
+        if not self._looked <= len(self) or not isinstance(self._known, set):
+            self._known, self._looked = set(), 0
+        self._known.update(self[self._looked :])
+        if text not in self._known:
+            self.append(text)
+            self._known.add(text)
+        self._looked = len(self)

@@ -13,11 +13,12 @@ from typing import Final
 
 import numpy as np
 import pandas as pd
+from pandas.api.extensions import ExtensionArray
 
 from dsprof.run import RunInfo, last_processes
 from dsprof.trace import Trace, concat_rows
-from dsprof.trace.load import EVERY_COLUMN
-from dsprof.trace.map_ranks import Observer, map_ranks
+from dsprof.trace.load import EVERY_COLUMN, concat_arrays
+from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
 
 from ..arrays import Int
@@ -58,28 +59,50 @@ class Aligned:
 
 
 @dataclass(frozen=True)
-class RankArrivals:
-    """table: the columns ARRIVED of the rows that `_arrivals` chooses; place: where those are among all of the rank's
-    last attempt, and length: how many rows that has; warnings: that reading gave"""
+class Arrivals:
+    """What the first pass takes of some ranks, by rank.
+
+    table:   the columns ARRIVED of the rows that `_arrivals` chooses
+    place:   of each where it is among all rows of its rank's last attempt
+    ranks, counts, lengths: how many rows of each rank are in the table, and how many its last attempt has
+    warnings: that reading gave
+    failed:  rank -> why it could not be read
+    """
 
     table: pd.DataFrame
     place: Int
-    length: int
+    ranks: tuple[int, ...]
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
     warnings: tuple[str, ...]
+    failed: Mapping[int, str]
 
 
 @dataclass(frozen=True)
 class ReadArrivals:
-    """What the first pass takes of a rank. `last`: rank -> number of its last restart."""
+    """What the first pass takes of ranks. `last`: rank -> number of its last restart."""
 
     trace: Trace
     last: Mapping[int, int]
 
-    def __call__(self, rank: int) -> RankArrivals:
+    def __call__(self, ranks: Sequence[int]) -> Arrivals:
         known = len(self.trace.run.warnings)
+        every = each(self._of_rank, ranks)
+        tables, places, lengths = zip(*every.found.values(), strict=True) if every.found else ((), (), ())
+        return Arrivals(
+            table=concat_arrays(tables, ARRIVED),
+            place=np.concatenate([*places, np.empty(0, np.int64)]),
+            ranks=tuple(every.found),
+            counts=tuple(map(len, places)),
+            lengths=lengths,
+            warnings=tuple(self.trace.run.warnings[known:]),
+            failed=every.failed,
+        )
+
+    def _of_rank(self, rank: int) -> tuple[dict[str, ExtensionArray], Int, int]:
         rows = RankRows(_last_attempt(self.trace.read(rank, ARRIVED), self.last))
         place = _arrivals(rows)
-        return RankArrivals(rows.take(ARRIVED, place), place, len(rows), tuple(self.trace.run.warnings[known:]))
+        return rows.take_arrays(ARRIVED, place), place, len(rows)
 
 
 def align(
@@ -90,16 +113,17 @@ def align(
     run = trace.run
     last = {item.rank: item.restart for item in last_processes(run.ranks)}
     told = Trace(run, trace.source)  # what allocators held is not asked here, and need not travel
-    every = map_ranks(ReadArrivals(told, last), trace.ranks, executor, observer, "read")
-    for of_rank in every.found.values():
-        for text in of_rank.warnings:
+    parts = map_parts(ReadArrivals(told, last), trace.ranks, executor, observer, "read")
+    for part in parts:
+        for text in part.warnings:
             warn(run, text)
-    for rank, why in every.failed.items():
-        warn(run, f"rank {rank}: it could not be read and is left out ({why})")
-    places = {rank: of_rank.place for rank, of_rank in every.found.items()}
-    lengths = {rank: of_rank.length for rank, of_rank in every.found.items()}
-    tables = [of_rank.table for of_rank in every.found.values()]
-    del every
+    for part in parts:
+        for rank, why in part.failed.items():
+            warn(run, f"rank {rank}: it could not be read and is left out ({why})")
+    places = {rank: place for part in parts for rank, place in _places(part).items()}
+    lengths = {rank: length for part in parts for rank, length in zip(part.ranks, part.lengths, strict=True)}
+    tables = [part.table for part in parts if part.ranks]
+    del parts
     rows = concat_rows(tables, ARRIVED)
     tables.clear()
     give_back()
@@ -121,6 +145,12 @@ def align(
         warnings=(*clocks.warnings, *renumbered, *jumps),
     )
     return aligned, name_pipeline_messages(rows, topology)
+
+
+def _places(part: Arrivals) -> dict[int, Int]:
+    ends = np.cumsum(part.counts).tolist()
+    every = zip(part.ranks, ends, part.counts, strict=True)
+    return {rank: part.place[end - count : end] for rank, end, count in every}
 
 
 def _clocks_told(run: RunInfo) -> bool:

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 import pandas as pd
+from pandas.api.extensions import ExtensionArray
 
 from dsprof.live.tail import SAMPLES
 from dsprof.schema import Kind
@@ -31,18 +32,21 @@ PROGRESS: Final = tuple({*KINDS, "comm"} - {*NO_PROGRESS})
 
 @dataclass(frozen=True)
 class RankActivity:
-    """rows:     ACTIVITY of its steps, phases, actions of a pipeline's schedule, gauges and pauses
-    begun_ns: when it began something last, which samples are not; 0: it did nothing
+    """begun_ns: when it began something last, which samples are not; 0: it did nothing
     host_ns:  purpose -> how long issuing each communication of it took the thread that did, where that is known
     replicating: REPLICATING of what keeps ranks replicas of each other: gradients and buffers
     issued:   how many communications it issued in steps, and of how many nobody knows when they ended
     """
 
-    rows: pd.DataFrame
     begun_ns: int
     host_ns: Mapping[str, Int]
     replicating: pd.DataFrame
     issued: tuple[int, int]
+
+
+def activity_rows(rows: RankRows) -> dict[str, ExtensionArray]:
+    """ACTIVITY of the steps of a rank, its phases, actions of a pipeline's schedule, gauges and pauses."""
+    return rows.take_arrays(ACTIVITY, np.flatnonzero(rows.are("kind", *KINDS)))
 
 
 def find_activity(rows: pd.DataFrame | RankRows) -> RankActivity:
@@ -57,7 +61,6 @@ def find_activity(rows: pd.DataFrame | RankRows) -> RankActivity:
     inside = rows.whole("step")[comm] >= 0
     unknown = ~rows.known("dur_ns")[comm] & rows.true("ended", missing=False)[comm]
     return RankActivity(
-        rows=rows.take(ACTIVITY, np.flatnonzero(rows.are("kind", *KINDS))),
         begun_ns=int(rows.whole("start_ns")[moved].max()) if moved.any() else 0,
         host_ns={str(names[one]): host[timed & (purpose == one)] for one in np.unique(purpose[timed]) if one >= 0},
         replicating=rows.take(REPLICATING, comm[replicates & rows.known("issue_ns")[comm]]),
