@@ -21,7 +21,8 @@ class Device:
     give in GB. link_gb_s: to the other devices of its node, one way (half of what is given for both): NVLink, of the
     NVL cards over their bridges; else the PCI bus, also where pairs of cards can be bridged. None of these three: not
     known. memory_source: where these three are written. The makers' pages could not be opened when they were looked
-    up, so it names public listings that repeat them, and says what is FROM_MEMORY, and so checked against nothing."""
+    up, so it names public listings that repeat them, and says what is FROM_MEMORY, and so checked against nothing:
+    `unchecked` names these fields, and plans take them to be known less."""
 
     name: str
     pattern: str
@@ -31,6 +32,7 @@ class Device:
     memory_gib: float | None = None
     link_gb_s: float | None = None
     memory_source: str = ""
+    unchecked: tuple[str, ...] = ()
 
     def flops(self, dtype: str, tf32: bool) -> float | None:
         """Operations a second in torch's `dtype`; None where the sheet does not say."""
@@ -93,6 +95,7 @@ DEVICES: Final = (
         memory_gib=141,
         link_gb_s=450,
         memory_source=f"{H200_LISTED}; link: {FROM_MEMORY}",
+        unchecked=("link_gb_s",),
     ),
     Device(
         "H100 SXM",
@@ -122,7 +125,8 @@ DEVICES: Final = (
         tb_a_second=2.0,
         memory_gib=80,
         link_gb_s=64,
-        memory_source=f"its rate: NVIDIA's product brief PB-11133-001_v02; size and link: {FROM_MEMORY}",
+        memory_source="https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html (a table of both cards); its "
+        "rate: NVIDIA's product brief PB-11133-001_v02, too",
     ),
     # Of A100, each memory has its own rate; the link of a PCIe card is the bus.
     *(
@@ -165,6 +169,7 @@ DEVICES: Final = (
         memory_gib=32,
         link_gb_s=16,
         memory_source=f"link: as of V100 SXM2; size: by its name; rate: {FROM_MEMORY}",
+        unchecked=("tb_a_second",),
     ),
     Device(
         "RTX 4090",

@@ -6,10 +6,12 @@ from collections.abc import Collection, Sequence
 from html import escape
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 
 from dsprof.analyzer import text
 from dsprof.analyzer.memory.allocator_state import STATE_COLUMNS
+from dsprof.analyzer.memory.history import AllocationHistory
 from dsprof.analyzer.memory.use_by_step import HELD, MemoryUse, main_place
 from dsprof.schema import MEMORY_PARTS
 
@@ -162,6 +164,31 @@ def segments(table: pd.DataFrame, *, most: int = 400) -> go.Figure:
     figure.update_xaxes(title=f"{unit} reserved, segment after segment", range=[0, float(width.sum())], showgrid=False)
     figure.update_yaxes(title="% of the segment", range=[0, 100])
     figure.update_layout(legend={"traceorder": "normal"})
+    return figure
+
+
+def over_history(history: AllocationHistory, *, most: int = 4000) -> go.Figure:
+    """Bytes in use after each allocation and free of the history; of more than `most` events, the largest of
+    neighbours is drawn."""
+    factor, unit = _unit(int(history.in_use.max(initial=1)))
+    width = -(-len(history.in_use) // most)
+    firsts = np.arange(0, len(history.in_use), width)
+    largest = np.maximum.reduceat(history.in_use, firsts)
+    at = history.seconds[firsts]
+    line = go.Scatter(
+        x=at.round(6), y=(largest / factor).round(4), name="in use", mode="lines", fill="tozeroy",
+        line={"color": palette.SEGMENTS["allocated"].color, "width": 1.2, "shape": "hv"},
+        hovertemplate=f"%{{y:,.2f}} {unit}, %{{x:,.3f}} s<extra></extra>",
+    )  # fmt: skip
+    top = go.Scatter(
+        x=[round(float(history.seconds[history.peak]), 6)], y=[round(history.in_use[history.peak] / factor, 4)],
+        name="peak", mode="markers", marker={"color": palette.HIGHLIGHT, "size": 9, "symbol": "diamond"},
+        hovertemplate=f"peak: %{{y:,.2f}} {unit}<extra></extra>",
+    )  # fmt: skip
+    note = f"each point is the largest of {width} events" if width > 1 else ""
+    figure = styled([line, top], "In use over the recorded history", note, height=260)
+    figure.update_xaxes(title="s since the history began")
+    figure.update_yaxes(title=unit, rangemode="tozero")
     return figure
 
 

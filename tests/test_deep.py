@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from jobs import profile
 
 from dsprof import settings
 from dsprof.analyzer.budget.irregular import find_irregular, profiled_steps
-from dsprof.collectors.devices.torch_profiler import DeepWindow, _torn_down, begin_profile, watch_others
+from dsprof.collectors.devices.torch_profiler import (
+    LOG_LEVEL,
+    DeepWindow,
+    _torn_down,
+    begin_profile,
+    silently,
+    watch_others,
+)
 from dsprof.launch.launch import environment
 from dsprof.ranges import parse_deep
 from dsprof.run import RunFolder, RunInfo
@@ -148,8 +156,21 @@ def test_kineto_keeps_silent_about_the_window_unless_asked(tmp_path: Path) -> No
     deep = settings.Settings(deep="5:7")
     assert environment({}, folder, deep, bootstrap=False)["KINETO_LOG_LEVEL"] == "6"
     assert environment({"KINETO_LOG_LEVEL": "2"}, folder, deep, bootstrap=False)["KINETO_LOG_LEVEL"] == "2"
-    assert environment({}, folder, settings.Settings(), bootstrap=False)["KINETO_LOG_LEVEL"] == "6"  # on suspicion
-    assert "KINETO_LOG_LEVEL" not in environment({}, folder, settings.Settings(deep="never"), bootstrap=False)
+    for asked in ("", "never"):
+        assert "KINETO_LOG_LEVEL" not in environment({}, folder, settings.Settings(deep=asked), bootstrap=False)
+
+
+def test_one_that_dsprof_begins_by_itself_keeps_silent_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of the job is as it was, before and after."""
+    said: list[str | None] = []
+    profile = lambda: said.append(os.environ.get(LOG_LEVEL)) or (lambda file: None)  # type: ignore[func-returns-value]  # noqa: E731
+    monkeypatch.delenv(LOG_LEVEL, raising=False)
+    silently(profile)()
+    assert LOG_LEVEL not in os.environ
+    monkeypatch.setenv(LOG_LEVEL, "2")
+    silently(profile)()
+    assert said == ["6", "2"]
+    assert os.environ[LOG_LEVEL] == "2"
 
 
 def test_a_profiler_of_the_jobs_own_is_left_alone(opened: Any) -> None:

@@ -462,6 +462,7 @@ def test_a_launch_bound_job_is_traced_and_computes_the_same(sleeping_ranks: Slee
     plain = sleeping_ranks.run(tmp_path / "plain", "faults.py", *ARGUMENTS, armed=False)
     ran = sleeping_ranks.run(tmp_path / "traced", str(script), *ARGUMENTS, DSPROF_DEEP="")
     assert ran.told[0]["losses"] == plain.told[0]["losses"]
+    assert "profiler_st" not in (tmp_path / "traced" / "err.0").read_text()  # Kineto's own words
     run = ran.trace.run
     (fact,) = (fact for fact in run.facts if fact["fact"] == "deep")
     first, last = fact["first"], fact["last"]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from dsprof.cli import main
-from dsprof.plan.cost import cost
+from dsprof.plan.cost import COEFFICIENTS, cost
 from dsprof.plan.formulas import model_of, plan_from_formulas
 from dsprof.plan.hardware import GPUS, Cluster, UnknownGpu, find_gpu, read_latency, read_rate
 from dsprof.plan.layouts import NoLayout, TransformerModel, Wanted, describe, layouts
@@ -258,6 +259,19 @@ def test_what_is_fixed_of_a_layout_is_fixed_in_the_curve_too() -> None:
 def test_a_number_of_ranks_that_nobody_has_is_divided_at_once() -> None:
     with pytest.raises(NoLayout, match="no layout of 999999999989 ranks divides"):
         layouts(SEVEN, 999_999_999_989, 8, Wanted())  # a prime number
+
+
+def test_what_no_data_sheet_was_compared_with_is_known_less() -> None:
+    """The link of H200 NVL, and the memory's rate of V100 PCIe, are from memory."""
+    names = [one.name for one in COEFFICIENTS]
+    nvl, sxm = (Cluster(GPUS[name], "bfloat16").expected() for name in ("h200-nvl", "h200"))
+    link = names.index("node_link_gb_s")
+    assert (nvl.spread[link], sxm.spread[link]) == (0.7, 0.3)
+    assert (nvl.most[link], sxm.most[link]) == (np.inf, 450.0)
+    v100 = Cluster(GPUS["v100-pcie"], "float16").expected()
+    assert v100.spread[names.index("score_passes")] == 0.7
+    unchecked = {gpu.name: gpu.unchecked for gpu in GPUS.values() if gpu.unchecked}
+    assert unchecked == {"H200 NVL": ("link_gb_s",), "V100 PCIe": ("tb_a_second",)}
 
 
 def test_each_device_has_memory_and_a_link() -> None:

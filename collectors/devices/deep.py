@@ -36,6 +36,7 @@ from .torch_profiler import (
     begin_profile,
     can_be_torn_down,
     sees_devices,
+    silently,
     watch_others,
 )
 
@@ -83,7 +84,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
     if who.restart or _asked_before(capture.run / CONTROL_FILE) or any(map(os.environ.get, OTHER_TOOLS)):
         return []
     launching = Launching(capture.folder, capture.recorder)
-    return Suspicion(capture, capture.recorder, who, launching.share, begin_profile).install()
+    return Suspicion(capture, capture.recorder, who, launching.share, silently(begin_profile)).install()
 
 
 class Suspicion:

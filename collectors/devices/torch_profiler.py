@@ -28,6 +28,9 @@ NOTHING_DISTURBED: Final = "so no steps were profiled by --deep"
 NOT_BY_ITSELF: Final = "so dsprof traced no steps by itself to see for how long the device stands idle"
 Profile = Callable[[], Callable[["Path | None"], None]]
 """Begins a profiler, and gives back what ends it, called with the file to write, or None for nothing."""
+LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
+SILENT: Final = "6"
+"""Of LOG_LEVEL, as `dsprof run --deep` sets it (`launch.launch.KINETO_SILENT`)."""
 TEARDOWN: Final = "TEARDOWN_CUPTI"
 """The environment variable by which torch's profiler is told, when it ends, to take CUPTI out of the process again.
 Left in, it slows down all launches for as long as the job runs: steps of small kernels took 44.7 ms after three traced
@@ -248,6 +251,22 @@ def _torn_down(environment: MutableMapping[str, str]) -> Uninstall:
             del environment[TEARDOWN]
 
     return as_it_was
+
+
+def silently(profile: Profile) -> Profile:
+    """One whose library says nothing on the job's stderr, unless the user has it speak: it reads that when the first
+    profiler of the process begins. The environment is left as it was."""
+
+    def begin() -> Callable[[Path | None], None]:
+        if LOG_LEVEL in os.environ:
+            return profile()
+        os.environ[LOG_LEVEL] = SILENT
+        try:
+            return profile()
+        finally:
+            os.environ.pop(LOG_LEVEL, None)
+
+    return begin
 
 
 def watch_others(window: DeepWindow) -> Uninstall:

@@ -268,7 +268,7 @@ def environment(
     env["DSPROF_RANKS"] = settings.ranks
     env |= {"DSPROF_STEPS": settings.steps, "DSPROF_DELAY": settings.delay, "DSPROF_DURATION": settings.duration}
     env |= {"DSPROF_DEEP": settings.deep}
-    if settings.deep != NEVER:  # Kineto reads it when the first profiler begins
+    if settings.deep not in ("", NEVER):
         env.setdefault("KINETO_LOG_LEVEL", KINETO_SILENT)
     env["DSPROF_LIMIT"] = settings.limit
     env["DSPROF_WITHOUT"] = settings.without

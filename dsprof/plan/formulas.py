@@ -153,6 +153,9 @@ def _assumptions(cluster: Cluster, calibrated: Calibrated, nodes: bool, per_node
             "no step was measured: the figures are those of published steps on A100, scaled to "
             f"{cluster.gpu.name} by its data sheet"
         )
+    words = {"link_gb_s": "its link inside a node", "tb_a_second": "the rate of its memory"}
+    for name in cluster.gpu.unchecked:
+        said.append(f"{words[name]} could not be compared with a data sheet of {cluster.gpu.name}: known less")
     said.append("memory: Adam in mixed precision, attention scores not kept (flash attention), no offload")
     if nodes:
         measured = calibrated.network_measured

@@ -17,6 +17,9 @@ from .cost import COEFFICIENTS, Expected
 LINK_REACHED: Final = 0.7
 """Share of a link's one-way rate that a large all-reduce reaches inside a node: 210 of 300 GB/s on A100, measured by
 vTrain's tables of all-reduces."""
+UNCHECKED: Final = 0.7
+"""Standard deviation of the logarithm of a figure that rests on what no data sheet was compared with."""
+MEMORY_BOUND: Final = ("elementwise_passes", "score_passes", "optimizer_bytes")
 NETWORK_REACHED: Final = 0.8
 """The same of a network between nodes. A guess."""
 LEARNT: Final[Mapping[str, float]] = {
@@ -104,7 +107,7 @@ class Cluster:
             "node_link_gb_s": self.gpu.link_gb_s * LINK_REACHED,
             "network_gb_s": (self.network_gb_s or NETWORK_GB_S) * NETWORK_REACHED,
         }
-        for name in ("elementwise_passes", "score_passes", "optimizer_bytes"):
+        for name in MEMORY_BOUND:
             figure[name] *= memory
         if self.latency_us is not None:
             figure["all_reduce_us"] += self.latency_us
@@ -113,6 +116,11 @@ class Cluster:
         spread = {one.name: min(one.spread, 0.5) for one in COEFFICIENTS}
         spread |= {"matrix_tflops": 0.12, "network_gb_s": 0.6 if self.network_gb_s is None else 0.3}
         most = {"matrix_tflops": peak / 1e12, "logit_tflops": peak / 1e12, "node_link_gb_s": self.gpu.link_gb_s}
+        if "link_gb_s" in self.gpu.unchecked:
+            spread["node_link_gb_s"] = UNCHECKED
+            del most["node_link_gb_s"]
+        if "tb_a_second" in self.gpu.unchecked:
+            spread |= dict.fromkeys(MEMORY_BOUND, UNCHECKED)
         names = [one.name for one in COEFFICIENTS]
         return Expected(
             np.array([figure[name] for name in names]),

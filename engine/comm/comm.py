@@ -274,7 +274,7 @@ class Comm:
         size = self.size * row.numel() * row.element_size()
         if self._scratch is None or self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8, device=row.device)
-        return self._scratch[:size].view(row.dtype).view(self.size, -1)
+        return self._scratch[:size].view(row.dtype).view(self.size, row.numel())
 
 
 def pass_on(

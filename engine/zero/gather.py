@@ -241,11 +241,13 @@ class Gatherer:
                 torch.cat([param.shard for param in params], out=mine)
             elif packing is not None:
                 for param, column in zip(params, columns, strict=True):
-                    packing.pack(param, _padded_shard(param), column)
+                    if param.width:
+                        packing.pack(param, _padded_shard(param), column)
             else:
                 self._read_shards(params, columns, near)
             if not self._settings.allgather_partitions:
-                tickets += [comm.broadcast(row, source, "parameter") for source, row in enumerate(rows.each())]
+                parts = enumerate(rows.each())
+                tickets += [comm.broadcast(row, source, "parameter") for source, row in parts if row.numel()]
             else:
                 tickets.append(comm.all_gather(rows, "parameter", module, content))
         batch = _Batch(params, widths, rows, tickets, comm, persistent, direct, packing)
@@ -291,7 +293,9 @@ class Gatherer:
                 partition, shards = near_partition(param, batch.comm) if near else param.partition, columns
                 if packing is not None:
                     pairs = zip(columns, partition.blocks, strict=True)
-                    shards = tuple(packing.unpack(param, packed, block.width) for packed, block in pairs)
+                    shards = tuple(
+                        packing.unpack(param, packed, block.width) if block.width else packed for packed, block in pairs
+                    )
                 param.fill(shards, partition)
                 param.exact = packing is None and not (near and param.packing is not None)
                 self._keep_near(param)

@@ -7,6 +7,7 @@ from typing import Any, Final
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.budget.irregular import profiled_steps
 from dsprof.analyzer.memory.allocator_state import DeviceMemory, segment_uses
+from dsprof.analyzer.memory.history import allocation_history
 from dsprof.analyzer.text import clean, count, percent, size
 
 from .. import memory, wording
@@ -88,7 +89,30 @@ def _device(analysis: Analysis, at: int, held: DeviceMemory) -> list[Block]:
             for item in held.holders
         ]  # fmt: skip
         blocks.append(table(columns, holders))
-    return blocks
+    return [*blocks, *(_history(analysis, at, held) if at < MOST_SNAPSHOTS else [])]
+
+
+def _history(analysis: Analysis, at: int, held: DeviceMemory) -> list[Block]:
+    """How much was in use over the recorded history, and what the peak was made of."""
+    found = allocation_history(analysis.trace.memory[held.rank], held.device)
+    if found is None:
+        return []
+    most, cwd = int(found.in_use[found.peak]), analysis.run.cwd
+    columns = [
+        Column("in use at the peak, allocated at", code=True), Column("in"), Column("bytes", number=True),
+        Column("share", number=True), Column("blocks", number=True),
+    ]  # fmt: skip
+    rows = [
+        Row((wording.allocated_at(item, cwd), clean(item.function), size(item.bytes),
+             percent(100 * item.bytes / max(most, 1)), f"{item.blocks:,}"))
+        for item in found.holders
+    ]  # fmt: skip
+    return [
+        Figure(f"history-{at}", "bytes in use over the recorded history of the allocator, with its peak",
+               lambda: memory.over_history(found)),
+        Words(f"Most was in use {found.seconds[found.peak]:,.2f} s after the history began: {size(most)}."),
+        table(columns, rows, wide=True),
+    ]  # fmt: skip
 
 
 USE = Maker(

@@ -113,10 +113,13 @@ def quiet_initialize(**arguments: Any) -> Any:
         defaults["num_workers"] = workers
 
 
-def train(rank: int, stage: int, speeds: Speeds, samples: int) -> tuple[list[float], list[int], dict[str, Tensor]]:
+def train(
+    rank: int, stage: int, speeds: Speeds, samples: int, memory: Speeds | None = None
+) -> tuple[list[float], list[int], dict[str, Tensor]]:
     """Each step's loss on this rank, the sizes of its batches, and the weights at the end."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
     config = configuration(list(speeds), samples, zero_optimization=zero)
+    config["heterogeneous"]["memory"] = memory
     engine = quiet_initialize(model=Whole(), config=config, training_data=Points())
     losses, sizes = [], set[int]()
     batches = RepeatingLoader(engine.training_dataloader)
@@ -158,6 +161,15 @@ def test_unequal_shares_train_as_one_process_does(ranks: Ranks, stage: int, kind
     of_ranks = zip(*(losses for losses, _, _ in found), strict=True)
     means = [sum(n * loss for n, loss in zip(shares, losses, strict=True)) / samples for losses in of_ranks]
     assert means == pytest.approx(expected, abs=1e-9)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[0][2][name], weight, rtol=0, atol=1e-9)
+
+
+def test_speeds_and_memory_go_together(ranks: Ranks) -> None:
+    """The fast rank gets two samples of three, and has the smaller part of the state."""
+    expected, weights = in_one_process(3)
+    found = ranks.run(2, train, 3, (1, 2), 3, [3, 1])
+    assert [(a + 2 * b) / 3 for a, b in zip(found[0][0], found[1][0], strict=True)] == pytest.approx(expected, abs=1e-9)
     for name, weight in weights.items():
         torch.testing.assert_close(found[0][2][name], weight, rtol=0, atol=1e-9)
 
