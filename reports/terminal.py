@@ -197,8 +197,9 @@ def _tree(console: Console, glyphs: Glyphs, rows: Sequence[Row]) -> None:
     """Parts of a whole: name, amount, share, a bar as wide as the share, and the findings about it; below a part what
     says more of it."""
     grid = Table.grid(padding=(0, 2))
-    for justify in ("left", "right", "right", "left"):
+    for justify in ("left", "right", "right"):
         grid.add_column(justify=justify, no_wrap=True, overflow="ellipsis")
+    grid.add_column(justify="left")  # so many findings are named in two lines, rather than numbers cut off
     for row in rows:
         last = row is rows[-1]
         name, amount, share = row.cells[:3]

@@ -13,6 +13,7 @@ import pytest
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.work.stacks import Line
 from dsprof.importers import import_trace
 from dsprof.run import RunError
 from dsprof.trace.kineto import CommNames, is_computation
@@ -341,6 +342,21 @@ def test_what_the_device_waits_for_its_host_in(tmp_path: Path, between: list[kt.
     # Without the launches the device's own 42 ms of kernels stay, and what is still launched for them.
     assert analysis.findings[0].gain.ms == pytest.approx(58, abs=7)
     assert ("torch.compile" in str(analysis.findings[0].fixes)) == (code == "compute.launch-bound")
+
+
+@pytest.mark.parametrize(("line_ms", "named"), [(57.0, True), (20.0, False)])
+def test_the_line_that_the_host_is_away_in_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line_ms: float, named: bool
+) -> None:
+    """Samples of the stack have one line outside the phases, which has most of what the device waits, or less."""
+    line = Line(("/home/me/train.py:7", "/home/me/train.py:126"), line_ms)
+    monkeypatch.setattr("dsprof.analyzer.rules.compute.host_work.outside_phases", lambda study: line)
+    (finding,) = [one for one in judged(tmp_path)[1].findings if one.is_problem]
+    assert finding.title.endswith(", most in train.py:126") == named
+    assert finding.fixes[0].title.startswith("train.py:126: compute it on the device") == named
+    assert [(change["file"], change["line"]) for change in finding.fixes[0].patch] == [
+        ("/home/me/train.py", 126)
+    ] * named
 
 
 def test_what_the_host_computes_is_named(tmp_path: Path) -> None:

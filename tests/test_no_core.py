@@ -32,10 +32,13 @@ def starved(analysis: Analysis) -> Finding:
     return found
 
 
-def job(**changes: Any) -> Job:
-    """Two ranks that wait for a core for a fifth of their work, on a host of two cores."""
+def job(seen: bool = True, **changes: Any) -> Job:
+    """Two ranks that wait for a core for a fifth of their work, on a host of two cores. seen: all quotas are"""
     usual: dict[str, Any] = {"steps": 24, "core_wait": 0.2, "cpu_share": 0.2, "cores": 2, "host_cores": 2}
-    return Job(**(usual | changes))
+    made = Job(**(usual | changes))
+    made.gauges = {gauges.THROTTLED: constant(0), **made.gauges}
+    made.facts += [{"fact": "cpu_cgroups", "rank": rank, "whole": seen} for rank in range(made.ranks)]
+    return made
 
 
 def busy(percent: float) -> dict[str, Any]:
@@ -62,6 +65,17 @@ def test_other_processes_on_all_cores() -> None:
         "see what else runs on the host (`top`), and stop it or move it; or give the job cores of its own: taskset, "
         "cpuset.cpus of a cgroup, --cpuset-cpus of Docker, --exclusive of Slurm"
     ]
+
+
+def test_a_quota_that_is_not_seen_may_be_the_reason_beside_busy_cores() -> None:
+    """As that of a pod on a busy host, from inside its container."""
+    analysis = analyze(job(seen=False, gauges=busy(98)).trace())
+    found = starved(analysis)
+    assert not found.is_problem
+    assert analysis.verdict.status == "inconclusive"
+    assert "for a core, probably as other processes use 1.57 of the 2 cores" in found.title
+    assert [item.value for item in found.evidence if item.metric == "cause"] == ["other-processes, probably"]
+    assert any("nr_throttled" in fix.title for fix in found.fixes)
 
 
 def test_more_ranks_and_threads_than_cores() -> None:

@@ -124,7 +124,7 @@ def test_kernels_take_as_long_in_ordinary_steps_as_in_traced_ones(steps: Study) 
     """Traced steps took twice as long as ordinary ones, and the device was busy for a quarter of that: for half of an
     ordinary step. It stood idle for three quarters of a traced one, so that a third of it is left."""
     took = 2 * steps.step_ms
-    cost = DeviceCost(np.full((1, 3), took / 2), took, idle_ms=0.75 * took)
+    cost = DeviceCost(np.full((1, 3), took / 2), took, idle_ms=0.75 * took, busy_ms=0.25 * took)
     assert measured_gain(steps, cost).ms == pytest.approx(took / 6)
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import factories
 import pytest
+from rich.console import Console
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding, Gain, Where
 from dsprof.reports import terminal
+from dsprof.reports.sections.section import Row
 from dsprof.reports.sections.time_and_step import of_a_step
 
 
@@ -92,6 +94,22 @@ def test_straggler() -> None:
 
         capture   5 checks passed; 2/2 ranks, overhead est. 0.2 %, noise 0.60 ms
         """)
+
+
+def test_many_findings_of_one_part_take_no_room_from_its_numbers() -> None:
+    """They go on in a second line."""
+    file = io.StringIO()
+    codes = ("compute.host-work", "compute.host-sync", "compute.launch-bound")
+    rows = (
+        Row(("compute", "22.96 ms", "46.1 %", ""), codes=codes, share=46.1),
+        Row(("other", "25.34 ms", "50.8 %", ""), share=50.8),
+    )
+    terminal._tree(Console(file=file, width=80), terminal.UNICODE, rows)
+    assert [line.rstrip() for line in file.getvalue().splitlines()] == [
+        "├─ compute  22.96 ms  46.1 %  █████████▎ ◀ compute.host-work,",
+        "                              compute.host-sync, compute.launch-bound",
+        "└─ other    25.34 ms  50.8 %  ██████████▏",
+    ]
 
 
 def test_dead_rank() -> None:

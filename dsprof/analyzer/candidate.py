@@ -45,8 +45,9 @@ class DeviceCost:
 
     ms:      [R, S] of the traced ranks in the judged ones of the traced steps
     took_ms: how long those steps took, mean: tracing kernels makes them longer than ordinary ones
-    idle_ms: for how long of that the devices did nothing, where `ms` is a part of it: what they do takes as long when
-             it is not traced, so that an ordinary step has the rest for standing idle. None: `ms` is of what they did
+    idle_ms: for how long they did nothing then, where `ms` is a part of that, mean. None: `ms` is of what they did
+    busy_ms: for how long they did something, mean: that takes as long when it is not traced, so that an ordinary step
+             has the rest for standing idle
     less:    what mending a part of it, and what mending all of it changes, where a replay tells that: then the gain is
              between the two, and no more than was measured
     at_most: a change that gains as much as mending it can, and nobody knows how much of that: from nothing to what it
@@ -56,6 +57,7 @@ class DeviceCost:
     ms: Float
     took_ms: float
     idle_ms: float | None = None
+    busy_ms: float = 0.0
     less: tuple[WhatIf, WhatIf] | None = None
     at_most: WhatIf | None = None
 

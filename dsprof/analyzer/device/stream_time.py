@@ -35,8 +35,8 @@ KERNEL_TYPES: Final = (COMPUTATION, COMMUNICATION, MEMORY_KERNEL)
 UNKNOWN: Final = -1
 
 STEP_COLUMNS: Final = (
-    "step", "start_ns", "end_ns", "idle_ms", "launching_ms", "in_optimizer_ms", "data_ms", "checkpoint_ms", "cpu_ms",
-    "away_ms",
+    "step", "start_ns", "end_ns", "busy_ms", "idle_ms", "launching_ms", "in_optimizer_ms", "data_ms", "checkpoint_ms",
+    "cpu_ms", "away_ms",
 )  # fmt: skip
 HOST_PART: Final = {**PHASE_PART, "checkpoint": "checkpoint"}
 """What a phase of the training thread says of it."""
@@ -63,10 +63,11 @@ class DeviceTime:
 
     types_ns: kernel type, or types that overlap -> time; they are disjoint and sum to all that is not idle
     delay_us: median time from a launch's begin to the kernel's
-    steps:    STEP_COLUMNS: of each step, how long the device did nothing; of that, while what came next had not been
-              launched and the training thread waited for nothing: how long it was loading (data), saving (checkpoint),
-              computing on the CPU (cpu), busy with one launch after the other, this one under way included (launching),
-              or with something that the trace does not name (away)
+    steps:    STEP_COLUMNS: of each step, how long the device did something (busy), and nothing (idle); of the latter,
+              while what came next had not been launched and the training thread waited for nothing: how long it was
+              loading (data), saving (checkpoint), computing on the CPU (cpu), busy with one launch after the other,
+              this one under way included (launching; of that, in the optimizer: in_optimizer), or with something that
+              the trace does not name (away)
     computing: when a computation ran
     exposed_ns: how long the device did what communicates, or what may: kernels whose names do not tell their kind; and
               nothing that surely computes
@@ -269,7 +270,8 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     seen = np.searchsorted(when, finish) > np.searchsorted(when, begin)  # only some may have been traced
     found = pd.DataFrame(
         {
-            "step": told["step"].to_numpy(np.int64), "start_ns": begin, "end_ns": finish, "idle_ms": within(idle),
+            "step": told["step"].to_numpy(np.int64), "start_ns": begin, "end_ns": finish,
+            "busy_ms": within(Intervals.union(start, end)), "idle_ms": within(idle),
             "launching_ms": within(launching), "in_optimizer_ms": within(launching & optimizing),
             "data_ms": within(loading), "checkpoint_ms": within(saving),
             "cpu_ms": within(on_cpu), "away_ms": within(away),

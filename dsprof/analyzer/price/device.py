@@ -46,7 +46,7 @@ def measured_gain(study: Study, cost: DeviceCost) -> Gain:
     spent = cost.ms
     if cost.took_ms > study.step_ms > 0:
         if cost.idle_ms:
-            left = max(study.step_ms - (cost.took_ms - cost.idle_ms), 0.0)
+            left = max(study.step_ms - cost.busy_ms, 0.0)
             spent = spent * min(left / cost.idle_ms, 1.0)
         else:
             spent = spent * study.step_ms / cost.took_ms

@@ -35,6 +35,11 @@ def may_gain(gain: Gain, most_ms: float) -> Gain:
     return replace(gain, high=max(gain.high, most_ms))
 
 
+def or_as_well(gain: Gain, other: Gain) -> Gain:
+    """`gain`, where it may as well be `other`; of changes that lose nothing."""
+    return replace(gain, low=max(min(gain.low, other.low), 0.0), high=max(gain.high, other.high))
+
+
 def by_shapes(study: Study, least_ms: float, likely_ms: float, most_ms: float) -> Gain:
     """What other arithmetic gains, by the sizes of layers: as much as is likely, at least and at most."""
     percent_of_step = 100 * likely_ms / study.step_ms

@@ -24,7 +24,10 @@ from .core_wait import CoreWait, core_wait
 MOSTLY: Final = 0.5
 """Of the waiting, that a reason explains."""
 ALL_CORES: Final = 0.75
-"""Of the cores' time: who uses less of it is not what fills them."""
+"""Of the cores' time: a job that uses less of it is not what fills them."""
+FULL: Final = 0.9
+"""Of the cores' time: while less is used there are cores for one more; and a quota that is not seen may be why a job
+uses no more."""
 PART: Final = 0.2
 """Of the CPU time that a job uses, from which on threads beside its training threads, or workers, are named."""
 MOST_CORES: Final = 1 << 16
@@ -35,7 +38,7 @@ Name = Literal["cpu-quota", "own-threads", "other-processes", "process-stopped",
 
 @dataclass(frozen=True)
 class TakenCores:
-    """name:   of the reason; sure: it was measured, and can be nothing else
+    """name:   of the reason; sure: it was measured, and can be nothing else; not so of what is probable
     words:   behind "for a core, "
     cores:   that the ranks which share them may use; None: not known
     ranks:   those
@@ -53,6 +56,8 @@ class TakenCores:
     beside: float = 0.0
     workers: float = 0.0
     throttled: float = 0.0
+    quotas_seen: bool = False
+    """Whether all quotas that may stop the ranks are seen from inside."""
 
     @property
     def part(self) -> float:
@@ -70,7 +75,14 @@ class TakenCores:
 
     @property
     def sure(self) -> bool:
-        return self.name in ("cpu-quota", "own-threads", "other-processes")
+        return self.name in ("cpu-quota", "own-threads") or (self.name == "other-processes" and self.quotas_seen)
+
+    @property
+    def cause(self) -> str:
+        """As findings.json has it."""
+        if self.sure:
+            return self.name
+        return "other-processes, probably" if self.name == "other-processes" else "not known"
 
 
 @once
@@ -85,20 +97,29 @@ def taken_cores(study: Study) -> TakenCores:
         "workers": used.workers,
     }  # fmt: skip
     throttled = 0.0 if waited is None else _throttled(study, waited)
-    told["throttled"] = throttled
+    seen = every_quota_is_read(study, study.ranks)
+    told |= {"throttled": throttled, "quotas_seen": seen}
     if throttled > MOSTLY:
         return TakenCores("cpu-quota", f"as the CPU quota of their container{_limit(study)} stops them", **told)
     if waited is not None and waited.stopped.mean() > MOSTLY * waited.ms.mean():
         return TakenCores("process-stopped", "as their processes are stopped, by what was not seen", **told)
     if used is not None and group is not None:
-        if used.job >= ALL_CORES * group.cores:
+        if used.job >= (ALL_CORES if seen else FULL) * group.cores:
             words = f"as the job itself fills the {count(group.cores, 'core')} that it may use"
             return TakenCores("own-threads", words, **told)
-        if used.others is not None and used.job + used.others >= ALL_CORES * group.cores:
-            words = f"as other processes use {number(used.others)} of the {count(group.cores, 'core')}, and the job "
-            words += number(used.job)
+        if used.others is not None and used.job + used.others >= FULL * group.cores:
+            perhaps, of = "" if seen else "probably ", count(group.cores, "core")
+            words = f"{perhaps}as other processes use {number(used.others)} of the {of}, and the job {number(used.job)}"
             return TakenCores("other-processes", words, **told)
     return TakenCores("not-known", "and what has theirs was not seen", **told)
+
+
+def every_quota_is_read(study: Study, ranks: Iterable[int]) -> bool:
+    """Whether all cgroups above these ranks are seen, and the kernel told how long their quotas stopped them. That of a
+    group above a container is not seen from inside, and stops what is there, too."""
+    whole = {fact.get("rank") for fact in study.facts.get("cpu_cgroups", []) if fact.get("whole") is True}
+    told = np.isfinite(study.gauges.spent(gauges.THROTTLED)).all(axis=1)
+    return whole.intersection(np.array(study.gauges.ranks)[told].tolist()).issuperset(ranks)
 
 
 def _throttled(study: Study, waited: CoreWait) -> float:

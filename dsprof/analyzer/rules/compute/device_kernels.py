@@ -253,7 +253,8 @@ def device_cost(devices: Devices, steps: npt.NDArray[np.int64], spent: Float, *,
     """Of `spent`, [R, S] ms of these steps; idle: for which the devices stood idle, rather than in a kernel."""
     table = pd.concat([one.steps[one.steps["step"].isin(steps.tolist())] for one in devices.ranks.values()])
     took = float((table["end_ns"] - table["start_ns"]).mean()) / 1e6
-    return DeviceCost(spent, took, float(table["idle_ms"].mean()) if idle else None)
+    idle_ms = float(table["idle_ms"].mean()) if idle else None
+    return DeviceCost(spent, took, idle_ms, float(table["busy_ms"].mean()))
 
 
 def in_steps(steps: int) -> str:

@@ -18,11 +18,14 @@ from ...device import Devices
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study
 from ...text import ms, percent
-from ..base import NotJudged
+from ...work.stacks import outside_phases
+from ..base import NotJudged, place_fix
 from ..data.loader import loader_fix
 from ..rule import Found, Look, Rule
 from .device_kernels import device_cost, in_steps, judged_steps
 
+MOST_OF_AWAY: Final = 0.5
+"""Of what the device waits, from which on a line outside the phases is where it waits."""
 MOST_NAMED: Final = 3
 """Operators that are named, of those that the host computes."""
 
@@ -101,18 +104,27 @@ def _elsewhere(study: Study, devices: Devices, spent: Float, gain: Gain, which: 
     on_cpu = float(_spent(devices, "cpu_ms", steps).mean())
     away = float(spent.mean()) - on_cpu
     operators = _operators(study, devices, steps)
+    line = outside_phases(study)
+    if line is not None and line.ms < MOST_OF_AWAY * gain.ms:
+        line = None
     does = "computes on the CPU" if on_cpu > away else "does something else than to launch"
     title = f"the device waits {ms(gain.ms)} of the step ({percent(gain.percent)}) while its host {does}{which}"
+    if line is not None:
+        title += f", most in {line.words}"
     evidence = (
         *_evidence(devices, spent),
+        *(() if line is None else (Evidence(f"in {line.words}, by samples of the stack", round(line.ms, 3), "ms"),)),
         Evidence("of it, the host was in operators on the CPU", round(on_cpu, 3), "ms"),
         Evidence("of it, in no operator and launching nothing (Python, files, the network)", round(away, 3), "ms"),
         *(Evidence(f"{name}, a step of a rank", round(spent_ms, 3), "ms") for name, spent_ms in operators),
     )
+    beside = "compute it on the device, or in the DataLoader's workers, beside training"
     fixes = []
-    if on_cpu > 0:
-        fixes.append(Fix("code", "compute it on the device, or in the DataLoader's workers, beside training"))
-    if away > 0:
+    if line is not None:
+        fixes.append(place_fix(f"{line.words}: {beside}; or do it every so many steps", line.site))
+    elif on_cpu > 0:
+        fixes.append(Fix("code", beside))
+    if away > 0 and line is None:
         fixes.append(
             Fix("code", "record the trace with with_stack=True: the timeline then shows which function it is; or put "
                 "torch.profiler.record_function(...) around what runs between the steps")

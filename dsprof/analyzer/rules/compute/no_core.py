@@ -64,7 +64,7 @@ def starved(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     evidence = [
         Evidence("ready to run without a core a step", round(mine, 3), "ms", 0.0),
         Evidence("share of the step", round(100 * mine / study.step_ms, 1), "%"),
-        Evidence("cause", taken.name if taken.sure else "not known", ""),
+        Evidence("cause", taken.cause, ""),
     ]
     if taken.cores is not None and taken.job is not None:
         evidence.append(Evidence("cores that the job uses", round(taken.job, 2), "count", taken.cores))
@@ -102,7 +102,7 @@ def fixes_of(study: Study, taken: TakenCores) -> tuple[Fix, ...]:
         "see what else runs on the host (`top`), and stop it or move it; or give the job cores of its own: "
         "taskset, cpuset.cpus of a cgroup, --cpuset-cpus of Docker, --exclusive of Slurm"
     )
-    if taken.name == "other-processes":
+    if taken.sure:
         return (Fix("code", own), *also)
     quota = (
         "a CPU limit of a group above the job's container cannot be seen from inside: read nr_throttled in the "

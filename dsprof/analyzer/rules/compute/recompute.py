@@ -29,6 +29,9 @@ from ..rule import Found, Look, Rule
 BESIDE_MS: Final = 0.85
 """Of a block, at most: what checkpointing does beside computing it again (hooks on what is saved, the state of random
 numbers), on a CPU. Measured by benchmarks/constants.py."""
+BESIDE_ON_DEVICE_MS: Final = 1.4
+"""The same of the host of a device, which counts as far as the device waits for it: an H100's, for 12 blocks at level
+full (benchmarks/results/gpu_pairs.json, "recomputed without need": 26.5 ms, of which 9.9 to compute them again)."""
 LASTING: Final = ("parameters", "optimizer_states", "buffers")
 """What is there whenever a block is computed again. Gradients need not be: they may be made later."""
 
@@ -103,7 +106,7 @@ def recomputation(study: Study) -> Found:
         return _finding(study, kept, price.gain)
 
     spent = float(again.mean())
-    beside = 0.0 if study.on_gpu else pieces_a_step(study) * BESIDE_MS
+    beside = pieces_a_step(study) * (BESIDE_ON_DEVICE_MS if study.on_gpu else BESIDE_MS)
     between = Between(1.0, 1 + beside / spent, (spent + beside) * kept.part)
     return [Candidate("compute.recompute", less, say, between=between, a_trade=True)]
 

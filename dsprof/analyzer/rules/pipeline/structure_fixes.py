@@ -14,7 +14,7 @@ from ... import signals
 from ...finding import Fix, Gain
 from ...price.calibration import ModelError
 from ...price.effects import effect_gains, sure_gain
-from ...price.gains import may_gain
+from ...price.gains import may_gain, or_as_well
 from ...signals import Absent
 from ...stage_costs import USUAL_WEIGHT, begins
 from ...structure import AUTO, PipelineStructure, pipeline_that_ran, restructured
@@ -121,7 +121,7 @@ def _tried(
             any_layers = replace(restructured(study, wanted).effect, counts_cores=True)
             (whatever,) = effect_gains(study, [any_layers])
             # Of backwards that make no weight gradients it is 1F1B, which loses nothing.
-            gain = replace(gain, low=max(min(gain.low, whatever.low), 0.0), high=max(gain.high, whatever.high))
+            gain = or_as_well(gain, whatever)
     except (NotJudged, Refused):
         return None
     return None if gain is None else (new.plan, new.boundaries, gain)

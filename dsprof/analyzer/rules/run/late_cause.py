@@ -18,6 +18,7 @@ from ...arrays import Bool
 from ...finding import Evidence, Fix
 from ...study import Study
 from ...text import count, ms, size
+from ...work.taken_cores import every_quota_is_read
 from .cause import MOSTLY, Cause, Late
 from .late import mine_and_others
 from .slow_machine import core_clock, gpu_clock, network, numa
@@ -99,7 +100,7 @@ def crowded_cores(late: Late) -> Cause | None:
 
 def _no_core(late: Late) -> Cause:
     waited = late.beyond(CORE_WAIT)
-    no_quota = _every_quota_is_read(late)
+    no_quota = every_quota_is_read(late.study, late.study.ranks_where(late.slow))
     few = _bound(late)
     if few is not None:
         mine, others = few
@@ -119,14 +120,6 @@ def _no_core(late: Late) -> Cause:
         )
         fixes.append(Fix("code", limit))
     return Cause("no-core", f"it waits {ms(waited)} a step for a core", (_core_wait(late),), tuple(fixes), no_quota)
-
-
-def _every_quota_is_read(late: Late) -> bool:
-    """Whether all cgroups above the slow ranks are seen, and the kernel told how long their quotas stopped them. That
-    of a group above a container is not seen from inside, and stops what is there, too."""
-    whole = {fact.get("rank") for fact in late.study.facts.get("cpu_cgroups", []) if fact.get("whole") is True}
-    told = np.isfinite(late.study.gauges.spent(gauges.THROTTLED)[late.slow]).all()
-    return bool(told) and whole.issuperset(late.study.ranks_where(late.slow))
 
 
 def _shares_cores(late: Late) -> bool:
