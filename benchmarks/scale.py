@@ -6,8 +6,9 @@
 
 Each job is drawn (`draw`): its cause, who has it, clocks of hosts that are up to 50 ms apart and drift by up to 50 ppm,
 paths that are unequal, ranks without a trace, and ranks whose trace is torn. It is made as `dsprof run` leaves it,
-twenty steps of fifty rows a rank, and analyzed in a fresh process. What was measured is kept after each job: a run that
-was interrupted goes on where it was, and with --keep the traces stay, too.
+twenty steps of fifty rows a rank, and analyzed in a fresh process. `load` is what else the machine had to do when that
+began: CPU seconds are more beside other work, and the clock's are worth nothing. What was measured is kept after each
+job: a run that was interrupted goes on where it was, and with --keep the traces stay, too.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def analyze_and_tell(folder: Path, processes: int, ranks: int, seed: int) -> Non
     from dsprof import reports, trace
     from dsprof.run import RunFolder
 
-    before, wall = spent_s(), time.perf_counter()
+    load, before, wall = os.getloadavg()[0], spent_s(), time.perf_counter()
     analysis = reports.examine(RunFolder(folder), processes)
     wall = time.perf_counter() - wall
     forkserver._forkserver._stop()  # whose children the pool's processes are: they count when it was waited for
@@ -154,6 +155,7 @@ def analyze_and_tell(folder: Path, processes: int, ranks: int, seed: int) -> Non
                 "clock_error_us": clock_errors(analysis, trace.load(RunFolder(folder)), plant),
                 "clock_error_stated_us": round(analysis.capture.clock_error_us or 0.0, 1),
                 "unequal_paths_us": round(truth.tail_us, 1),
+                "load": round(load, 1),
             }
         )
     )  # fmt: skip
@@ -221,7 +223,9 @@ def plot(jobs: list[dict[str, Any]], processes: int, file: Path) -> None:
         "CPU seconds, Parquet to verdict": medians("cpu_s"),
         "peak memory of all processes together, MB": medians("together_mb"),
     }
-    draw_plot(ranks, panels, f"ranks, of {STEPS} steps of {ROWS} rows each, in {processes} processes", file)
+    busy = max(one.get("load", 0.0) for one in chosen)
+    beside = f"; beside other work (load up to {busy:.0f})" if busy > len(os.sched_getaffinity(0)) else ""
+    draw_plot(ranks, panels, f"ranks, of {STEPS} steps of {ROWS} rows each, in {processes} processes{beside}", file)
 
 
 def main() -> int:
