@@ -106,8 +106,8 @@ def test_many_findings_of_one_part_take_no_room_from_its_numbers() -> None:
     )
     terminal._tree(Console(file=file, width=80), terminal.UNICODE, rows)
     assert [line.rstrip() for line in file.getvalue().splitlines()] == [
-        "├─ compute  22.96 ms  46.1 %  █████████▎ ◀ compute.host-work,",
-        "                              compute.host-sync, compute.launch-bound",
+        "├─ compute  22.96 ms  46.1 %  █████████▎ ◀ compute.host-work, compute.host-sync,",
+        "                              compute.launch-bound",
         "└─ other    25.34 ms  50.8 %  ██████████▏",
     ]
 

@@ -33,8 +33,8 @@ SILENT: Final = "6"
 """Of LOG_LEVEL, as `dsprof run --deep` sets it (`launch.launch.KINETO_SILENT`)."""
 TEARDOWN: Final = "TEARDOWN_CUPTI"
 """The environment variable by which torch's profiler is told, when it ends, to take CUPTI out of the process again.
-Left in, it slows down all launches for as long as the job runs: steps of small kernels took 44.7 ms after three traced
-ones where they take 36.0 without (benchmarks/results/gpu_pairs.json, "small kernels")."""
+Left in, it slows down all launches for as long as the job runs: steps of small kernels took 44.7 ms after traced ones
+on an H100, and 35.2 where it was taken out (benchmarks/results/gpu_pairs.json, "small kernels", and "by phases")."""
 TEARS_DOWN: Final = (12, 6)
 """Version of CUDA from which on that does not crash CUDA graphs; before, torch says the same."""
 

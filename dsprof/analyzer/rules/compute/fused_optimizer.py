@@ -22,7 +22,7 @@ SAVED: Final = (0.72, 0.5, 0.88)
 """The part of such a step that a fused one spares: as expected, at least, at most. Measured by benchmarks/constants.py:
 0.55 of few tensors of 64 elements, 0.65 to 0.79 of hundreds, 0.86 of ten of 2,000,000."""
 SAVED_ON_DEVICE: Final = (0.85, 0.7, 0.95)
-"""The same on a device: 0.92 of 292 tensors on an H100, which the host launches in 27.3 ms one by one and in 2.1 fused
+"""The same on a device: 0.90 of 292 tensors on an H100, which the host launches in 25.6 ms one by one and in 2.5 fused
 (benchmarks/results/gpu_pairs.json, "an optimizer in a loop"); of large tensors the dozen operations for each go through
 memory four to six times as often as one does."""
 WORTH_IT: Final = 0.1
