@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -307,8 +308,6 @@ def test_run_json_says_who_was_captured(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_its_captures_stands_by_itself(tmp_path: Path) -> None:
-    import shutil
-
     folder = run_of(Job(), tmp_path)
     before = merge(folder)
     shutil.rmtree(folder.capture)
@@ -326,6 +325,17 @@ def test_a_corrupt_trace_is_made_again_from_the_capture(tmp_path: Path) -> None:
     assert analyze(load(folder)).step_count == 40
     parquet.write_bytes(b"")
     assert analyze(load(folder)).step_count == 40
+
+
+def test_a_corrupt_trace_whose_capture_is_gone_is_told_in_words(tmp_path: Path) -> None:
+    folder = run_of(Job(), tmp_path)
+    merge(folder)
+    shutil.rmtree(folder.capture)
+    (folder.trace / "rank00001.parquet").write_bytes(b"PAR1 and no more")
+    assert [one for one in load(folder).run.warnings if "could not be merged" in one] == [
+        "rank 1: its capture could not be merged (trace/rank00001.parquet is damaged, or not dsprof's, and the capture "
+        "it was made of is gone)"
+    ]
 
 
 def test_a_trace_that_cannot_be_written_is_analyzed_all_the_same(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ Int = npt.NDArray[np.int64]
 
 ADDED: Final = ("kernel", "copy", "launch", "mem")
 SAW_NO_DEVICE: Final = (
-    "the profiler was to see the device and saw nothing of it; KINETO_LOG_LEVEL=0 dsprof run --deep ... has its "
+    "the profiler was to see the device and saw nothing of it; KINETO_LOG_LEVEL=0 dsprof run --deep 10:13 ... has its "
     "library say why, on stderr"
 )
 SLACK_NS: Final = 50_000

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final, Generic, TypeVar
 
+from dsprof.run import RunError
+
 from .files import brief
 from .packing import ByRank, pack, unpack
 
@@ -135,5 +137,6 @@ def each(function: RankFunction[Result], ranks: Sequence[int]) -> OfRanks[Result
         try:
             found[rank] = function(rank)
         except Exception as error:  # whatever is wrong with one rank, the others count
-            failed[rank] = f"{type(error).__name__}: {brief(error)}"
+            said = brief(error)
+            failed[rank] = said if isinstance(error, RunError) else f"{type(error).__name__}: {said}"
     return OfRanks(found, failed)

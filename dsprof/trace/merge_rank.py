@@ -59,6 +59,8 @@ class MergeRank:
         folders = self.captures.get(rank, ())
         stored = _stored(target)
         signature = _signature([path for _, path in folders])
+        if not folders and RANK_INFO not in stored:
+            raise RunError(f"trace/{target.name} is damaged, or not dsprof's, and the capture it was made of is gone")
         if not folders or stored.get(SIGNATURE) == signature:
             return MergedRank(_checked_summary(rank, stored[RANK_INFO]))
         rows, summary = derive_rank(rank, folders)
