@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 
 from dsprof.analyzer import text
+from dsprof.analyzer.memory.allocated_over_time import AllocationHistory
 from dsprof.analyzer.memory.allocator_state import STATE_COLUMNS
-from dsprof.analyzer.memory.history import AllocationHistory
 from dsprof.analyzer.memory.use_by_step import HELD, MemoryUse, main_place
 from dsprof.schema import MEMORY_PARTS
 

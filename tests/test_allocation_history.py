@@ -8,8 +8,8 @@ from typing import Any
 import factories
 import pytest
 
+from dsprof.analyzer.memory.allocated_over_time import AllocationHistory, allocation_history
 from dsprof.analyzer.memory.allocator_state import Holder, summarize_memory
-from dsprof.analyzer.memory.history import AllocationHistory, allocation_history
 from dsprof.reports.memory import over_history
 from dsprof.reports.sections import report_of
 from dsprof.reports.sections.section import Figure, Table, Words

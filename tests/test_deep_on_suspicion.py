@@ -269,7 +269,10 @@ def test_nothing_happens_without_a_device(rank: MakeRank, device: Device) -> Non
 
 
 def test_what_fails_is_counted_once_and_given_up(rank: MakeRank) -> None:
+    looks = []
+
     def fails(since_ns: int) -> None:
+        looks.append(since_ns)
         raise OSError("gone")
 
     one = rank()
@@ -279,7 +282,10 @@ def test_what_fails_is_counted_once_and_given_up(rank: MakeRank) -> None:
         one.steps(100)
     finally:
         errors.send_to(None)
-    assert [(hook, count) for hook, count, _ in one.suspicion._recorder.failures()] == [("deep", 1)]
+    assert len(looks) == 1
+    # Threads of other tests may count meanwhile what fails in them.
+    said = [error for hook, _, error in one.suspicion._recorder.failures() if hook == "deep"]
+    assert said == ["OSError: gone"]
     assert (one.profiled, one.capture.after_step, one.capture.samples) == ([], [], [])
 
 
@@ -472,7 +478,7 @@ def test_a_launch_bound_job_is_traced_and_computes_the_same(sleeping_ranks: Slee
     assert said.startswith(
         f"steps {first} to {last} were traced with torch.profiler, as for {100 * fact['share']:.0f} %"
     )
-    assert f"; that took {fact['longer_ms']:,.0f} ms longer than other steps" in said
+    assert f"; that took {max(0.0, fact['longer_ms']):,.0f} ms longer than other steps" in said
     rows = ran.rows()
     operators = rows[(rows["kind"] == "kernel") & (rows["source"] == "imported")]
     assert {first, first + 1, last} <= set(operators["step"]) <= set(fact["profiled"])

@@ -22,6 +22,8 @@ MEASURED_ON_DEVICE: Final = "measured on the device"
 """`Gain.method` of what devices' own kernels show in the traced steps: what it costs, not what a change would gain."""
 REPLAYED_ON_DEVICE: Final = "replay of the traced steps"
 """`Gain.method` of the same where a change was replayed in those steps."""
+UPPER_BOUND: Final = "upper bound"
+"""`Gain.method` of what may gain nothing, and cannot gain more than devices stood idle for."""
 
 FROM_SHAPES: Final = "shapes and data sheet"
 """`Gain.method` of what other arithmetic would gain: by the sizes of the layers and what their device reaches. It costs

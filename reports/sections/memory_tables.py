@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.budget.irregular import profiled_steps
+from dsprof.analyzer.memory.allocated_over_time import allocation_history
 from dsprof.analyzer.memory.allocator_state import DeviceMemory, segment_uses
-from dsprof.analyzer.memory.history import allocation_history
 from dsprof.analyzer.text import clean, count, percent, size
 
 from .. import memory, wording

@@ -186,7 +186,7 @@ def test_a_storage_that_is_freed_waits_for_the_stream_that_used_it(
 ) -> None:
     stream, whole = mock.Mock(), mock.Mock(is_cuda=on_gpu)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    storage: Any = mock.Mock(whole=whole, _stand_in=torch.ones(()))
+    storage: Any = mock.Mock(whole=whole, _placeholder=torch.ones(()))
     whole.shape = (2,)
     Storage.empty(storage, nn.Parameter(torch.ones(2)))
     calls = [call[0] for call in whole.mock_calls if "__" not in call[0]]

@@ -8,6 +8,8 @@ steps        steps under numbers that mean the same on all ranks
 groups       process groups by their ranks, and the dimensions of the mesh that like ones form
 topology     which ranks are stages of a pipeline
 match        the same collective or message on all ranks
+participants who takes part in each, in order of arrival
+senders      which senders go on before what they sent is there
 numbering    communications that came without a number
 backends     what a communication backend does
 """

@@ -6,17 +6,18 @@ the number of the pair.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..arrays import Bool, Int
+from ..arrays import Int
 from ..columns import RankRows, Words, codes_of
 from .backends import by_backend
+from .participants import NOT_ENDED, NOT_TOLD, in_order
+from .senders import handed_over, taken_without_receiver
 
 COLLECTIVE_COLUMNS: Final = (
     "group", "seq", "name", "purpose", "step", "bytes", "ranks", "first_ns", "last_ns", "late_rank", "end_ns",
@@ -37,14 +38,9 @@ SENDER_GOES_ON: Final = ("handed", "eager")
 BOTH_SIDES: Final = ("all", *SENDER_GOES_ON)
 """What `needs` says where nothing arrives anywhere before all have come."""
 
+NEVER: Final = np.iinfo(np.int64).max
 INFORMATIVE_NS: Final = 200_000
 """A wait for a message that took less says that the message was there already, not when it came."""
-EARLY_NS: Final = 1_000_000
-"""Where senders go on so much sooner than what they sent is there, in the median of a pair's messages, they wait only
-until they have handed it over, as gloo does with what fits into the socket's buffer."""
-FEWEST: Final = 8
-"""Messages of a pair that tell so; and of those that were taken from their senders before the receivers had come, which
-proves that these are not waited for."""
 
 
 def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
@@ -90,28 +86,6 @@ def when_asked(rows: RankRows) -> Int:
     return found
 
 
-def _arrived(comm: pd.DataFrame, key: tuple[Int, Int]) -> Int:
-    """When each rank came. Within one communication the times are of one kind, as far as they are told: a stream's
-    arrival beside another rank's issue would make the rank late whose device was behind its host.
-
-    key: number and group of each row; equal ones are one communication.
-    """
-    arrival = comm["arrival_ns"].to_numpy(np.int64, na_value=NOT_TOLD)
-    issue: Int = comm["issue_ns"].to_numpy(np.int64, na_value=NOT_TOLD)
-    if not (arrival != NOT_TOLD).any():
-        return issue
-    order = np.lexsort(key)
-    begins = np.flatnonzero(np.append(True, np.any([np.diff(part[order]) != 0 for part in key], axis=0)))
-    counts = np.diff(np.append(begins, len(order)))
-    every = {}
-    for name, when in (("arrival", arrival), ("issue", issue)):
-        every[name] = np.empty(len(order), bool)
-        every[name][order] = np.repeat(np.logical_and.reduceat((when != NOT_TOLD)[order], begins), counts)
-    either = np.where(arrival != NOT_TOLD, arrival, issue)
-    found: Int = np.where(every["arrival"], arrival, np.where(every["issue"], issue, either))
-    return found
-
-
 def numbers(comm: pd.DataFrame) -> Int:
     """The group and the number in it of each row, which has both, as one number; in order of group and number."""
     codes, _ = codes_of(comm["group"])
@@ -119,70 +93,11 @@ def numbers(comm: pd.DataFrame) -> Int:
     return found
 
 
-@dataclass(frozen=True)
-class _Sorted:
-    """Participants in order of group, number and arrival, and where each communication begins.
-
-    group: [C] of each communication. The others are [N], of each participant; `end`: NOT_ENDED where unknown.
-    """
-
-    begins: Int
-    group: Words
-    order: Int
-    seq: Int
-    came: Int
-    rank: Int
-    end: Int
-
-    def table(self, comm: pd.DataFrame) -> dict[str, Any]:
-        """The columns of a match that are the same of all kinds of communication; `end_ns` may be NOT_ENDED."""
-        last = np.append(self.begins[1:], len(self.seq)) - 1
-        steps = comm["step"].to_numpy(np.int64)[self.order]
-        sizes = comm["bytes"].fillna(0).to_numpy(np.int64)[self.order]
-        return {
-            "group": pd.Series(self.group, dtype=str),
-            "seq": self.seq[self.begins],
-            "purpose": self.first(comm["purpose"]),
-            "step": np.maximum.reduceat(steps, self.begins).astype(comm["step"].dtype),
-            "bytes": np.maximum.reduceat(sizes, self.begins),
-            "first_ns": self.came[self.begins],
-            "last_ns": self.came[last],
-            "late_rank": self.rank[last].astype(comm["rank"].dtype),
-            "end_ns": np.maximum.reduceat(self.end, self.begins),
-        }
-
-    def first(self, column: pd.Series[Any]) -> pd.Series[str]:
-        """What is known of each communication, from the first that knows it."""
-        codes, names = codes_of(column)
-        codes = codes[self.order]
-        at = np.where(codes >= 0, np.arange(len(codes)), len(codes))
-        at = np.minimum.reduceat(at, self.begins)
-        return pd.Series(np.append(names, np.nan)[np.append(codes, -1)[at]], dtype=str)
-
-
-NOT_ENDED: Final = np.iinfo(np.int64).min
-NOT_TOLD: Final = NOT_ENDED
-NEVER: Final = np.iinfo(np.int64).max
-
-
-def _sorted(comm: pd.DataFrame, codes: Int, names: Words) -> _Sorted:
-    """`codes`, `names`: the group in the matched table of each row."""
-    seq = comm["seq"].to_numpy(np.int64)
-    came = _arrived(comm, (seq, codes))
-    end = comm["start_ns"].to_numpy(np.int64) + comm["dur_ns"].fillna(0).to_numpy(np.int64)
-    end = np.where(comm["dur_ns"].notna().to_numpy(bool), end, NOT_ENDED)
-    order = np.lexsort((came, seq, codes))
-    key = codes[order], seq[order]
-    begins = np.flatnonzero(np.append(True, (np.diff(key[0]) != 0) | (np.diff(key[1]) != 0)))
-    rank = comm["rank"].to_numpy(np.int64)
-    return _Sorted(begins, names[key[0][begins]], order, seq[order], came[order], rank[order], end[order])
-
-
 def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
     if comm.empty:
         return comm
     codes, names = codes_of(comm["group"])
-    of = _sorted(comm, codes, names)
+    of = in_order(comm, codes, names)
     root = _global_ranks(codes, names, comm["root"].fillna(-1).to_numpy(np.int64), run)[of.order]
     here = (root == of.rank) & (root >= 0)
     known_root = np.where(root >= 0, np.arange(len(root)), len(root))
@@ -276,7 +191,7 @@ def _pair(rows: pd.DataFrame, run: RunInfo | None) -> tuple[Int, Words]:
 def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
     """Sends joined with their receives. The engine's own have no tag and are matched just so."""
     codes, names = matched_codes(comm, run)
-    of = _sorted(comm, codes, names)
+    of = in_order(comm, codes, names)
     # gloo ends a send or a receive in its wait: where nobody stood still, that says nothing of when the bytes came.
     waited = (rows["kind"] == "wait") & rows["peer"].notna() & rows["seq"].notna()
     waits = rows[[*PAIRED, "dur_ns"]][waited & (rows["dur_ns"] > INFORMATIVE_NS)]
@@ -285,8 +200,8 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     informative = pd.MultiIndex.from_frame(mine).isin(pd.MultiIndex.from_frame(long))[of.order]
     told = np.where(informative & (of.end != NOT_ENDED), of.end, NEVER)
     sends = (comm["name"] == "send").to_numpy(bool)[of.order]
-    handed = _handed_over(of, sends, informative)
-    eager = _taken_without_receiver(of, sends, comm, run)
+    handed = handed_over(of, sends, informative)
+    eager = taken_without_receiver(of, sends, comm, run)
     handed |= eager
     of_message = np.repeat(handed, np.diff(np.append(of.begins, len(of.seq))))
     told = np.where(of_message & sends, NEVER, told)
@@ -315,42 +230,6 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     sent = since_sent.where(matched["told_ns"] != NEVER, np.minimum(since_sent, waited_for.fillna(0)))
     transfer = took.where(~eager, sent).astype(np.int64)
     return matched.assign(name=SEND_RECV, root_ns=matched["root_ns"].where(eager, -1), transfer_ns=transfer)
-
-
-def _handed_over(of: _Sorted, sends: Bool, informative: Bool) -> Bool:
-    """Of which messages the senders do not wait until they are there, but until they have handed them over: of all of a
-    pair, or of none. The arguments are of each participant; one for each message comes back."""
-    ended = of.end != NOT_ENDED
-    sent = np.maximum.reduceat(np.where(sends & ended, of.end, NOT_ENDED), of.begins)
-    come = np.maximum.reduceat(np.where(~sends & ended & informative, of.end, NOT_ENDED), of.begins)
-    known = (sent != NOT_ENDED) & (come != NOT_ENDED)
-    sooner = pd.Series(np.where(known, come - np.where(known, sent, 0), 0)[known])
-    by_pair = sooner.groupby(of.group[known])
-    early = by_pair.median()[by_pair.size() >= FEWEST] > EARLY_NS
-    found: Bool = np.isin(of.group, early.index[early].to_numpy(object))
-    return found
-
-
-def _taken_without_receiver(of: _Sorted, sends: Bool, comm: pd.DataFrame, run: RunInfo | None) -> Bool:
-    """Of which messages the senders were through before their receivers had come: of all of a pair, if so of many of
-    them, and of those of the group's other pairs that are no larger, of which a receiver that comes first tells
-    nothing. One for each message; the first two arguments are of each participant."""
-    sent = np.maximum.reduceat(np.where(sends, of.end, NOT_ENDED), of.begins)
-    asked = np.maximum.reduceat(np.where(sends, NOT_ENDED, of.came), of.begins)
-    known = (sent != NOT_ENDED) & (asked != NOT_ENDED)
-    messages = pd.DataFrame({
-        "pair": of.group, "size": of.table(comm)["bytes"],
-        "without": np.where(known, asked - np.where(known, sent, 0), 0) > EARLY_NS,
-    })  # fmt: skip
-    pairs = messages.groupby("pair").agg(without=("without", "sum"), size=("size", "median"))
-    names = pairs.index.astype(str)
-    group = names.str.partition(" ").get_level_values(0)
-    # gloo sends nothing before the receiver has asked for it.
-    may = np.array([run is None or run.group(name).get("backend") != "gloo" for name in group], bool)
-    proven = may & (pairs["without"] >= FEWEST)
-    largest = pairs["size"].where(proven).groupby(group).transform("max")
-    found: Bool = np.isin(of.group, pairs.index[may & (pairs["size"] <= largest)].to_numpy(object))
-    return found
 
 
 def _transfer(matched: pd.DataFrame, run: RunInfo | None) -> Int:

@@ -13,7 +13,7 @@ from pandas.api.extensions import ExtensionArray
 from dsprof.live.tail import SAMPLES
 from dsprof.schema import Kind
 
-from ..align.match import NOT_TOLD
+from ..align.participants import NOT_TOLD
 from ..arrays import Int
 from ..columns import RankRows, as_rows
 

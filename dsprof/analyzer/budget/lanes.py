@@ -19,7 +19,8 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..align.match import NOT_TOLD, PAIRED, Matches, when_asked
+from ..align.match import PAIRED, Matches, when_asked
+from ..align.participants import NOT_TOLD
 from ..align.topology import PIPELINE
 from ..arrays import Bool, Int
 from ..columns import RankRows, codes_of, is_one_of

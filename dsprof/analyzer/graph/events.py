@@ -14,7 +14,8 @@ import pandas as pd
 from dsprof.engine.schedule import COMPUTE
 from dsprof.run import RunInfo
 
-from ..align.match import NOT_TOLD, Matches, when_asked
+from ..align.match import Matches, when_asked
+from ..align.participants import NOT_TOLD
 from ..arrays import Bool, Float, Int
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import BEHIND, RankTime

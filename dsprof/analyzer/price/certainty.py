@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..finding import MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE, Gain
+from ..finding import MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE, UPPER_BOUND, Gain
 from ..study import Study
 from .calibration import ModelError, with_model_error
 from .contention import busy
@@ -17,7 +17,7 @@ def with_all_errors(study: Study, gain: Gain, error: ModelError | None, contenti
     error: of the kind of prediction; None: it was never held against a run
     contention_ms: what was taken off the gain since cores are busy
     """
-    if gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE):
+    if gain.method in (MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE, UPPER_BOUND):
         return gain
     seen = None if study.checked is None else study.checked.held_out
     gain = with_model_error(gain, error, study.step_ms, busy(study), contention_ms, seen)

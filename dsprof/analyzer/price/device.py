@@ -10,7 +10,7 @@ import numpy as np
 from .. import signals
 from ..budget.irregular import FEWEST_JUDGED
 from ..candidate import DeviceCost, Price
-from ..finding import MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE, Gain
+from ..finding import MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE, UPPER_BOUND, Gain
 from ..signals import Absent
 from ..study import Study
 from ..whatif import WhatIf
@@ -87,7 +87,7 @@ def gain_of_waits(study: Study, gain: Gain) -> Gain:
 
 def idle_at_most(study: Study, idle_ms: float) -> Gain:
     """What cannot gain more than devices stood idle for, and may gain nothing."""
-    return replace(_up_to(study, idle_ms), method="upper bound")
+    return replace(_up_to(study, idle_ms), method=UPPER_BOUND)
 
 
 def _kernels_are_replayed(study: Study) -> bool:
