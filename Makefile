@@ -20,7 +20,7 @@ AGAIN = --last-failed --last-failed-no-failures none --numprocesses 0
 test: $(VENV)/.tested ## everything but what takes minutes
 	rm -f .pytest_cache/v/cache/lastfailed
 	$(BIN)/python -m pytest -m "not slow and not alone" \
-	  --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 40 \
+	  --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 40 \
 	  || $(BIN)/python -m pytest -m "not slow and not alone" $(AGAIN)
 	rm -f .pytest_cache/v/cache/lastfailed
 	$(BIN)/python -m pytest -m "not slow and alone" --durations 20 $(ALONE) \

@@ -255,7 +255,8 @@ def test_what_the_engine_proves_itself(tmp_path: Path) -> None:
     ],
 )
 def test_a_slow_job_lives(case: str, tmp_path: Path) -> None:
-    finished = run(tmp_path, case, fresh=False)
+    # Forked, the busy one stood still until its time-out in two of two runs of all tests, and in none by itself.
+    finished = run(tmp_path, case, fresh=case == "ddp/busy")
     assert finished.status == 0, finished.stderr
     assert not CALLED.search(finished.stderr), finished.stderr
     assert not {"run.hang", "run.desync"} & {finding["code"] for finding in finished.findings["findings"]}
