@@ -90,6 +90,18 @@ def test_more_ranks_and_threads_than_cores() -> None:
     assert more.title.startswith("more cores for the job, or fewer ranks on this host: 4 ranks on 2 cores")
 
 
+@pytest.mark.parametrize(
+    ("host_cores", "measured", "cause"),
+    [(4, busy(99), "other-processes"), (64, {}, "not known")],
+    ids=["seen", "on a part of a host, where it is not seen"],
+)
+def test_another_process_beside_a_rank_on_each_core(host_cores: int, measured: dict[str, Any], cause: str) -> None:
+    """It uses a core of four; four ranks fill the rest, and want no more than four."""
+    crowded = job(ranks=4, cores=4, host_cores=host_cores, cpu_share=0.83, core_wait=0.2, gauges=measured)
+    found = starved(analyze(crowded.trace()))
+    assert [item.value for item in found.evidence if item.metric == "cause"] == [cause]
+
+
 def test_of_threads_that_hardly_compute_none_is_spared() -> None:
     found = starved(analyze(job(ranks=4, cpu_share=0.5, beside=0.05, threads=2).trace()))
     assert [fix.kind for fix in found.fixes] == ["code"]

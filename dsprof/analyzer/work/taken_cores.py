@@ -91,7 +91,7 @@ def taken_cores(study: Study) -> TakenCores:
     waited = core_wait(study)
     load = study.contended
     group = None if load is None or waited is None else load.of(study.ranks[int(waited.ms.mean(axis=1).argmax())])
-    used = None if group is None else _used(study, group)
+    used = None if group is None or waited is None else _used(study, group, waited)
     told: dict[str, Any] = {} if used is None or group is None else {
         "cores": group.cores, "ranks": group.ranks, "job": used.job, "others": used.others, "beside": used.beside,
         "workers": used.workers,
@@ -104,7 +104,7 @@ def taken_cores(study: Study) -> TakenCores:
     if waited is not None and waited.stopped.mean() > MOSTLY * waited.ms.mean():
         return TakenCores("process-stopped", "as their processes are stopped, by what was not seen", **told)
     if used is not None and group is not None:
-        if used.job >= (ALL_CORES if seen else FULL) * group.cores:
+        if used.job >= (ALL_CORES if seen else FULL) * group.cores and not used.more_by_others(group.cores):
             words = f"as the job itself fills the {count(group.cores, 'core')} that it may use"
             return TakenCores("own-threads", words, **told)
         if used.others is not None and used.job + used.others >= FULL * group.cores:
@@ -140,13 +140,22 @@ def _limit(study: Study) -> str:
 
 @dataclass(frozen=True)
 class _Used:
+    """As of `TakenCores`; and how many cores more the training threads were ready to run on."""
+
     job: float
     others: float | None
     beside: float
     workers: float
+    waited: float
+
+    def more_by_others(self, cores: int) -> bool:
+        """Whether the job waits for what others use, or may use where that is not known, rather than since it wants
+        more than there is: of four ranks on four cores, one that shares its core with another process does."""
+        others = cores - self.job if self.others is None else self.others
+        return others > max(self.job + self.waited - cores, MOSTLY * self.waited)
 
 
-def _used(study: Study, group: SharedCores) -> _Used | None:
+def _used(study: Study, group: SharedCores, waited: CoreWait) -> _Used | None:
     """How many cores the ranks that share these and their workers use in the ordinary steps, and all else of their
     host; None: not measured."""
     here = np.isin(study.gauges.ranks, group.ranks)
@@ -162,7 +171,8 @@ def _used(study: Study, group: SharedCores) -> _Used | None:
     job = min(whole * missing / length, float(group.cores))
     beside = 0.0 if thread is None else max(process - thread, 0.0) / max(whole, 1e-9)
     others = _others(study, group, job)
-    return _Used(job, others, beside, (workers or 0.0) / max(whole, 1e-9))
+    ready = float(waited.ms[here].mean(axis=1).sum()) * missing / length
+    return _Used(job, others, beside, (workers or 0.0) / max(whole, 1e-9), ready)
 
 
 def _sum(spent: Float) -> float | None:
