@@ -115,6 +115,16 @@ def test_a_quota_that_stops_all_ranks_alike() -> None:
     assert found.fixes[0].title.startswith("raise the CPU limit of the container: resources.limits.cpu")
 
 
+def test_a_quota_of_several_ranks_is_counted_once() -> None:
+    """Its cgroup tells 28 ms of four ranks, each of which it stopped for 7 of 24."""
+    limits = [{"fact": "cpu_limit", "rank": rank, "cores": 3.0, "cgroup": "/c"} for rank in range(4)]
+    crowded = {"ranks": 4, "cores": 4, "host_cores": 4, "facts": limits}
+    found = starved(analyze(job(gauges=busy(98) | {gauges.THROTTLED: constant(28)}, **crowded).trace()))
+    assert "as other processes use" in found.title
+    (quota,) = [item.value for item in found.evidence if item.metric == "of that, stopped by a CPU quota"]
+    assert quota == pytest.approx(29, abs=1)
+
+
 def test_a_quota_that_is_a_part_of_the_reason() -> None:
     """7 of 24 ms: other processes have the cores for the rest, and what these gain is less sure."""
     found = starved(analyze(job(gauges=busy(98) | {gauges.THROTTLED: constant(7)}).trace()))

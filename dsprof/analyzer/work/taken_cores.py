@@ -123,13 +123,33 @@ def every_quota_is_read(study: Study, ranks: Iterable[int]) -> bool:
 
 
 def _throttled(study: Study, waited: CoreWait) -> float:
-    """The share of the waiting for which the kernel counts that quotas stopped the ranks, 0 to 1; 0: not known."""
+    """The share of the waiting for which the kernel counts that quotas stopped the ranks, 0 to 1; 0: not known. It
+    counts that for each core of a cgroup: a training thread has the part of it that it has of the CPU time there."""
     stopped = study.gauges.spent(gauges.THROTTLED)
     if stopped.shape != waited.ms.shape:
         return 0.0
     known = np.isfinite(stopped).all(axis=1) & waited.known
     whole = float(waited.ms[known].sum())
-    return min(float(stopped[known].sum()) / whole, 1.0) if whole > 0 else 0.0
+    of_threads = (stopped.mean(axis=1) * _parts_of_cgroups(study))[known]
+    return min(float(of_threads.sum()) * stopped.shape[1] / whole, 1.0) if whole > 0 else 0.0
+
+
+def _parts_of_cgroups(study: Study) -> Float:
+    """Of the CPU time of the cgroup with its quota, what each rank's training thread has, [R]; where that is not known
+    all ranks there are taken to have as much."""
+    limits = {fact.get("rank"): fact.get("cgroup") for fact in study.facts.get("cpu_limit", [])}
+    host_of = {item.rank: item.host for item in study.run.ranks}
+    groups = [(host_of.get(rank), limits.get(rank, rank)) for rank in study.gauges.ranks]
+    number = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    place = np.array([number[group] for group in groups])
+    process, thread, workers = (
+        study.gauges.spent(name).mean(axis=1)
+        for name in ("cpu_seconds", "training_thread_cpu_seconds", "worker_cpu_seconds")
+    )
+    whole = np.bincount(place, process + np.nan_to_num(workers))[place]
+    known = np.isfinite(whole) & np.isfinite(thread) & (whole > 0)
+    part: Float = np.where(known, np.minimum(thread / np.where(known, whole, 1.0), 1.0), 1 / np.bincount(place)[place])
+    return part
 
 
 def _limit(study: Study) -> str:
