@@ -321,6 +321,21 @@ def test_what_would_harm_the_job_is_not_done(rank: MakeRank, device: Device) -> 
     assert "a torch.profiler of the job's own was at work at step 16" in noted(theirs)
 
 
+def test_one_that_the_job_has_prepared_for_later_is_left_alone(rank: MakeRank) -> None:
+    """By a schedule with a long warm-up, before anything is looked at."""
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    one = rank().steps(2)
+    theirs = profile(activities=[ProfilerActivity.CPU], schedule=schedule(wait=0, warmup=50, active=1))
+    theirs.start()
+    try:
+        one.steps(40)
+    finally:
+        theirs.stop()
+    assert one.profiled == []
+    assert "a torch.profiler of the job's own was at work at step 16" in one.facts[0]["text"]
+
+
 def test_one_that_the_job_begins_meanwhile_ends_ours_first(rank: MakeRank) -> None:
     one = rank().steps(16)
     one.suspicion._window.other_begins()

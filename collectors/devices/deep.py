@@ -37,6 +37,7 @@ from .torch_profiler import (
     can_be_torn_down,
     sees_devices,
     silently,
+    uses_device,
     watch_others,
 )
 
@@ -113,7 +114,7 @@ class Suspicion:
         self._next_look = WARM_UP + JUDGED
         self._largest_gap = 1
         """Steps between two samples, at most."""
-        self._watches = self._asked = self._over = False
+        self._asked = self._over = False
         self._unwatch: list[Uninstall] = []
 
     @property
@@ -125,6 +126,7 @@ class Suspicion:
         self._capture.after_step.append(self.after_step)
         self._capture.samples.append(self.sample)
         self._capture.when_told.append(self.told)
+        self._unwatch.append(watch_others(self._window))  # one that is prepared for later does not show yet
         return [self.close]
 
     def after_step(self) -> None:
@@ -148,7 +150,7 @@ class Suspicion:
         """The control file is new: steps are to be traced on some ranks."""
         if said.deep is None or self._over or self._asked:
             return
-        if self._who.rank in said.deep.ranks and said.deep.first > self._steps and self._on_device():
+        if self._who.rank in said.deep.ranks and said.deep.first > self._steps and uses_device():
             self._open(said.deep)
         else:  # once in a run is enough
             self._end()
@@ -166,7 +168,7 @@ class Suspicion:
         if self._asked or self._over:
             return
         try:
-            if not self._on_device():  # it trains on the CPU
+            if not uses_device():  # it trains on the CPU
                 self._end()
             elif self._since is None:
                 self._since, self._next_look = (self._steps, self._clock_ns()), self._steps + JUDGED
@@ -175,17 +177,6 @@ class Suspicion:
         except Exception as error:  # what fails once would fail after each step
             count_error("deep", error)
             self._end()
-
-    def _on_device(self) -> bool:
-        """Whether the job has begun to use one; from then on the profilers of its own are watched."""
-        import torch
-
-        if not torch.cuda.is_initialized():
-            return False
-        if not self._watches:
-            self._watches = True
-            self._unwatch.append(watch_others(self._window))
-        return True
 
     def _look(self, since: int, since_ns: int) -> None:
         now = self._clock_ns()

@@ -139,7 +139,7 @@ class DeepWindow:
         self.beginning = True
         try:
             self._end = self._profile()
-            self._of_device = _uses_device()
+            self._of_device = uses_device()
         except Exception as error:
             self._over = True
             count_error("deep", error)
@@ -183,10 +183,11 @@ def _is_capturing() -> bool:
     """Whether what this thread launches goes into a CUDA graph now, which ending a profiler could break."""
     import torch
 
-    return _uses_device() and torch.cuda.is_current_stream_capturing()
+    return uses_device() and torch.cuda.is_current_stream_capturing()
 
 
-def _uses_device() -> bool:
+def uses_device() -> bool:
+    """Whether the job has begun to."""
     import torch
 
     return bool(torch.cuda.is_initialized())
@@ -205,7 +206,7 @@ def begin_profile() -> Callable[[Path | None], None]:
     from torch.profiler import ProfilerActivity, profile
 
     activities, more = [ProfilerActivity.CPU], dict[str, Any]()
-    if _uses_device() and sees_devices():
+    if uses_device() and sees_devices():
         activities.append(ProfilerActivity.CUDA)
         config = private.find("torch.profiler:_ExperimentalConfig")
         if config is not None:  # which stream waited for which
