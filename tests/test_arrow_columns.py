@@ -88,5 +88,5 @@ def test_what_no_column_can_be_is_an_error(damaged: dict[str, pa.Array]) -> None
 def test_numbers_in_the_place_of_words_are_refused(values: list[Any]) -> None:
     """Else every rank would be lost with this one, since its names cannot be put in order with the others'."""
     for column in (pa.array(values), pa.array(values).dictionary_encode()):
-        with pytest.raises(TypeError, match="its column name has values of type .* in the place of words"):
+        with pytest.raises(TypeError, match=r"its column name has values of type .* in the place of words"):
             frame_of(pa.table({"name": column}), ("name",))

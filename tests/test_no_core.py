@@ -90,6 +90,18 @@ def test_more_ranks_and_threads_than_cores() -> None:
     assert more.title.startswith("more cores for the job, or fewer ranks on this host: 4 ranks on 2 cores")
 
 
+@pytest.mark.parametrize(
+    ("host_cores", "measured", "cause"),
+    [(4, busy(99), "other-processes"), (64, {}, "not known")],
+    ids=["seen", "on a part of a host, where it is not seen"],
+)
+def test_another_process_beside_a_rank_on_each_core(host_cores: int, measured: dict[str, Any], cause: str) -> None:
+    """It uses a core of four; four ranks fill the rest, and want no more than four."""
+    crowded = job(ranks=4, cores=4, host_cores=host_cores, cpu_share=0.83, core_wait=0.2, gauges=measured)
+    found = starved(analyze(crowded.trace()))
+    assert [item.value for item in found.evidence if item.metric == "cause"] == [cause]
+
+
 def test_of_threads_that_hardly_compute_none_is_spared() -> None:
     found = starved(analyze(job(ranks=4, cpu_share=0.5, beside=0.05, threads=2).trace()))
     assert [fix.kind for fix in found.fixes] == ["code"]
@@ -101,6 +113,16 @@ def test_a_quota_that_stops_all_ranks_alike() -> None:
     assert found.is_problem
     assert found.title.endswith("for a core, as the CPU quota of their container (0.5 cores) stops them")
     assert found.fixes[0].title.startswith("raise the CPU limit of the container: resources.limits.cpu")
+
+
+def test_a_quota_of_several_ranks_is_counted_once() -> None:
+    """Its cgroup tells 28 ms of four ranks, each of which it stopped for 7 of 24."""
+    limits = [{"fact": "cpu_limit", "rank": rank, "cores": 3.0, "cgroup": "/c"} for rank in range(4)]
+    crowded = {"ranks": 4, "cores": 4, "host_cores": 4, "facts": limits}
+    found = starved(analyze(job(gauges=busy(98) | {gauges.THROTTLED: constant(28)}, **crowded).trace()))
+    assert "as other processes use" in found.title
+    (quota,) = [item.value for item in found.evidence if item.metric == "of that, stopped by a CPU quota"]
+    assert quota == pytest.approx(29, abs=1)
 
 
 def test_a_quota_that_is_a_part_of_the_reason() -> None:

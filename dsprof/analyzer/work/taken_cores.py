@@ -91,7 +91,7 @@ def taken_cores(study: Study) -> TakenCores:
     waited = core_wait(study)
     load = study.contended
     group = None if load is None or waited is None else load.of(study.ranks[int(waited.ms.mean(axis=1).argmax())])
-    used = None if group is None else _used(study, group)
+    used = None if group is None or waited is None else _used(study, group, waited)
     told: dict[str, Any] = {} if used is None or group is None else {
         "cores": group.cores, "ranks": group.ranks, "job": used.job, "others": used.others, "beside": used.beside,
         "workers": used.workers,
@@ -104,7 +104,7 @@ def taken_cores(study: Study) -> TakenCores:
     if waited is not None and waited.stopped.mean() > MOSTLY * waited.ms.mean():
         return TakenCores("process-stopped", "as their processes are stopped, by what was not seen", **told)
     if used is not None and group is not None:
-        if used.job >= (ALL_CORES if seen else FULL) * group.cores:
+        if used.job >= (ALL_CORES if seen else FULL) * group.cores and not used.more_by_others(group.cores):
             words = f"as the job itself fills the {count(group.cores, 'core')} that it may use"
             return TakenCores("own-threads", words, **told)
         if used.others is not None and used.job + used.others >= FULL * group.cores:
@@ -123,13 +123,33 @@ def every_quota_is_read(study: Study, ranks: Iterable[int]) -> bool:
 
 
 def _throttled(study: Study, waited: CoreWait) -> float:
-    """The share of the waiting for which the kernel counts that quotas stopped the ranks, 0 to 1; 0: not known."""
+    """The share of the waiting for which the kernel counts that quotas stopped the ranks, 0 to 1; 0: not known. It
+    counts that for each core of a cgroup: a training thread has the part of it that it has of the CPU time there."""
     stopped = study.gauges.spent(gauges.THROTTLED)
     if stopped.shape != waited.ms.shape:
         return 0.0
     known = np.isfinite(stopped).all(axis=1) & waited.known
     whole = float(waited.ms[known].sum())
-    return min(float(stopped[known].sum()) / whole, 1.0) if whole > 0 else 0.0
+    of_threads = (stopped.mean(axis=1) * _parts_of_cgroups(study))[known]
+    return min(float(of_threads.sum()) * stopped.shape[1] / whole, 1.0) if whole > 0 else 0.0
+
+
+def _parts_of_cgroups(study: Study) -> Float:
+    """Of the CPU time of the cgroup with its quota, what each rank's training thread has, [R]; where that is not known
+    all ranks there are taken to have as much."""
+    limits = {fact.get("rank"): fact.get("cgroup") for fact in study.facts.get("cpu_limit", [])}
+    host_of = {item.rank: item.host for item in study.run.ranks}
+    groups = [(host_of.get(rank), limits.get(rank, rank)) for rank in study.gauges.ranks]
+    number = {group: place for place, group in enumerate(dict.fromkeys(groups))}
+    place = np.array([number[group] for group in groups])
+    process, thread, workers = (
+        study.gauges.spent(name).mean(axis=1)
+        for name in ("cpu_seconds", "training_thread_cpu_seconds", "worker_cpu_seconds")
+    )
+    whole = np.bincount(place, process + np.nan_to_num(workers))[place]
+    known = np.isfinite(whole) & np.isfinite(thread) & (whole > 0)
+    part: Float = np.where(known, np.minimum(thread / np.where(known, whole, 1.0), 1.0), 1 / np.bincount(place)[place])
+    return part
 
 
 def _limit(study: Study) -> str:
@@ -140,13 +160,22 @@ def _limit(study: Study) -> str:
 
 @dataclass(frozen=True)
 class _Used:
+    """As of `TakenCores`; and how many cores more the training threads were ready to run on."""
+
     job: float
     others: float | None
     beside: float
     workers: float
+    waited: float
+
+    def more_by_others(self, cores: int) -> bool:
+        """Whether the job waits for what others use, or may use where that is not known, rather than since it wants
+        more than there is: of four ranks on four cores, one that shares its core with another process does."""
+        others = cores - self.job if self.others is None else self.others
+        return others > max(self.job + self.waited - cores, MOSTLY * self.waited)
 
 
-def _used(study: Study, group: SharedCores) -> _Used | None:
+def _used(study: Study, group: SharedCores, waited: CoreWait) -> _Used | None:
     """How many cores the ranks that share these and their workers use in the ordinary steps, and all else of their
     host; None: not measured."""
     here = np.isin(study.gauges.ranks, group.ranks)
@@ -162,7 +191,8 @@ def _used(study: Study, group: SharedCores) -> _Used | None:
     job = min(whole * missing / length, float(group.cores))
     beside = 0.0 if thread is None else max(process - thread, 0.0) / max(whole, 1e-9)
     others = _others(study, group, job)
-    return _Used(job, others, beside, (workers or 0.0) / max(whole, 1e-9))
+    ready = float(waited.ms[here].mean(axis=1).sum()) * missing / length
+    return _Used(job, others, beside, (workers or 0.0) / max(whole, 1e-9), ready)
 
 
 def _sum(spent: Float) -> float | None:
