@@ -6,7 +6,6 @@ from typing import Any
 
 import pandas as pd
 import pytest
-
 from made_up_pipeline import MadeUpPipeline
 
 from dsprof.analyzer.align.backends import BACKENDS, backend_of
