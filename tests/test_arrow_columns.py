@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -81,3 +82,11 @@ def test_whoever_reads_them_may_write_to_them(make: Callable[[], pd.DataFrame]) 
 def test_what_no_column_can_be_is_an_error(damaged: dict[str, pa.Array]) -> None:
     with pytest.raises((ValueError, TypeError)):
         frame_of(pa.table(damaged), tuple(damaged))
+
+
+@pytest.mark.parametrize("values", [[1, 2], [True, False], [0.5, 1.5]])
+def test_numbers_in_the_place_of_words_are_refused(values: list[Any]) -> None:
+    """Else every rank would be lost with this one, since its names cannot be put in order with the others'."""
+    for column in (pa.array(values), pa.array(values).dictionary_encode()):
+        with pytest.raises(TypeError, match=r"its column name has values of type .* in the place of words"):
+            frame_of(pa.table({"name": column}), ("name",))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from made_up_pipeline import MadeUpPipeline
 
 from dsprof.analyzer.align.backends import BACKENDS, backend_of
 from dsprof.analyzer.align.match import COLLECTIVE_COLUMNS, match_collectives
@@ -192,6 +193,17 @@ def test_what_a_group_does_is_its_backends() -> None:
     assert transfers(None) == transfers("gloo") == [90, 100, 20]
     assert transfers("nccl") == [90, 10, 10]
     assert transfers("unlimited") == [90, 100, 110]
+
+
+@pytest.mark.parametrize(
+    ("backend", "needs"),
+    [("mpi", "eager"), ("gloo", "handed"), ("nccl", "handed"), ("", "handed"), (None, "handed")],
+)
+def test_who_takes_a_copy_of_a_message_is_known_by_its_backend(backend: str | None, needs: str) -> None:
+    """Where torch chose it, or a tool does not tell it, it may be NCCL, whose senders only seem to be through early."""
+    trace = MadeUpPipeline(blocking="eager", schedule="gpipe", link=lambda source, target: 6.0, steps=14).trace()
+    trace.run.groups["0"]["backend"] = backend
+    assert set(match_collectives(trace.rows, trace.run)["needs"]) == {needs}
 
 
 @pytest.mark.parametrize("group", ["0", "0#2", "0 0>1", "0#2 0>1 #7"])

@@ -59,6 +59,10 @@ def _column(stored: pa.ChunkedArray, name: str) -> Any:
             return pd.Categorical.from_codes(_own(codes), dtype=words)
         if values.null_count == len(values) and pa.types.is_float64(values.type):
             return pd.Categorical.from_codes(np.full(len(values), -1, np.int8), dtype=NO_WORDS)
+        words_are = values.type.value_type if isinstance(values, pa.DictionaryArray) else values.type
+        is_text = pa.types.is_string(words_are) or pa.types.is_large_string(words_are)
+        if values.null_count < len(values) and not is_text:  # other ranks' words could not be put beside these
+            raise TypeError(f"its column {name} has values of type {words_are} in the place of words")
     elif values.type == STORED_AS[name]:
         dtype = DTYPES[name]
         if not isinstance(dtype, np.dtype):

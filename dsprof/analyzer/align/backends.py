@@ -44,10 +44,15 @@ DEFAULT: Final = "gloo"
 """Of a group whose backend was not captured: what is timed here ran on CPU."""
 
 
-def backend_of(group: str, run: RunInfo | None) -> Backend:
+def backend_name(group: str, run: RunInfo | None) -> str:
     """The backend of a process group, or of what two of its ranks send each other (`<group> <src>><dst>`)."""
     about = (run.group(group) or run.group(group.partition(" ")[0])) if run is not None else {}
-    return BACKENDS.get(str(about.get("backend") or DEFAULT), BACKENDS[DEFAULT])
+    return str(about.get("backend") or DEFAULT)
+
+
+def backend_of(group: str, run: RunInfo | None) -> Backend:
+    """What it does."""
+    return BACKENDS.get(backend_name(group, run), BACKENDS[DEFAULT])
 
 
 def by_backend(groups: Words, run: RunInfo | None) -> Iterator[tuple[Backend, Bool]]:

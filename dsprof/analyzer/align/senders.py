@@ -10,6 +10,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from ..arrays import Bool
+from .backends import backend_name
 from .participants import NOT_ENDED, Participants
 
 EARLY_NS: Final = 1_000_000
@@ -51,7 +52,7 @@ def taken_without_receiver(of: Participants, sends: Bool, comm: pd.DataFrame, ru
     pairs = messages.groupby("pair").agg(without=("without", "sum"), size=("size", "median"))
     names = pairs.index.astype(str)
     group = names.str.partition(" ").get_level_values(0)
-    may = np.array([run is None or run.group(name).get("backend") not in BOTH_MEET for name in group], bool)
+    may = np.array([backend_name(name, run) not in BOTH_MEET for name in group], bool)
     proven = may & (pairs["without"] >= FEWEST)
     largest = pairs["size"].where(proven).groupby(group).transform("max")
     found: Bool = np.isin(of.group, pairs.index[may & (pairs["size"] <= largest)].to_numpy(object))
