@@ -249,7 +249,6 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
     for_host = Intervals.union(low[late], np.minimum(began, high)[late])
     main = rows[["name", "kind", "start_ns", "dur_ns"]][(rows["lane"] == MAIN) & rows["dur_ns"].notna()]
     phases = innermost(main[main["kind"] == "phase"], HOST_PART)
-    optimizing = innermost(main[main["kind"] == "phase"])["optimizer"]
     waits = main[main["kind"] == "wait"]  # for peers: then it is not the launches that are slow
     begun = waits["start_ns"].to_numpy(np.int64)
     waiting = Intervals.union(begun, begun + waits["dur_ns"].to_numpy(np.int64))
@@ -272,7 +271,7 @@ def _steps(rows: pd.DataFrame, start: Int, end: Int, launch: Int) -> pd.DataFram
         {
             "step": told["step"].to_numpy(np.int64), "start_ns": begin, "end_ns": finish,
             "busy_ms": within(Intervals.union(start, end)), "idle_ms": within(idle),
-            "launching_ms": within(launching), "in_optimizer_ms": within(launching & optimizing),
+            "launching_ms": within(launching), "in_optimizer_ms": within(launching & phases["optimizer"]),
             "data_ms": within(loading), "checkpoint_ms": within(saving),
             "cpu_ms": within(on_cpu), "away_ms": within(away),
         }

@@ -49,8 +49,7 @@ def launch_bound(study: Study) -> Found:
     steps = judged_steps(study, devices)
     if not len(steps):
         raise NotJudged("no step is there on all traced ranks")
-    tables = [one.steps.set_index("step")["launching_ms"].reindex(steps) for one in devices.ranks.values()]
-    host: Float = np.stack([table.to_numpy(np.float64) for table in tables])
+    host = spent_ms(devices, "launching_ms", steps)
     cost = replace(device_cost(devices, steps, host), less=(FasterHosts(0.5), FasterHosts(0.0)))
 
     def say(price: Price) -> Finding:
@@ -69,10 +68,7 @@ def _launching(
     idle = sum(one.idle_ns for one in devices.ranks.values()) / sum(
         one.kernel_time_ns for one in devices.ranks.values()
     )
-    in_optimizer = sum(
-        float(one.steps.set_index("step")["in_optimizer_ms"].reindex(steps).mean()) for one in devices.ranks.values()
-    )
-    part = in_optimizer / len(devices.ranks) / max(float(host.mean()), 1e-9)
+    part = float(spent_ms(devices, "in_optimizer_ms", steps).mean()) / max(float(host.mean()), 1e-9)
     longer = f", of {ms(cost.took_ms)} that they took" if cost.took_ms > 1.01 * study.step_ms else ""
     delays = [one.delay_us for one in devices.ranks.values() if one.delay_us is not None]
     evidence = (
@@ -247,6 +243,12 @@ def judged_steps(study: Study, devices: Devices) -> npt.NDArray[np.int64]:
     """Those that are judged: the ordinary ones among the traced, or, where --deep traced a few, those."""
     ordinary = devices.steps[np.isin(devices.steps, study.step_numbers)]
     return ordinary if len(ordinary) else devices.steps
+
+
+def spent_ms(devices: Devices, column: str, steps: npt.NDArray[np.int64]) -> Float:
+    """A column of `DeviceTime.steps` of these steps, [R, S]."""
+    tables = [one.steps.set_index("step")[column].reindex(steps) for one in devices.ranks.values()]
+    return np.stack([table.to_numpy(np.float64) for table in tables])
 
 
 def device_cost(devices: Devices, steps: npt.NDArray[np.int64], spent: Float, *, idle: bool = True) -> DeviceCost:

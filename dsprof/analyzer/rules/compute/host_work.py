@@ -22,7 +22,7 @@ from ...work.stacks import outside_phases
 from ..base import NotJudged, place_fix
 from ..data.loader import loader_fix
 from ..rule import Found, Look, Rule
-from .device_kernels import device_cost, in_steps, judged_steps
+from .device_kernels import device_cost, in_steps, judged_steps, spent_ms
 
 MOST_OF_AWAY: Final = 0.5
 """Of what the device waits, from which on a line outside the phases is where it waits."""
@@ -51,18 +51,12 @@ def _found(study: Study, devices: Devices, code: str, columns: tuple[str, ...], 
     steps = judged_steps(study, devices)
     if not len(steps):
         raise NotJudged("no step is there on all traced ranks")
-    spent = np.sum([_spent(devices, column, steps) for column in columns], axis=0)
+    spent = np.sum([spent_ms(devices, column, steps) for column in columns], axis=0)
 
     def say(price: Price) -> Finding:
         return describe(study, devices, spent, price.gain, in_steps(len(steps)))
 
     return [Candidate(code, device_cost(devices, steps, spent), say)] if spent.any() else []
-
-
-def _spent(devices: Devices, column: str, steps: npt.NDArray[np.int64]) -> Float:
-    """[R, S] ms."""
-    tables = [one.steps.set_index("step")[column].reindex(steps) for one in devices.ranks.values()]
-    return np.stack([table.to_numpy(np.float64) for table in tables])
 
 
 def _evidence(devices: Devices, spent: Float) -> tuple[Evidence, ...]:
@@ -101,7 +95,7 @@ def _checkpoint(study: Study, devices: Devices, spent: Float, gain: Gain, which:
 def _elsewhere(study: Study, devices: Devices, spent: Float, gain: Gain, which: str) -> Finding:
     """On the CPU, as far as operators tell, and else in what the trace has no name for."""
     steps = judged_steps(study, devices)
-    on_cpu = float(_spent(devices, "cpu_ms", steps).mean())
+    on_cpu = float(spent_ms(devices, "cpu_ms", steps).mean())
     away = float(spent.mean()) - on_cpu
     operators = _operators(study, devices, steps)
     line = outside_phases(study)
@@ -116,7 +110,7 @@ def _elsewhere(study: Study, devices: Devices, spent: Float, gain: Gain, which: 
         *(() if line is None else (Evidence(f"in {line.words}, by samples of the stack", round(line.ms, 3), "ms"),)),
         Evidence("of it, the host was in operators on the CPU", round(on_cpu, 3), "ms"),
         Evidence("of it, in no operator and launching nothing (Python, files, the network)", round(away, 3), "ms"),
-        *(Evidence(f"{name}, a step of a rank", round(spent_ms, 3), "ms") for name, spent_ms in operators),
+        *(Evidence(f"{name}, a step of a rank", round(each_ms, 3), "ms") for name, each_ms in operators),
     )
     beside = "compute it on the device, or in the DataLoader's workers, beside training"
     fixes = []
