@@ -12,7 +12,7 @@ from dsprof.schema import FLOAT_BYTES
 
 from ...finding import Fix, Gain
 from ...study import Study, once
-from ..base import OWN_ENGINE, configurations, engine_config, zero_stage
+from ..base import OWN_ENGINE, NotJudged, configurations, engine_config, zero_stage
 
 if TYPE_CHECKING:
     from dsprof.engine.config import Config
@@ -43,6 +43,14 @@ def stage_of(study: Study) -> int | None:
         return zero_stage(study)
     config = zero_config(study)
     return None if config is None else config.zero_optimization.stage
+
+
+def need_zero(study: Study) -> tuple[int, Config]:
+    """The stage of ZeRO and the engine's configuration. Raises NotJudged where they are not known."""
+    stage, config = stage_of(study), zero_config(study)
+    if stage is None or config is None:
+        raise NotJudged("the job has no ZeRO, or its configuration was not captured")
+    return stage, config
 
 
 def told(study: Study, setting: str) -> int:

@@ -14,7 +14,7 @@ from ...effect import Effect, WhatIfs
 from ...study import Study
 from ...whatif import WhatIf
 from ..base import NotJudged
-from .deepspeed_config import is_own_engine, stage_of, zero_config
+from .deepspeed_config import is_own_engine, need_zero
 from .dimensions import GRADIENT
 from .volume import formats, moved_bytes, of_replicas, with_fewer_bytes
 
@@ -58,9 +58,7 @@ def with_quantized(which: Literal["weights", "gradients"]) -> Callable[[Study, A
     def effect(study: Study, value: Any) -> Effect:
         if not isinstance(value, bool):
             raise NotJudged(f"{value} is neither true nor false")
-        stage, config = stage_of(study), zero_config(study)
-        if stage is None or config is None:
-            raise NotJudged("the job has no ZeRO, or its configuration was not captured")
+        stage, config = need_zero(study)
         now = getattr(config.zero_optimization, packed.key)
         if value == now:
             return Effect("comm.volume")

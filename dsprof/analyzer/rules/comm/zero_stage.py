@@ -16,7 +16,7 @@ from ...whatif.needless import InLastBackward
 from ...whatif.select import Communications
 from ...whatif.waited_for import WaitedFor
 from ..base import NotJudged, without_effect
-from .deepspeed_config import is_own_engine, item_bytes, stage_of, zero_config
+from .deepspeed_config import is_own_engine, item_bytes, need_zero, stage_of
 from .dimensions import Domain, domains
 from .fetched_parameters import links_of_shards, need_passes, need_sizes
 from .shards import GATHER, gathers_parameters
@@ -98,9 +98,7 @@ def with_overlap(study: Study, value: Any) -> Effect:
     """Gradients reduced beside backward, or waited for at once."""
     if not isinstance(value, bool):
         raise NotJudged(f"{value} is neither true nor false")
-    stage, config = stage_of(study), zero_config(study)
-    if stage is None or config is None:
-        raise NotJudged("the job has no ZeRO, or its configuration was not captured")
+    _, config = need_zero(study)
     if value == config.zero_optimization.overlap_comm:
         return Effect("comm.exposed")
     if not is_own_engine(study):
