@@ -222,7 +222,9 @@ def _run(case: Case, known: Record | None, records: list[Record], work: Path, wr
     if known is None:
         known = {"name": case.name}
         records.append(known)
-    if "set" not in known:
+    if "set" not in known or not (where / "run").exists():  # predicted, but its run is no longer there: once more
+        for name in ("set", "by", "predicted", "not_predicted", "notes"):
+            known.pop(name, None)
         known |= {"family": case.family, "job": f"{case.script} {case.args}", "ranks": case.ranks}
         known |= {"load": [round(os.getloadavg()[0], 1)]}
         _forget(where)

@@ -69,6 +69,22 @@ def test_what_is_gathered_when(policy: Fetching, starts: Starts, step_ms: float)
     assert replay(apply(graph, [FetchedBy(GATHERS, LINK, policy, 1)])).durations == pytest.approx([step_ms])
 
 
+APART = "I0 I1 W0 W1 5 I2 I3 W2 W3 5 B I4 I5 W4 W5 7 I6 I7 W6 W7 7"
+"""As DeepSpeed gathers that prefetches weights and no biases: those of a module are in one order in both passes."""
+
+
+def test_weights_and_biases_that_are_gathered_apart() -> None:
+    sizes = [10.0, 1.0, 20.0, 2.0, 20.0, 2.0, 10.0, 1.0]
+    graph = graph_of(steps_of([APART] * 2, [4.0] * 8, [GATHER] * 8, sizes=sizes))
+    (needs,) = passes(graph.templates[0], GATHERS)
+    assert [need.unit for need in needs] == [0, 1, 2, 3, 2, 3, 0, 1]
+    assert [need.first for need in needs] == [True, False] * 4
+    # What a module lacks is gathered together, and 20 elements ahead are those of the next one.
+    assert DeepSpeedFetching(0, ANY, 0).starts(needs) == [(0, [0, 1]), (2, [2, 3]), (4, [4, 5]), (6, [6, 7])]
+    assert DeepSpeedFetching(1, ANY, 0).starts(needs)[:3] == [(0, [0, 1]), (1, [2]), (2, [3])]
+    assert OwnFetching(22, ANY, 0).starts(needs) == [(0, [0, 1]), (0, [2, 3]), (2, [6, 7])]
+
+
 def test_large_parameters_are_gathered_by_themselves() -> None:
     needs = [Need(n, n, size) for n, size in enumerate((10.0, float(1 << 22), 10.0))]
     assert OwnFetching(ANY, ANY, 0).starts(needs) == [(0, [0]), (0, [2]), (0, [1])]

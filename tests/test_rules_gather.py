@@ -85,7 +85,7 @@ def of_deepspeed(**zero: Any) -> MeshJob:
             {"fact": "config", "dialect": "deepspeed", "content": content, "rank": rank},
         )
     ]
-    return replace(job(), facts=facts)
+    return replace(job(ms=1.0), facts=facts)
 
 
 def test_of_stage_3_a_lower_stage_keeps_them() -> None:

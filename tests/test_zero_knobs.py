@@ -133,6 +133,7 @@ def reason(made: Layered, key: str, value: Any) -> str:
 
 
 PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
+REDUCED = "zero_optimization.reduce_bucket_size"
 LIVE = "zero_optimization.stage3_max_live_parameters"
 
 
@@ -198,6 +199,7 @@ def test_reductions_beside_backward() -> None:
 
 
 WEIGHTS, GRADIENTS = (f"zero_optimization.zero_quantized_{what}" for what in ("weights", "gradients"))
+FREEZE = "optimizer.params.freeze_step"
 PER_MIB = 16.0
 UNEQUAL = (8 * ELEMENTS * 4, 2 * ELEMENTS * 4)
 """Bytes of reductions, of which a link is told."""
@@ -218,6 +220,45 @@ def test_gradients_that_travel_in_int4() -> None:
     assert told == pytest.approx(link - elements * (8.0 + 2.5) / 1e6, rel=0.1)
     (same,) = saved(made, GRADIENTS, False)
     assert same == 0
+
+
+def optimizer(kind: str, **params: Any) -> list[dict[str, Any]]:
+    """What both ranks state of dsprof's engine in stage 0 with an optimizer."""
+    facts = config("dsprof", stage=0)
+    for fact in facts:
+        fact["content"]["optimizer"] = {"type": kind, "params": params}
+    return facts
+
+
+def test_momenta_that_travel_as_signs() -> None:
+    """Of ten layers' float32 a 32nd is left and two latencies of two; a CPU packs and unpacks 50 ns a value."""
+    made = job(optimizer("Adam"), gathers=False, reduced=UNEQUAL)
+    (row,) = asked(made, "optimizer.type", "OneBitAdam")
+    assert row.gain is not None
+    values = 10 * ELEMENTS
+    link = values * 4 / 2**20 * PER_MIB * (1 - 1 / 32)
+    assert row.gain.ms == pytest.approx(link - values * 50 / 1e6, rel=0.1)
+    assert row.gain.low < row.gain.ms - 0.4 * values * 50 / 1e6
+    assert "the first 100,000 (freeze_step) reduce whole gradients" in row.notes[0]
+    assert row.notes[1].startswith("it trains differently")
+
+
+def test_a_1_bit_optimizer_that_a_run_does_not_tell() -> None:
+    made = job(optimizer("Adam"), gathers=False, reduced=UNEQUAL)
+    assert "of optimizers only OneBitAdam are predicted" in reason(made, "optimizer.type", "Lamb")
+    sharded = job(config("dsprof", stage=2), gathers=False)
+    assert "stage 0 of ZeRO, and the run has stage 2" in reason(sharded, "optimizer.type", "OneBitAdam")
+    several = job(optimizer("Adam"), gathers=False, micro=2)
+    assert "in several backwards of a step" in reason(several, "optimizer.type", "OneBitAdam")
+
+
+def test_a_warm_up_that_ends_earlier() -> None:
+    """A run in the warm-up tells what the steps behind it take; one of another optimizer has none."""
+    (shorter,) = saved(job(optimizer("OneBitAdam"), gathers=False, reduced=UNEQUAL), FREEZE, 10)
+    (other,) = saved(job(optimizer("Adam"), gathers=False, reduced=UNEQUAL), FREEZE, 10)
+    assert shorter > 0 == other
+    behind = job(optimizer("OneBitAdam", freeze_step=2), gathers=False, reduced=UNEQUAL)
+    assert "behind the warm-up" in reason(behind, FREEZE, 10)
 
 
 def test_packing_that_takes_longer_than_a_fast_link_saves() -> None:
@@ -282,14 +323,22 @@ def test_the_key_that_a_finding_offers_is_priced_as_its_what_if() -> None:
 
 
 def test_larger_buckets_are_priced_as_the_engine_would_gather_with_them() -> None:
-    """What is gathered ahead is hidden, too, and the two reductions of a backward become one."""
-    made = job(config("dsprof", **ALONE, reduce_bucket_size=ELEMENTS))
+    """Of layers that take next to nothing fewer gathers and scatters are what gains, and both keys say how many."""
+    facts = config("dsprof", **ALONE, reduce_bucket_size=ELEMENTS)
+    made = job(facts, layer_ms=0.05, latency_ms=3.0, ms_per_mib=0.1)
     (fix,) = [fix for code, fix in fixes_of(made) if code == "comm.small-messages"]
     knobs = dict(fix.knobs)
-    assert set(knobs) == {PREFETCH, "zero_optimization.reduce_bucket_size"}
-    (gathers,) = saved(made, PREFETCH, knobs[PREFETCH])
+    assert set(knobs) == {PREFETCH, REDUCED}
+    (gathers,), (scatters,) = (saved(made, key, knobs[key]) for key in (PREFETCH, REDUCED))
     assert fix.gain is not None
-    assert 0 < fix.gain.ms - gathers < 1
+    assert gathers > scatters == pytest.approx(3.0, rel=0.1)
+    assert fix.gain.ms == pytest.approx(gathers + scatters, rel=0.1)
+
+
+def test_gathers_that_are_late_are_no_small_messages() -> None:
+    """What a larger bucket hides behind layers is comm.exposed: a few latencies are the least of it."""
+    made = job(config("dsprof", **ALONE, reduce_bucket_size=ELEMENTS))
+    assert {code for code, fix in fixes_of(made) if PREFETCH in dict(fix.knobs)} == {"comm.exposed"}
 
 
 def test_the_engine_waits_for_each_reduction_and_is_told_to_overlap() -> None:
@@ -364,7 +413,7 @@ def test_buckets_of_the_engine_that_are_waited_for() -> None:
     (one,) = saved(made, key, 16 * ELEMENTS)
     assert one == pytest.approx(0.2, abs=0.1)
     assert "what smaller ones take is not told" in reason(made, key, ELEMENTS)
-    assert "stages 1 and 2 only" in reason(job(config("dsprof")), key, ELEMENTS)
+    assert "stages 1 to 3 only" in reason(job(config("dsprof", stage=0), gathers=False), key, ELEMENTS)
 
 
 def test_a_link_that_was_fitted_to_small_transfers_may_be_slower_for_large_ones() -> None:

@@ -10,17 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
+from dsprof.analyzer.align.groups import PARAMETER
 from dsprof.analyzer.ask import Request, Turned, Without
 from dsprof.analyzer.budget.activity import BUFFER
 from dsprof.analyzer.effect import Effect
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
+from dsprof.analyzer.rules.comm.dimensions import GRADIENT
 from dsprof.analyzer.rules.comm.fetched_parameters import with_live_parameters, with_prefetch_bucket
 from dsprof.analyzer.rules.comm.fsdp_settings import with_prefetch, with_reshard
+from dsprof.analyzer.rules.comm.one_bit import with_freeze_step, with_optimizer
 from dsprof.analyzer.rules.comm.quantized import with_quantized
 from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
 from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
-from dsprof.analyzer.rules.comm.volume import with_short_gradients
+from dsprof.analyzer.rules.comm.volume import with_short_gradients, with_short_shards
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.comm.zero_stage import with_overlap, with_stage
 from dsprof.analyzer.rules.compute.float8 import with_float8
@@ -35,6 +38,8 @@ from .knob import KnobError
 from .memory import has_memory
 from .registry import FACT_OF, find, typed
 from .structures import STRUCTURES
+
+HALF: Final = ("bf16", "fp16", "bfloat16", "float16")
 
 
 def _bucket_size(study: Study, value: Any) -> Effect:
@@ -79,6 +84,35 @@ def _broadcast(study: Study, value: Any) -> Effect:
     return Without("comm.buffers").effect(study)
 
 
+def _short(kind: str) -> Callable[[Study, Any], Effect]:
+    """Gradients in numbers of half the size, of what facts of this kind tell of."""
+
+    def change(study: Study, value: Any) -> Effect:
+        if value not in HALF:
+            raise NotJudged(f"numbers of half the size are predicted, {' or '.join(HALF)}, and not {value}")
+        return with_short_gradients(study, kind)
+
+    return change
+
+
+def _short_shards(*purposes: str) -> Callable[[Study, Any], Effect]:
+    """Shards that travel in numbers of half the size for these purposes."""
+
+    def change(study: Study, value: Any) -> Effect:
+        if value not in HALF:
+            raise NotJudged(f"numbers of half the size are predicted, {' or '.join(HALF)}, and not {value}")
+        note = "what layers take that compute in such numbers is not counted" if PARAMETER in purposes else ""
+        return with_short_shards(study, *purposes, note=note)
+
+    return change
+
+
+def _bf16(study: Study, value: Any) -> Effect:
+    if value is not True:
+        raise NotJudged("what a job in bfloat16 would take in float32 is not told by it")
+    return _short_shards(PARAMETER, GRADIENT)(study, "bf16")
+
+
 def _collect_every(study: Study, value: Any) -> Effect:
     if value:
         raise NotJudged("how long a collection after so many steps takes is not known; gc.every=0 can be predicted")
@@ -106,7 +140,13 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
         for key in ("", ".device")
     },
     "ddp.accumulate": _accumulate,
-    "ddp.comm_hook": lambda study, value: with_short_gradients(study),
+    "ddp.comm_hook": _short("ddp"),
+    "communication_data_type": _short("config"),
+    "bf16.enabled": _bf16,
+    "optimizer.type": with_optimizer,
+    "optimizer.params.freeze_step": with_freeze_step,
+    "fsdp2.param_dtype": _short_shards(PARAMETER),
+    "fsdp2.reduce_dtype": _short_shards(GRADIENT),
     "ddp.broadcast_buffers": _broadcast,
     "fsdp2.modules_per_unit": with_modules_per_unit,
     "fsdp2.reshard_after_forward": with_reshard,

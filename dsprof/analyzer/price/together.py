@@ -15,6 +15,8 @@ from ..graph.step_graph import StepGraph
 from ..study import Study
 from ..whatif import WhatIf, apply
 from ..whatif.communications import ScaleLink
+from ..whatif.fetching import FetchedBy
+from ..whatif.merge import Merge
 from .calibration import ModelError
 from .certainty import negated, with_all_errors
 from .contention import lost_by_waiting_less
@@ -29,9 +31,19 @@ def gain_together(study: Study, graph: StepGraph, effects: Sequence[Effect], err
 
     errors: what predictions of these kinds are missed by
     """
+    gain, lost_ms = joint_gain(study, graph, effects)
+    worst = _worst(errors)
+    if gain.ms < 0:
+        return negated(with_all_errors(study, negated(gain), worst))
+    return with_all_errors(study, gain, worst, lost_ms)
+
+
+def joint_gain(study: Study, graph: StepGraph, effects: Sequence[Effect]) -> tuple[Gain, float]:
+    """What these effects save together, before what predictions of their kinds are missed by, and what was taken off
+    that since cores are busy, ms. Raises Refused."""
 
     def took(*whatifs: Sequence[WhatIf]) -> Float:
-        return replay(apply(graph, [whatif for some in whatifs for whatif in some])).durations
+        return replay(apply(graph, _as_one([whatif for some in whatifs for whatif in some]))).durations
 
     def replayed(chosen: Sequence[Effect], variant: int) -> tuple[Float, Float]:
         """The steps that it begins at, and what is saved of each, ms, [S]. What is modelled is compared with a model of
@@ -77,10 +89,21 @@ def gain_together(study: Study, graph: StepGraph, effects: Sequence[Effect], err
             certain = mean_gain(study, own)
             wide = between(certain, one.between)
             gain = replace(gain, low=gain.low - (certain.low - wide.low), high=gain.high + wide.high - certain.high)
-    worst = _worst(errors)
-    if gain.ms < 0:
-        return negated(with_all_errors(study, negated(gain), worst))
-    return with_all_errors(study, gain, worst, float(lost.mean()))
+    return gain, float(lost.mean())
+
+
+def _as_one(changes: Sequence[WhatIf]) -> list[WhatIf]:
+    """Changes that several effects make, without models of transfers as they are (`Merge` that divides nothing) of
+    which there is one already, or where another of these divides the same communications: that models them, too."""
+    modelled = [one.of for one in changes if isinstance(one, FetchedBy) or (isinstance(one, Merge) and one.divides)]
+    found: list[WhatIf] = []
+    for one in changes:
+        if isinstance(one, Merge) and not one.divides:
+            if one.of in modelled:
+                continue
+            modelled.append(one.of)
+        found.append(one)
+    return found
 
 
 def _lost(study: Study, saved: Float) -> Float:

@@ -14,6 +14,7 @@ from ..effect import Effect
 from ..finding import Finding, Fix, Gain
 from ..price.effects import effect_gains
 from ..price.gains import LEAST_SHARE as LEAST_SHARE
+from ..price.together import joint_gain
 from ..study import Study, once
 from ..text import count
 from ..whatif import Refused
@@ -59,6 +60,14 @@ def gains_tried(study: Study, effects: Sequence[Effect], untried: str) -> list[G
         return effect_gains(study, effects)
     except Refused as refused:
         raise NotJudged(f"{untried}: {refused.why}") from None
+
+
+def gain_of_all(study: Study, effects: Sequence[Effect]) -> Gain:
+    """What several settings would gain together. Raises NotJudged where most steps do not allow that."""
+    try:
+        return joint_gain(study, study.need_graph(), effects)[0]
+    except Refused as refused:
+        raise NotJudged(str(refused)) from None
 
 
 INSTALLED: Final = ("/site-packages/", "/dist-packages/")

@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import ClassVar, Final
 
 import numpy as np
 
-from ..arrays import Int
+from ..arrays import Bool, Float, Int
 from ..graph.link import Link
 from ..graph.step_graph import StepGraph, Steps
 from .apply import Turn, WhatIf
@@ -35,12 +36,14 @@ ALONE: Final = 1 << 22
 
 @dataclass(frozen=True)
 class Need:
-    """A place at which a module needs its parameters. task: the gather that brought them; unit: which parameters they
-    are, the same number wherever these are needed; elements: how many."""
+    """A place at which parameters are needed. task: the gather that brought them; unit: which parameters they are, the
+    same number wherever these are needed; elements: how many; first: whether a module begins with them, whose other
+    parameters follow (DeepSpeed gathers weight and bias apart where it prefetched the one and not the other)."""
 
     task: int
     unit: int
     elements: float
+    first: bool = True
 
 
 Starts = list[tuple[int, list[int]]]
@@ -79,17 +82,19 @@ class OwnFetching(Fetching):
                     there[needs[number].unit] = needs[number].elements
                     coming[needs[number].unit] = len(found)
 
-        for place, need in enumerate(needs):
-            if need.unit not in there:
-                excess = sum(there.values()) + need.elements - self.live
-                for unit in [unit for unit in there if unit not in coming]:  # what came first goes first
+        for module in modules(needs):
+            place, units = module[0], [needs[number].unit for number in module]
+            missing = [number for number in module if needs[number].unit not in there]
+            if missing:
+                excess = sum(there.values()) + sum(needs[number].elements for number in missing) - self.live
+                for unit in [unit for unit in there if unit not in (*coming, *units)]:  # what came first goes first
                     if excess > 0:
                         excess -= there.pop(unit)
-                start(place, [place])
-            of_module = coming.get(need.unit)
-            beside = sum(there[unit] for unit in coming if unit != need.unit)
+                start(place, missing)
+            of_module = {coming.get(unit) for unit in units}
+            beside = sum(there[unit] for unit in coming if unit not in units)
             batch, size = list[int](), 0.0
-            for number in range(place + 1, len(needs)):
+            for number in range(module[-1] + 1, len(needs)):
                 after = needs[number]
                 if after.unit in there or after.unit in (needs[one].unit for one in batch):
                     continue
@@ -101,9 +106,10 @@ class OwnFetching(Fetching):
                 size += after.elements
             if batch:
                 start(place, batch)
-            coming = {unit: of for unit, of in coming.items() if of != of_module}
-            if not _needed_within(needs, place, self.reuse):
-                there.pop(need.unit, None)
+            coming = {unit: of for unit, of in coming.items() if of not in of_module}
+            for unit in units:
+                if not _needed_within(needs, module[-1], unit, self.reuse):
+                    there.pop(unit, None)
         return found
 
 
@@ -125,11 +131,13 @@ class DeepSpeedFetching(Fetching):
             found.append((place, batch))
             there.update((needs[number].unit, needs[number].elements) for number in batch)
 
-        for place, need in enumerate(needs):
-            if need.unit not in there:
-                start(place, [place])
-            upcoming = max(upcoming, place + 1)
-            passed[need.unit] = max(passed.get(need.unit, place), place)
+        for module in modules(needs):
+            missing = [number for number in module if needs[number].unit not in there]
+            if missing:
+                start(module[0], missing)
+            upcoming = max(upcoming, module[-1] + 1)
+            for number in module:
+                passed[needs[number].unit] = max(passed.get(needs[number].unit, number), number)
             most, batch, size = min(self.live - sum(there.values()), self.prefetch), list[int](), 0.0
             while upcoming < len(needs) and size < most:
                 after = needs[upcoming]
@@ -139,9 +147,11 @@ class DeepSpeedFetching(Fetching):
                     size += after.elements
                 upcoming += 1
             if batch:
-                start(place, batch)
-            if passed[need.unit] <= place and not _needed_within(needs, place, self.reuse - 1):
-                there.pop(need.unit, None)
+                start(module[-1], batch)
+            for number in module:
+                unit = needs[number].unit
+                if passed[unit] <= number and not _needed_within(needs, module[-1], unit, self.reuse - 1):
+                    there.pop(unit, None)
         return found
 
 
@@ -157,13 +167,20 @@ class GatheredWhole(Fetching):
         return [(0, sorted(units.values()))] if units else []
 
 
-def _needed_within(needs: Sequence[Need], place: int, distance: float) -> bool:
-    """Whether what is needed at a place is needed again after at most so many elements."""
+def modules(needs: Sequence[Need]) -> list[range]:
+    """The places of each module's parameters, in order."""
+    begins = [place for place, need in enumerate(needs) if need.first or not place]
+    return [range(begin, end) for begin, end in pairwise([*begins, len(needs)])]
+
+
+def _needed_within(needs: Sequence[Need], after: int, unit: int, distance: float) -> bool:
+    """Whether parameters are needed again, behind a place, after modules of at most so many elements."""
     between = 0.0
-    for after in needs[place + 1 :]:
-        if after.unit == needs[place].unit:
+    for module in modules(needs[after + 1 :]):
+        of_module = [needs[after + 1 + number] for number in module]
+        if any(need.unit == unit for need in of_module):
             return between <= distance
-        between += after.elements
+        between += sum(need.elements for need in of_module)
     return False
 
 
@@ -224,18 +241,44 @@ class FetchedBy(WhatIf):
 def passes(steps: Steps, of: Communications, element_bytes: int = 1) -> list[list[Need]]:
     """What each pass through the model, a forward and its backward, needs in order.
 
-    Backward needs modules in reverse; of its first ones, which are the last of forward, nothing may be gathered again.
-    Raises NotRebucketed where what is gathered in a backward is not what was gathered in its forward.
+    Backward needs modules in reverse, each with its parameters in the order of forward; of its first ones, which are
+    the last of forward, nothing may be gathered again. Raises NotRebucketed where what is gathered in a backward is not
+    what was gathered in its forward.
     """
     elements, found = np.mean(steps.size, axis=1) / element_bytes, []
+    waits = steps.structure.first_waits
     for forward, backward in forwards_and_backwards(steps, of):
-        needs = [Need(c, unit, float(elements[c])) for unit, c in enumerate(forward)]
-        for unit, c in zip(range(len(backward) - 1, -1, -1), backward, strict=True):
-            if abs(elements[c] - needs[unit].elements) > ALIKE * needs[unit].elements:
-                raise NotRebucketed("backward does not gather what forward did, in reverse")
-            needs.append(Need(c, unit, needs[unit].elements))
+        sizes = elements[forward]
+        # Those of one module are waited for one after the other, and nothing is done in between.
+        thread = next((thread for thread, c in waits if c == forward[0]), 0)
+        at = [np.array([waits.get((thread, c), -1) for c in order]) for order in (forward[: len(backward)], backward)]
+        parts = _reversed_parts(sizes[: len(backward)], elements[backward], *(np.diff(one) == 1 for one in at))
+        begins = {part.start for part in parts} | {*range(len(backward), len(forward))}
+        needs = [Need(c, unit, float(sizes[unit]), unit in begins) for unit, c in enumerate(forward)]
+        again = zip((unit for part in parts for unit in part), backward, strict=True)
+        needs += [Need(c, unit, float(sizes[unit]), unit in begins) for unit, c in again]
         found.append(needs)
     return found
+
+
+def _reversed_parts(forward: Float, backward: Float, follows: Bool, follows_again: Bool) -> list[range]:
+    """The modules of a backward, in its order, as ranges of what forward gathered: the shortest that have the same
+    sizes. follows, follows_again: whether nothing is done between the waits for each and the next one, [n - 1]. Raises
+    NotRebucketed where there are none."""
+    parts: list[range] = []
+    end = len(forward)
+    while end:
+        done = len(forward) - end
+        for begin in range(end - 1, -1, -1):
+            mine, again = forward[begin:end], backward[done : done + end - begin]
+            together = np.all(follows[begin : end - 1]) and np.all(follows_again[done : done + end - begin - 1])
+            if together and np.all(np.abs(again - mine) <= ALIKE * mine):
+                break
+        else:
+            raise NotRebucketed("backward does not gather what forward did, module by module in reverse")
+        parts.append(range(begin, end))
+        end = begin
+    return parts
 
 
 def forwards_and_backwards(steps: Steps, of: Communications) -> list[tuple[list[int], list[int]]]:

@@ -52,6 +52,11 @@ class Merge(WhatIf):
         pieces = f"{self.together} at a time" if self.together is not None else f"up to {self.most_bytes:g} bytes"
         return f"{self.of}, {pieces}"
 
+    @property
+    def divides(self) -> bool:
+        """Whether it merges any, and does not only model their transfers."""
+        return self.together != 1
+
     def against(self, other: WhatIf) -> str | None:
         same = isinstance(other, Merge) and self.of.meets(other.of)
         return "both say how the same communications are divided" if same else None

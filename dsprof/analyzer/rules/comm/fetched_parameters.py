@@ -1,12 +1,14 @@
-"""ZeRO's stage 3 with other limits of what is gathered ahead, and of how much is whole at once."""
+"""ZeRO's stage 3 with other limits of what is gathered ahead, of how much is whole at once, and of how many gradients
+are scattered together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 
-from ...effect import Effect
+from ...effect import Effect, WhatIfs
 from ...graph.link import Link, fit_link
 from ...graph.step_graph import WAKE_UP_DELAY
 from ...price.effects import unseen_ms
@@ -14,7 +16,7 @@ from ...study import Study
 from ...text import count
 from ...whatif import Refused, WhatIf
 from ...whatif.fetching import DeepSpeedFetching, FetchedBy, Fetching, OwnFetching, passes
-from ...whatif.merge import Merge
+from ...whatif.merge import Merge, packed
 from ...whatif.rebucket import NotRebucketed
 from ...whatif.select import Communications
 from ..base import NotJudged
@@ -24,6 +26,7 @@ from .shards import FAR, GATHER, gathers_parameters, is_of_shards, links_around
 
 PREFETCH: Final = "stage3_prefetch_bucket_size"
 LIVE: Final = "stage3_max_live_parameters"
+REDUCE: Final = "reduce_bucket_size"
 SCATTER: Final = "reduce_scatter gradient"
 
 
@@ -72,14 +75,14 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
     policy = (OwnFetching if is_own_engine(study) else DeepSpeedFetching)(prefetch, live, reuse)
     need_sizes(sharded)
     need_passes(study, sharded)
-    links = {domain: links_of_shards(domain) for domain in sharded}
-    most = max(len(around) for of in links.values() for around in of.values())
-    pairs = [_variant(study, links, policy if value != now else None, place) for place in range(most)]
     fewer, notes = _fewer(study, sharded, policy if value != now else None)
-    table = sharded[0].table
-    moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
+    def fetched(link: Link, gathers: Communications) -> WhatIf | None:
+        return FetchedBy(gathers, link, policy, item_bytes(study)) if value != now else None
+
+    pairs = _modelled(sharded, fetched, lambda *_: None)
     (as_it_is, then), *others = pairs
+    moved = _moved_bytes(study, sharded)
     try:
         unseen = unseen_ms(study, as_it_is, moved)
     except Refused as refused:
@@ -90,6 +93,52 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
         "comm.exposed", then, as_it_is, tuple(others), overlaps="more", fewer=fewer, moved_bytes=moved,
         counts_cores=True, unsure_ms=max(unsure, 0.0), notes=notes,
     )  # fmt: skip
+
+
+def with_scatter_bucket(study: Study, number: float) -> Effect:
+    """Gradients of stage 3 scattered together, up to so many elements of them. Raises NotJudged where that is less than
+    the run had, or no scatters are seen."""
+    sharded = [one for one in domains(study) if gathers_parameters(one)]
+    scattered = [one.table[one.table["name"] == "reduce_scatter"] for one in sharded]
+    if not any(map(len, scattered)):
+        raise NotJudged("no gradients were seen to be scattered beside parameters that are gathered")
+    need_sizes(sharded)
+    present, most = told(study, REDUCE), number * item_bytes(study)
+    largest = max(float(table["bytes"].max()) for table in scattered if len(table))
+    if number == present:
+        return Effect("comm.small-messages", counts_cores=True)
+    if most < largest or number < present:
+        holds = f"{present or largest / item_bytes(study):,.0f} elements"
+        raise NotJudged(f"the run's buckets hold {holds}: what smaller ones take is not told by larger ones")
+    before = after = 0
+    for steps in study.need_graph().templates:
+        packs = packed(steps, Communications(kinds=(SCATTER,)), most)
+        before += len(steps.numbers) * sum(map(len, packs))
+        after += len(steps.numbers) * len(packs)
+    host_ms = study.host_ms("gradient")
+
+    def reduced(link: Link, scatters: Communications) -> WhatIf:
+        return Merge(scatters, link, most_bytes=most, host_ms=host_ms)
+
+    (as_it_is, then), *others = _modelled(sharded, lambda *_: None, reduced)
+    a_step = len(study.need_graph().numbers)
+    notes = (f"{count(round(after / a_step), 'scatter')} a step instead of {round(before / a_step)}",)
+    return Effect(
+        "comm.small-messages", then, as_it_is, tuple(others), fewer=(before - after) / _shard_collectives(study),
+        moved_bytes=_moved_bytes(study, sharded), counts_cores=True, notes=notes,
+    )  # fmt: skip
+
+
+def _shard_collectives(study: Study) -> int:
+    """Gathers and scatters of the judged steps: one of a group counts once."""
+    shards = Communications(kinds=(GATHER, SCATTER))
+    return sum(len(steps.numbers) * len(shards.of(steps.structure)) for steps in study.need_graph().templates)
+
+
+def _moved_bytes(study: Study, sharded: list[Domain]) -> float:
+    """By the collectives of the first of these dimensions, of one rank in a step."""
+    table = sharded[0].table
+    return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
 
 def links_of_shards(domain: Domain) -> dict[str, list[Link]]:
@@ -109,25 +158,31 @@ def links_of_shards(domain: Domain) -> dict[str, list[Link]]:
     return found
 
 
-def _variant(
-    study: Study, links: dict[Domain, dict[str, list[Link]]], policy: Fetching | None, place: int
-) -> tuple[tuple[WhatIf, ...], tuple[WhatIf, ...]]:
-    """Now and then, over one of the links that there may be."""
-    now: list[WhatIf] = []
-    then: list[WhatIf] = []
-    for of_groups in links.values():
-        for group, around in of_groups.items():
+Change = Callable[[Link, Communications], WhatIf | None]
+"""(link, the gathers or scatters of a group) -> what is made of them; None: they stay as they are."""
+
+
+def _modelled(sharded: list[Domain], gathered: Change, reduced: Change) -> list[tuple[WhatIfs, WhatIfs]]:
+    """Now and then over each of the links that there may be. Transfers of what stays as it is are modelled, too: what
+    is under way at once shares the link."""
+    links = {group: around for domain in sharded for group, around in links_of_shards(domain).items()}
+    pairs: list[tuple[WhatIfs, WhatIfs]] = []
+    for place in range(max(map(len, links.values()))):
+        now: list[WhatIf] = []
+        then: list[WhatIf] = []
+        for group, around in links.items():
             link = around[min(place, len(around) - 1)]
-            gathers = Communications(kinds=(GATHER,), groups=(group,))
-            scatters = Merge(Communications(kinds=(SCATTER,), groups=(group,)), link, together=1)
-            as_it_is = Merge(gathers, link, together=1)
-            now += [as_it_is, scatters]
-            then += [FetchedBy(gathers, link, policy, item_bytes(study)) if policy else as_it_is, scatters]
-    return tuple(now), tuple(then)
+            for kind, change in ((GATHER, gathered), (SCATTER, reduced)):
+                of = Communications(kinds=(kind,), groups=(group,))
+                as_it_is = Merge(of, link, together=1)
+                now.append(as_it_is)
+                then.append(change(link, of) or as_it_is)
+        pairs.append((tuple(now), tuple(then)))
+    return pairs
 
 
 def _fewer(study: Study, sharded: list[Domain], policy: Fetching | None) -> tuple[float, tuple[str, ...]]:
-    """The share of the gathers that there are no more, and what is to be said of it."""
+    """The share of gathers and scatters that there are no more, and what is to be said of it."""
     before = after = 0.0
     kept = 0.0
     for domain in sharded:
@@ -147,7 +202,7 @@ def _fewer(study: Study, sharded: list[Domain], policy: Fetching | None) -> tupl
     told_of = f"{count(round(after / a_step), 'gather')} a step instead of {round(before / a_step)}"
     if spared := round(kept / a_step):
         told_of += f"; {spared} {'is' if spared == 1 else 'are'} not needed, as what would be gathered is still there"
-    return 1 - after / before, (told_of,)
+    return (before - after) / _shard_collectives(study), (told_of,)
 
 
 def woken_late_ms(study: Study) -> float:

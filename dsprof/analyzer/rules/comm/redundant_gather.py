@@ -19,11 +19,12 @@ from ...text import ms, size
 from ...whatif.merge import by_backward
 from ...whatif.needless import GatheredOnce
 from ...whatif.select import Communications
-from ..base import NotConcerned, NotJudged, at, code_fix, config_sections
+from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, config_sections, gain_of_all
 from ..rule import Found, Look, Rule
 from .deepspeed_config import stage_of
 from .dimensions import Domain, domains, need_every_rank, waited_ms
 from .shards import GATHER, gathers_parameters
+from .zero_stage import with_stage
 
 MATTERS: Final = 0.05
 """Share of the step that keeping parameters saves, from which on it is the bottleneck. Less is what it costs to hold a
@@ -49,15 +50,30 @@ def redundant_gather(study: Study) -> Found:
         raise NotConcerned
     if _changed_in_between(study):
         return []
-    found = []
+    found: list[Candidate | Finding] = []
     for domain in sharded:
         gathered = _gathered(study, domain)
         waited = waited_ms(study, domain.of("parameter"))
         if gathered is None or waited * (1 - 1 / gathered.times) < MATTERS * study.step_ms:
             continue
         if _fit(study, gathered):
-            found.append(_candidate(study, gathered))
+            found += _of_stage(study, gathered) if _is_zero(study) else [_candidate(study, gathered)]
     return found
+
+
+def _is_zero(study: Study) -> bool:
+    """Whether a lower stage of ZeRO is what would keep them."""
+    return stage_of(study) is not None and not study.facts.get("fsdp")
+
+
+def _of_stage(study: Study, gathered: _Gathered) -> list[Candidate | Finding]:
+    """What stage 2 would save, which gathers all parameters at once; where that is not told, what keeping them after
+    their first gather would, or nothing."""
+    try:
+        gain = gain_of_all(study, [with_stage(study, 2)])
+    except NotJudged:
+        return [_candidate(study, gathered)]
+    return [_finding(study, gathered, gain)] if gain.ms >= LEAST_SHARE * study.step_ms else []
 
 
 def _changed_in_between(study: Study) -> bool:
@@ -98,26 +114,30 @@ def _fit(study: Study, gathered: _Gathered) -> bool:
 
 
 def _candidate(study: Study, gathered: _Gathered) -> Candidate:
+    change = GatheredOnce(Communications(kinds=(GATHER,), groups=gathered.domain.groups))
+
+    def say(price: Price) -> Finding:
+        return _finding(study, gathered, sure_up_to(price.gain, 0.0) if _is_zero(study) else price.gain)
+
+    return Candidate("comm.redundant-gather", change, say, a_trade=True)
+
+
+def _finding(study: Study, gathered: _Gathered, gain: Gain) -> Finding:
     domain = gathered.domain
-    change = GatheredOnce(Communications(kinds=(GATHER,), groups=domain.groups))
+    if gain.ms < MATTERS * study.step_ms:
+        gain = sure_up_to(gain, 0.0)
     evidence = (
         Evidence("parameters gathered, times a step", round(gathered.times, 2), "", 1.0),
         Evidence("parameters", round(gathered.whole_bytes / 2**20, 3), "MiB"),
         Evidence("exposed communication a step", round(waited_ms(study, domain.of("parameter")), 3), "ms", 0.0),
     )
 
-    def say(price: Price) -> Finding:
-        gain = price.gain
-        if gain.ms < MATTERS * study.step_ms:
-            gain = sure_up_to(gain, 0.0)
-        title = (
-            f"{size(gathered.whole_bytes)} of parameters are gathered {gathered.times:.2g} times in each step"
-            f"{domain.inside}, and {ms(gain.ms)} of it wait for what could be kept"
-        )
-        fixes = (_fix(study, gathered, gain),)
-        return Finding("comm.redundant-gather", title, "info", domain.where(study, "all_gather"), evidence, gain, fixes)
-
-    return Candidate("comm.redundant-gather", change, say, a_trade=True)
+    title = (
+        f"{size(gathered.whole_bytes)} of parameters are gathered {gathered.times:.2g} times in each step"
+        f"{domain.inside}, and {ms(gain.ms)} of it wait for what could be kept"
+    )
+    fixes = (_fix(study, gathered, gain),)
+    return Finding("comm.redundant-gather", title, "info", domain.where(study, "all_gather"), evidence, gain, fixes)
 
 
 def _fix(study: Study, gathered: _Gathered, gain: Gain) -> Fix:

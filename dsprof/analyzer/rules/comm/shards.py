@@ -41,13 +41,22 @@ FAR: Final = 2.0
 
 
 ByKey = Callable[[Study, Domain, int, Gain], Fix]
-"""(study, dimension, how many neighbours are merged, what that saves) -> the fix of a job with a configuration."""
+"""(study, dimension, how many neighbours are merged, what that saves) -> the fix of a job with a configuration, with
+what that saves."""
 
 
 @dataclass(frozen=True)
 class _Merged:
+    """Neighbours merged into one. alone: what that saves by itself; fixes: what makes them so, the first of which saves
+    `gain`."""
+
     together: int
-    gain: Gain
+    alone: Gain
+    fixes: tuple[Fix, ...]
+
+    @property
+    def gain(self) -> Gain:
+        return self.fixes[0].gain or self.alone
 
 
 def is_of_shards(table: pd.DataFrame) -> npt.NDArray[np.bool_]:
@@ -106,11 +115,11 @@ def small_shards(
     units = _units(study, domain, replicas)
     table, a_step, worked, host_ms = units.table, units.a_step, units.worked_ms, units.host_ms
     link = fit_link(table)
-    best = max(_merges(study, units), key=lambda merged: merged.gain.ms, default=None)
+    best = max(_merges(study, units, by_key), key=lambda merged: merged.gain.ms, default=None)
     if best is None or best.gain.ms < LEAST_SHARE * study.step_ms:
         return []
-    saved_ms = a_step * (1 - 1 / best.together) * link.latency_ms
-    if study.on_gpu and saved_ms < MOSTLY * best.gain.ms:
+    saved_ms = a_step * (1 - 1 / best.together) * link.latency_ms if study.on_gpu else best.alone.ms
+    if saved_ms < MOSTLY * best.gain.ms:
         return []  # it is that they are gathered earlier that gains: comm.exposed
     median = float(table["bytes"].median())
     evidence = (
@@ -124,8 +133,7 @@ def small_shards(
     )
     title = f"{a_step:.0f} all-gathers and reduce-scatters a step (median {size(median)}) are bound by latency"
     where = domain.where(study, "all_gather")
-    fixes = _fixes(study, domain, best, by_key)
-    return [Finding("comm.small-messages", title + domain.inside, "info", where, evidence, best.gain, fixes)]
+    return [Finding("comm.small-messages", title + domain.inside, "info", where, evidence, best.gain, best.fixes)]
 
 
 def _units(study: Study, domain: Domain, replicas: Sequence[Domain]) -> _ShardUnits:
@@ -204,13 +212,16 @@ def _links(units: _ShardUnits, together: int) -> list[dict[Communications, Link]
     return [{of: links[min(i, len(links) - 1)] for of, links in around.items()} for i in range(variants)]
 
 
-def _merges(study: Study, units: _ShardUnits) -> list[_Merged]:
-    """What each of TOGETHER gains that leaves several of the collectives there are."""
+def _merges(study: Study, units: _ShardUnits, by_key: ByKey | None) -> list[_Merged]:
+    """What each of TOGETHER gains that leaves several of the collectives there are, and its fixes."""
     tried = [together for together in TOGETHER if 2 * together <= units.a_step / 2]
     now = _as_they_are(study, [units], max(tried)) if tried else []
     effects = [_together(study, [units], together, now) for together in tried]
     gains = gains_tried(study, effects, "no other number of gathers was tried")
-    return [_Merged(together, gain) for together, gain in zip(tried, gains, strict=True)]
+    return [
+        _Merged(together, gain, _fixes(study, units.domain, together, gain, by_key))
+        for together, gain in zip(tried, gains, strict=True)
+    ]
 
 
 def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
@@ -269,17 +280,17 @@ def _moved_bytes(study: Study, units: _ShardUnits) -> float:
     return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
 
-def _fixes(study: Study, domain: Domain, best: _Merged, by_key: ByKey | None) -> tuple[Fix, ...]:
+def _fixes(study: Study, domain: Domain, together: int, gain: Gain, by_key: ByKey | None) -> tuple[Fix, ...]:
     fact = next(iter(study.facts.get("fsdp", [])[-1:]), None)
     if fact is not None:
         units = int(fact.get("units") or 0)
-        fewer = f"{count(max(units // best.together, 1), 'unit')} instead of {units}" if units else "fewer units"
+        fewer = f"{count(max(units // together, 1), 'unit')} instead of {units}" if units else "fewer units"
         call = "fully_shard" if fact.get("version") == 2 else "FullyShardedDataParallel"
         site = fact.get("site")
-        title = f"wrap {best.together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
+        title = f"wrap {together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
-        knobs = {MODULES: best.together} if fact.get("version") == 2 else {}
-        return (code_fix(title, grouped, "", site, best.gain, knobs),)
+        knobs = {MODULES: together} if fact.get("version") == 2 else {}
+        return (code_fix(title, grouped, "", site, gain, knobs),)
     if by_key is not None:
-        return (by_key(study, domain, best.together, best.gain),)
-    return (Fix("code", f"gather and reduce {best.together} neighbours at a time", gain=best.gain),)
+        return (by_key(study, domain, together, gain),)
+    return (Fix("code", f"gather and reduce {together} neighbours at a time", gain=gain),)

@@ -3,7 +3,7 @@ is left."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -16,7 +16,6 @@ from ...finding import NOTHING, Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...price.calibration import ModelError
 from ...price.effects import effect_gains
-from ...price.gains import sure_up_to
 from ...study import Study, once
 from ...text import ms, percent, size
 from ...whatif import WhatIf
@@ -165,20 +164,26 @@ def _halved(study: Study, moved: _Volume) -> Gain | None:
     """What is saved if numbers of half as many bytes travel; None where they are short already."""
     if not _are_whole(study, moved):
         return None
-    cheap = study.on_gpu or moved.of_shards  # of shards each rank turns only its own
-    likely, also = (tuple(with_fewer_bytes(moved.domain, moved.links, certain)) for certain in (True, False))
-    (gain,) = effect_gains(study, [_of_short_numbers(likely, also, 0.0 if cheap else moved.moved_bytes)])
-    if not study.on_gpu and not _over_a_network(study, moved.domain):
-        # Inside of a host it is cores that move and add the bytes, and short numbers take longer.
-        gain = sure_up_to(gain, 0.0)
+    (gain,) = effect_gains(study, [_short_numbers(study, [(moved.domain, moved.links)], (GRADIENT, PARAMETER))])
     return gain
 
 
-def _of_short_numbers(likely: WhatIfs, also: WhatIfs, cast_bytes: float) -> Effect:
-    """Numbers of half the size travel, into which so many bytes a step are turned, and back."""
+def _short_numbers(
+    study: Study, parts: Sequence[tuple[Domain, Mapping[str, Link]]], purposes: tuple[str, ...], *, note: str = ""
+) -> Effect:
+    """Numbers of half the size travel in these dimensions, for these purposes."""
+
+    def halved(certain: bool) -> WhatIfs:
+        return tuple(one for part, links in parts for one in with_fewer_bytes(part, links, certain, purposes=purposes))
+
+    others: list[tuple[WhatIfs, WhatIfs]] = [((), halved(False))]
+    if not study.on_gpu and not all(_over_a_network(study, part) for part, _ in parts):
+        others.append(((), ()))  # inside of a host cores move and add the bytes: of short numbers that takes longer
+    whole = [part for part, _ in parts if not gathers_parameters(part)]  # of shards each rank turns only its own
+    cast_bytes = 0.0 if study.on_gpu else sum(moved_bytes(study, part) for part in whole)
     return Effect(
-        "comm.volume", likely, others=(((), also),), costs_ms=cast_bytes * CAST_MS_PER_BYTE,
-        costs_between=CAST_BETWEEN, counts_cores=True,
+        "comm.volume", halved(True), others=tuple(others), costs_ms=cast_bytes * CAST_MS_PER_BYTE,
+        costs_between=CAST_BETWEEN, counts_cores=True, notes=(note,) if note else (),
     )  # fmt: skip
 
 
@@ -215,23 +220,33 @@ def _accumulated(study: Study, moved: _Volume) -> Gain | None:
     return gain
 
 
-def with_short_gradients(study: Study) -> Effect:
-    """Gradients of DistributedDataParallel that travel in numbers of half the size. Raises NotJudged where they do
-    already, or none were seen."""
-    if not study.facts.get("ddp"):
-        raise NotJudged("no DistributedDataParallel was seen in this run")
+def with_short_gradients(study: Study, kind: str = "ddp") -> Effect:
+    """Gradients that travel in numbers of half the size. kind: of the facts that tell of what reduces them. Raises
+    NotJudged where they do already, or none were seen."""
+    if not study.facts.get(kind):
+        what = "DistributedDataParallel" if kind == "ddp" else "configuration of an engine"
+        raise NotJudged(f"no {what} was seen in this run")
     parts = [part for _, part in of_replicas(study, GRADIENT)]
     if not parts:
         raise NotJudged("no collective was seen to carry gradients")
+    _need_whole(study, parts, "gradients")
+    return _short_numbers(study, [(part, part.links()) for part in parts], (GRADIENT,))
+
+
+def with_short_shards(study: Study, *purposes: str, note: str = "") -> Effect:
+    """Sharded parameters, their gradients, or both, that travel in numbers of half the size. Raises NotJudged where
+    they do already, or none were seen."""
+    parts = [part for whole, part in of_replicas(study, GRADIENT, PARAMETER) if gathers_parameters(whole)]
+    if not parts:
+        raise NotJudged("no parameters were seen to be gathered in this run")
+    _need_whole(study, parts, "shards")
+    return _short_numbers(study, [(part, part.links()) for part in parts], purposes, note=note)
+
+
+def _need_whole(study: Study, parts: Sequence[Domain], what: str) -> None:
     formats_of = formats(study)
     if not all(formats_of.get(group) in WHOLE for part in parts for group in part.groups):
-        raise NotJudged("gradients travel in short numbers already, or their format was not captured")
-    moved = sum(moved_bytes(study, part) for part in parts)
-
-    def halved(certain: bool) -> WhatIfs:
-        return tuple(one for part in parts for one in with_fewer_bytes(part, part.links(), certain))
-
-    return _of_short_numbers(halved(True), halved(False), 0.0 if study.on_gpu else moved)
+        raise NotJudged(f"{what} travel in short numbers already, or their format was not captured")
 
 
 def moved_bytes(study: Study, domain: Domain) -> float:

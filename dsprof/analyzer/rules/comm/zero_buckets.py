@@ -19,6 +19,7 @@ from ...whatif.select import Communications
 from ..base import LEAST_SHARE, NotJudged, gains_tried
 from .ddp_buckets import with_buckets_of
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
+from .fetched_parameters import with_scatter_bucket
 from .shards import links_around
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
@@ -152,8 +153,10 @@ def with_bucket_size(study: Study, number: float) -> Effect:
     """A larger `reduce_bucket_size`, of so many elements. Raises NotJudged where it holds less than the present one, as
     smaller buckets cannot be made of what is known of larger ones that are waited for at once, and where the stage has
     no such buckets."""
+    if stage_of(study) == 3:
+        return with_scatter_bucket(study, number)
     if stage_of(study) not in (1, 2):
-        raise NotJudged("reduce_bucket_size is predicted for ZeRO's stages 1 and 2 only")
+        raise NotJudged("reduce_bucket_size is predicted for ZeRO's stages 1 to 3 only")
     config = zero_config(study) if is_own_engine(study) else None
     if config is not None and config.zero_optimization.overlap_comm:
         if number == config.zero_optimization.reduce_bucket_size:

@@ -3,32 +3,32 @@ more at a time, as the engine would gather with it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
-from ...effect import Effect, WhatIfs
 from ...finding import NOTHING, Finding, Fix, Gain
 from ...price.gains import sure_up_to
 from ...study import Study
-from ...whatif.merge import Merge
-from ..base import LEAST_SHARE, NotJudged, gains_tried
+from ..base import LEAST_SHARE, NotJudged, gain_of_all
 from .deepspeed_config import elements, told, zero_fix
 from .dimensions import Domain, waited_ms
-from .fetched_parameters import PREFETCH, limits, with_prefetch_bucket
+from .fetched_parameters import PREFETCH, REDUCE, limits, with_prefetch_bucket, with_scatter_bucket
 from .prefetch import exposed_gathers, waiting_for_gathers
 from .shards import is_of_shards
 
 AHEAD: Final = (1, 2, 4)
 """So many of the largest gathers ahead are tried."""
-REDUCE: Final = "reduce_bucket_size"
+WITH: Final = {PREFETCH: with_prefetch_bucket, REDUCE: with_scatter_bucket}
+"""Key -> (study, value) -> what that changes."""
 NEXT: Final = "what comes next is gathered while a module computes"
 
 
 def larger_buckets(study: Study, domain: Domain, together: int, merged: Gain) -> Fix:
     """Of stage 3: as many parameters are gathered, and gradients reduced, at a time as a bucket holds: `together` of
-    the present ones. merged: what merging neighbours saves; where it is seen what the engine would gather with the
-    larger prefetch bucket, the saving is that."""
+    the present ones. Its gain is what the engine would save with these keys.
+
+    merged: what merging neighbours saves; where it is not seen what the engine would gather, or reduce, with other
+    buckets, that is what may be saved, or nothing
+    """
     table = domain.table[is_of_shards(domain.table)]
     largest = table.groupby("name", observed=True)["bytes"].max()
     keys = {"all_gather": (PREFETCH, "prefetch_bucket_size"), "reduce_scatter": (REDUCE, REDUCE)}
@@ -37,31 +37,11 @@ def larger_buckets(study: Study, domain: Domain, together: int, merged: Gain) ->
     note = f"{together} of the present ones at a time; it holds more memory"
     if not settings:
         return Fix("code", f"gather {note}", gain=merged)
-    return zero_fix(settings, note, _with_settings(study, settings, together) or merged)
-
-
-def _with_settings(study: Study, settings: Mapping[str, int], together: int) -> Gain | None:
-    """What these save, by what the engine gathers with such a prefetch bucket; None: that is not seen."""
-    if PREFETCH not in settings:
-        return None
     try:
-        effect = with_prefetch_bucket(study, settings[PREFETCH])
-        if REDUCE not in settings:
-            return _gain(study, effect)
-
-        def fewer(then: WhatIfs) -> WhatIfs:
-            """With as many scatters in one; all gathers are told by the policy."""
-            return tuple(replace(one, together=together) if isinstance(one, Merge) else one for one in then)
-
-        others = tuple((now, fewer(then)) for now, then in effect.others)
-        return _gain(study, replace(effect, then=fewer(effect.then), others=others))
+        gain = gain_of_all(study, [WITH[key](study, value) for key, value in settings.items()])
     except NotJudged:
-        return None
-
-
-def _gain(study: Study, effect: Effect) -> Gain:
-    (gain,) = gains_tried(study, [effect], "no other prefetch bucket was tried")
-    return gain
+        gain = sure_up_to(merged, 0.0)
+    return zero_fix(settings, note, gain)
 
 
 def exposed_fetches(study: Study, domain: Domain) -> list[Finding]:
@@ -86,7 +66,7 @@ def exposed_fetches(study: Study, domain: Domain) -> list[Finding]:
     try:
         present = limits(study)[0]
         values = [value for ahead in AHEAD if (value := elements(study, ahead * largest)) > present]
-        tried = [(value, _gain(study, with_prefetch_bucket(study, value))) for value in values]
+        tried = [(value, gain_of_all(study, [with_prefetch_bucket(study, value)])) for value in values]
     except NotJudged:
         return exposed_gathers(study, domain, unseen)
     best, chosen = NOTHING, 0
