@@ -60,7 +60,7 @@ def with_metric() -> Trace:
 @pytest.mark.parametrize(
     ("trace", "code", "typed"),
     [
-        (one_tensor(), "comm.volume", "--set ddp.comm_hook=bf16"),
+        (one_tensor(), "comm.volume", "--set ddp.comm_hook=fp16"),
         (one_bucket(), "comm.large-bucket", "--set ddp.bucket_cap_mb="),
         (Job(buckets=SMALL, latency_ms=4.0, facts=ddp(*SMALL)).trace(), "comm.small-messages", "--set ddp.bucket_cap"),
         (with_metric(), "comm.blocking", "--without comm.blocking"),

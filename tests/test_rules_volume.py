@@ -45,8 +45,8 @@ def test_one_large_tensor_over_a_network_travels_in_half_the_bytes_or_half_as_of
     first = analyze(on_hosts(job.trace(), "a", "b")).findings[0]
     assert (first.code, first.severity) == ("comm.volume", "high")
     hook, micro_batches = first.fixes
-    assert dict(hook.knobs) == {"ddp.comm_hook": "bf16"}
-    assert "default_hooks.bf16_compress_hook) of the DistributedDataParallel (train.py:12)" in hook.title
+    assert dict(hook.knobs) == {"ddp.comm_hook": "fp16"}
+    assert "default_hooks.fp16_compress_hook) of the DistributedDataParallel (train.py:12)" in hook.title
     assert micro_batches.title.startswith(
         "2 micro-batches for each step of the optimizer, `with model.no_sync():` around forward and backward of all "
         "but the last (train.py:12)"
@@ -106,9 +106,13 @@ def test_of_deepspeed_it_is_said_where_the_number_is_written(framework: str | No
         {"fact": "deepspeed", "rank": 0, "zero_stage": 1, "accumulation": 1},
         {"fact": "config", "rank": 0, "dialect": "deepspeed", "framework": framework, "content": content},
     ]
-    found = of(analyze(on_hosts(one_tensor(ms_per_mib=10.0, facts=facts).trace(), "a", "b")), "comm.volume")
+    trace = on_hosts(one_tensor(ms_per_mib=10.0, facts=facts).trace(), "a", "b")
+    found = of(analyze(trace), "comm.volume")
     assert found is not None
     assert found.fixes[0].title.startswith("communication_data_type: bf16: gradients travel in bfloat16")
+    (row,) = ask(study(trace), [[turned("communication_data_type", "bf16", "RUN")]]).rows
+    assert row.gain is not None
+    assert row.gain.ms == pytest.approx(found.gain.ms, rel=1e-6)
     assert found.fixes[1].title.startswith(title)
 
 

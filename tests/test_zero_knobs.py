@@ -357,8 +357,8 @@ def test_the_engine_is_told_no_overlap_that_hides_nothing() -> None:
 
 
 def waiting(**changes: Any) -> Layered:
-    """The engine's stage 2, whose reductions are waited for one by one."""
-    return job(config("dsprof", stage=2, overlap_comm=False), gathers=False, **changes)
+    """The engine's stage 2, whose reductions are waited for one by one: a bucket is full of any of them."""
+    return job(config("dsprof", stage=2, overlap_comm=False, reduce_bucket_size=512), gathers=False, **changes)
 
 
 def test_small_reductions_of_one_size_are_bound_by_latency() -> None:

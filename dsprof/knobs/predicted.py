@@ -39,6 +39,7 @@ from .memory import has_memory
 from .registry import FACT_OF, find, typed
 from .structures import STRUCTURES
 
+OF_PIPELINES: Final = ("pipeline.", "pipelining.")
 HALF: Final = ("bf16", "fp16", "bfloat16", "float16")
 
 
@@ -62,6 +63,15 @@ def _workers(study: Study, value: Any) -> Effect:
         told = "" if supplied.workers == supplied.now else f"; {supplied.workers} can be predicted"
         raise NotJudged(f"what {value} workers would do cannot be told from the run's {supplied.now}{told}")
     return Without("data.stall").effect(study)
+
+
+def _persistent(study: Study, value: Any) -> Effect:
+    if not value:
+        raise NotJudged("how long workers take to start anew is only told by a job in which they do")
+    if supply(study) is None:
+        raise NotJudged("no DataLoader was waited for")
+    note = "workers that stay need not start anew when an epoch begins, which is outside of ordinary steps"
+    return Effect("data.stall", notes=(note,))
 
 
 def _accumulate(study: Study, value: Any) -> Effect:
@@ -156,6 +166,7 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "gc.freeze": _freeze,
     "gc.every": _collect_every,
     "loader.num_workers": _workers,
+    "loader.persistent_workers": _persistent,
     "heterogeneous.speeds": with_speeds,
     "context_parallel.order": with_order,
     "fp8": with_float8,
@@ -174,10 +185,10 @@ def turned(key: str, value: Any, run: str) -> Request:
     change = CHANGES.get(key)
     setting = f"{key}={typed(key, value)}"
     if key in STRUCTURES:
-        otherwise = (
-            f"the job has no pipeline, as far as was captured, and of others what {key} saves is not predicted yet; "
-            f"`dsprof fix {run} --set {setting} --verify` measures it"
-        )
+        otherwise = "the job has no pipeline, as far as was captured"
+        if not key.startswith(OF_PIPELINES):
+            otherwise += f", and of others what {key} saves is not predicted yet; "
+            otherwise += f"`dsprof fix {run} --set {setting} --verify` measures it"
         return replace(STRUCTURES[key](key, value), written=setting, otherwise=otherwise)
     if change is None:
         shown = redact_words([setting])[0]

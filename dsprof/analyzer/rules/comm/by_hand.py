@@ -10,7 +10,7 @@ from ...finding import Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...study import Study
 from ...text import size
-from ...whatif.merge import Merge
+from ...whatif.merge import Merge, packed
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, PartlyJudged, gains_tried
 from .ddp_buckets import ONE_SIZE
@@ -36,24 +36,10 @@ def reduced_together(study: Study, domain: Domain, say: Callable[[Gain], Fix] | 
     say: the fix that reduces them at once; None: in words, for a script that reduces them itself
     """
     domain = domain.of(GRADIENT)
-    links, a_step = domain.links(), domain.a_step(study)
-    link = links[domain.groups[0]]
-    around = _links_around(study, domain)
-    now = [_up_to(study, each, 0.0) for each in around]
-    found: list[Finding] = []
+    link, a_step = domain.links()[domain.groups[0]], domain.a_step(study)
     several = a_step >= FEWEST
-    then = [_up_to(study, each, math.inf) for each in around] if several else now
-    pairs = tuple(zip(now, then, strict=True))
-    moved = float((domain.table["bytes"] * domain.table["ranks"]).sum()) / len(study.step_numbers)
-    effect = Effect(
-        "comm.small-messages",
-        then[0],
-        now[0],
-        pairs[1:],
-        fewer=1 - 1 / a_step if several else 0.0,
-        moved_bytes=moved / max(len(study.ranks), 1),
-        counts_cores=True,
-    )
+    effect = reduced_in(study, domain, math.inf if several else 0.0)
+    found: list[Finding] = []
     (gain,) = gains_tried(study, [effect], "reducing gradients together was not tried")
     if several and gain.ms >= LEAST_SHARE * study.step_ms:
         median = float(domain.table["bytes"].median())
@@ -81,6 +67,30 @@ def reduced_together(study: Study, domain: Domain, say: Callable[[Gain], Fix] | 
     if waited_ms(study, domain) > MATTERS * study.step_ms:
         raise PartlyJudged(found, ("comm.exposed",), UNJUDGED)
     return found
+
+
+def reduced_in(study: Study, domain: Domain, most: float) -> Effect:
+    """A dimension's gradients in reductions of up to `most` bytes (0: as they are), each waited for at once."""
+    around = _links_around(study, domain)
+    now = [_up_to(study, each, 0.0) for each in around]
+    then = [_up_to(study, each, most) for each in around] if most else now
+    pairs = tuple(zip(now, then, strict=True))
+    moved = float((domain.table["bytes"] * domain.table["ranks"]).sum()) / len(study.step_numbers)
+    before = after = 0
+    for steps in study.need_graph().templates:
+        for group in domain.groups:
+            packs = packed(steps, Communications(purposes=(GRADIENT,), groups=(group,)), most)
+            before += len(steps.numbers) * sum(map(len, packs))
+            after += len(steps.numbers) * len(packs)
+    return Effect(
+        "comm.small-messages",
+        then[0],
+        now[0],
+        pairs[1:],
+        fewer=1 - after / before if before else 0.0,
+        moved_bytes=moved / max(len(study.ranks), 1),
+        counts_cores=True,
+    )
 
 
 def _links_around(study: Study, domain: Domain) -> list[dict[str, Link]]:

@@ -18,7 +18,7 @@ from ...study import Study, once
 from ...text import count, ms, size
 from ...whatif.rebucket import Rebucket, reduced_in_backwards
 from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, gains_tried
-from .deepspeed_config import elements, is_own_engine, stage_of, zero_fix
+from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, zero_fix
 from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 from .redundant_reduce import repeated_reductions
 from .shards import FAR, beyond, by_bytes
@@ -99,7 +99,7 @@ def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
 def _large(study: Study, cut: _Cut, best: Rebucketed, waited: float) -> Finding:
     largest = max(size for group in cut.groups.values() for size in group.sizes)
     evidence = (
-        Evidence("largest bucket", round(largest / 2**20, 3), "MiB", best.cap_mb),
+        Evidence("largest bucket", round(largest / 2**20, 3), "MiB", round(best.cap_mb, 3)),
         Evidence("gradient collectives a step", cut.count, "count", best.buckets),
         *_waiting(study, waited),
     )
@@ -116,11 +116,8 @@ def _exposed(study: Study, cut: _Cut, waited: float) -> Finding:
     evidence = (*_waiting(study, waited), Evidence("gradient collectives a step", cut.count, "count"))
     fact = cut.ddp or {}
     note = ", if every parameter is used"
-    unused = (
-        (ddp_argument_fix(fact, "find_unused_parameters", False, note=note),)
-        if fact.get("find_unused_parameters")
-        else ()
-    )
+    fix = ddp_argument_fix(fact, "find_unused_parameters", False, note=note)
+    unused = (fix,) if fact.get("find_unused_parameters") else ()
     title = f"{ms(waited)} of each step wait for collectives{cut.domain.inside}"
     title += "; no other bucket size would hide more of them" if cut.ddp else ""
     where = cut.domain.where(study, cut.op)
@@ -255,10 +252,10 @@ def _ddps_of(study: Study, group: str, total_bytes: float) -> tuple[Mapping[str,
 
 def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
     """Other bucket sizes, with what each gains. Raises NotJudged where buckets are no knob of this job."""
-    tried: list[tuple[int, int]] = []
+    tried: list[tuple[float, int]] = []
     effects: list[Effect] = []
     now = _now([cut])
-    for cap in CAPS_MB:
+    for cap in (_as_written(study, cut, most) for most in CAPS_MB):
         sizes = _sizes(cut, cap)
         in_all = sum(map(len, sizes.values()))
         if in_all != cut.in_all and not (tried and tried[-1][1] == in_all):
@@ -271,6 +268,17 @@ def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
         Rebucketed(cap, round(in_all / groups), in_all, gain)
         for (cap, in_all), gain in zip(tried, gains, strict=False)
     ]  # fmt: skip
+
+
+def _as_written(study: Study, cut: _Cut, cap_mb: float) -> float:
+    """A bucket's size in MiB as a fix would write it: of an engine in round numbers of elements."""
+    if not _is_of_engine(study, cut):
+        return cap_mb
+    return elements(study, cap_mb * 2**20) * item_bytes(study) / 2**20
+
+
+def _is_of_engine(study: Study, cut: _Cut) -> bool:
+    return cut.ddp is None and is_own_engine(study) and stage_of(study) in (1, 2)
 
 
 def _sizes(cut: _Cut, cap_mb: float) -> Sizes:
@@ -378,7 +386,7 @@ def pack(tensors: list[int], cap_bytes: int) -> list[int]:
 
 
 def _bucket_fix(study: Study, cut: _Cut, best: Rebucketed) -> Fix:
-    if cut.ddp is None and is_own_engine(study) and stage_of(study) in (1, 2):
+    if _is_of_engine(study, cut):
         most = elements(study, best.cap_mb * 2**20)
         return zero_fix({"reduce_bucket_size": most}, f"{count(best.buckets, 'reduction')} a step", best.gain)
     if cut.ddp is None:

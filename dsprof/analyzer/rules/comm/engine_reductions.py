@@ -11,7 +11,7 @@ from ...text import ms
 from ..base import LEAST_SHARE, NotJudged, PartlyJudged, gains_tried
 from .by_hand import reduced_together
 from .ddp_buckets import bucket_size
-from .deepspeed_config import elements, zero_config, zero_fix
+from .deepspeed_config import elements, told, zero_config, zero_fix
 from .dimensions import GRADIENT, Domain, domains, waited_ms
 from .zero_stage import with_overlap
 
@@ -29,7 +29,10 @@ def engine_reductions(study: Study, domain: Domain) -> list[Finding]:
     whole = float(mine.table["bytes"].sum()) / len(study.step_numbers) / max(len(mine.groups), 1)
 
     def in_one(gain: Gain) -> Fix:
-        return zero_fix({BUCKET: elements(study, whole)}, "gradients are reduced at once", gain)
+        size = elements(study, whole)
+        if size <= told(study, BUCKET):  # what divides them is no bucket's size: of other numbers, or other groups
+            return Fix("code", "reduce gradients in numbers of one kind, of which a bucket holds all", gain=gain)
+        return zero_fix({BUCKET: size}, "gradients are reduced at once", gain)
 
     found = list[Finding]()
     unjudged: dict[str, tuple[str, ...]] = {}

@@ -25,10 +25,11 @@ ACCUMULATIONS: Final = {
 }  # fmt: skip
 """Framework -> the knob of its micro-batches, and how its user writes it."""
 IN_BF16: Final = "gradients travel in bfloat16, half of the bytes, and are rounded to its 8 bits"
+IN_FP16: Final = "gradients travel in float16, half of the bytes; those beyond 65,504 overflow"
 
 
 def compression_fix(study: Study, ddp: Mapping[str, Any] | None, gain: Gain) -> Fix:
-    """Gradients that travel in bfloat16."""
+    """Gradients that travel in bfloat16, or in float16 where torch has no hook for that."""
     if ddp is None and _has_json(study):
         return Fix(
             "config",
@@ -40,11 +41,15 @@ def compression_fix(study: Study, ddp: Mapping[str, Any] | None, gain: Gain) -> 
     if ddp is None:
         return Fix("code", f"convert gradients to bfloat16 before they are reduced, and back: {IN_BF16}", gain=gain)
     framework, site = ddp.get("framework"), ddp.get("site")
-    knobs = {"ddp.comm_hook": "bf16"}
-    if framework in HOOK_CALLS:
-        return settings_fix(f"{HOOK_CALLS[framework]}: {IN_BF16}", {HOOK_CALLS[framework]: ""}, None, gain, knobs)
+    # torch refuses its hook for bfloat16 where it has no NCCL.
+    knobs = {"ddp.comm_hook": "bf16" if study.on_gpu else "fp16"}
+    hook, costs = (HOOK, IN_BF16) if study.on_gpu else (HOOK.replace("bf16", "fp16"), IN_FP16)
+    call = HOOK_CALLS.get(str(framework), "")
+    call = call if study.on_gpu else call.replace("bf16", "fp16").replace("BF16", "FP16")
+    if call:
+        return settings_fix(f"{call}: {costs}", {call: ""}, None, gain, knobs)
     where = f", which {framework} makes" if framework else at(site)
-    title = f"register_comm_hook(None, {HOOK}) of the DistributedDataParallel{where}: {IN_BF16}"
+    title = f"register_comm_hook(None, {hook}) of the DistributedDataParallel{where}: {costs}"
     return Fix("code", title, (), gain, tuple(knobs.items()))
 
 

@@ -92,13 +92,13 @@ def _compressed(study: Study, freeze_step: int, own: bool) -> Effect:
 
     (as_it_is, then), *others = map(variant, range(max(map(len, around.values()))))
     values = sum(moved_bytes(study, part) / sizes[part.groups[0]] for part in parts)
+    older = "DeepSpeed 0.19 has no 1-bit optimizers any more: it takes an older one"
     notes = (
         f"of steps behind the warm-up: the first {freeze_step:,} (freeze_step) reduce whole gradients, as those of "
         "this run do",
         "it trains differently: behind the warm-up the variance stays what it is, and momenta travel as signs",
+        *(() if own else (older,)),
     )
-    if not own:
-        notes += ("DeepSpeed 0.19 has no 1-bit optimizers any more: it takes an older one",)
     return Effect(
         "comm.volume", then, as_it_is, tuple(others), costs_ms=0.0 if study.on_gpu else values * PACK_NS / 1e6,
         costs_between=PACK_BETWEEN, counts_cores=True, notes=notes,

@@ -17,8 +17,10 @@ from ...text import count, ms, size
 from ...whatif.merge import Merge, packed
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, NotJudged, gains_tried
+from .by_hand import reduced_in
 from .ddp_buckets import with_buckets_of
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
+from .dimensions import domains
 from .fetched_parameters import with_scatter_bucket
 from .shards import links_around
 
@@ -170,6 +172,9 @@ def with_bucket_size(study: Study, number: float) -> Effect:
     if most < largest or number < present:
         holds = f"{present or largest / item_bytes(study):,.0f} elements"
         raise NotJudged(f"the run's buckets hold {holds}: what smaller ones take is not told by larger ones")
+    reduced = [part for part in (one.of("gradient") for one in domains(study)) if len(part.table)]
+    if config is not None and len(reduced) == 1:
+        return reduced_in(study, reduced[0], 0.0 if number == present else most)
     link, before = _link(study, table), len(table) / len(study.step_numbers)
     now = _now(study, table, link)
     if number == present:
