@@ -227,6 +227,16 @@ def test_the_configuration_is_stated_where_nothing_is_asked_for(turn: Turn, grou
     assert (fact["dialect"], fact["path"], fact["content"]) == ("dsprof", None, config)
 
 
+def test_the_optimizer_of_a_configuration_is_no_argument_of_torchs(turn: Turn, group: None) -> None:
+    facts = turn({"optimizer.type": "Lion", "optimizer.params.lr": 0.5})
+    module = importlib.import_module("dsprof.engine.setup.initialize")
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, optimizer, *_ = module.initialize(model=nn.Linear(2, 2), config=config)
+    assert (type(optimizer).__name__, optimizer.param_groups[0]["lr"]) == ("Lion", 0.5)
+    engine.destroy()
+    assert told(facts, "optimizer.type")["was"] == "SGD"
+
+
 def test_float8_reaches_the_engine(turn: Turn, group: None) -> None:
     """Its layer rounds inputs to three bits of mantissa: 1.03 is 1 there."""
     facts = turn({"fp8.enabled": True, "fp8.filter": "all"})

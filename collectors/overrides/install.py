@@ -29,6 +29,8 @@ MODULES: Final = {
 }
 """What a key begins with -> the module of this package that applies it. Any other key is one of a JSON
 configuration."""
+ARGUMENTS_OF_OPTIMIZERS: Final = ("optimizer.fused", "optimizer.foreach")
+"""Of torch.optim: other keys that begin so are of the section `optimizer` of a configuration."""
 JSON_CONFIG: Final = "json_config"
 OF_THE_ENVIRONMENT: Final = ("env",)
 """The launcher has applied these, by the job's environment."""
@@ -57,7 +59,9 @@ def install() -> Uninstall:
         if first in OF_THE_ENVIRONMENT:
             override.applied(None, by_call=False)
         else:
-            by_module.setdefault(MODULES.get(first, JSON_CONFIG), []).append(override)
+            in_section = first == "optimizer" and key not in ARGUMENTS_OF_OPTIMIZERS
+            module = JSON_CONFIG if in_section else MODULES.get(first, JSON_CONFIG)
+            by_module.setdefault(module, []).append(override)
     installed: list[Uninstall] = []
     for module, overrides in by_module.items():
         try:

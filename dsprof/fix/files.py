@@ -31,8 +31,8 @@ NOT_ARGUMENTS: Final = {
     *(knob.key for knob in fsdp2.KNOBS if knob.key.partition(".")[2] not in ARGUMENTS_OF_FSDP2),
 }
 """Knobs of calls that are no arguments of theirs, or ones that need more than a value."""
-OF_SCRIPT: Final = {knob.key.partition(".")[0] for knob in KNOBS}
-"""What a key begins with that is none of a JSON configuration."""
+OF_SCRIPT: Final = {knob.key for knob in KNOBS}
+"""Keys that are of no JSON configuration."""
 
 
 @dataclass
@@ -100,7 +100,7 @@ def changes(knobs: Mapping[str, Any], facts: Facts, cwd: Path, turned: Collectio
             found.left.append(f"export {name}={shlex.quote(redact_setting(name, str(value)))}")
         elif framework in CALLS and key not in NOT_ARGUMENTS:
             calls += _calls(found, facts, cwd, framework, name, value)
-        elif framework in OF_SCRIPT:
+        elif key in OF_SCRIPT or f"{framework}.*" in OF_SCRIPT:
             found.left.append(f"{key}={value}: change it where the script sets it")
         else:
             of_configuration[key] = value
