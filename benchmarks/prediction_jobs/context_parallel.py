@@ -23,9 +23,7 @@ def parse():
     parser.add_argument("--length", type=int, default=256, help="positions of a sequence")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--full", action="store_true", help="attention without a causal mask")
-    parser.add_argument(
-        "--asleep-ms", type=float, default=0.0, help="all queries with all keys, forward; 0: computed"
-    )
+    parser.add_argument("--asleep-ms", type=float, default=0.0, help="all queries with all keys, forward; 0: computed")
     parser.add_argument("--mlp-ms", type=float, default=0.0, help="of a rank's positions in a layer, forward, asleep")
     parser.add_argument("--slow-rank", type=int)
     parser.add_argument("--slow-by", type=float, default=1.0)

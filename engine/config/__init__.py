@@ -15,7 +15,7 @@ and what is done to a configuration, in this order, by `loading`, which also say
 
     keys            unknown, renamed and foreign ones; the nearest of these; deepspeed_keys lists the last; pydantic's
                     errors about values in our words
-    rules           contradictions, and what has no effect
+    cases  rules    contradictions, and what has no effect: in a sentence, or found by a function
     batch           train_batch_size = micro-batch x accumulation x ranks
 
 `held` says what a rank holds in memory. docs/engine_config.py makes a page of all. Free of torch and of the rest of

@@ -1,9 +1,10 @@
 """What each rank of a pipeline holds in another layout, in bytes, beside what it held in the run.
 
 Parameters, gradients and the optimizer's states are those of its stages, shared by the replicas as the ZeRO stage says,
-of ranks of unequal memory (`heterogeneous.memory`) in its proportion, with the buffers that its engine communicates through (`dsprof.engine.config.held`, where the configuration that ran is
-known). Activations are what was measured of a micro-batch, times those that the schedule holds at once. What is left of
-the rank's peak, such as the process itself, stays.
+of ranks of unequal memory (`heterogeneous.memory`) in its proportion, with the buffers that its engine communicates
+through (`dsprof.engine.config.held`, where the configuration that ran is known). Activations are what was measured of a
+micro-batch, times those that the schedule holds at once. What is left of the rank's peak, such as the process itself,
+stays.
 """
 
 from __future__ import annotations

@@ -239,7 +239,8 @@ def causal_shards(study: Study) -> Found:
             patch = ({"op": "replace", "path": "/context_parallel/order", "value": "zigzag"},)
             fix = Fix("config", zigzag, patch, price.gain, ((KEY, "zigzag"),))
         fixes = (fix,)
-        saved = f"{title}; {ranks_in_words(late)} have {ms(float(found.excess.mean(axis=1).max()))} more than the mean"
+        more = ms(float(found.excess.mean(axis=1).max()))
+        saved = f"{title}; {ranks_in_words(late)} {'have' if len(late) > 1 else 'has'} {more} more than the mean"
         return Finding("data.imbalance", saved, "info", where, evidence, price.gain, fixes, share=price.share)
 
     return [Candidate("data.imbalance", EvenSegments(found.teams), say)]
