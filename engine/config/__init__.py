@@ -27,10 +27,11 @@ from .config import Config, data_parallel_ranks, replicas_of
 from .held import ELEMENT_BYTES, Held, held
 from .keys import known_paths
 from .loading import ConfigError, as_far_as_known, key_can_be, key_says, key_takes, load
+from .parallel import replica_memory
 from .zero import ZeroConfig
 
 __all__ = [
     "ACCUMULATION", "ELEMENT_BYTES", "MICRO", "TRAIN", "Batch", "BatchError", "Config", "ConfigError", "Held",
     "ZeroConfig", "as_far_as_known", "data_parallel_ranks", "held", "key_can_be", "key_says", "key_takes",
-    "known_paths", "load", "remedies", "replicas_of",
+    "known_paths", "load", "remedies", "replica_memory", "replicas_of",
 ]  # fmt: skip

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from dsprof.engine.config import ELEMENT_BYTES, Config, as_far_as_known, held
-from dsprof.engine.config.parallel import replica_memory
+from dsprof.engine.config import ELEMENT_BYTES, Config, as_far_as_known, held, replica_memory
 from dsprof.engine.schedule import peak_activations
 
 from ..memory.use_by_step import MemoryUse, main_place

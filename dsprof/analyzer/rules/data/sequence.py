@@ -35,7 +35,7 @@ FEWEST: Final = 3
 SKIPPED: Final = 0.25
 """Of what the later of two ranks computes between two events: the earlier one has no more where it skips keys."""
 LEAST_SKIPPED: Final = 0.8
-"""Of the difference between two ranks in backward, that has to lie there."""
+"""Of what the later of two ranks takes longer for in backward, that has to lie there."""
 LEAST_FIT: Final = 0.95
 """Of the variance between ranks that a line through their places explains."""
 LEAST_FIT_OF_PHASE: Final = 0.8
@@ -47,8 +47,8 @@ LEAST_SLOPE: Final = 0.05
 @dataclass(frozen=True)
 class Causal:
     """teams: in the order of the sequence; excess: [R, S] ms of each rank beyond the mean of its team that its place
-    explains; fit: the share of the variance between ranks that a line explains, of two ranks that of their difference
-    in backward which lies where the first has nothing to do; times: the last rank's compute over the first's."""
+    explains; fit: the share of the variance between ranks that a line explains, of two ranks that of the second one's
+    excess in backward which lies where the first has nothing to do; times: the last rank's compute over the first's."""
 
     teams: tuple[tuple[int, ...], ...]
     excess: Float
@@ -88,9 +88,9 @@ def _fit(study: Study, team: tuple[int, ...], compute: Float) -> float | None:
 
 
 def _skipped(study: Study, team: tuple[int, ...]) -> float | None:
-    """Of two ranks: the share of their difference from the backward on that lies between events where the first has
-    next to nothing to do; None where that is too little, or no graph tells. In forward no event divides the attention
-    from what is computed of it."""
+    """Of two ranks: the share of the second one's excess from the backward on that lies between events where the first
+    has next to nothing to do; None where that is too little, or no graph tells. In forward no event divides the
+    attention from what is computed of it."""
     if study.graph is None:
         return None
     threads = [study.graph.ranks[: study.graph.leads].index(rank) for rank in team]
@@ -104,7 +104,8 @@ def _skipped(study: Study, team: tuple[int, ...]) -> float | None:
             np.median(steps.work[structure.of_thread(thread)][..., within("compute")].sum(-1), axis=1)[backward]
             for thread in threads
         )
-        found.append(float((other - one)[one <= SKIPPED * other].sum() / max(np.abs(other - one).sum(), 1e-9)))
+        more = np.maximum(other - one, 0.0)
+        found.append(float(more[one <= SKIPPED * other].sum() / max(more.sum(), 1e-9)))
     return min(found) if found and min(found) >= LEAST_SKIPPED else None
 
 
@@ -205,16 +206,17 @@ def causal_shards(study: Study) -> Found:
     signals.peers(study)
     compute = study.work("compute").mean(axis=1)
     team = found.teams[0]
-    explained, how = "explained by their place in the sequence", "up by the same from rank to rank"
+    explained = "of the difference between ranks, explained by their place in the sequence"
+    how = "up by the same from rank to rank"
     if len(team) < FEWEST:
-        explained = f"in backward where rank {team[0]} has nothing to do"
+        explained = f"of what rank {team[-1]} takes longer in backward, where rank {team[0]} has nothing to do"
         how = f"as rank {team[0]} skips the keys that are masked"
     evidence = (
         *(
             Evidence(f"compute a step of rank {rank}", round(float(compute[study.ranks.index(rank)]), 3), "ms")
             for rank in (team[0], team[-1])
         ),
-        Evidence(f"of the difference between ranks, {explained}", round(found.fit, 3), ""),
+        Evidence(explained, round(found.fit, 3), ""),
         Evidence("peers wait a step", round(float(study.work("peer_wait").mean()), 3), "ms", 0.0),
     )
     title = (
