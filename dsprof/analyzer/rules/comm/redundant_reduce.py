@@ -91,10 +91,9 @@ def _turns(study: Study) -> dict[int, _Turns]:
 
 def _reductions(study: Study, rank: int) -> list[_Reduced]:
     """Those of gradients in the ordinary steps whose sizes are known, by group."""
-    table = study.summaries[rank].activity.replicating
+    table = study.replicating(rank, GRADIENT)
     step = table["step"].to_numpy(np.int64)
     known = np.isin(step, study.step_numbers) & table["bytes"].notna().to_numpy(bool)
-    known &= is_one_of(table["purpose"], GRADIENT)
     if not known.any():
         return []
     code, names = codes_of(table["group"])
