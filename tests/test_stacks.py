@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -179,10 +180,11 @@ def test_each_stack_is_stated_once_and_each_sample_a_row(sampled: Any) -> None:
 
 
 def test_costly_samples_are_taken_less_often(sampled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes 1 ms, and as much again to wake up: ten are taken in advance, then one in 2 s."""
+    """Each takes 0.5 ms, and as much again to wake up: as many are taken as 0.1 % of the time allows, and 7 more in
+    each doubling of it, of which a job's last three quarters hold two, however long it is."""
     samples, *_ = sampled
-    clock, spent = [100.0], iter(range(1000))
-    monkeypatch.setattr(stack_samples.time, "thread_time", lambda: next(spent) * 1e-3)
+    clock, spent = [100.0], iter(range(1_000_000))
+    monkeypatch.setattr(stack_samples.time, "thread_time", lambda: next(spent) * 5e-4)
     monkeypatch.setattr(stack_samples.time, "monotonic", lambda: clock[0])
     looks = samples.looks(lambda: False)
     next(looks)
@@ -190,13 +192,16 @@ def test_costly_samples_are_taken_less_often(sampled: Any, monkeypatch: pytest.M
     assert samples._pause_s == stack_samples.BEFORE_TRAINING_S, "no step was taken"
     assert next(spent) == 0, "so no sample either"
     samples.stepped()
-    pauses = []
-    for _ in range(20):
+    taken: list[float] = []
+    while clock[0] < 100 + 1200:
         next(looks)
-        pauses.append(samples._pause_s)
+        taken.append(clock[0] - 100)
         clock[0] += samples._pause_s
-    assert pauses[:10] == [stack_samples.EVERY_S] * 10
-    assert pauses[11:] == pytest.approx([2.0] * 9)
+    for length in (60, 300, 1200):
+        of_all = sum(when < length for when in taken)
+        assert of_all == pytest.approx(length + 7 * math.log2(1 + length), rel=0.1), "1 ms each"
+        counted = sum(length / 4 < when < length for when in taken)
+        assert counted == pytest.approx(0.75 * length + 14, rel=0.1)
     assert 0.5 * samples._pause_s <= samples.pause_s() <= 1.5 * samples._pause_s
 
 

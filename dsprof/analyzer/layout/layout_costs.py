@@ -210,8 +210,7 @@ def _micro_batches(study: Study) -> int:
 
 
 def _passes(study: Study) -> pd.DataFrame:
-    table = pd.concat([summary.passes for summary in study.summaries.values()], ignore_index=True)
-    return table[table["step"].isin(study.step_numbers)]
+    return study.passes[study.passes["step"].isin(study.step_numbers)]
 
 
 def _inside_passes(study: Study) -> float:

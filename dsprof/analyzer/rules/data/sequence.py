@@ -127,8 +127,8 @@ def _line(of_ranks: Float, least: float = LEAST_FIT) -> float | None:
 def _by_phase(study: Study, team: tuple[int, ...]) -> list[Float]:
     """What each rank of a team computes in its forwards, and in its backwards, [P] each, any unit."""
     found = []
-    table = pd.concat([study.summaries[rank].passes for rank in team], ignore_index=True)
-    table = table[table["step"].isin(study.step_numbers)]
+    table = study.passes
+    table = table[table["rank"].isin(team) & table["step"].isin(study.step_numbers)]
     for name in sorted(set(table["name"])):
         own = table[table["name"] == name].groupby("rank")["own_ns"].sum()
         found.append(own.reindex(list(team), fill_value=0).to_numpy(np.float64))
