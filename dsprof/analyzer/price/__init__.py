@@ -5,7 +5,8 @@ excess               the gain of costs that were measured by themselves
 device               what is gained on devices whose kernels were traced
 unseen_idle          what idle time of devices that was not seen may do to a gain
 effects              what settings gain that rules try against each other
-together             what changes gain together that a user asks about
+joint                what several settings, or changes that a user asks about, gain together
+together             the same with what predictions of their kinds are missed by
 bubble_shares        why stages of a pipeline wait, in parts that sum to it
 gains                the ms that a step gets shorter by, each with its interval; the run's noise floor
 confidence_interval  intervals of the mean of a series of steps

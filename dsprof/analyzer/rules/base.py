@@ -14,7 +14,7 @@ from ..effect import Effect
 from ..finding import Finding, Fix, Gain
 from ..price.effects import effect_gains
 from ..price.gains import LEAST_SHARE as LEAST_SHARE
-from ..price.together import joint_gain
+from ..price.joint import joint_gain
 from ..study import Study, once
 from ..text import count
 from ..whatif import Refused
