@@ -17,6 +17,7 @@ deepspeed_config  what ZeRO's engines were told, and how a fix names the keys of
 redundant_reduce  gradients reduced in each micro-batch of a step
 volume            bytes that no division and no overlap hides
 quantized         parameters and gradients in whole numbers of 8 and 4 bits: ZeRO++
+one_bit           momenta that travel as signs: 1-bit optimizers
 fewer_bytes       how a fix has fewer bytes communicated, in the words of the job
 slow_link         groups over which the same takes longer than over their peers
 blocking          barriers and numbers for a log that the loop itself communicates in each step
