@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
 import pytest
 from synthetic import Job, PerStep
 
 from dsprof import gauges
 from dsprof.analyzer import analyze
 from dsprof.analyzer.finding import Finding
+from dsprof.analyzer.rules.run.cause import Late
+from dsprof.analyzer.rules.run.late_cause import quota
 
 
 def late(measured: dict[str, PerStep], *facts: dict[str, Any], **changes: Any) -> Finding:
@@ -173,3 +177,17 @@ def test_the_page_of_findings_has_every_cause() -> None:
     page = (root / "docs" / "findings.md").read_text(encoding="utf-8")
     rows = "\n".join(re.findall(r"^\| .*", page.partition("| `cause` |")[2], re.MULTILINE))
     assert {name for name in names if f"`{name}" not in rows} == set()
+
+
+def test_what_stops_ranks_is_compared_as_a_share_of_their_time() -> None:
+    """Ranks that step without waiting for each other: one's steps are twice as long, and a quota stops all alike."""
+    spent, wall = np.array([[30.0], [60.0], [30.0]]), np.array([[50.0], [100.0], [50.0]])
+    study: Any = SimpleNamespace(
+        gauges=SimpleNamespace(spent=lambda name: spent, wall_ms=wall), facts={}, ranks_where=lambda which: [1]
+    )
+    slow = np.array([False, True, False])
+    assert quota(Late(study, slow, 50.0)) is None
+    spent[1] = 99.0
+    found = quota(Late(study, slow, 50.0))
+    assert found is not None
+    assert (found.evidence[0].value, found.evidence[0].expected) == (99.0, 60.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -58,17 +59,18 @@ def with_metric() -> Trace:
 
 
 @pytest.mark.parametrize(
-    ("trace", "code", "typed"),
+    ("make", "code", "typed"),
     [
-        (one_tensor(), "comm.volume", "--set ddp.comm_hook=bf16"),
-        (one_bucket(), "comm.large-bucket", "--set ddp.bucket_cap_mb="),
-        (Job(buckets=SMALL, latency_ms=4.0, facts=ddp(*SMALL)).trace(), "comm.small-messages", "--set ddp.bucket_cap"),
-        (with_metric(), "comm.blocking", "--without comm.blocking"),
-        (Job(forward=lambda rank, step: 90 if rank else 40).trace(), "rank.straggler", "--without rank.straggler"),
+        (one_tensor, "comm.volume", "--set ddp.comm_hook=bf16"),
+        (one_bucket, "comm.large-bucket", "--set ddp.bucket_cap_mb="),
+        (Job(buckets=SMALL, latency_ms=4.0, facts=ddp(*SMALL)).trace, "comm.small-messages", "--set ddp.bucket_cap"),
+        (with_metric, "comm.blocking", "--without comm.blocking"),
+        (Job(forward=lambda rank, step: 90 if rank else 40).trace, "rank.straggler", "--without rank.straggler"),
     ],
     ids=["volume", "large bucket", "small messages", "blocking", "straggler"],
 )
-def test_whatif_answers_what_it_is_said_to(trace: Trace, code: str, typed: str) -> None:
+def test_whatif_answers_what_it_is_said_to(make: Callable[[], Trace], code: str, typed: str) -> None:
+    trace = make()
     analysis = analyze(trace)
     assert analysis.problems[0].code == code
     command = next(line for line, _ in wording.next_commands(analysis, "RUN") if line.startswith("dsprof whatif"))

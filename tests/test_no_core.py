@@ -165,6 +165,17 @@ def test_little_waiting_is_healthy(core_wait: float) -> None:
     assert CODE in analysis.passed
 
 
+@pytest.mark.parametrize(("wakes_ms", "told"), [(0.09, False), (0.3, True)])
+def test_waking_up_in_a_short_step_is_no_want_of_cores(wakes_ms: float, told: bool) -> None:
+    """Each thread waits some tens of microseconds whenever it wakes, on an idle host, too: 7 % of a step of 1.3 ms."""
+    short: dict[str, Any] = {name: constant(ms) for name, ms in
+                             {"data": 0.02, "forward": 0.3, "backward": 0.7, "optimizer": 0.1}.items()}  # fmt: skip
+    analysis = analyze(
+        job(core_wait=0.0, crowded=constant(wakes_ms), latency_ms=0.05, ms_per_mib=0.02, **short).trace()
+    )
+    assert (CODE in [finding.code for finding in analysis.findings]) == told
+
+
 def test_that_one_rank_has_no_core_is_a_straggler() -> None:
     late = job(core_wait=0.0, forward=lambda rank, step: 70.0 if rank else 40.0,
                crowded=lambda rank, step: 30.0 if rank else 0.0, gauges=busy(98))  # fmt: skip

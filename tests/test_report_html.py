@@ -527,3 +527,12 @@ def test_no_script_runs_that_was_injected_or_gets_in_anyway(browser: Any, tmp_pa
     assert visit.page.evaluate("typeof window.hacked") == "undefined"
     assert visit.page.evaluate("fetch('https://example.invalid/').then(() => 'sent', () => 'stopped')") == "stopped"
     assert any("Content Security Policy" in complaint for complaint in visit.complaints)
+
+
+def test_what_stands_between_backticks_is_code_and_nothing_in_it_is_markup() -> None:
+    finding = replace(factories.STRAGGLER, title="`x < <b>y</b>` takes 12 ms, and so does a lone ` of <i>z</i>")
+    page = html.render(factories.build(factories.Job(steps=8), findings=(finding,)))
+    assert (
+        "<code>x &lt; &lt;b&gt;y&lt;/b&gt;</code> takes 12\N{NO-BREAK SPACE}ms, and so does a lone ` of &lt;i&gt;z"
+        in page
+    )

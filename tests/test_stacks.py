@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ import pytest
 from synthetic import Job
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.finding import Finding
 from dsprof.collectors.hooking import statements
 from dsprof.collectors.host import stack_samples
 from dsprof.collectors.host.stack_samples import Samples, library_function
@@ -133,6 +136,31 @@ def test_what_lies_between_the_phases_has_a_line() -> None:
     assert "outside the phases of the loop, mostly between optimizer and data, in train.py:58" in headline
 
 
+def test_the_line_of_a_transform_that_the_loop_waits_for() -> None:
+    """30 ms of loading without workers, and most of it in one line of the dataset."""
+    stacks = {
+        1: ["/j/train.py:40", "/j/items.py:9", "PIL/Image.py:resize"],
+        2: ["/j/train.py:40", "/j/items.py:7"],
+        3: ["/j/train.py:44", "torch/_tensor.py:backward"],
+    }
+
+    def samples(rank: int, step: int) -> list[tuple[float, int]]:
+        return [(ms + 0.5, 2 if ms < 5 else 1 if ms < 30 else 3) for ms in range(0, 160, 5)]
+
+    def stalled(workers: int) -> Finding:
+        loader = {"fact": "dataloader", "rank": 0, "number": 1, "num_workers": workers, "site": "/j/train.py:12"}
+        job = Job(ranks=2, steps=24, data=lambda rank, step: 30.0, loader=1, stacks=samples,
+                  facts=[*stated(stacks), loader])  # fmt: skip
+        return next(one for one in analyze(job.trace()).findings if one.code == "data.stall")
+
+    found = stalled(0)
+    assert re.fullmatch(r"the loop waits \S+ ms of each step for input, mostly in items.py:9 → PIL/Image.py:resize.*",
+                        found.title)  # fmt: skip
+    (told,) = [item for item in found.evidence if item.metric.startswith("in items.py:9")]
+    assert told.value == pytest.approx(25, rel=0.15)
+    assert "items.py" not in stalled(2).title, "what the workers do is not seen there"
+
+
 # --- the sampler --------------------------------------------------------------------------------
 
 
@@ -179,10 +207,11 @@ def test_each_stack_is_stated_once_and_each_sample_a_row(sampled: Any) -> None:
 
 
 def test_costly_samples_are_taken_less_often(sampled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes 1 ms, and as much again to wake up: ten are taken in advance, then one in 2 s."""
+    """Each takes 0.5 ms, and as much again to wake up: as many are taken as 0.1 % of the time allows, and 7 more in
+    each doubling of it, of which a job's last three quarters hold two, however long it is."""
     samples, *_ = sampled
-    clock, spent = [100.0], iter(range(1000))
-    monkeypatch.setattr(stack_samples.time, "thread_time", lambda: next(spent) * 1e-3)
+    clock, spent = [100.0], iter(range(1_000_000))
+    monkeypatch.setattr(stack_samples.time, "thread_time", lambda: next(spent) * 5e-4)
     monkeypatch.setattr(stack_samples.time, "monotonic", lambda: clock[0])
     looks = samples.looks(lambda: False)
     next(looks)
@@ -190,13 +219,16 @@ def test_costly_samples_are_taken_less_often(sampled: Any, monkeypatch: pytest.M
     assert samples._pause_s == stack_samples.BEFORE_TRAINING_S, "no step was taken"
     assert next(spent) == 0, "so no sample either"
     samples.stepped()
-    pauses = []
-    for _ in range(20):
+    taken: list[float] = []
+    while clock[0] < 100 + 1200:
         next(looks)
-        pauses.append(samples._pause_s)
+        taken.append(clock[0] - 100)
         clock[0] += samples._pause_s
-    assert pauses[:10] == [stack_samples.EVERY_S] * 10
-    assert pauses[11:] == pytest.approx([2.0] * 9)
+    for length in (60, 300, 1200):
+        of_all = sum(when < length for when in taken)
+        assert of_all == pytest.approx(length + 7 * math.log2(1 + length), rel=0.1), "1 ms each"
+        counted = sum(length / 4 < when < length for when in taken)
+        assert counted == pytest.approx(0.75 * length + 14, rel=0.1)
     assert 0.5 * samples._pause_s <= samples.pause_s() <= 1.5 * samples._pause_s
 
 

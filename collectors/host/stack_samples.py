@@ -1,7 +1,7 @@
 """Where the training thread is, some times a second: samples of its Python stack.
 
 A thread beside the training looks, at moments drawn at random, so that no rhythm of the job's is met again and again:
-often in the first steps, then as often as a small share of a core allows.
+often at first, and less and less, down to what a small share of a core allows.
 It calls nothing of torch's or CUDA's and sets no signal handler. Each different stack is a fact, each sample a row with
 its number. Of the script's own frames the lines are kept; below the innermost of them, which function of a library it
 called, and which one ran.
@@ -9,6 +9,7 @@ called, and which one ran.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -31,8 +32,10 @@ EVERY_S: Final = 0.04
 """On average between two samples, at least."""
 SHARE: Final = 0.001
 """Of a core that they take at most, from the first step on: where one takes longer, there are fewer."""
-IN_ADVANCE_S: Final = 0.02
-"""Of a core that may be taken before it is due, so that a short job has as many samples as tell something."""
+IN_ADVANCE_S: Final = 0.007
+"""Of a core that they may take besides in each doubling of the time from the first step on, counted from a second on:
+so that a short job has as many samples as tell something, whenever it ends. The first quarter of its steps is left out
+as warm-up, so that what is taken at once tells nothing."""
 BEFORE_TRAINING_S: Final = 0.5
 """Between two looks whether the first step was taken: what comes before it is no step's."""
 MOST_STACKS: Final = 900
@@ -77,7 +80,8 @@ class Samples:
             if self._capture.is_on() and not stopping():
                 self.sample()
             spent += 2 * (time.thread_time() - begin)  # to wake up costs as much again
-            due = SHARE * (time.monotonic() - self._began_s) + IN_ADVANCE_S
+            since_s = time.monotonic() - self._began_s
+            due = SHARE * since_s + IN_ADVANCE_S * math.log2(1 + since_s)
             self._pause_s = max(EVERY_S, (spent - due) / SHARE)
             yield
 

@@ -7,19 +7,17 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import pandas as pd
-from pandas.api.extensions import ExtensionArray
 
 from dsprof.run import RunInfo
 from dsprof.trace import Trace, concat_rows
-from dsprof.trace.load import concat_arrays
 from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
 from dsprof.trace.packing import ByRank
 
 from .align.match import Matches
 from .align.steps import steps_taken
-from .budget.activity import ACTIVITY, RankActivity, activity_rows, find_activity
-from .budget.capture_overhead import count_records
+from .budget.activity import ACTIVITY, REPLICATING, RankActivity, activity_rows, find_activity, replicating_rows
+from .budget.capture_overhead import RECORDED, count_records
 from .budget.intervals import Intervals
 from .budget.step_budget import RankTime, label_time
 from .budget.wall_time import spans_outside_training
@@ -27,11 +25,11 @@ from .columns import RankRows
 from .device import DeviceTime, device_time
 from .graph.chains import RankChains
 from .graph.find_chains import find_chains
-from .memory.use_by_step import sum_memory
-from .work.layer_costs import staged_rows
+from .memory.use_by_step import nothing, sum_memory
+from .work.layer_costs import NEEDED, staged_rows
 from .work.mfu import RankWork, sum_work
 from .work.module_times import sum_modules
-from .work.passes import find_passes
+from .work.passes import PASS_COLUMNS, find_passes
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,8 @@ class RankSummary:
     behind:    the part of that for which it was late
     unseen:   why not all of the time of its device is known; empty: it is, or it has none
     seen_ns:  when its first row begins, and its last one ends
-    recorded: how much was recorded in each step (`capture_overhead.count_records`)
-    staged:   of a pipeline, its layers and actions (`layer_costs.staged_rows`)
-    passes:   its forwards and backwards (`passes.find_passes`)
     modules:  what each module takes a step (`module_times.sum_modules`)
     work:     floating-point operations and the batch of a step (`mfu.sum_work`); None below level full
-    memory:   what it had after each step (`use_by_step.sum_memory`)
     taken:    how many steps it took, where somebody asked for a part of them only (`steps.steps_taken`)
     device:   what its device's streams did, where that was traced (`device.device_time`)
     """
@@ -58,12 +52,8 @@ class RankSummary:
     behind: Intervals
     unseen: str
     seen_ns: tuple[int, int]
-    recorded: pd.DataFrame
-    staged: pd.DataFrame
-    passes: pd.DataFrame
     modules: pd.DataFrame
     work: RankWork | None
-    memory: pd.DataFrame
     taken: int | None
     device: DeviceTime | None
 
@@ -81,16 +71,54 @@ class MeasuredRank:
 
 
 @dataclass(frozen=True)
+class RankTables:
+    """What is measured of ranks in rows, of all of them one behind the other, in order of rank: a table of its own for
+    each rank of thousands would take many times the room of what is in it.
+
+    activity: their steps, phases, actions, gauges and pauses (`budget.activity.ACTIVITY`)
+    replicating: what they communicated to stay replicas of each other (`budget.activity.REPLICATING`)
+    recorded: how much was recorded in each step (`capture_overhead.RECORDED`)
+    staged:   of a pipeline, their layers and actions (`layer_costs.NEEDED`)
+    passes:   their forwards and backwards (`passes.PASS_COLUMNS`)
+    memory:   what they had after each step (`use_by_step.COLUMNS`)
+    """
+
+    activity: pd.DataFrame
+    replicating: pd.DataFrame
+    recorded: pd.DataFrame
+    staged: pd.DataFrame
+    passes: pd.DataFrame
+    memory: pd.DataFrame
+
+    @staticmethod
+    def joined(parts: Sequence[RankTables]) -> RankTables:
+        """Those of some ranks, and of those after them; without any, no rows."""
+        held = [part.memory for part in parts if len(part.memory)]
+        return RankTables(
+            activity=concat_rows([part.activity for part in parts], ACTIVITY),
+            replicating=concat_rows([part.replicating for part in parts], REPLICATING),
+            recorded=_concat([part.recorded for part in parts], RECORDED),
+            staged=concat_rows([part.staged for part in parts], NEEDED),
+            passes=_concat([part.passes for part in parts], PASS_COLUMNS),
+            memory=pd.concat(held, ignore_index=True) if held else nothing(),
+        )
+
+
+def _concat(tables: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(columns))
+
+
+@dataclass(frozen=True)
 class MeasuredRanks:
     """What is measured of some ranks, by rank.
 
-    activity: of all of them, in order: their steps, phases, actions, gauges and pauses (`budget.activity.ACTIVITY`)
-    ranks:    each that has rows
+    tables:   of all of them that have rows
+    ranks:    each of those
     warnings: that reading gave
     failed:   rank -> why it could not be analyzed
     """
 
-    activity: pd.DataFrame
+    tables: RankTables
     ranks: ByRank[MeasuredRank]
     warnings: tuple[str, ...]
     failed: Mapping[int, str]
@@ -112,20 +140,19 @@ class SummarizeRanks:
         every = each(self._of_rank, ranks)
         found = {rank: result for rank, result in every.found.items() if result is not None}
         return MeasuredRanks(
-            activity=concat_arrays([activity for activity, _ in found.values()], ACTIVITY),
+            tables=RankTables.joined([tables for tables, _ in found.values()]),
             ranks=ByRank((rank, measured) for rank, (_, measured) in found.items()),
             warnings=tuple(run.warnings[known:]),
             failed=every.failed,
         )
 
-    def _of_rank(self, rank: int) -> tuple[dict[str, ExtensionArray], MeasuredRank] | None:
+    def _of_rank(self, rank: int) -> tuple[RankTables, MeasuredRank] | None:
         """Nothing without rows."""
         rows = RankRows(self.trace.read(rank))
         if not len(rows):
             return None
         native = rank not in self.without_helper
-        measured = _summarize(rows, self.collectives, self.matches, rank, self.trace.run, native=native)
-        return activity_rows(rows), measured
+        return _summarize(rows, self.collectives, self.matches, rank, self.trace.run, native=native)
 
 
 def summarize_ranks(
@@ -134,9 +161,9 @@ def summarize_ranks(
     matches: Matches,
     executor: Executor | None = None,
     observer: Observer | None = None,
-) -> tuple[dict[int, MeasuredRank], pd.DataFrame]:
-    """What is measured of each rank that has rows, and the ACTIVITY of all of them. One that fails is left out, and
-    `trace.run` warns of it."""
+) -> tuple[dict[int, MeasuredRank], RankTables]:
+    """What is measured of each rank that has rows, and of all of them. One that fails is left out, and `trace.run`
+    warns of it."""
     told = Trace(trace.run, trace.source)  # what allocators held is not asked here, and need not travel
     without_helper = frozenset(item.rank for item in trace.run.ranks if not item.native)
     measure = SummarizeRanks(told, collectives, matches, without_helper)
@@ -147,13 +174,15 @@ def summarize_ranks(
     for part in parts:
         for rank, why in part.failed.items():
             warn(trace.run, f"rank {rank}: it could not be analyzed and is left out ({why})")
-    activity = concat_rows([part.activity for part in parts if part.ranks], ACTIVITY)
-    return {rank: measured for part in parts for rank, measured in part.ranks.items()}, activity
+    measured = {rank: one for part in parts for rank, one in part.ranks.items()}
+    tables = [part.tables for part in parts if part.ranks]
+    del parts
+    return measured, RankTables.joined(tables)
 
 
 def _summarize(
     rows: RankRows, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo, *, native: bool
-) -> MeasuredRank:
+) -> tuple[RankTables, MeasuredRank]:
     table = rows.table
     time = label_time(rows, collectives, rank, run, spans_outside_training(rows), matches)
     chains = find_chains(time, rows, collectives, matches, run)
@@ -165,13 +194,17 @@ def _summarize(
         behind=chains.behind,
         unseen=chains.incomplete,
         seen_ns=(int(start.min()), int((start + rows.whole("dur_ns")).max())),
-        recorded=count_records(rows),
-        staged=staged_rows(rows),
-        passes=find_passes(rows, time),
         modules=sum_modules(rows),
         work=sum_work(table, native),
-        memory=sum_memory(table, rank),
         taken=steps_taken(rows),
         device=device_time(table, rank, matches, run),
     )
-    return MeasuredRank(summary, time, chains)
+    tables = RankTables(
+        activity=activity_rows(rows),
+        replicating=replicating_rows(rows),
+        recorded=count_records(rows),
+        staged=staged_rows(rows),
+        passes=find_passes(rows, time),
+        memory=sum_memory(table, rank),
+    )
+    return tables, MeasuredRank(summary, time, chains)

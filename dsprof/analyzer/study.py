@@ -33,14 +33,15 @@ from .budget.intervals import Intervals
 from .budget.irregular import Irregular, find_irregular, mark_ordinary, profiled_steps
 from .budget.step_budget import step_budget
 from .budget.wait_table import waits_table
+from .columns import is_one_of
 from .device import Devices, compare_devices
 from .freed_memory import give_back
 from .graph.build_graph import build_graph
 from .graph.chain_work import chain_work, hosts
 from .graph.step_graph import StepGraph
 from .graph.validate import ReplayCheck, check
-from .memory.use_by_step import MemoryUse, memory_uses, nothing
-from .rank_summary import RankSummary, summarize_ranks
+from .memory.use_by_step import MemoryUse, memory_uses
+from .rank_summary import RankSummary, RankTables, summarize_ranks
 
 Found = TypeVar("Found")
 
@@ -58,7 +59,7 @@ class Study:
     aligned:      the ranks beside each other: one clock, one numbering of steps.
     communicated: what they communicated, beside `collectives`.
     summaries:    each rank by itself.
-    activity:     of all ranks, in order: their steps, phases, actions, gauges and pauses (`budget.activity.ACTIVITY`).
+    tables:       what each rank did by itself, of all of them, such as `activity` and `memory`.
     steps, collectives, waits: as in `Analysis`.
     step_time:    durations of the ordinary steps; None without one.
     irregular:    the steps that are not ordinary, and what they cost.
@@ -67,8 +68,7 @@ class Study:
     facts:        `RunInfo.facts` by their kind.
     gauges:       what threads and cores spent in each ordinary step.
     load:         how busy the hosts' cores are; None: not measured.
-    memory:       what the ranks had after each step (`use_by_step.COLUMNS`).
-    memory_uses:  the most of it, by rank and place.
+    memory_uses:  the most of `memory`, by rank and place.
     device:       what the devices' streams did; None: their kernels were not traced.
     overhead_percent: what capturing cost, as a share of the step; None: not known.
     overhead_measured: whether that was measured, or else estimated.
@@ -77,7 +77,7 @@ class Study:
     aligned: Aligned
     communicated: Communicated
     summaries: Mapping[int, RankSummary]
-    activity: pd.DataFrame
+    tables: RankTables
     steps: pd.DataFrame
     step_time: StepTime | None
     irregular: Irregular
@@ -88,7 +88,6 @@ class Study:
     facts: Mapping[str, list[dict[str, Any]]]
     gauges: Gauges
     load: HostLoad | None
-    memory: pd.DataFrame
     memory_uses: tuple[MemoryUse, ...]
     device: Devices | None
     overhead_percent: float | None
@@ -104,6 +103,21 @@ class Study:
     def trace(self) -> Trace:
         """All rows, aligned, to be read a rank at a time."""
         return self.aligned.trace
+
+    @property
+    def activity(self) -> pd.DataFrame:
+        """Steps, phases, actions, gauges and pauses of all ranks, in order (`budget.activity.ACTIVITY`)."""
+        return self.tables.activity
+
+    @property
+    def passes(self) -> pd.DataFrame:
+        """Forwards and backwards of all ranks, in order (`passes.PASS_COLUMNS`)."""
+        return self.tables.passes
+
+    @property
+    def memory(self) -> pd.DataFrame:
+        """What the ranks had after each step (`use_by_step.COLUMNS`)."""
+        return self.tables.memory
 
     def of_kind(self, *kinds: str) -> pd.DataFrame:
         """The rows of `activity` of these kinds."""
@@ -151,8 +165,10 @@ class Study:
 
     def replicating(self, rank: int, purpose: str) -> pd.DataFrame:
         """`budget.activity.REPLICATING` of what a rank communicated for this purpose."""
-        table = self.summaries[rank].activity.replicating
-        return table[table["purpose"] == purpose]
+        table = self.tables.replicating
+        low, high = np.searchsorted(table["rank"].to_numpy(np.int64), [rank, rank + 1])
+        of_rank = table.iloc[low:high]
+        return of_rank[is_one_of(of_rank["purpose"], purpose)]
 
     def host_ms(self, *purposes: str) -> float:
         """What issuing a communication of these purposes takes the thread that does, median; 0: not known."""
@@ -328,9 +344,10 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     matches = Matches(collectives)
 
     # Second pass. Each rank by itself: what it did when it was not training, and where its training thread's time went.
-    measured, activity = summarize_ranks(aligned.trace, collectives, matches, executor, observer)
+    measured, tables = summarize_ranks(aligned.trace, collectives, matches, executor, observer)
     ranks = {rank: of_rank.summary for rank, of_rank in measured.items()}
     times = {rank: of_rank.time for rank, of_rank in measured.items()}
+    activity = tables.activity
 
     # All ranks together: their steps, and which of them are ordinary.
     steps = step_budget(times, completed_steps(activity))
@@ -338,7 +355,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     steps = mark_ordinary(steps, irregular)
     ordinary, length = steps[steps["ordinary"]], step_time(steps)
     overhead = measure_overhead(activity, ordinary)
-    estimated = estimate_overhead(run, (summary.recorded for summary in ranks.values()), ordinary)
+    estimated = estimate_overhead(run, tables.recorded, ordinary)
 
     # The step graph, and whether to believe it.
     waits = waits_table(times, collectives, steps)
@@ -350,9 +367,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
 
     # Memory, devices, cores.
-    held = [summary.memory for summary in ranks.values() if len(summary.memory)]
-    memory = pd.concat(held, ignore_index=True) if held else nothing()
-    uses = memory_uses(memory, run)
+    uses = memory_uses(tables.memory, run)
     traced = {rank: summary.device for rank, summary in ranks.items() if summary.device is not None}
     devices = compare_devices(traced, collectives, run)
     facts, gauges = run.facts_by_kind(), Gauges(activity, steps)
@@ -360,7 +375,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
         aligned=aligned,
         communicated=communicated,
         summaries=ranks,
-        activity=activity,
+        tables=tables,
         steps=steps,
         step_time=length,
         irregular=irregular,
@@ -371,7 +386,6 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
         facts=facts,
         gauges=gauges,
         load=measure_load(run, gauges, facts, length.mean if length else 0.0),
-        memory=memory,
         memory_uses=uses,
         device=devices,
         overhead_percent=estimated if overhead is None else overhead,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from dsprof.analyzer.analysis import Analysis
 
@@ -57,6 +58,14 @@ def as_fragment(analysis: Analysis, sections: Collection[str], note: str = "") -
     )
 
 
+def prose(words: str) -> Markup:
+    """Words as HTML: numbers kept with their units, and what stands between backticks as code."""
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(wording.unbroken(words)))))
+
+
+_CODE: Final = re.compile(r"`([^`\n]+)`")
+
+
 @cache
 def template(name: str) -> jinja2.Template:
     """A template of this folder, which escapes all that it is given."""
@@ -65,7 +74,7 @@ def template(name: str) -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     environment.filters["kind"] = kind
-    environment.filters["unbroken"] = wording.unbroken
+    environment.filters["prose"] = prose
     return environment.get_template(name)
 
 

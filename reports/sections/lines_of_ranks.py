@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.text import clean, ms
+from dsprof.analyzer.text import ms
 from dsprof.analyzer.text import ranks as ranks_in_words
 
 from .. import flame
@@ -50,7 +50,7 @@ def _blocks(analysis: Analysis) -> list[Block]:
     rows = [
         Row(
             (
-                clean(node.path[-1]), clean(_called_by(node.path)), ms(node.ms),
+                flame.short(node.path[-1]), _called_by(node.path), ms(node.ms),
                 *([ms(node.others_ms), f"{'+' if node.more_ms > 0 else '−'}{ms(abs(node.more_ms))}"] if found.others
                   else []),
             ),

@@ -1,10 +1,10 @@
 // The tab. What comes from a run is only ever text: nothing of it is made markup.
 
 const BLOCKS = {
-  words: (block) => element("p", { text: block.text }),
+  words: (block) => element("p", { prose: block.text }),
   heading: (block) => element("h3", { text: block.text }),
   said: (block) => element("dl", { class: "run said" }, block.lines.flatMap(([label, words]) => [
-    element("dt", { text: label }), element("dd", { text: words }),
+    element("dt", { text: label }), element("dd", { prose: words }),
   ])),
   tiles: (block) => element("dl", { class: "tiles" }, block.values.map(([name, value]) =>
     element("div", {}, [element("dt", { text: name }), element("dd", { text: value })]))),
@@ -35,10 +35,16 @@ function element(tag, attributes = {}, children = []) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name === "text") made.textContent = value;
+    else if (name === "prose") made.append(...prose(value));
     else if (value !== "") made.setAttribute(name, value);
   }
   made.append(...children);
   return made;
+}
+
+// What stands between backticks is code.
+function prose(words) {
+  return words.split(/`([^`\n]+)`/).map((part, at) => at % 2 ? element("code", { text: part }) : part);
 }
 
 function drawTable(block) {
@@ -90,7 +96,7 @@ function drawFinding(card) {
     element("header", {}, [
       element("span", { class: `badge ${card.severity}`, text: card.severity }),
       link(card.id, element("code", { text: card.code }), "code"),
-      element("h3", { text: card.title }),
+      element("h3", { prose: card.title }),
     ]),
     facts,
     ...card.fixes.map((fix, at) => drawFix(fix, card.fixes.length > 1 ? ` ${at + 1}` : "")),
@@ -103,7 +109,7 @@ function drawFinding(card) {
 
 function drawFix(fix, number) {
   const made = element("div", { class: "fix" }, [
-    element("p", {}, [element("b", { text: `Fix${number}` }), ` ${fix.title}`, ...(fix.gain
+    element("p", {}, [element("b", { text: `Fix${number}` }), " ", ...prose(fix.title), ...(fix.gain
       ? [" ", element("small", { text: `(${fix.gain})` })] : [])]),
   ]);
   if (fix.diff || fix.edits.length) {
@@ -273,9 +279,9 @@ function drawHead(head) {
   return element("header", { class: "top" }, [
     element("p", { class: "crumb" }, [element("b", { text: "dsprof" }), ` ${head.name} `, element("span", { text: head.run })]),
     element("p", { class: "verdict" }, [element("small", { text: "verdict " }), element("span", { class: `status ${head.tone}`, text: head.status })]),
-    element("h1", { class: head.headline.length > 160 ? `${head.tone} long` : head.tone, text: head.headline }),
-    ...head.notes.map((note) => element("p", { class: "note", text: note })),
-    ...head.warnings.map((warning) => element("p", { class: "warning", text: warning })),
+    element("h1", { class: head.headline.length > 160 ? `${head.tone} long` : head.tone, prose: head.headline }),
+    ...head.notes.map((note) => element("p", { class: "note", prose: note })),
+    ...head.warnings.map((warning) => element("p", { class: "warning", prose: warning })),
     ...(head.tiles.values.length ? [draw(head.tiles)] : []),
     ...(head.step_is ? [element("p", { class: "lead step-is", text: `${head.step_is}.` })] : []),
   ]);
@@ -284,7 +290,7 @@ function drawHead(head) {
 function drawSection(section) {
   return element("section", { id: section.id }, [
     element("h2", { text: section.title }),
-    ...(section.lead ? [element("p", { class: "lead", text: section.lead })] : []),
+    ...(section.lead ? [element("p", { class: "lead", prose: section.lead })] : []),
     ...section.blocks.map(draw),
   ]);
 }

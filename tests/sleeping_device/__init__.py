@@ -1,7 +1,7 @@
 """A GPU that sleeps instead of computing, for a torch without CUDA: `cuda:0` tensors, streams, events, graphs and an
 NCCL that runs on the device while the host goes on.
 
-`import sleeping_device` before torch starts it: `build.py` makes its libraries, SLEEPING_DEVICE names their folder.
+`import sleeping_device` before torch starts it: `build.py` makes its library, SLEEPING_DEVICE names its folder.
 What the device does when is computed (timeline.hpp) and `log()` tells it, so that a profiler can be held against it.
 
 timeline.hpp   streams, events, graphs: when each operation begins and ends
@@ -30,22 +30,19 @@ _LIBRARIES = Path(os.environ["SLEEPING_DEVICE"]) if "SLEEPING_DEVICE" in os.envi
 
 
 def _load(folder: Path) -> Any:
-    """Load the libraries in their order: torch asks for CUDA's hooks while it is imported."""
+    """Load the library and what it needs in their order: torch asks for CUDA's hooks while it is imported."""
     if "torch" in sys.modules:
         raise ImportError("import sleeping_device before torch")
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
     torch_libraries = Path(spec.origin).parent / "lib"
-    for library in (
-        torch_libraries / "libc10.so",
-        torch_libraries / "libtorch_cpu.so",
-        folder / "libsleeping_device.so",
-    ):
+    ours = folder / "sleeping_bindings.so"
+    for library in (*(torch_libraries / f"lib{name}.so" for name in ("c10", "torch_cpu", "torch_python")), ours):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     import torch  # noqa: F401
 
-    loader = ExtensionFileLoader("sleeping_bindings", str(folder / "sleeping_bindings.so"))
+    loader = ExtensionFileLoader("sleeping_bindings", str(ours))
     bindings = importlib.util.module_from_spec(importlib.util.spec_from_loader("sleeping_bindings", loader))  # type: ignore[arg-type]
     loader.exec_module(bindings)
     return bindings

@@ -8,7 +8,6 @@ from typing import Final
 
 import numpy as np
 import pandas as pd
-from pandas.api.extensions import ExtensionArray
 
 from dsprof.live.tail import SAMPLES
 from dsprof.schema import Kind
@@ -21,7 +20,7 @@ KINDS: Final = ("step", "phase", "pipe", "gauge", "pause")
 ACTIVITY: Final = (
     "rank", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "stage", "bytes", "value", "grad", "source",
 )  # fmt: skip
-REPLICATING: Final = ("step", "purpose", "group", "issue_ns", "bytes")
+REPLICATING: Final = ("rank", "step", "purpose", "group", "issue_ns", "bytes")
 GRADIENT, BUFFER = "gradient", "buffer"
 """Purposes; buffers are what DDP broadcasts in forward."""
 NO_PROGRESS: Final = tuple(Kind(kind).name.lower() for kind in SAMPLES)
@@ -34,19 +33,23 @@ PROGRESS: Final = tuple({*KINDS, "comm"} - {*NO_PROGRESS})
 class RankActivity:
     """begun_ns: when it began something last, which samples are not; 0: it did nothing
     host_ns:  purpose -> how long issuing each communication of it took the thread that did, where that is known
-    replicating: REPLICATING of what keeps ranks replicas of each other: gradients and buffers
     issued:   how many communications it issued in steps, and of how many nobody knows when they ended
     """
 
     begun_ns: int
     host_ns: Mapping[str, Int]
-    replicating: pd.DataFrame
     issued: tuple[int, int]
 
 
-def activity_rows(rows: RankRows) -> dict[str, ExtensionArray]:
+def activity_rows(rows: RankRows) -> pd.DataFrame:
     """ACTIVITY of the steps of a rank, its phases, actions of a pipeline's schedule, gauges and pauses."""
-    return rows.take_arrays(ACTIVITY, np.flatnonzero(rows.are("kind", *KINDS)))
+    return rows.take(ACTIVITY, np.flatnonzero(rows.are("kind", *KINDS)))
+
+
+def replicating_rows(rows: RankRows) -> pd.DataFrame:
+    """REPLICATING of what keeps a rank a replica of others: gradients and buffers."""
+    issued = rows.are("kind", "comm") & rows.are("purpose", GRADIENT, BUFFER) & rows.known("issue_ns")
+    return rows.take(REPLICATING, np.flatnonzero(issued))
 
 
 def find_activity(rows: pd.DataFrame | RankRows) -> RankActivity:
@@ -57,12 +60,10 @@ def find_activity(rows: pd.DataFrame | RankRows) -> RankActivity:
     codes, names = rows.codes("purpose")
     purpose, host = codes[comm], rows.whole("host_ns", NOT_TOLD)[comm]
     timed = host != NOT_TOLD
-    replicates = np.isin(purpose, np.flatnonzero(np.isin(names, [GRADIENT, BUFFER])))
     inside = rows.whole("step")[comm] >= 0
     unknown = ~rows.known("dur_ns")[comm] & rows.true("ended", missing=False)[comm]
     return RankActivity(
         begun_ns=int(rows.whole("start_ns")[moved].max()) if moved.any() else 0,
         host_ns={str(names[one]): host[timed & (purpose == one)] for one in np.unique(purpose[timed]) if one >= 0},
-        replicating=rows.take(REPLICATING, comm[replicates & rows.known("issue_ns")[comm]]),
         issued=(int(inside.sum()), int((inside & unknown).sum())),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -18,12 +17,13 @@ RECORD_NS: Final = {True: 200.0, False: 1_600.0}
 """CPU time of recording a collective, and anything else, with the native recorder and with the Python one: measured
 once in a tight loop, so an estimate. benchmarks/overhead.py measures what a job really pays."""
 
+RECORDED: Final = ("step", "collectives", "others")
 MOST_NUMBERS: Final = 1 << 20
 """Numbers of steps from the first to the last that are counted in an array of so many."""
 
 
 def count_records(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
-    """step, collectives, others: how many records of each the rows of a rank come from."""
+    """RECORDED: how many records of each kind the rows of a rank come from, by step."""
     rows = as_rows(rows)
     measured = rows.are("source", "measured")
     of, is_collective = rows.whole("step")[measured], rows.are("kind", "comm")[measured]
@@ -39,17 +39,15 @@ def count_records(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
     return pd.DataFrame({"step": step, "collectives": collectives, "others": count - collectives})
 
 
-def estimate_overhead(run: RunInfo, recorded: Iterable[pd.DataFrame], ordinary: pd.DataFrame) -> float | None:
+def estimate_overhead(run: RunInfo, recorded: pd.DataFrame, ordinary: pd.DataFrame) -> float | None:
     """Percent of the ordinary steps that their records should have cost; not a measurement of this run. None without a
-    step, and of another tool's trace: nobody told what its records cost. `recorded`: of each rank (`count_records`)."""
+    step, and of another tool's trace: nobody told what its records cost. `recorded`: of all ranks (`count_records`)."""
     if ordinary.empty or run.imported:
         return None
     steps, native = np.unique(ordinary["step"].to_numpy(np.int64)), all(item.native for item in run.ranks)
-    spent = 0.0
-    for counts in recorded:
-        inside = np.isin(counts["step"].to_numpy(), steps)
-        collectives, others = (int(counts[name].to_numpy()[inside].sum()) for name in ("collectives", "others"))
-        spent += collectives * COLLECTIVE_NS[native] + others * RECORD_NS[native]
+    inside = np.isin(recorded["step"].to_numpy(), steps)
+    collectives, others = (int(recorded[name].to_numpy()[inside].sum()) for name in ("collectives", "others"))
+    spent = collectives * COLLECTIVE_NS[native] + others * RECORD_NS[native]
     return float(100 * spent / ordinary["dur_ns"].sum())
 
 

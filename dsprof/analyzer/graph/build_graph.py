@@ -141,7 +141,7 @@ class _Builder:
         # What is waited for from elsewhere, by the step it belongs to.
         self.awaited: dict[int, set[tuple[int, int]]] = defaultdict(set)
         waits = np.flatnonzero((events.what == WAIT) & (home >= 0))
-        target = events.target[waits]
+        target = events.target[waits].astype(np.int64)
         awaited = np.stack([home[waits], target, tasks.views(target, leads[events.rank[waits]])], axis=1)
         for step, row, view in np.unique(awaited, axis=0).tolist():
             self.awaited[step].add((row, view))

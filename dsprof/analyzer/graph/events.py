@@ -38,20 +38,23 @@ NOWHERE: Final = (-1, -1)
 _STAGES: Final = 1 << 28
 
 
+Narrow = npt.NDArray[np.int32]
+
+
 @dataclass(frozen=True)
 class ProgramEvents:
     """ProgramEvents by step, chain and time.
 
     step:   index of the step, -1: in none of the graph's; rank: index of the chain; what: ISSUE, ...
-    target: row of `tasks.Tasks`, -1: none
+    target: row of `tasks.Tasks`, -1: none. These four are narrow: of many ranks there are millions of events
     when, ended: ns, the latter when the rank saw its task end (-1: unknown)
     action: of a event at either end of one, which: `action_code`
     """
 
-    step: Int
-    rank: Int
-    what: Int
-    target: Int
+    step: Narrow
+    rank: Narrow
+    what: npt.NDArray[np.int8]
+    target: Narrow
     when: Int
     ended: Int
     action: Int
@@ -92,7 +95,8 @@ def find_events(programs: Sequence[Program], begin: Int, end: Int, first_own: In
     del targets, steps
     order = np.lexsort((_turn(rank_of, what, target, when), when, rank_of, step))
     # One after the other: of many ranks each column is large.
-    step, rank_of, what, target, when = (of[order] for of in (step, rank_of, what, target, when))
+    step, rank_of, target = (of.astype(np.int32)[order] for of in (step, rank_of, target))
+    what, when = what.astype(np.int8)[order], when[order]
     ended, action = (np.concatenate([columns[k] for columns in programs])[order] for k in (ENDED, ACTION))
     return ProgramEvents(step, rank_of, what, target, when, ended, action)
 

@@ -151,6 +151,7 @@ def hold_out(graph: StepGraph) -> HeldOut | None:
 
 def _held_out(graph: StepGraph, ordered: Callable[[Int], Int]) -> HeldOut | None:
     """ordered: of the judged steps of a template, those that are given what others took come first."""
+    graph = _of_one_part(graph)
     columns = [graph.columns_of(index) for index in range(len(graph.templates))]
     drawn = [[_halves(ordered(np.flatnonzero(graph.judged[of]))) for of in columns] for _ in range(DRAWS)]
     places = np.cumsum(graph.judged) - 1
@@ -177,6 +178,14 @@ Halves = tuple[Int, Int]
 def _halves(ordered: Int) -> Halves:
     half = len(ordered) // 2 if len(ordered) >= FEWEST_HELD_OUT else 0
     return ordered[:half], ordered[half : 2 * half]
+
+
+def _of_one_part(graph: StepGraph) -> StepGraph:
+    """The graph with the work of each segment as one number: what it consists of makes no difference to a replay, and
+    of many ranks each copy of it is large."""
+    whole = (steps.work @ np.ones(steps.work.shape[-1]) for steps in graph.templates)
+    templates = (steps.with_costs(work=work[..., None]) for steps, work in zip(graph.templates, whole, strict=True))
+    return graph.with_templates(tuple(templates))
 
 
 def _exchanged(graph: StepGraph, halves: Sequence[Halves]) -> StepGraph:

@@ -8,7 +8,6 @@ from typing import Final
 import numpy as np
 
 from dsprof.schema import BUDGET_PARTS
-from dsprof.trace import concat_rows
 
 from .. import signals
 from ..align.steps import captured_part, describe_steps, early_ends, lasting_change, without_training
@@ -69,7 +68,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         collectives=study.collectives,
         waits=study.waits,
         trace=study.trace,
-        layer_costs=tuple(layer_costs(concat_rows([summary.staged for summary in ranks.values()]))),
+        layer_costs=tuple(layer_costs(study.tables.staged)),
         modules=module_times({rank: summary.modules for rank, summary in ranks.items()}),
         efficiency=judge_efficiency(
             run,

@@ -114,7 +114,7 @@ def input_of_steps(study: Study) -> Float | None:
 def micro_batch_counts(study: Study) -> Float | None:
     """How many micro-batches each rank has in each ordinary step, [R, S]. None where that was not seen, or a rank has
     not as many forwards as backwards, which then are of something else."""
-    table = pd.concat([summary.passes for summary in study.summaries.values()], ignore_index=True)
+    table = study.passes
     counts = table.groupby(["name", "rank", "step"]).size()
     if not {FORWARD, BACKWARD} <= set(table["name"]):
         return None
@@ -155,7 +155,7 @@ def _passed(study: Study) -> pd.DataFrame | None:
     """`passes.PASS_COLUMNS` of all ranks, and ms, what each computed."""
     if study.on_gpu:  # there its host's phases say nothing of what the device takes
         return None
-    table = pd.concat([summary.passes for summary in study.summaries.values()], ignore_index=True)
+    table = study.passes
     if set(table["rank"]) != set(study.ranks):
         return None
     counts = table.groupby(["rank", "step", "name"]).size().unstack(fill_value=0)

@@ -46,6 +46,13 @@ class Late:
         it is not known."""
         return mine_and_others(self.study.gauges.spent(name).mean(axis=1), self.slow)
 
+    def gauge_of_time(self, name: str) -> tuple[float, float]:
+        """As `gauge`, for a step as long as those of the slow ranks: of others whose steps are longer or shorter, as
+        where ranks step without waiting for each other, it is the same share of the time."""
+        length = np.nanmean(self.study.gauges.wall_ms, axis=1)
+        share = self.study.gauges.spent(name).mean(axis=1) / np.maximum(length, 1e-9)
+        return mine_and_others(share * float(length[self.slow].mean()), self.slow)
+
     def beyond(self, name: str) -> float:
         """What the slow ranks have of it more than the others."""
         mine, others = self.gauge(name)

@@ -32,7 +32,7 @@ CORE_WAIT: Final = "core_wait_seconds"
 
 def quota(late: Late) -> Cause | None:
     """The kernel says that the quota of a cgroup stopped it."""
-    mine, others = late.gauge(gauges.THROTTLED)
+    mine, others = late.gauge_of_time(gauges.THROTTLED)
     if not late.mostly(mine - others):
         return None
     limit = _limit(late)
@@ -43,7 +43,7 @@ def quota(late: Late) -> Cause | None:
 
 def stopped(late: Late) -> Cause | None:
     """No thread of the process could run, and it wanted no core."""
-    mine, others = late.gauge(gauges.STOPPED)
+    mine, others = late.gauge_of_time(gauges.STOPPED)
     if not late.mostly(mine - others):
         return None
     share = 100 * mine / max(late.study.step_ms, 1e-9)

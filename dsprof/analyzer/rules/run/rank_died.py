@@ -84,6 +84,8 @@ def rank_died(study: Study) -> list[Finding]:
 
 def _why_unknown(study: Study) -> str:
     """Why there is no exit of any rank."""
+    if study.run.imported:
+        return "an imported trace does not say how its ranks ended"
     if study.run.status is None:
         return "no launcher recorded how the ranks ended"
     return f"the command ended with status {study.run.status}, and what it started does not tell how its ranks ended"
