@@ -20,6 +20,8 @@ US, MS = 1_000, 1_000_000
 FIXED = 9
 """Rows of a step that are neither modules nor communication: a step, five phases, three gauges."""
 DRIFT_PPM = 5.0
+LATER_OF_ALL = 1.5
+"""A rank leaves a reduction of all ranks, at most, so many times as much later than the first as one of its host."""
 
 
 def layout(ranks: int, rows: int) -> tuple[int, int, int, int]:
@@ -122,7 +124,7 @@ class Timeline:
         free = np.zeros(steps)
         for bucket in range(self.buckets):
             free = np.maximum(self.bucket_issue[:, :, bucket].max(axis=0), free) + 1.2 * MS
-            self.bucket_end[:, :, bucket] = free + 1.5 * plant.tail_ns * draw.random(shape)
+            self.bucket_end[:, :, bucket] = free + LATER_OF_ALL * plant.tail_ns * draw.random(shape)
         now = self.waited = np.maximum(now, self.bucket_issue.max(axis=2) + 50 * US)
         self.done = np.maximum(now, self.bucket_end.max(axis=2)) + 50 * US
         # What a step is relative to: when the last bucket of the one before had come.

@@ -104,6 +104,7 @@ def test_ranks_of_unequal_memory_hold_their_shares() -> None:
     assert [rank.then - rank.now for rank in found] == [40 * MIB, 0, 0, -40 * MIB]
     assert memory_with({"heterogeneous.memory": "measure"}, USES, facts, 4) == ()
     assert memory_with({"heterogeneous.memory": [80, 40]}, USES, facts, 4) == ()  # of another job
+    assert memory_with({"heterogeneous.memory": [None] * 4}, USES, facts, 4) == ()  # which no job can have
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 from synthetic import Job
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.analyze import explain
 from dsprof.analyzer.study import Study, study
 from dsprof.schema import COLUMNS
 from dsprof.trace import Trace, concat_rows
@@ -163,6 +164,30 @@ def test_no_process_holds_the_rows_of_all_ranks() -> None:
     assert of_a_rank > 2_000_000
     few, many = (peak_bytes(Long(ranks, 20_000)) for ranks in (2, 10))
     assert many - few < of_a_rank, "eight ranks more take less than the rows of one"
+
+
+class Noting:
+    """A source that notes which ranks are read."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._source, self.ranks = trace.source, trace.ranks
+        self.read_ranks: list[int] = []
+
+    def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+        self.read_ranks.append(rank)
+        return self._source.read(rank, columns)
+
+
+def test_rows_are_read_twice_and_then_of_suspects_alone() -> None:
+    whole = job(20).trace()
+    source = Noting(whole)
+    measured = study(Trace(whole.run, source))
+    assert set(source.read_ranks) == {*range(20)}
+    assert len(source.read_ranks) <= 2 * 20
+    source.read_ranks.clear()
+    analysis = explain(measured)
+    assert analysis.findings[0].where.ranks == (1,)
+    assert len(set(source.read_ranks)) <= 8, "the rows of suspects are read, and of no others"
 
 
 def test_the_two_passes_keep_no_communications() -> None:

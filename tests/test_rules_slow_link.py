@@ -29,12 +29,15 @@ def job(
     slow_rank: int | None = None,
     seldom: bool = False,
     spell: tuple[int, int] | None = None,
+    turns: Mapping[str, int] | None = None,
 ) -> MeshJob:
     """2 x 2: layers are shared in rows, gradients of 4 MiB reduced in columns, all waited for at once. mib: of the
     gradients of some groups; seldom: a third of what is slow is not; spell: it is so in
-    these steps alone."""
+    these steps alone; turns: group -> in which of three steps it is so alone."""
 
     def times_as_long(group: str, number: int) -> float:
+        if turns is not None and group in turns and number // 2 % 3 != turns[group]:
+            return 1.0
         if spell is not None and not spell[0] <= number // (2 if group in REPLICAS else 4) <= spell[1]:
             return 1.0
         return 1.0 if seldom and number % 3 == 0 else slower.get(group, 1.0)
@@ -80,6 +83,22 @@ def test_a_link_that_is_slow_for_a_while_is_named_with_when() -> None:
     judged = analysis.steps_judged
     a_slow_step = job({"c1": 5.0}).step_ms() - job({}).step_ms()
     assert first.gain.ms == pytest.approx(a_slow_step * 7 / judged, rel=0.15)
+
+
+@pytest.mark.plants("comm.slow-link")
+def test_links_that_are_slow_in_turn_are_each_named_with_when() -> None:
+    analysis = analyze(job({"c0": 5.0, "c1": 5.0}, turns={"c0": 0, "c1": 1}).trace())
+    links = [one for one in analysis.findings if one.code == "comm.slow-link"]
+    assert sorted(one.where.ranks for one in links) == [(0, 2), (1, 3)]
+    assert analysis.findings[0].code == "comm.slow-link"
+    judged = analysis.steps_judged
+    a_slow_step = job({"c1": 5.0}).step_ms() - job({}).step_ms()
+    for one in links:
+        struck = sum(step % 3 == (0 if one.where.ranks == (0, 2) else 1) for step in range(24 - judged, 24))
+        when = f"in {struck} of {judged} steps, in turn with other links"
+        assert f"takes 21.0 ms {when}, and 4.20 ms over" in one.title
+        assert Evidence("when", f"rotating: {when}", "") in one.evidence
+        assert one.gain.ms == pytest.approx(a_slow_step * struck / judged, rel=0.15)
 
 
 @pytest.mark.parametrize("spell", [(8, 14), None], ids=["for a while", "all along"])

@@ -29,19 +29,19 @@ class ScaleLink(WhatIf):
 
     A measured transfer is divided into the two by the line fitted to all of its process group's. Where their sizes are
     too alike for that, only both together can be changed. link: the line that divides them, where the caller knows one.
-    steps: the first and the last step in which the link is another one; None: in all.
+    steps: numbers of the steps in which the link is another one; None: in all.
     """
 
     latency: float = 1.0
     bandwidth: float = 1.0
     of: Communications = field(default_factory=Communications)
     link: Link | None = None
-    steps: tuple[int, int] | None = None
+    steps: frozenset[int] | None = None
     turn = Turn.LINK
 
     @property
     def name(self) -> str:
-        when = "" if self.steps is None else f" in steps {self.steps[0]} to {self.steps[1]}"
+        when = "" if self.steps is None else f" in steps {', '.join(map(str, sorted(self.steps)))}"
         return f"latency x {self.latency:g}, bandwidth x {self.bandwidth:g} for {self.of}{when}"
 
     def change(self, graph: StepGraph) -> StepGraph:
@@ -57,8 +57,7 @@ class ScaleLink(WhatIf):
     def _scaled(self, steps: Steps, link_of: Callable[[str], Link]) -> Steps:
         transfer, wire = steps.transfer.copy(), steps.wire.copy()
         a_byte = 1 / self.bandwidth
-        first, last = (steps.numbers.min(), steps.numbers.max()) if self.steps is None else self.steps
-        when = (steps.numbers >= first) & (steps.numbers <= last)
+        when = np.ones(len(steps.numbers), bool) if self.steps is None else np.isin(steps.numbers, [*self.steps])
         for c in self.of.of(steps.structure).tolist() if when.any() else ():
             task = steps.structure.tasks[c]
             if task.linked:  # its parts are known

@@ -63,10 +63,10 @@ class _Turns:
 def repeated_reductions(study: Study) -> Repeated | None:
     """None where no gradients are reduced more than once before a step of the optimizer."""
     numbers = study.step_numbers
-    turns, held = _turns(study), _bytes_of_models(study)
+    turns, held, reductions = _turns(study), _bytes_of_models(study), _reductions(study)
     found: dict[str, Repeated] = {}
     for rank in study.ranks:
-        for reduced in _reductions(study, rank):
+        for reduced in reductions[rank]:
             if reduced.group in found:
                 continue
             one = _of_group(reduced, turns[rank], len(numbers))
@@ -89,19 +89,21 @@ def _turns(study: Study) -> dict[int, _Turns]:
     return found
 
 
-def _reductions(study: Study, rank: int) -> list[_Reduced]:
-    """Those of gradients in the ordinary steps whose sizes are known, by group."""
-    table = study.replicating(rank, GRADIENT)
-    step = table["step"].to_numpy(np.int64)
+def _reductions(study: Study) -> dict[int, list[_Reduced]]:
+    """Of each rank, those of gradients in the ordinary steps whose sizes are known, by group."""
+    table = study.tables.replicating
+    rank, step = table["rank"].to_numpy(np.int64), table["step"].to_numpy(np.int64)
     known = np.isin(step, study.step_numbers) & table["bytes"].notna().to_numpy(bool)
-    if not known.any():
-        return []
+    known &= is_one_of(table["purpose"], GRADIENT)
     code, names = codes_of(table["group"])
     issue, moved = table["issue_ns"].to_numpy(np.int64), table["bytes"].to_numpy(np.float64, na_value=0.0)
-    found = []
-    for one in np.unique(code[known]).tolist():
-        mine = known & (code == one)
-        found.append(_Reduced(str(names[one]) if one >= 0 else "nan", step[mine], issue[mine], moved[mine]))
+    rank, step, code, issue, moved = (column[known] for column in (rank, step, code, issue, moved))
+    order = np.lexsort((code, rank))  # stable: of a rank and a group they stay as they were
+    begins = np.flatnonzero(np.append(True, (np.diff(rank[order]) != 0) | (np.diff(code[order]) != 0))[: len(order)])
+    found: dict[int, list[_Reduced]] = {one: [] for one in study.ranks}
+    for mine in np.split(order, begins[1:]) if len(order) else ():
+        group = str(names[code[mine[0]]]) if code[mine[0]] >= 0 else "nan"
+        found.setdefault(int(rank[mine[0]]), []).append(_Reduced(group, step[mine], issue[mine], moved[mine]))
     return found
 
 

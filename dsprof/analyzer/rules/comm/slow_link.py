@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import pandas as pd
 
 from ... import signals
-from ...arrays import Bool
+from ...arrays import Bool, Float, Int
 from ...candidate import Candidate, Price
 from ...finding import Evidence, Finding, Fix, Where
 from ...price.calibration import ModelError
 from ...study import Study, once
-from ...text import ms, size
+from ...text import count, ms, size
 from ...text import ranks as ranks_in_words
 from ...whatif.communications import ScaleLink
 from ...whatif.select import Communications
 from ..base import NotConcerned, NotJudged, hosts_of
 from ..rule import Found, Look, Rule
-from ..run.late_pattern import spell_of, struck_steps
+from ..run.late_pattern import CHRONIC, FEWEST_STRUCK, in_turn, spell_of, struck_steps
 from .dimensions import Domain, domains, need_every_rank
 
 SLOWER: Final = 1.5
@@ -40,8 +40,8 @@ UNEVEN: Final = ("all_to_all",)
 
 @dataclass(frozen=True)
 class SlowLink:
-    """times: what it takes longer than its peers; bytes, own_ms, peers_ms: of what most of its time goes to; spell: the
-    first and the last step in which it is slow, None: it is so all along."""
+    """times: what it takes longer than its peers; bytes, own_ms, peers_ms: of what most of its time goes to; steps: in
+    which it is slow, None: all along; in_turn: whether others of its dimension are so in the other steps."""
 
     domain: Domain
     group: str
@@ -51,18 +51,27 @@ class SlowLink:
     bytes: float
     own_ms: float
     peers_ms: float
-    spell: tuple[int, int] | None = None
+    steps: Int | None = None
+    in_turn: bool = False
 
     @property
-    def when(self) -> str:
+    def spell(self) -> tuple[int, int] | None:
+        """The first and the last step of the only part of the run in which it is slow."""
+        return None if self.steps is None or self.in_turn else (int(self.steps[0]), int(self.steps[-1]))
+
+    def when(self, study: Study) -> str:
         """` from step 5 to 9`, or nothing."""
-        return "" if self.spell is None else f" from step {self.spell[0]} to {self.spell[1]}"
+        if self.steps is None:
+            return ""
+        if self.in_turn:
+            return f" in {len(self.steps)} of {count(len(study.step_numbers), 'step')}, in turn with other links"
+        return f" from step {self.steps[0]} to {self.steps[-1]}"
 
 
 @once
 def slow_links(study: Study) -> list[SlowLink]:
     """Groups of a dimension that are slow where the same collectives are compared with those of its other groups: all
-    along, or for a part of the run. Of the latter both are compared in that part alone."""
+    along, for a part of the run, or in turn. Of the latter two they are compared in those steps alone."""
     found = []
     for domain in domains(study):
         if domain.dimension is None or len(domain.dimension.teams) < 2:
@@ -72,20 +81,30 @@ def slow_links(study: Study) -> list[SlowLink]:
             group=table["group"].astype(str), ms=table["transfer_ns"].to_numpy(np.float64) / 1e6
         )
         rows_of, peers = table.groupby("group").indices, _Alike(table)
+        now_and_then: list[SlowLink] = []
         for group in domain.groups:
             own = table.take(rows_of.get(group, np.empty(0, np.int64)))
             one = _compared(study, domain, own, peers, group)
-            if one is None and (spell := _spell(study, own, peers, group)) is not None:
-                then, all_then = (of[of["step"].between(*spell)] for of in (own, table))
-                one = _compared(study, domain, then, _Alike(all_then), group, spell)
             if one is not None:
                 found.append(one)
+                continue
+            struck = struck_steps(_longer(study, own, peers, group))
+            if not FEWEST_STRUCK <= struck.sum() <= CHRONIC * len(struck):
+                continue
+            spell = spell_of(struck)
+            chosen = study.step_numbers[struck if spell is None else slice(spell[0], spell[1] + 1)]
+            then, all_then = (of[of["step"].isin(chosen)] for of in (own, table))
+            one = _compared(study, domain, then, _Alike(all_then), group, chosen)
+            if one is not None:
+                (now_and_then if spell is None else found).append(one)
+        each = [np.isin(study.step_numbers, one.steps) for one in now_and_then if one.steps is not None]
+        if len(each) > 1 and in_turn(np.array(each)):
+            found += [replace(one, in_turn=True) for one in now_and_then]
     return found
 
 
-def _spell(study: Study, own: pd.DataFrame, every: _Alike, group: str) -> tuple[int, int] | None:
-    """The first and the last step of a part of the run to which nearly all of what a group's collectives take longer
-    than those of its peers usually do belongs; None: there is no such part."""
+def _longer(study: Study, own: pd.DataFrame, every: _Alike, group: str) -> Float:
+    """By how much a group's collectives take longer in each step than those of its peers usually do, [S] ms."""
     more = np.zeros(len(study.step_numbers))
     for (name, purpose), mine in own.groupby(["name", "purpose"], dropna=False, observed=True):
         for bytes_, alike in _by_size(mine):
@@ -94,8 +113,7 @@ def _spell(study: Study, own: pd.DataFrame, every: _Alike, group: str) -> tuple[
             if bytes_ > 0 and len(others):
                 at = np.searchsorted(study.step_numbers, alike["step"].to_numpy(np.int64))
                 np.add.at(more, at, alike["ms"].to_numpy(np.float64) - float(others.median()))
-    spell = spell_of(struck_steps(more))
-    return None if spell is None else (int(study.step_numbers[spell[0]]), int(study.step_numbers[spell[1]]))
+    return more
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,10 +146,10 @@ class _Alike:
 
 
 def _compared(
-    study: Study, domain: Domain, own: pd.DataFrame, every: _Alike, group: str, spell: tuple[int, int] | None = None
+    study: Study, domain: Domain, own: pd.DataFrame, every: _Alike, group: str, steps: Int | None = None
 ) -> SlowLink | None:
     """A group beside its peers; None where it is not sure to be slower, or where that is not the link's. own: its
-    collectives; every: those of all groups; spell: the first and the last step that these are of, None: all"""
+    collectives; every: those of all groups; steps: that these are of, None: all"""
     whole, peers_whole, most = 0.0, 0.0, None
     for (name, purpose), mine in own.groupby(["name", "purpose"], dropna=False, observed=True):
         for bytes_, alike in _by_size(mine):
@@ -150,11 +168,11 @@ def _compared(
             whole, peers_whole = whole + float(alike["ms"].sum()), peers_whole + usual * len(alike)
             if most is None or alike["ms"].sum() > most[0]:
                 most = float(alike["ms"].sum()), str(name), bytes_, typical, usual
-    if most is None or peers_whole <= 0 or wants_cores(study, _ranks_of(study, group), spell):
+    if most is None or peers_whole <= 0 or wants_cores(study, _ranks_of(study, group), steps):
         return None
     members = study.mesh.of_group(group)
     ranks = _ranks_of(study, group) if members is not None else ()
-    return SlowLink(domain, group, ranks, whole / peers_whole, *most[1:], spell)
+    return SlowLink(domain, group, ranks, whole / peers_whole, *most[1:], steps)
 
 
 def _by_size(mine: pd.DataFrame) -> list[tuple[float, pd.DataFrame]]:
@@ -175,16 +193,16 @@ def _ranks_of(study: Study, group: str) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in known)) if known else ()
 
 
-def wants_cores(study: Study, ranks: tuple[int, ...], spell: tuple[int, int] | None = None) -> bool:
+def wants_cores(study: Study, ranks: tuple[int, ...], steps: Int | None = None) -> bool:
     """Whether one of these ranks waits longer for a core than the others, by as much as matters: on CPUs its backend's
-    threads do, too. spell: the first and the last step that count, None: all do"""
+    threads do, too. steps: that count, None: all do"""
     if study.contended is None:
         return False
     wanted = study.gauges.spent("core_wait_seconds")
     if wanted.shape[0] != len(study.ranks) or not np.isfinite(wanted).any():
         return False
-    if spell is not None:
-        wanted = wanted[:, (study.step_numbers >= spell[0]) & (study.step_numbers <= spell[1])]
+    if steps is not None:
+        wanted = wanted[:, np.isin(study.step_numbers, steps)]
     each = np.nanmean(np.where(np.isfinite(wanted), wanted, np.nan), axis=1)
     mine: Bool = np.isin(study.ranks, ranks)
     if not mine.any() or mine.all():
@@ -206,21 +224,23 @@ def slow_link(study: Study) -> Found:
 def as_its_peers(link: SlowLink) -> ScaleLink:
     """The transfers of a slow group as fast as those of its peers, while it is slow."""
     of = Communications(groups=(link.group,))
-    return ScaleLink(latency=1 / link.times, bandwidth=link.times, of=of, steps=link.spell)
+    steps = None if link.steps is None else frozenset(link.steps.tolist())
+    return ScaleLink(latency=1 / link.times, bandwidth=link.times, of=of, steps=steps)
 
 
 def _candidate(study: Study, link: SlowLink) -> Candidate:
-    change = as_its_peers(link)
+    change, when = as_its_peers(link), link.when(study)
+    kind = "rotating" if link.in_turn else "transient"
     evidence = (
         Evidence(f"{link.op} of {size(link.bytes)}", round(link.own_ms, 3), "ms", round(link.peers_ms, 3)),
         Evidence("times as slow as its peers", round(link.times, 2), "", 1.0),
-        Evidence("when", f"transient:{link.when}" if link.spell else "chronic: in all of the run", ""),
+        Evidence("when", f"{kind}:{when}" if when else "chronic: in all of the run", ""),
     )
 
     def say(price: Price) -> Finding:
         who = ranks_in_words(link.ranks) if link.ranks else f"process group {link.group}"
         title = (
-            f"{who}{study.mesh.words(link.ranks)}: {link.op} of {size(link.bytes)} takes {ms(link.own_ms)}{link.when}, "
+            f"{who}{study.mesh.words(link.ranks)}: {link.op} of {size(link.bytes)} takes {ms(link.own_ms)}{when}, "
             f"and {ms(link.peers_ms)} over the links of their peers{link.domain.inside}"
         )
         where = Where(

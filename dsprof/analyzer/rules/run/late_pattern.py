@@ -49,7 +49,7 @@ def find_pattern(late: Float, ranks: Sequence[int], steps: Int) -> Pattern:
     """
     each = np.array([struck_steps(of_rank) for of_rank in late])
     someone: Bool = np.any(each, axis=0)
-    if len(ranks) > 1 and each.any(axis=1).all() and _in_turn(each, someone):
+    if len(ranks) > 1 and each.any(axis=1).all() and in_turn(each):
         by = ms(float(late[each].mean()))
         counts = [f"rank {rank} in {often}" for rank, often in zip(ranks, each.sum(axis=1).tolist(), strict=True)]
         of = f"of {count(len(steps), 'step')}"
@@ -84,8 +84,9 @@ def struck_steps(late: Float) -> Bool:
     return struck
 
 
-def _in_turn(each: Bool, someone: Bool) -> bool:
-    """Whether one rank is late after another, [R, S], and two at once seldom."""
+def in_turn(each: Bool) -> bool:
+    """Whether one after another is struck, [R, S], and two at once seldom."""
+    someone: Bool = np.any(each, axis=0)
     together = (each.sum(axis=0) > 1).sum()
     return bool(
         someone.mean() > COVERED and together <= TOGETHER * someone.sum() and each.mean(axis=1).max() <= CHRONIC
