@@ -212,6 +212,11 @@ def test_shards_of_ranks_of_unequal_memory(tmp_path: Path, capsys: pytest.Captur
     assert cli.main(["doctor", str(written(tmp_path, raw)), "--world-size", "2"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "shards replica 0: 66.7%, replica 1: 33.3%" in lines
+    raw |= {"sequence_parallel_size": 2, "heterogeneous": {"memory": [80, 40, 40, None]}}
+    assert cli.main(["doctor", str(written(tmp_path, raw)), "--world-size", "4"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "shards rank 0: 50.0%, rank 1: 25.0%, rank 2: 25.0%, rank 3: 0.0%" in lines
+    assert "batch 8 = 4 a set x 1 accumulated x 2 sets of 2 ranks" in lines
     raw["heterogeneous"] = {"memory": "measure"}
     assert cli.main(["doctor", str(written(tmp_path, raw)), "--world-size", "2"]) == 0
     assert "divided by memory that is measured at the start" in capsys.readouterr().out

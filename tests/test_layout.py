@@ -262,6 +262,27 @@ def test_each_rank_is_held_against_its_own_peak() -> None:
     assert most(sharded) == sharded[0]
 
 
+@pytest.mark.parametrize(("memory", "shares"), [([80, 40], (2 / 3, 1 / 3)), ([1, None], (1, 0)), (None, (0.5, 0.5))])
+def test_ranks_of_unequal_memory_hold_their_shares_in_another_layout_too(
+    memory: list[float | None] | None, shares: tuple[float, float]
+) -> None:
+    """Of dsprof's engine, which shards gradients with the states: from stage 1 to 3 parameters go, but for a share."""
+    content = {
+        "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1, "allgather_bucket_size": 1},
+        "heterogeneous": {"memory": memory},
+    }  # fmt: skip
+    parts = {"parameters": 32 << 20, "gradients": 16 << 20, "optimizer_states": 32 << 20}
+    uses = [MemoryUse(rank, "host", (400 - 100 * rank) << 20, 0, 0, None, 0, 0, parts) for rank in range(2)]
+    job = Job(buckets=(32 << 20,), jitter=0.0, facts=[{"fact": "config", "dialect": "dsprof", "content": content}])
+    measured = replace(study(job.trace()), memory_uses=uses)
+    same, sharded = (LayoutWanted(zero_stage=stage).memory(measured) for stage in (1, 3))
+    assert [(one.now, one.then) for one in same] == [(use.peak, use.peak) for use in uses]
+    first, second = (one.then - one.now for one in sharded)
+    assert second - first == pytest.approx((shares[1] - shares[0]) * (32 << 20), abs=1)
+    content["heterogeneous"] = {"memory": "measure"}
+    assert LayoutWanted(zero_stage=3).memory(replace(study(job.trace()), memory_uses=uses)) == ()
+
+
 def test_how_it_is_typed() -> None:
     nothing = dict.fromkeys(
         ("pp", "dp", "tp", "zero_stage", "recompute", "offload", "schedule", "micro_batches", "chunks", "boundaries")

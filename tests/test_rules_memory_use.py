@@ -208,6 +208,27 @@ def test_a_peak_close_to_what_there_is() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("stage", "memory", "says"),
+    [
+        (1, None, "ZeRO stage 2 over 2 ranks: frees about 3.00 GiB, of 2.40 GiB that are missing"),
+        (1, [80, 20], "half the micro-batch, and twice the gradient accumulation: frees about 10.0 GiB"),
+        (1, [20, 80], "ZeRO stage 2 over 2 ranks: frees about 4.80 GiB, of 2.40 GiB that are missing"),
+        (1, "measure", "half the micro-batch, and twice the gradient accumulation: frees about 10.0 GiB"),
+        (3, None, "half the micro-batch, and twice the gradient accumulation: frees about 10.0 GiB"),
+    ],
+)
+def test_what_a_higher_stage_frees_is_the_ranks_own_share_of_it(stage: int, memory: object, says: str) -> None:
+    content = {"zero_optimization": {"stage": stage}, "heterogeneous": {"memory": memory}}
+    job = Job(steps=40, facts=[{"fact": "config", "dialect": "dsprof", "content": content}])
+    peaks = {0: 76 * GiB, 1: 10 * GiB}
+    trace = sampled(
+        job, "cuda.0", allocated=8 * GiB, allocated_peak=lambda rank, step: peaks[rank], capacity=80 * GiB,
+        optimizer_states=6 * GiB, gradients=6 * GiB, parameters=6 * GiB, activations=20 * GiB,
+    )  # fmt: skip
+    assert found("memory.oom-risk", analyze(trace)).fixes[0].title.startswith(says)
+
+
 def test_a_cache_that_was_given_back_for_want_of_memory() -> None:
     trace = sampled(Job(steps=40), "cuda.0", allocated=GiB, reserved_peak=70 * GiB, capacity=80 * GiB, retries=3)
     finding = found("memory.oom-risk", analyze(trace))

@@ -60,19 +60,22 @@ def test_one_rank_that_is_slow_in_some_steps_is_no_input() -> None:
 RANKS = 4
 
 
-def ring(cost: Callable[[int, int], float], ms: Callable[[int], float] = lambda rank: 1.0, **section: str) -> MeshJob:
-    """Two layers, in each of which 4 ranks pass something around in 4 turns, beside what they compute in each. section:
-    `context_parallel` of the configuration, where dsprof's engine trains; it tells what its exchanges are for."""
+def ring(
+    cost: Callable[[int, int], float], ms: Callable[[int], float] = lambda rank: 1.0, ranks: int = RANKS, **section: str
+) -> MeshJob:
+    """Two layers, in each of which ranks pass something around in as many turns, beside what they compute in each. In
+    backward, gradients come back after the last one. section: `context_parallel` of the configuration, where dsprof's
+    engine trains; it tells what its exchanges are for."""
     passed = ("all_to_all", 4096, "context-parallel") if section else ("all_gather", 4096, "other")
 
     def layer(rank: int, times: float) -> list[object]:
         parts: list[object] = [Work(6 * times * ms(rank))]
-        for turn in range(RANKS):
-            last = turn == RANKS - 1
+        for turn in range(ranks):
+            last = turn == ranks - 1
             parts += [] if last else [Call("1", *passed, later="turn")]
             parts.append(Work(10 * times * cost(rank, turn) * ms(rank)))
             parts += [] if last else [Wait("turn")]
-        return parts
+        return [*parts, Call("1", *passed)] if times > 1 else parts
 
     def program(rank: int, step: int) -> list[object]:
         reduced = Call("0", "all_reduce", 1 << 16, "gradient")
@@ -82,10 +85,10 @@ def ring(cost: Callable[[int, int], float], ms: Callable[[int], float] = lambda 
             Phase("optimizer", (Work(2.0),)),
         ]
 
-    groups = {"0": (tuple(range(RANKS)), ""), "1": (tuple(range(RANKS)), "" if section else "mesh_cp")}
-    config = {"sequence_parallel_size": RANKS, "context_parallel": section}
+    groups = {"0": (tuple(range(ranks)), ""), "1": (tuple(range(ranks)), "" if section else "mesh_cp")}
+    config = {"sequence_parallel_size": ranks, "context_parallel": section}
     facts = [{"fact": "config", "dialect": "dsprof", "path": "/home/me/ds.json", "content": config}] if section else []
-    return MeshJob(RANKS, groups, program, steps=24, jitter=0.004, facts=facts)
+    return MeshJob(ranks, groups, program, steps=24, jitter=0.004, facts=facts)
 
 
 def contiguous(rank: int, turn: int) -> float:
@@ -125,12 +128,41 @@ def asked_for(job: MeshJob, order: str) -> Gain | str:
     return row.reason if row.gain is None else row.gain
 
 
-@pytest.mark.parametrize("ms", [lambda rank: 1.0, lambda rank: 1.6 if rank == 3 else 1.0])
-def test_equal_shards(ms: Callable[[int], float]) -> None:
-    """With a slow machine, which is no matter of the sequence."""
-    analysis = analyze(ring(lambda rank, turn: 0.5, ms).trace())
+@pytest.mark.parametrize("section", [{}, {"attention": "ring", "order": "contiguous"}])
+def test_two_ranks_of_which_the_first_skips_what_is_masked(section: dict[str, str]) -> None:
+    job = ring(contiguous, ranks=2, **section)
+    analysis = analyze(job.trace())
+    first = analysis.findings[0]
+    assert (first.code, first.where.ranks) == ("data.imbalance", (1,))
+    assert (
+        "rank 1 takes 1.9 times what rank 0 does, as rank 0 skips the keys that are masked; rank 1 has" in first.title
+    )
+    saved = job.step_ms() - ring(lambda rank, turn: 0.5, ranks=2).step_ms()
+    assert first.gain.low <= saved <= first.gain.high
+    assert first.gain.ms == pytest.approx(saved, rel=0.15)
+    assert bool(first.fixes[0].knobs) == bool(section)
+    assert of(analysis, "rank.straggler") is None
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_what_the_order_does_not_explain_is_not_laid_on_it(order: str) -> None:
+    """Of two ranks a slow one, and ranks whose sequences are in zigzag."""
+    slow = ring(lambda rank, turn: 0.5, lambda rank: 1.0 + 0.6 * rank, ranks=2, attention="ring", order=order)
+    grows = ring(contiguous, attention="ring", order="zigzag")
+    for job in (slow, grows):
+        analysis = analyze(job.trace())
+        assert of(analysis, "data.imbalance") is None
+        assert of(analysis, "rank.straggler") is not None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slow", "each"), [(2, False, 0.5), (2, True, 1.0), (RANKS, False, 1.0), (RANKS, True, 0.5)]
+)
+def test_equal_shards(ranks: int, slow: bool, each: float) -> None:
+    """Of zigzag, and of attention without a mask. With a slow machine, which is no matter of the sequence."""
+    analysis = analyze(ring(lambda rank, turn: each, lambda rank: 1.0 + 0.6 * (slow and rank == 1), ranks).trace())
     assert of(analysis, "data.imbalance") is None
-    assert (of(analysis, "rank.straggler") is not None) == (ms(3) > 1)
+    assert (of(analysis, "rank.straggler") is not None) == slow
 
 
 @pytest.mark.parametrize(

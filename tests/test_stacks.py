@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from synthetic import Job
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.finding import Finding
 from dsprof.collectors.hooking import statements
 from dsprof.collectors.host import stack_samples
 from dsprof.collectors.host.stack_samples import Samples, library_function
@@ -132,6 +134,31 @@ def test_what_lies_between_the_phases_has_a_line() -> None:
     job = Job(ranks=2, steps=24, pause_before=30.0, stacks=samples, facts=facts(2))
     headline = analyze(job.trace()).verdict.headline
     assert "outside the phases of the loop, mostly between optimizer and data, in train.py:58" in headline
+
+
+def test_the_line_of_a_transform_that_the_loop_waits_for() -> None:
+    """30 ms of loading without workers, and most of it in one line of the dataset."""
+    stacks = {
+        1: ["/j/train.py:40", "/j/items.py:9", "PIL/Image.py:resize"],
+        2: ["/j/train.py:40", "/j/items.py:7"],
+        3: ["/j/train.py:44", "torch/_tensor.py:backward"],
+    }
+
+    def samples(rank: int, step: int) -> list[tuple[float, int]]:
+        return [(ms + 0.5, 2 if ms < 5 else 1 if ms < 30 else 3) for ms in range(0, 160, 5)]
+
+    def stalled(workers: int) -> Finding:
+        loader = {"fact": "dataloader", "rank": 0, "number": 1, "num_workers": workers, "site": "/j/train.py:12"}
+        job = Job(ranks=2, steps=24, data=lambda rank, step: 30.0, loader=1, stacks=samples,
+                  facts=[*stated(stacks), loader])  # fmt: skip
+        return next(one for one in analyze(job.trace()).findings if one.code == "data.stall")
+
+    found = stalled(0)
+    assert re.fullmatch(r"the loop waits \S+ ms of each step for input, mostly in items.py:9 → PIL/Image.py:resize.*",
+                        found.title)  # fmt: skip
+    (told,) = [item for item in found.evidence if item.metric.startswith("in items.py:9")]
+    assert told.value == pytest.approx(25, rel=0.15)
+    assert "items.py" not in stalled(2).title, "what the workers do is not seen there"
 
 
 # --- the sampler --------------------------------------------------------------------------------

@@ -119,8 +119,11 @@ def _config(config: Config, world_size: int) -> Iterator[Row]:
     from dsprof.engine.config import Batch, replicas_of
 
     sizes = (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps)
-    shares = config.shares(world_size)
-    if config.heterogeneous.speeds is None:
+    shares, sharing = config.shares(world_size), config.sequence_parallel_size
+    if sharing > 1:
+        sets = f"{replicas_of(config, world_size)} sets of {sharing} ranks"
+        yield "batch", f"{sizes[0]} = {sizes[1]} a set x {sizes[2]} accumulated x {sets}", "bold"
+    elif config.heterogeneous.speeds is None:
         yield "batch", str(Batch(*sizes, ranks=replicas_of(config, world_size))), "bold"
     elif config.heterogeneous.speeds == "measure":
         yield "batch", f"{sizes[0]}, divided by speeds that are measured at the start", "bold"
@@ -132,7 +135,8 @@ def _config(config: Config, world_size: int) -> Iterator[Row]:
         yield "shards", "divided by memory that is measured at the start", "bold"
     elif memory is not None:
         parts = config.memory_of_ranks(world_size)
-        yield "shards", ", ".join(f"replica {at}: {n / sum(parts):.1%}" for at, n in enumerate(parts)), "bold"
+        holder = "replica" if sharing == 1 else "rank"  # ranks that share sequences hold shards of their own
+        yield "shards", ", ".join(f"{holder} {at}: {n / sum(parts):.1%}" for at, n in enumerate(parts)), "bold"
     several = f"added up over {sizes[2]} micro-batches in {config.accumulation_type}, " if sizes[2] > 1 else ""
     yield "gradients", f"{several}summed over ranks in {config.communication_type}", ""
     values, usual = redact_data(config.model_dump(mode="json")), type(config)().model_dump(mode="json")

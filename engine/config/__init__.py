@@ -15,7 +15,7 @@ and what is done to a configuration, in this order, by `loading`, which also say
 
     keys            unknown, renamed and foreign ones; the nearest of these; deepspeed_keys lists the last; pydantic's
                     errors about values in our words
-    rules           contradictions, and what has no effect
+    cases  rules    contradictions, and what has no effect: in a sentence, or found by a function
     batch           train_batch_size = micro-batch x accumulation x ranks
 
 `held` says what a rank holds in memory. docs/engine_config.py makes a page of all. Free of torch and of the rest of
@@ -27,10 +27,11 @@ from .config import Config, data_parallel_ranks, replicas_of
 from .held import ELEMENT_BYTES, Held, held
 from .keys import known_paths
 from .loading import ConfigError, as_far_as_known, key_can_be, key_says, key_takes, load
+from .parallel import replica_memory
 from .zero import ZeroConfig
 
 __all__ = [
     "ACCUMULATION", "ELEMENT_BYTES", "MICRO", "TRAIN", "Batch", "BatchError", "Config", "ConfigError", "Held",
     "ZeroConfig", "as_far_as_known", "data_parallel_ranks", "held", "key_can_be", "key_says", "key_takes",
-    "known_paths", "load", "remedies", "replicas_of",
+    "known_paths", "load", "remedies", "replica_memory", "replicas_of",
 ]  # fmt: skip

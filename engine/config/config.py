@@ -258,12 +258,12 @@ class Config(Section):
 
     def held_share(self, rank: int, world_size: int) -> float | None:
         """What part of the state that is sharded a rank of the job holds, at most 1; None where that is not known, as
-        of memory that is measured at the start."""
+        of memory that is measured at the start, or where no rank has any."""
         memory = self.heterogeneous.memory
         if memory is not None and (memory == "measure" or len(memory) != world_size):
             return None
         parts = self.memory_of_ranks(data_parallel_ranks(self, world_size))
-        return parts[rank // self.tensor_parallel.size % len(parts)] / sum(parts)
+        return parts[rank // self.tensor_parallel.size % len(parts)] / sum(parts) if any(parts) else None
 
     @property
     def trained_type(self) -> DataType:

@@ -17,10 +17,11 @@ from pydantic.fields import FieldInfo
 from dsprof.words import joined
 
 from . import batch
+from .cases import without_effect
 from .config import Config, replicas_of
 from .keys import Notes, complaints, known_keys, wanted
 from .model import Section, as_section, shown
-from .rules import RULES, share_of_a_sample, without_effect
+from .rules import RULES, share_of_a_sample
 
 
 class ConfigError(ValueError):

@@ -5,6 +5,7 @@ shares         who has which elements of a parameter: in equal parts, or by the 
 shard          a parameter that is sharded: this rank's part, and its master
 reduce         gradients, in buckets, from backward to the masters
 ready          gradients as they come in a backward, which travel together, and in which order
+gradients      their dtypes and scales on the way, and the sums of micro-batches
 bucket         gradients that are reduced together, and their collectives
 packed         weights and gradients that travel in fewer bytes than they have
 gather         masters to the weights, and parameters, in batches, back to full size

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ..comm.comm import Comm
 from ..comm.consensus import any_rank
 from ..config import Config
-from .bucket import Bucket, BucketExchange, MicrobatchSums, await_host_copies, divide, has_samples, read_flags, scales
+from .bucket import Bucket, BucketExchange, await_host_copies, divide, read_flags
+from .gradients import MicrobatchSums, has_samples, scales
 from .packed import Nodes
 from .ready import BackwardPart, BucketLayout, ReadyGradients
 from .shard import ShardedParam

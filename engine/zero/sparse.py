@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..comm.comm import Comm
 from ..config import Config
-from .bucket import MicrobatchSums, has_samples, travels_in
+from .gradients import MicrobatchSums, has_samples, travels_in
 from .shard import ShardedParam
 
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsprof.engine.comm.comm import Rows, as_rows
 from dsprof.engine.config import Config
-from dsprof.engine.zero.bucket import Bucket, scales
+from dsprof.engine.zero.bucket import Bucket
+from dsprof.engine.zero.gradients import scales
 from dsprof.engine.zero.shares import Partition, Shares, equal
 
 VIEWS = ("view", "slice", "select", "reshape", "alias")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from dsprof.engine.config import Config, ConfigError, load
-from dsprof.engine.config.rules import RULES, STAGE_1, STAGE_3
+from dsprof.engine.config.cases import STAGE_1, STAGE_3
+from dsprof.engine.config.rules import RULES
 from dsprof.engine.config.zero import ZeroConfig
 
 MICRO = {"train_micro_batch_size_per_gpu": 1}

@@ -1,9 +1,10 @@
 """What each rank of a pipeline holds in another layout, in bytes, beside what it held in the run.
 
 Parameters, gradients and the optimizer's states are those of its stages, shared by the replicas as the ZeRO stage says,
-with the buffers that its engine communicates through (`dsprof.engine.config.held`, where the configuration that ran is
-known). Activations are what was measured of a micro-batch, times those that the schedule holds at once. What is left of
-the rank's peak, such as the process itself, stays.
+of ranks of unequal memory (`heterogeneous.memory`) in its proportion, with the buffers that its engine communicates
+through (`dsprof.engine.config.held`, where the configuration that ran is known). Activations are what was measured of a
+micro-batch, times those that the schedule holds at once. What is left of the rank's peak, such as the process itself,
+stays.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from dsprof.engine.config import ELEMENT_BYTES, Config, as_far_as_known, held
+from dsprof.engine.config import ELEMENT_BYTES, Config, as_far_as_known, held, replica_memory
 from dsprof.engine.schedule import peak_activations
 
 from ..memory.use_by_step import MemoryUse, main_place
@@ -57,32 +58,55 @@ class HeldBytes:
         self._uses = _by_stage_rank(study, costs)
         self._on_host = any(use.on_host for use in self._uses)
         self._known = bool(costs.model_bytes) and len(self._uses) == costs.ran.pp
+        self._known &= self._share(costs.ran) is not None
         self._optimizer = self._optimizer_times()
-        self._rest: list[float] = []
-        if self._known:
-            now = self._modelled(costs.ran)
-            self._rest = [
-                max(use.peak - states - (activations or 0.0), 0.0)
-                for use, (states, activations) in zip(self._uses, now, strict=True)
-            ]
+        self._rest = [self._rest_of(use, at) for at, use in enumerate(self._uses)] if self._known else []
 
     def of(self, layout: Layout) -> tuple[RankBytes, ...] | None:
-        """Of each rank of a pipeline; None: memory was not recorded, or not how large the model is."""
-        if not self._known:
+        """Of each rank of a pipeline, that of its replicas which would hold most; None: memory was not recorded, or not
+        how large the model is, or how it would be shared is not known."""
+        share = self._share(layout)
+        if not self._known or share is None:
             return None
         same = layout.pp == self._costs.ran.pp
         capacity = min((use.capacity for use in self._uses if use.capacity and not use.on_host), default=None)
         return tuple(
             RankBytes(states, activations, self._rest[rank] if same else max(self._rest), capacity)
-            for rank, (states, activations) in enumerate(self._modelled(layout))
+            for rank, (states, activations) in enumerate(self._modelled(layout, share))
         )
+
+    def of_rank(self, layout: Layout, use: MemoryUse, position: int) -> float:
+        """Bytes of a rank of the run, which has this place in its pipeline, in a layout of as many stages that `of`
+        knows."""
+        states, activations = self._modelled(layout, self._share(layout, use.rank) or 0.0)[position]
+        return states + (activations or 0.0) + self._rest_of(use, position)
 
     def most(self, layout: Layout) -> RankBytes | None:
         """The rank that would hold most."""
         return max(self.of(layout) or (), key=lambda one: one.total, default=None)
 
-    def _modelled(self, layout: Layout) -> list[tuple[float, float | None]]:
-        """Bytes of states and of activations of each rank."""
+    def _rest_of(self, use: MemoryUse, position: int) -> float:
+        """What a rank of the run held that is neither states nor activations."""
+        ran = self._costs.ran
+        states, activations = self._modelled(ran, self._share(ran, use.rank) or 0.0)[position]
+        return max(use.peak - states - (activations or 0.0), 0.0)
+
+    def _share(self, layout: Layout, rank: int | None = None) -> float | None:
+        """What part a rank, or the one that has most, has of what replicas share; None: not known, as of memory that is
+        measured at the start, or of other ranks than the configuration's."""
+        memory = None
+        if self._content is not None and layout.zero:
+            memory = self._config(self._content, layout).heterogeneous.memory
+        if memory is None:
+            return 1 / layout.dp
+        if memory == "measure" or len(memory) != layout.ranks:
+            return None
+        parts = replica_memory(memory, layout.pp, layout.tp)
+        mine = max(parts) if rank is None else parts[rank // layout.tp % len(parts)]
+        return mine / sum(parts) if any(parts) else None
+
+    def _modelled(self, layout: Layout, share: float) -> list[tuple[float, float | None]]:
+        """Bytes of states and of activations of each rank of a pipeline. share: of what replicas share."""
         costs, ran = self._costs, self._costs.ran
         plan = short_plan(layout)
         work = stage_work(costs, plan.stages, layout.boundaries)
@@ -98,7 +122,7 @@ class HeldBytes:
                 times = layout.micro_batch * ran.tp / layout.tp * at_once[rank] * layers
                 kept = (CHECKPOINTED if layout.recompute else 1.0) / (CHECKPOINTED if ran.recompute else 1.0)
                 activations = each * times * kept
-            found.append((self._states(model, layout), activations))
+            found.append((self._states(model, layout, share), activations))
         return found
 
     def _of_a_micro_batch(self) -> float | None:
@@ -110,12 +134,12 @@ class HeldBytes:
         at_once = activations_at_once(self._costs.ran)
         return sum((one or 0) / held for one, held in zip(told, at_once, strict=True)) / len(told)
 
-    def _states(self, model: float, layout: Layout) -> float:
-        """Of a rank whose parameters are so large."""
+    def _states(self, model: float, layout: Layout, share: float) -> float:
+        """Of a rank whose parameters are so large, and which has this part of what replicas share."""
         if self._content is not None:
             config = self._config(self._content, layout)
             elements = model / ELEMENT_BYTES[config.communication_type]
-            return held(config, elements, 1 / layout.dp, deepspeed=self._deepspeed).total
+            return held(config, elements, share, deepspeed=self._deepspeed).total
         shared = layout.share(3) + layout.share(2) + self._optimizer * layout.share(1)
         gathered = 2 / max(self._costs.units, 1) if layout.zero == 3 else 0.0
         return model * (shared + gathered)

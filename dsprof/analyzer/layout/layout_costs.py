@@ -19,7 +19,7 @@ from ..align.topology import PIPELINE
 from ..arrays import Float
 from ..graph.link import LEAST_MS_PER_BYTE, Link, fit_link
 from ..memory.use_by_step import main_place
-from ..rules.base import NotJudged, config_sections, sharded_stage
+from ..rules.base import NotJudged, sharded_stage
 from ..rules.comm.dimensions import Domain, domains
 from ..stage_costs import WeightShare, weight_share
 from ..structure import pipeline_that_ran
@@ -194,16 +194,10 @@ def _layout_that_ran(study: Study) -> Layout:
         raise NotJudged(f"{world} ranks are no whole number of {replicas} replicas of {plan.ranks} stages")
     again = recomputed_ms(study)
     return Layout(
-        pp=plan.ranks, dp=replicas, tp=ranks, zero=_zero(study),
+        pp=plan.ranks, dp=replicas, tp=ranks, zero=sharded_stage(study),
         micro_batches=plan.microbatches, recompute=again is not None and float(again.mean()) > 0,
         offload=float(np.nanmean(study.work("offload"))) > 0, schedule=plan.schedule, chunks=plan.virtual_stages,
     )  # fmt: skip
-
-
-def _zero(study: Study) -> int:
-    told = [section.get("stage") for section in config_sections(study, "zero_optimization")]
-    stages = [int(stage) for stage in told if isinstance(stage, int)]
-    return sharded_stage(study) or (stages[0] if stages else 0)
 
 
 def _micro_batches(study: Study) -> int:

@@ -164,12 +164,8 @@ def memory_of(study: Study, layout: Layout) -> tuple[RankMemory, ...]:
     if layout.pp == costs.ran.pp:
         stages = study.topology.stage_of or dict.fromkeys(study.ranks, (0,))
         position = {rank: min(stages[rank]) % layout.pp for rank, _ in places}
-        # `then` is of the replica that took most: another one's peak stays as much below.
-        highest = {at: max(use.peak for rank, use in places if position[rank] == at) for at in position.values()}
         return tuple(
-            RankMemory(
-                rank, use.place, use.peak, then[position[rank]].total - highest[position[rank]] + use.peak, use.capacity
-            )
+            RankMemory(rank, use.place, use.peak, held.of_rank(layout, use, position[rank]), use.capacity)
             for rank, use in places
         )
     most = max((use for _, use in places), key=lambda use: use.peak)

@@ -176,8 +176,11 @@ def without_effect(study: Study, like: str, why: str) -> Effect:
 
 def sharded_stage(study: Study) -> int:
     """What is divided over the data-parallel ranks, as a stage of ZeRO: 1 the optimizer's states, 2 gradients too, 3
-    parameters too, as FSDP does; 0 nothing, as far as is known."""
-    return 3 if study.facts.get("fsdp") else zero_stage(study) or 0
+    parameters too, as FSDP does; 0 nothing, as far as is known. By DeepSpeed itself, else by what is configured."""
+    if study.facts.get("fsdp"):
+        return 3
+    told = (section.get("stage") for section in config_sections(study, "zero_optimization"))
+    return zero_stage(study) or next((int(stage) for stage in told if isinstance(stage, int)), 0)
 
 
 def hosts_of(study: Study, ranks: Iterable[int]) -> set[str]:

@@ -233,10 +233,24 @@ def outside_phases(study: Study) -> Line | None:
     phases = study.training_phases
     known = [name for name, part in PHASE_PART.items() if part != "other"]
     phases = phases[(phases["rank"] == rank) & phases["name"].isin([*known, "checkpoint", "compile"])]
-    outside = one.own & ~_within(one.start_ns, phases)
-    counts = by_prefix(one, outside)
+    return _line_of_most(one, one.own & ~_within(one.start_ns, phases))
+
+
+def in_loader(study: Study, rank: int) -> Line | None:
+    """The line that most of a rank's time in its loaders lies in; None: samples do not tell."""
+    one = stacks_of(study).get(rank)
+    if one is None:
+        return None
+    phases = study.training_phases
+    loading = [name for name, part in PHASE_PART.items() if part == "data"]
+    phases = phases[(phases["rank"] == rank) & phases["name"].isin(loading)]
+    return _line_of_most(one, _within(one.start_ns, phases))
+
+
+def _line_of_most(one: Stacks, chosen: Bool) -> Line | None:
+    counts = by_prefix(one, chosen)
     path = _innermost(set(counts), lambda path: counts[path])
-    if path is None or counts[path] < FEWEST or counts[path] < MOST_OF * int(outside.sum()):
+    if path is None or counts[path] < FEWEST or counts[path] < MOST_OF * int(chosen.sum()):
         return None
     return Line(path, counts[path] * one.a_sample_ms)
 

@@ -23,6 +23,7 @@ from ...price.gains import nothing_between
 from ...study import Study, once
 from ...text import count, ms
 from ...whatif.work import Change, LessWork
+from ...work.stacks import in_loader
 from ..base import LEAST_SHARE, NotConcerned, at
 from ..compute.host_work import LOADS_OR_SAVES
 from ..rule import Found, Look, Rule, fault
@@ -248,6 +249,11 @@ def _stall(study: Study, found: Supply, gain: Gain, share: Gain | None = None) -
     ]
     if found.now:
         evidence += _workers_were(study)
+    elif found.loader is not None:  # what it loads with is on the training thread
+        line = in_loader(study, study.ranks[int(mean.argmax())])
+        if line is not None:
+            title += f", mostly in {line.words}"
+            evidence.append(Evidence(f"in {line.words}, by samples of the stack", round(line.ms, 3), "ms"))
     site = (found.loader or {}).get("site")
     if site:
         evidence.append(Evidence("the DataLoader was made in", at(site).strip(" ()"), ""))

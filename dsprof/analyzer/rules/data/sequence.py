@@ -25,12 +25,17 @@ from ...study import Study, once
 from ...text import ms
 from ...text import ranks as ranks_in_words
 from ...whatif.even_segments import EvenSegments
+from ...whatif.work import within
 from ..base import NotJudged, engine_config
 from ..rule import Found
 
 KEY: Final = "context_parallel.order"
 FEWEST: Final = 3
 """Ranks of a team of which a line says something."""
+SKIPPED: Final = 0.25
+"""Of what the later of two ranks computes between two events: the earlier one has no more where it skips keys."""
+LEAST_SKIPPED: Final = 0.8
+"""Of what the later of two ranks takes longer for in backward, that has to lie there."""
 LEAST_FIT: Final = 0.95
 """Of the variance between ranks that a line through their places explains."""
 LEAST_FIT_OF_PHASE: Final = 0.8
@@ -42,8 +47,8 @@ LEAST_SLOPE: Final = 0.05
 @dataclass(frozen=True)
 class Causal:
     """teams: in the order of the sequence; excess: [R, S] ms of each rank beyond the mean of its team that its place
-    explains; fit: the share of the variance between ranks that a line explains; times: the last rank's compute over the
-    first's."""
+    explains; fit: the share of the variance between ranks that a line explains, of two ranks that of the second one's
+    excess in backward which lies where the first has nothing to do; times: the last rank's compute over the first's."""
 
     teams: tuple[tuple[int, ...], ...]
     excess: Float
@@ -56,15 +61,14 @@ def causal(study: Study) -> Causal | None:
     """None where no ranks share sequences, or their work does not grow with the place."""
     if study.on_gpu:  # there the host's time in phases says nothing of the device's
         return None
-    teams = [team for team in sequence_teams(study) if len(team) >= FEWEST and set(team) <= set(study.ranks)]
-    if not teams or not len(study.step_numbers):
+    teams = [team for team in sequence_teams(study) if set(team) <= set(study.ranks)]
+    if not teams or not len(study.step_numbers) or _order(study) not in (None, "contiguous"):
         return None
     compute, excess, fits, times = study.work("compute"), np.zeros_like(study.work("compute")), [], []
     for team in teams:
         places = [study.ranks.index(rank) for rank in team]
-        fit = _line(compute[places].mean(axis=1))
-        by_phase = _by_phase(study, team)
-        if fit is None or len(by_phase) < 2 or any(_line(phase, LEAST_FIT_OF_PHASE) is None for phase in by_phase):
+        fit = _fit(study, team, compute[places].mean(axis=1))
+        if fit is None:
             return None
         slope = (compute[places] * _centred(len(team))[:, None]).sum(axis=0) / float((_centred(len(team)) ** 2).sum())
         excess[places] = slope * _centred(len(team))[:, None]
@@ -72,6 +76,37 @@ def causal(study: Study) -> Causal | None:
         first, last = compute[places[0]].mean(), compute[places[-1]].mean()
         times.append(float(last / max(first, 1e-9)))
     return Causal(tuple(teams), excess, min(fits), float(np.mean(times)))
+
+
+def _fit(study: Study, team: tuple[int, ...], compute: Float) -> float | None:
+    """`Causal.fit` of one team; None: its work does not grow with the place. compute: [P] of each rank."""
+    by_phase = _by_phase(study, team)
+    fit = _line(compute)
+    if fit is None or len(by_phase) < 2 or any(_line(phase, LEAST_FIT_OF_PHASE) is None for phase in by_phase):
+        return None
+    return fit if len(team) >= FEWEST else _skipped(study, team)
+
+
+def _skipped(study: Study, team: tuple[int, ...]) -> float | None:
+    """Of two ranks: the share of the second one's excess from the backward on that lies between events where the first
+    has next to nothing to do; None where that is too little, or no graph tells. In forward no event divides the
+    attention from what is computed of it."""
+    if study.graph is None:
+        return None
+    threads = [study.graph.ranks[: study.graph.leads].index(rank) for rank in team]
+    found = []
+    for steps in study.graph.templates:
+        structure = steps.structure
+        if len({structure.programs[thread] for thread in threads}) > 1:
+            return None
+        backward = np.cumsum(structure.backward[structure.of_thread(threads[0])]) > 0
+        one, other = (
+            np.median(steps.work[structure.of_thread(thread)][..., within("compute")].sum(-1), axis=1)[backward]
+            for thread in threads
+        )
+        more = np.maximum(other - one, 0.0)
+        found.append(float(more[one <= SKIPPED * other].sum() / max(more.sum(), 1e-9)))
+    return min(found) if found and min(found) >= LEAST_SKIPPED else None
 
 
 def _centred(count: int) -> Float:
@@ -102,7 +137,8 @@ def _by_phase(study: Study, team: tuple[int, ...]) -> list[Float]:
 
 def sequence_teams(study: Study) -> list[tuple[int, ...]]:
     """Ranks that share sequences, by their places: those that pass messages around in a ring, else the teams of a
-    dimension for context parallelism. None in a pipeline, where messages are its own."""
+    dimension for context parallelism. None in a pipeline, where messages are its own. Two ranks that exchange messages
+    are no ring: what they exchange may be anything."""
     if study.in_stages:
         return []
     table = study.collectives
@@ -170,17 +206,22 @@ def causal_shards(study: Study) -> Found:
     signals.peers(study)
     compute = study.work("compute").mean(axis=1)
     team = found.teams[0]
+    explained = "of the difference between ranks, explained by their place in the sequence"
+    how = "up by the same from rank to rank"
+    if len(team) < FEWEST:
+        explained = f"of what rank {team[-1]} takes longer in backward, where rank {team[0]} has nothing to do"
+        how = f"as rank {team[0]} skips the keys that are masked"
     evidence = (
         *(
             Evidence(f"compute a step of rank {rank}", round(float(compute[study.ranks.index(rank)]), 3), "ms")
             for rank in (team[0], team[-1])
         ),
-        Evidence("of the difference between ranks, explained by their place in the sequence", round(found.fit, 3), ""),
+        Evidence(explained, round(found.fit, 3), ""),
         Evidence("peers wait a step", round(float(study.work("peer_wait").mean()), 3), "ms", 0.0),
     )
     title = (
         f"the later a rank's part of the sequence, the more it computes: rank {team[-1]} takes {found.times:.1f} times "
-        f"what rank {team[0]} does, up by the same from rank to rank"
+        f"what rank {team[0]} does, {how}"
     )
     late = tuple(rank for one in found.teams for rank in one[(len(one) + 1) // 2 :])
     where = Where(ranks=late, steps=study.step_range)
@@ -200,7 +241,8 @@ def causal_shards(study: Study) -> Found:
             patch = ({"op": "replace", "path": "/context_parallel/order", "value": "zigzag"},)
             fix = Fix("config", zigzag, patch, price.gain, ((KEY, "zigzag"),))
         fixes = (fix,)
-        saved = f"{title}; {ranks_in_words(late)} have {ms(float(found.excess.mean(axis=1).max()))} more than the mean"
+        more = ms(float(found.excess.mean(axis=1).max()))
+        saved = f"{title}; {ranks_in_words(late)} {'have' if len(late) > 1 else 'has'} {more} more than the mean"
         return Finding("data.imbalance", saved, "info", where, evidence, price.gain, fixes, share=price.share)
 
     return [Candidate("data.imbalance", EvenSegments(found.teams), say)]

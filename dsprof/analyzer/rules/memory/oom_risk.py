@@ -15,7 +15,7 @@ from ...memory.use_by_step import MemoryUse
 from ...study import Study
 from ...text import count, percent, size
 from ...text import ranks as ranks_in_words
-from ..base import NotConcerned, NotJudged, PartlyJudged, sharded_stage
+from ..base import NotConcerned, NotJudged, PartlyJudged, engine_config, sharded_stage
 from ..rule import Look, Rule
 from . import fragmentation
 
@@ -233,11 +233,18 @@ def _levers(
     study: Study, rank: int, place: str, parts: Mapping[str, int], rest: int
 ) -> Iterator[tuple[str, int]]:  # fmt: skip
     """(what to do, bytes that it frees on this rank), the cheapest in time first. First-order: the parts as they were
-    measured, shared over the data-parallel ranks."""
-    ranks = study.mesh.data_parallel_size(rank, study.run.world_size or len(study.ranks) or 1)
+    measured, shared over the data-parallel ranks, where dsprof's engine trains as its configuration says."""
+    world_size = study.run.world_size or len(study.ranks) or 1
+    ranks = study.mesh.data_parallel_size(rank, world_size)
     sharded = sharded_stage(study)
     states, gradients, parameters = (parts.get(name, 0) for name in ("optimizer_states", "gradients", "parameters"))
-    left = 1 - 1 / ranks
+    content, share = engine_config(study) or {}, 1 / ranks
+    if "heterogeneous" in content:
+        from dsprof.engine.config import as_far_as_known  # pydantic takes long to import
+
+        stated = as_far_as_known(content).held_share(rank, world_size)
+        ranks, share = (1, share) if stated is None else (ranks, stated)  # of memory that is measured it is not known
+    left = 1 - share
     if ranks > 1 and sharded < 1 and states:
         yield f"ZeRO stage 1 (ZeroRedundancyOptimizer) over {ranks} ranks", int(left * states)
     if ranks > 1 and sharded < 2 and states + gradients:
