@@ -12,6 +12,9 @@ demo: $(VENV)/.installed ## train the example under the profiler and say where t
 # Files with tests that run alone: to collect all of them takes a quarter of a minute.
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 
+# One more than there are cores: tests wait for processes that sleep, and for each other, for a third of the time.
+WORKERS ?= $(shell expr $$(nproc) + 1)
+
 # Tests start hundreds of interpreters, which need not compile dsprof each time.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 # A machine that stands still for half a second fails a test of real processes now and then. What failed runs once more
@@ -20,7 +23,7 @@ AGAIN = --last-failed --last-failed-no-failures none --numprocesses 0
 test: $(VENV)/.tested ## everything but what takes minutes
 	rm -f .pytest_cache/v/cache/lastfailed
 	$(BIN)/python -m pytest -m "not slow and not alone" \
-	  --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 40 \
+	  --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 40 \
 	  || $(BIN)/python -m pytest -m "not slow and not alone" $(AGAIN)
 	rm -f .pytest_cache/v/cache/lastfailed
 	$(BIN)/python -m pytest -m "not slow and alone" --durations 20 $(ALONE) \

@@ -11,6 +11,9 @@ of whose runs the median step counts, after WARM_UP; `load` is how many threads 
 Attention is torch's on two ranks of a thread each, or sleeps for as long as a rank has pairs of a query and a key, so
 that four ranks do not want two cores. Results are written after each run, and a benchmark that was broken off goes on
 where it was. Of attention without a mask, and of zigzag, nothing is to be said: `data.imbalance` above info is counted.
+
+The first two runs of "2 ranks, computed", with 13 and 16 threads that wanted the two cores, were called a slow rank:
+what the first rank took longer for then counted against the order. Since it does not, the case was run from anew.
 """
 
 from __future__ import annotations

@@ -98,6 +98,9 @@ class HoldsMemory(Protocol):
     def memory(self) -> Iterable[tuple[MemoryPart, object]]:
         """What each of them is for, and the tensor. Of two in one storage the first counts."""
 
+    def trained(self) -> Iterable[int]:
+        """Elements of each parameter that it trains, whole, as this rank has it; nothing of what has buffers alone."""
+
 
 _listeners: tuple[Listener, ...] = ()
 
@@ -131,6 +134,11 @@ def memory_held() -> Iterator[tuple[MemoryPart, object]]:
     """What the engines of this process have, each tensor with what it is for."""
     for holder in list(_holders):
         yield from holder.memory()
+
+
+def trained() -> list[int]:
+    """Elements of each parameter that engines of this process train."""
+    return [elements for holder in list(_holders) for elements in holder.trained()]
 
 
 class Hooks:

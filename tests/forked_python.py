@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import functools
 import gc
 import importlib
@@ -42,10 +43,13 @@ PRELOADED: Final = (
     "numpy", "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data", "pandas", "scipy.special", "typer",
     "dsprof.cli.run", "dsprof.launch.conclude", "dsprof.analyzer", "dsprof.trace", "dsprof.reports.terminal",
     "typer._adapters", "pydantic.type_adapter", "concurrent.futures.process", "dsprof.trace.process_pool",
-    "dsprof.live.kernel_waits", "dsprof.reports.diffs", "dsprof.analyzer.rules.registry",
+    "dsprof.live.kernel_waits", "dsprof.reports.diffs", "dsprof.analyzer.rules.registry", "dsprof.fix",
+    "dsprof.engine.config", "scipy.optimize", "dsprof.collectors.native.build",
 )  # fmt: skip
 """torch._dynamo comes with the first optimizer; what follows torch.utils.data is what `dsprof run` imports."""
 PR_SET_PDEATHSIG: Final = 1
+STACKS: Final = signal.SIGRTMAX
+"""A forked program that gets it writes the stacks of its threads to its stderr, and goes on."""
 OPTIONS: Final = ("-u", "-P")
 PATH, AUTOLOAD = "PYTHONPATH", "TORCH_DEVICE_BACKEND_AUTOLOAD"
 READ_EARLY: Final = (
@@ -213,6 +217,13 @@ class _Forking:
         self._name, self._open = name, (process, ours)
         return name
 
+    def ask_for_stacks(self) -> None:
+        if self._name:
+            forker = self._open[0].pid
+            for pid in Path(f"/proc/{forker}/task/{forker}/children").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), STACKS)
+
     def end(self) -> None:
         if self._name:
             process, ours = self._open
@@ -223,6 +234,11 @@ class _Forking:
 
 
 _forking = _Forking()
+
+
+def ask_for_stacks() -> None:
+    """Have all that was forked for this process write where its threads are to its stderr."""
+    _forking.ask_for_stacks()
 
 
 def end_all() -> None:
@@ -333,6 +349,7 @@ def become(asked: dict[str, Any]) -> None:
     """In a child: what an interpreter and `import torch` do before a program begins. It ends with the process that
     forks."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    faulthandler.register(STACKS, file=2)
     if asked["session"]:
         os.setsid()
     os.umask(asked["umask"])

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 import kineto_traces as kt
 from damage import damaged
-from perfetto_traces import as_torch_writes
+from perfetto_traces import as_torch_writes, field
+from test_import_chakra import message, node
 from test_import_mapped import megascan
 from test_import_nsight import report
 from test_import_snapshot import tiny
@@ -152,9 +153,31 @@ def snapshot(folder: Path, rank: int, chance: random.Random | None) -> None:
     (folder / f"rank{rank}.pickle").write_bytes(content)
 
 
+def chakra(folder: Path, rank: int, chance: random.Random | None) -> None:
+    """Hostile: fields of nodes are other ones or other numbers, and in half of them the bytes are damaged, too."""
+
+    def number(told: int) -> int:
+        return told if chance is None or chance.random() < 0.8 else chance.choice((0, 1 << 31, 1 << 62, (1 << 64) - 1))
+
+    nodes = [
+        node(number(4 * at + place), name, number(kind), number(start), number(length), **attributes)
+        for at in range(3)
+        for place, (name, kind, start, length, attributes) in enumerate([
+            ("aten::linear", 4, 10 + 400 * at, 30, {"is_cpu_op": True}),
+            ("gemm", 4, 50 + 400 * at, 100, {"is_cpu_op": False, "stream": number(7)}),
+            ("c10d::all_reduce", 7, 160 + 400 * at, 40,
+             {"is_cpu_op": False, "comm_type": number(0), "comm_size": number(4096), "pg_name": "dp"}),
+        ])
+    ]  # fmt: skip
+    content = message(field(1, "0.0.4")) + b"".join(nodes)
+    if chance is not None and chance.random() < 0.5:
+        content = damaged(chance, content)
+    (folder / f"et.{rank}.et").write_bytes(content)
+
+
 FORMATS: Final[dict[str, Write]] = {
     "kineto": kineto, "perfetto": perfetto, "mapped": mapped, "nsight": nsight, "flight_recorder": flight_recorder,
-    "snapshot": snapshot,
+    "snapshot": snapshot, "chakra": chakra,
 }  # fmt: skip
 
 

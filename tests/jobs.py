@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -141,7 +142,11 @@ def _heard(
             timeout=170 if fresh else 110,
         )
     except subprocess.TimeoutExpired:
+        forked_python.ask_for_stacks()
+        time.sleep(1)
         forked_python.end_all()
+        # The job is run again, so that nobody would hear of it.
+        warnings.warn(f"stood still: {''.join(line for _, line in heard)[-50_000:]}", stacklevel=2)
         raise
     finally:
         os.close(write)

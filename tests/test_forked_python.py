@@ -67,6 +67,18 @@ def test_its_status_is_its_own(code: str, status: int) -> None:
     assert done.returncode == status
 
 
+def test_where_it_stands_is_said_where_that_is_asked_for() -> None:
+    code = "import time; print(1, flush=True); time.sleep(100)"
+    with forked_python.start([sys.executable, "-c", code], env=environment(), stdout=-1, stderr=-1) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "1\n"
+        forked_python.ask_for_stacks()
+        assert "most recent call first" in process.stderr.readline()
+        assert process.stderr.readline() == '  File "<string>", line 1 in <module>\n'
+        process.kill()
+
+
 def test_all_end_at_once() -> None:
     begun = "import time; print(1, flush=True); time.sleep(100)"
     with forked_python.start([sys.executable, "-c", begun], env=environment(), stdout=-1) as process:

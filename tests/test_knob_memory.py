@@ -37,9 +37,11 @@ def configured(zero: dict[str, Any], stage: int = 2, dialect: str = "deepspeed")
         "zero_optimization": {"stage": stage, **zero},
     }
     sharded = ELEMENTS // (4 if stage else 1)
+    model = [{"elements": ELEMENTS, "largest": MIB, "rank": rank} for rank in range(4)]
+    optimizer = [{"elements": sharded, "rank": rank} for rank in range(4)]
     return {
         "config": [{"dialect": dialect, "content": content, "rank": rank} for rank in range(4)],
-        "optimizer": [{"elements": sharded, "rank": rank} for rank in range(4)],
+        **({"trained": model} if dialect == "dsprof" else {"optimizer": optimizer}),
     }
 
 
@@ -98,10 +100,11 @@ def test_ranks_that_were_not_captured_count() -> None:
 
 
 def test_ranks_of_unequal_memory_hold_their_shares() -> None:
-    """Of 160 MiB of gradients, masters and moments a half, a quarter, a quarter, nothing, and not a quarter each."""
+    """Of 160 MiB of gradients, masters and moments a half, a quarter, a quarter, nothing, and not a quarter each.
+    As much of a bucket of all gradients, 20 MiB, is what arrives of it."""
     facts = configured({}, 2, "dsprof")
     found = memory_with({"heterogeneous.memory": [80, 40, 40, None]}, USES, facts, 4)
-    assert [rank.then - rank.now for rank in found] == [40 * MIB, 0, 0, -40 * MIB]
+    assert [rank.then - rank.now for rank in found] == [45 * MIB, 0, 0, -45 * MIB]
     assert memory_with({"heterogeneous.memory": "measure"}, USES, facts, 4) == ()
     assert memory_with({"heterogeneous.memory": [80, 40]}, USES, facts, 4) == ()  # of another job
     assert memory_with({"heterogeneous.memory": [None] * 4}, USES, facts, 4) == ()  # which no job can have
@@ -110,12 +113,12 @@ def test_ranks_of_unequal_memory_hold_their_shares() -> None:
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        ({"fsdp2__reshard_after_forward": False}, 60),  # all, but the quarter that each of four ranks has
-        ({"fsdp2__reshard_after_forward": 2}, 20),
+        ({"fsdp2__reshard_after_forward": False}, 52.5),  # all eight units, and not two
+        ({"fsdp2__reshard_after_forward": 2}, 35),  # half of the seven that are left
         ({"fsdp2__reshard_after_forward": True}, 0),
         ({"fsdp2__forward_prefetch": 3}, 20),
         ({"fsdp2__backward_prefetch": 0}, -10),
-        ({"fsdp2__modules_per_unit": 2}, 20),
+        ({"fsdp2__modules_per_unit": 2}, 30),  # two units, and the gradients of one
     ],
 )
 def test_of_fsdp2(knobs: dict[str, Any], expected: float) -> None:
@@ -144,6 +147,40 @@ def test_of_deepspeed(zero: dict[str, Any], stage: int, knobs: dict[str, Any], e
     """10 Mi elements in bf16 on four ranks: 20 MiB of parameters, as much of gradients, 120 of Adam's states."""
     named = {f"zero_optimization__{key}": value for key, value in knobs.items()}
     assert more(configured(zero, stage), **named) == pytest.approx(expected)
+
+
+def test_of_fsdp2_in_mixed_precision() -> None:
+    """80 MiB of float32 compute as 40, in units of which the largest has 10."""
+    mixed = {"fsdp": [{**FSDP, "param_dtype": "bfloat16", "gathered": 40 * MIB, "largest": 10 * MIB}]}
+    assert more(mixed, fsdp2__reshard_after_forward=False) == 20
+    assert more(mixed, fsdp2__modules_per_unit=2) == 30
+
+
+@pytest.mark.parametrize(
+    ("zero", "stage", "knobs", "expected"),
+    [
+        # Buckets of 4 Mi and half of the largest parameter, of which three are on their way with overlap; scratch of a
+        # quarter, as sums are wider than what travels.
+        ({"reduce_bucket_size": 4 * MIB, "overlap_comm": False}, 2, {"reduce_bucket_size": 2 * MIB}, -4 * 1.25),
+        # Parameters whole, 20 MiB, become a quarter, and at most 2 Mi elements whole; a Mi is gathered ahead.
+        (
+            {"allgather_bucket_size": 10**9, "stage3_prefetch_bucket_size": MIB, "stage3_max_live_parameters": 2 * MIB,
+             "overlap_comm": False},
+            2, {"stage": 3}, -15 + 4 + 2 - 20,
+        ),
+    ],
+)  # fmt: skip
+def test_of_the_engine(zero: dict[str, Any], stage: int, knobs: dict[str, Any], expected: float) -> None:
+    named = {f"zero_optimization__{key}": value for key, value in knobs.items()}
+    assert more(configured(zero, stage, "dsprof"), **named) == pytest.approx(expected)
+
+
+def test_micro_batches_of_the_engine_are_added_up_whole_before_stage_2() -> None:
+    """10 Mi elements in fp32: 40 MiB, in stage 1 and not in stage 2."""
+    facts = configured({"reduce_bucket_size": MIB}, 1, "dsprof")
+    for fact in facts["config"]:
+        fact["content"]["gradient_accumulation_steps"] = 4
+    assert more(facts, zero_optimization__stage=2) == pytest.approx(-40)
 
 
 def test_what_is_offloaded_from_host_memory_stays_there() -> None:

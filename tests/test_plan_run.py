@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from math import log
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from synthetic import Job, constant, write_capture
 
 from dsprof.analyzer.study import Study, study
 from dsprof.cli import main
-from dsprof.plan.changes import Batch, CannotPlan
+from dsprof.plan.changes import Batch, CannotPlan, device_change
 from dsprof.plan.from_run import plan_from_run
 from dsprof.plan.hardware import GPUS
 from dsprof.plan.network import Network
@@ -135,6 +136,58 @@ def test_another_device_by_the_data_sheets() -> None:
     assert any("H200 SXM for A100 by their data sheets, which is a guess" in one for one in plan.assumptions)
     assert plan.tells_most.startswith("run a few steps on that device")
     assert plan.measured.ms == pytest.approx(274, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("run", "gpu", "field", "said"),
+    [
+        (
+            "NVIDIA A100-SXM4-80GB",
+            "h200-nvl",
+            "link_gb_s",
+            "the link inside a node of H200 NVL was compared with no data",
+        ),
+        (
+            "NVIDIA A100-SXM4-80GB",
+            "v100-pcie",
+            "tb_a_second",
+            "the memory's rate of V100 PCIe was compared with no data",
+        ),
+        ("Tesla V100-PCIE-32GB", "a100", "tb_a_second", "the memory's rate of V100 PCIe was compared with no data"),
+    ],
+)
+def test_what_no_data_sheet_tells_widens_the_interval(run: str, gpu: str, field: str, said: str) -> None:
+    """Against the same sheet with the field checked; one without the field is said so, and as wide."""
+    measured_on = on_gpu(run)
+    plan = plan_from_run(measured_on, 2, NODE, gpu=GPUS[gpu])
+    assert any(one.startswith(said) for one in plan.assumptions)
+    change = device_change(measured_on, GPUS[gpu])
+    if gpu != "a100":
+        checked = plan_from_run(measured_on, 2, NODE, gpu=replace(GPUS[gpu], unchecked=()))
+        assert checked.asked.ms == plan.asked.ms
+        assert checked.asked.high < plan.asked.high
+        sure = device_change(measured_on, replace(GPUS[gpu], unchecked=()))
+        at = {"tb_a_second": 1, "link_gb_s": 2}[field]
+        assert change.uncertain[at] == pytest.approx((sure.uncertain[at] ** 2 + 0.7**2) ** 0.5)
+    assert change.uncertain[0] > 0.2
+
+
+def test_a_link_that_is_not_known_is_said_and_widens_the_interval() -> None:
+    unknown = replace(GPUS["h200"], link_gb_s=None)
+    plan = plan_from_run(on_gpu("NVIDIA A100-SXM4-80GB"), 2, NODE, gpu=unknown)
+    assert plan.asked.transfer_ms == pytest.approx(40, abs=0.2)  # as it was
+    assert any(one.startswith("the link inside a node of H200 SXM is not known") for one in plan.assumptions)
+    assert device_change(on_gpu("NVIDIA A100-SXM4-80GB"), unknown).uncertain[2] == pytest.approx(
+        (0.2**2 + 0.7**2) ** 0.5
+    )
+
+
+def test_a_type_that_was_not_counted_is_taken_to_be_any() -> None:
+    """A100 and RTX 3090: 312 and 71 in half precision, 19.5 and 35.6 in float32; memories of 2.039 and 0.936."""
+    change = device_change(on_gpu("NVIDIA A100-SXM4-80GB"), GPUS["rtx-3090"])
+    assert any("was not counted, and is taken to be half precision" in one for one in change.said)
+    types, sheet = log(312 / 71 / (19.5 / 35.6)) / 4, log(312 / 71 / (2.039 / 0.936)) / 2
+    assert change.uncertain[0] == pytest.approx((types**2 + sheet**2 + 0.2**2) ** 0.5)
 
 
 @pytest.mark.parametrize(("name", "said"), [("", "no data sheet is known"), ("Some GPU", "is known of Some GPU")])

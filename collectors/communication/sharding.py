@@ -65,7 +65,12 @@ class Sharded:
     stated: int = 0
     """Units that the last fact told of."""
 
-    def add(self, parameters: int, size: int) -> None:
+    gathered: int = 0
+    """Bytes of all units as they compute, where that is in another type."""
+    largest: int = 0
+    """The same of the largest unit."""
+
+    def add(self, parameters: int, size: int, gathered: int) -> None:
         site, framework = caller()
         if not self.units:
             self.site = site
@@ -74,6 +79,8 @@ class Sharded:
         self.units += 1
         self.parameters += parameters
         self.bytes += size
+        self.gathered += gathered
+        self.largest = max(self.largest, gathered)
 
     def state(self) -> None:
         if self.stated == self.units:
@@ -86,6 +93,8 @@ class Sharded:
                 "units": self.units,
                 "parameters": self.parameters,
                 "bytes": self.bytes,
+                "gathered": self.gathered,
+                "largest": self.largest,
                 "site": self.site,
                 "sites": list(self.sites),
                 **self.settings,
@@ -111,10 +120,14 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 
 def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> Uninstall:
     def count(group: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        told, policy = _settings(type(group), (group, params, *args), kwargs)
         if not sharded.units:
-            sharded.settings = _settings(type(group), (group, params, *args), kwargs)
+            sharded.settings = told
         # Taken from the arguments: the group itself has shards only.
-        sharded.add(len(params), sum(param.numel() * param.element_size() for param in params))
+        size = sum(param.numel() * param.element_size() for param in params)
+        computes = getattr(policy, "param_dtype", None)
+        gathered = size if computes is None else sum(param.numel() for param in params) * computes.itemsize
+        sharded.add(len(params), size, gathered)
 
     def hooks() -> Iterator[Uninstall]:
         group, name = private.find(f"{SECOND}:FSDPParamGroup"), recorder.intern(SHARDING)
@@ -133,9 +146,9 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
     return in_reverse(hooks())
 
 
-def _settings(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What `fully_shard` was told of a unit: from what it gives its group, whose arguments other versions of torch may
-    call otherwise."""
+def _settings(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """What `fully_shard` was told of a unit, and its policy of mixed precision: from what it gives its group, whose
+    arguments other versions of torch may call otherwise."""
     given = {**dict(zip(inspect.signature(group.__init__).parameters, args, strict=False)), **kwargs}
     told: dict[str, Any] = {}
     if {"mesh_info", "post_forward_mesh_info"} <= given.keys():
@@ -146,14 +159,15 @@ def _settings(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict
     for name in DTYPES:
         dtype = getattr(policy, name, None)
         told[name] = None if dtype is None else str(dtype).removeprefix("torch.")
-    return told
+    return told, policy
 
 
 def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
     def count(unit: Any, *_: Any, **__: Any) -> None:
         flat = getattr(unit._handle, "flat_param", None)
         if flat is not None:  # a unit without parameters of its own communicates nothing
-            sharded.add(len(flat._numels), sum(flat._numels) * flat.element_size())
+            size = sum(flat._numels) * flat.element_size()
+            sharded.add(len(flat._numels), size, size)
 
     if not all(private.has(name) for name in OF_FIRST):
         return lambda: None

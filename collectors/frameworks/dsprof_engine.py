@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from dsprof.engine.hooks import Span, subscribe
+from dsprof.engine.hooks import Span, subscribe, trained
 from dsprof.ondisk import LARGEST_PLACE, Flag
 from dsprof.schema import DTYPES, Kind
 
+from ..capture import facts
 from ..capture.open_capture import OpenCapture
 from ..hooking.uninstall import Uninstall
-from ..loop import checkpoints, optimizers
+from ..loop import checkpoints, optimizers, phases
 from ..recorder.record import CALLS, CALLS_AND_WAITS, NOTHING
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class EngineEvents:
         """id of a span under way -> its record's handle."""
         self._ahead: dict[str, int] = {}
         """Process group -> how far its numbering is ahead of the engine's, which counts its own calls only."""
+        self._told_of_model = False
 
     def begin(self, span: Span) -> None:
         try:
@@ -103,7 +105,8 @@ class EngineEvents:
     def _enter(self, phase: str) -> str | None:
         """The name under which a phase is recorded; None if somebody else records it."""
         if phase == "backward":
-            self._recorder.enter_backward()  # the autograd engine's own is now part of this one
+            if self._recorder.enter_backward() == 1:  # the autograd engine's own is now part of this one
+                phases.backward_begins(self._recorder)
             return "backward"
         if phase == "step":
             optimizers.enter_engine_step()
@@ -119,6 +122,10 @@ class EngineEvents:
             self._recorder.leave_backward()
         elif phase == "step":
             optimizers.leave_engine_step()
+            if not self._told_of_model:
+                self._told_of_model = True
+                sizes = trained()
+                facts.state({"fact": "trained", "elements": sum(sizes), "largest": max(sizes, default=0)})
             self._on_step()
         elif phase == "checkpoint":
             checkpoints.leave()

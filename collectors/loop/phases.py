@@ -80,12 +80,15 @@ class _Backwards:
             return None
         if recorder.enter_backward() > 1:  # re-entrant checkpointing: part of the outer one
             return recorder, -1
+        self.begins(recorder)
+        return recorder, recorder.begin(Kind.PHASE, self.name)
+
+    def begins(self, recorder: Recorder) -> None:
         for watcher in self.watchers:
             try:
                 watcher()
             except Exception as error:
                 recorder.count_error("the beginning of backward", error)
-        return recorder, recorder.begin(Kind.PHASE, self.name)
 
     def leave(self, entered: Entered | None) -> None:
         if entered is None:
@@ -110,6 +113,11 @@ def before_backward(call: Callable[[], None]) -> Uninstall:
     """Call it, while a capture is open, when an outermost backward pass begins."""
     _backwards.watchers.append(call)
     return lambda: _backwards.watchers.remove(call) if call in _backwards.watchers else None
+
+
+def backward_begins(recorder: Recorder) -> None:
+    """An outermost backward pass begins, which a framework records itself."""
+    _backwards.begins(recorder)
 
 
 def leave_backward(entered: Entered | None) -> None:

@@ -77,29 +77,41 @@ def _bucket_cap(rank: _Rank, value: Any) -> float | None:
 
 
 def _whole_parameters(rank: _Rank, value: Any) -> float | None:
-    """Of FSDP2, between forward and backward: none, all of them, or a part that `value` ranks share."""
-    fact = rank.last("fsdp")
-    if fact is None or not fact.get("bytes"):
+    """Of FSDP2, beside what each rank has all the time: the most while backward goes from the last unit to the first.
+    There are the unit that computes and the one that is gathered meanwhile, or all that are not through, or a part of
+    all that `value` ranks share; what the unit before is reduced from; activations, which go; and gradients, which
+    come."""
+    fact, unit = rank.last("fsdp"), _units(rank, 1)
+    if fact is None or unit is None:
         return None
-    if value is True:
-        return 0.0
-    whole = float(fact["bytes"])
-    own = min(float(rank.parts.get("parameters", whole / rank.ranks)), whole)  # its shard, of a mesh's shard dimension
-    return max(whole / (1 if value is False else int(value)) - own, 0.0)
+    whole, count = float(fact.get("gathered") or fact["bytes"]), int(fact["units"])
+    kept = 0.0 if value in (True, False) else whole / int(value)
+    activations, gradients = (float(rank.parts.get(part, 0)) for part in ("activations", "gradients"))
+    if rank.now("fsdp2.reshard_after_forward", True) is False:
+        activations = max(activations - whole, 0.0)  # what is whole was there when they were measured
+    return max(
+        (min(unit * left, whole) if value is False else unit * min(left, 2) + kept * left / count)
+        + (unit if left < count else 0.0) + (activations * left + gradients * (count - left)) / count
+        for left in range(count, 0, -1)
+    )  # fmt: skip
+
+
+def _units(rank: _Rank, count: int) -> float | None:
+    """So many of FSDP2, each as large as the largest, as they compute."""
+    fact = rank.last("fsdp")
+    if fact is None or not fact.get("bytes") or not fact.get("units"):
+        return None
+    return count * float(fact.get("largest") or fact["bytes"] / fact["units"])
 
 
 def _prefetched(rank: _Rank, value: Any) -> float | None:
     """Units of FSDP2 that are there before they are needed."""
-    fact = rank.last("fsdp")
-    if fact is None or not fact.get("bytes") or not fact.get("units"):
-        return None
-    return int(value) * float(fact["bytes"]) / int(fact["units"])
+    return _units(rank, int(value))
 
 
 def _coarser(rank: _Rank, value: Any) -> float | None:
-    """The unit that computes, and the one that is gathered meanwhile."""
-    one = _prefetched(rank, value)
-    return None if one is None else 2 * one
+    """The unit that computes with its gradients, and the one that is gathered meanwhile."""
+    return _units(rank, 3 * int(value))
 
 
 def _foreach(rank: _Rank, value: Any) -> float | None:
@@ -220,7 +232,7 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
     """What another configuration holds more."""
     from dsprof.engine.config import as_far_as_known, held
 
-    fact, optimizer = rank.last("config"), rank.last("optimizer")
+    fact = rank.last("config")
     if fact is None or not isinstance(fact.get("content"), Mapping):
         return None
     if len(rank.facts["config"]) > 1 or AUTO in knobs.values():  # several engines; what a trainer fills in later
@@ -235,15 +247,18 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
         return None  # its configuration does not tell how many ranks share what
     more = 0.0
     if set(knobs) - {MICRO_BATCH}:
+        optimizer = rank.last("optimizer" if deepspeed else "trained")
         if optimizer is None or not optimizer.get("elements"):
             return None
         was, will = (one.held_share(rank.number, rank.ranks) for one in (now, then))
         if not was or will is None:
             return None
-        # From stage 1 on, an optimizer has its rank's part.
-        elements = float(optimizer["elements"]) / (was if now.zero_optimization.stage >= 1 else 1)
+        # From stage 1 on, an optimizer of DeepSpeed's has its rank's part.
+        elements = float(optimizer["elements"]) / (was if deepspeed and now.zero_optimization.stage >= 1 else 1)
+        largest = float(optimizer.get("largest") or 0)
         before, after = (
-            held(one, elements, share, deepspeed=deepspeed).total for one, share in ((now, was), (then, will))
+            held(one, elements, share, deepspeed=deepspeed, largest=largest, on_host=rank.on_host).total
+            for one, share in ((now, was), (then, will))
         )
         more += after - before
     if MICRO_BATCH in knobs:

@@ -8,7 +8,7 @@ share   of the batch of a rank: its forwards and backwards shrink with it, what 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +18,8 @@ from dsprof.analyzer.study import Study
 from dsprof.analyzer.text import clean
 from dsprof.analyzer.work.micro_batches import micro_batch_counts
 from dsprof.data_sheets import Device, find_device
+
+from .hardware import UNCHECKED
 
 REACHES: Final = 0.2
 """Standard deviation of the logarithm of a device's share of its data sheet, by another's."""
@@ -31,14 +33,14 @@ class CannotPlan(Exception):
 
 @dataclass(frozen=True)
 class DeviceChange:
-    """How many times as long things take on another device. uncertain: standard deviation of the logarithm of compute.
-    said: in words."""
+    """How many times as long things take on another device. uncertain: standard deviation of the logarithm of each of
+    these. said: in words."""
 
     compute: float = 1.0
     memory: float = 1.0
     link: float = 1.0
-    uncertain: float = 0.0
-    said: str = ""
+    uncertain: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    said: tuple[str, ...] = ()
 
 
 def device_change(study: Study, other: Device | None) -> DeviceChange:
@@ -58,7 +60,8 @@ def device_change(study: Study, other: Device | None) -> DeviceChange:
     devices = [device for device in found.values() if device is not None]
     if len({device.name for device in devices}) > 1:
         raise CannotPlan("its ranks computed on devices of different kinds; leave out --gpu")
-    own, dtype = devices[0], _dtype(study)
+    own, counted = devices[0], _dtype(study)
+    dtype = counted or "float16"
     now, then = own.flops(dtype, tf32=True), other.flops(dtype, tf32=True)
     if now is None or then is None or own.tb_a_second is None or other.tb_a_second is None:
         lacking = own if now is None or own.tb_a_second is None else other
@@ -66,22 +69,63 @@ def device_change(study: Study, other: Device | None) -> DeviceChange:
     peak, memory = now / then, own.tb_a_second / other.tb_a_second
     compute = math.sqrt(peak * memory)
     link = own.link_gb_s / other.link_gb_s if own.link_gb_s and other.link_gb_s else 1.0
-    return DeviceChange(
-        compute, memory, link, math.hypot(math.log(peak / memory) / 2, REACHES) if other != own else 0.0,
+    if other == own:
+        return DeviceChange(compute, memory, link, said=(f"the run's own device, {own.name}",))
+    of_type = 0.0 if counted else _by_type(own, other)
+    of_memory, of_link = (_unsure(own, other, field) for field in ("tb_a_second", "link_gb_s"))
+    # Half of what the memory does, and of what products do, is in the mean of the two.
+    of_compute = math.hypot(math.log(peak / memory) / 2, REACHES, of_memory / 2, of_type / 2)
+    said = (
         f"{other.name} for {own.name} by their data sheets, which is a guess: computation takes {compute:.2f} times as "
         f"long (matrix products {peak:.2f}, memory {memory:.2f}), communication inside a node {link:.2f} times; where "
-        "the host sets the pace, a faster device gains nothing",
+        "the host sets the pace, a faster device gains nothing"
+    )
+    return DeviceChange(
+        compute, memory, link, (of_compute, math.hypot(REACHES, of_memory), math.hypot(REACHES, of_link)),
+        (said, *_unknown(own, other), *(() if counted else (UNCOUNTED,))),
     )  # fmt: skip
 
 
-def _dtype(study: Study) -> str:
-    """In which most of the operations were made; float16, which every sheet has, where they were not counted."""
+UNCOUNTED: Final = (
+    "in which type the run makes its matrix products was not counted, and is taken to be half precision; the interval "
+    "has the others: capture it with --level full"
+)
+_SAID: Final = {"link_gb_s": "link inside a node", "tb_a_second": "memory's rate"}
+"""Field of a data sheet -> in words."""
+
+
+def _unsure(own: Device, other: Device, field: str) -> float:
+    """Standard deviation of the logarithm of the quotient of a field, where data sheets do not tell it."""
+    unsure = [one for one in (own, other) if field in one.unchecked or not getattr(one, field)]
+    return UNCHECKED * math.sqrt(len(unsure))
+
+
+def _unknown(own: Device, other: Device) -> Iterator[str]:
+    """What no data sheet tells of the two, in words."""
+    for field, named in _SAID.items():
+        for one in (own, other):
+            if not getattr(one, field):
+                yield f"the {named} of {one.name} is not known: as fast as the other's is a guess with a wide interval"
+            elif field in one.unchecked:
+                yield f"the {named} of {one.name} was compared with no data sheet, so the interval is wider"
+
+
+def _by_type(own: Device, other: Device) -> float:
+    """Half of the most by which two devices' quotients differ among types that a model is trained in, of the
+    logarithm."""
+    both = set(own.tflops) & set(other.tflops) & {"float16", "tf32", "float32"}
+    quotients = [math.log(own.tflops[name] / other.tflops[name]) for name in both]
+    return (max(quotients) - min(quotients)) / 2 if quotients else 0.0
+
+
+def _dtype(study: Study) -> str | None:
+    """In which most of the operations were made; None where they were not counted."""
     counted: dict[str, float] = {}
     for summary in study.summaries.values():
         flops: Mapping[tuple[str, str], float] = (summary.work.flops if summary.work is not None else None) or {}
         for (_, dtype), operations in flops.items():
             counted[dtype] = counted.get(dtype, 0.0) + operations
-    return max(counted, key=lambda dtype: counted[dtype]) if counted else "float16"
+    return max(counted, key=lambda dtype: counted[dtype]) if counted else None
 
 
 @dataclass(frozen=True)

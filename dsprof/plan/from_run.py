@@ -277,7 +277,11 @@ def _scale(
     of_work = {
         "the steps' own variation": base.noise * ms / base.step_ms,
         "what grows with the ranks unseen": DOUBLING * ms * abs(math.log2(grown)),
-        "what another device does": device.uncertain * (computed + parts["optimizer"]),
+        "what another device does": math.hypot(
+            device.uncertain[0] * computed,
+            device.uncertain[1] * parts["optimizer"],
+            device.uncertain[2] * transfer if base.hosts == 1 and not crossing else 0.0,
+        ),
         "what another batch does": transfer * abs(1 - share) / 2 if fewer else change.batch.uncertain(share) * computed,
     }
     errors = {
@@ -321,7 +325,7 @@ def _assumptions(base: _Base, ranks: int, network: Network, change: _Change) -> 
         f"of {base.transfer:.3g} ms of communication, {base.hidden:.3g} are hidden in the run"
         + (", and as much in the plan" if work == 1 else f", and {work:.3g} times as much in the plan"),
     ]
-    said += [change.device.said] if change.device.said else []
+    said += change.device.said
     if base.crosses(ranks, network):
         if network.gb_s is not None:
             said.append("the network between nodes was never measured: its rate is the one given, and so a guess")

@@ -27,6 +27,9 @@ class Held:
     optimizer_states: masters, which are a wider copy of the parameters, and moments
     buckets:          what gradients are reduced from
     gathered:         what parameters are gathered into, beyond what the module that computes needs itself
+    whole:            parameters of stage 3 that modules have used, or are about to, and that stay whole meanwhile
+    scratch:          what arrives from other ranks, before it is added up
+    sums:             gradients of micro-batches, before the last one's, where those are not reduced
     """
 
     parameters: float
@@ -34,15 +37,27 @@ class Held:
     optimizer_states: float
     buckets: float
     gathered: float
+    whole: float = 0.0
+    scratch: float = 0.0
+    sums: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.parameters + self.gradients + self.optimizer_states + self.buckets + self.gathered
+        return float(sum(vars(self).values()))
 
 
-def held(config: Config, elements: float, share: float, *, deepspeed: bool = True) -> Held:
+def held(
+    config: Config,
+    elements: float,
+    share: float,
+    *,
+    deepspeed: bool = True,
+    largest: float = 0.0,
+    on_host: bool = False,
+) -> Held:
     """What a data-parallel rank holds of a model of so many elements. share: its part of what is sharded, of equal
-    ranks 1 / their number; deepspeed: DeepSpeed trains it, and not dsprof's engine."""
+    ranks 1 / their number; deepspeed: DeepSpeed trains it, and not dsprof's engine; largest: elements of the largest
+    parameter, 0 where that is not known; on_host: ranks communicate in host memory (gloo)."""
     zero, item = config.zero_optimization, ELEMENT_BYTES[config.trained_type]
     of_parameters, of_gradients, of_states = (elements * (share if zero.stage >= least else 1) for least in (3, 2, 1))
     states = of_states * ((MASTER if item < MASTER else 0) + MASTER * _moments(config))
@@ -57,8 +72,11 @@ def held(config: Config, elements: float, share: float, *, deepspeed: bool = Tru
         parameters=0.0 if _is_away(zero.offload_param) else of_parameters * item,
         gradients=of_gradients * of_a_gradient,
         optimizer_states=states,
-        buckets=_buckets(config, elements, deepspeed=deepspeed),
-        gathered=_gathered(config, elements, deepspeed=deepspeed) * item,
+        buckets=_buckets(config, elements, largest, deepspeed=deepspeed),
+        gathered=_gathered(config, elements, largest, deepspeed=deepspeed) * item,
+        whole=0.0 if deepspeed or share >= 1 else _whole(config, elements) * item,
+        scratch=0.0 if deepspeed else _scratch(config, elements, largest, share, on_host=on_host),
+        sums=0.0 if deepspeed or share >= 1 else _sums(config, elements),
     )
 
 
@@ -75,7 +93,7 @@ def _is_away(offloaded: OffloadConfig | None) -> bool:
     return offloaded is not None and offloaded.device != "none"
 
 
-def _buckets(config: Config, elements: float, *, deepspeed: bool) -> float:
+def _buckets(config: Config, elements: float, largest: float, *, deepspeed: bool) -> float:
     """DeepSpeed allocates one of the whole size, and a second one to fill while the first is reduced. dsprof's engine
     takes no more than all gradients, and has two on their way while it fills a third."""
     zero, item = config.zero_optimization, ELEMENT_BYTES[config.communication_type]
@@ -85,14 +103,43 @@ def _buckets(config: Config, elements: float, *, deepspeed: bool) -> float:
         return float(zero.reduce_bucket_size) * item * (2 if zero.overlap_comm and zero.stage < 3 else 1)
     if zero.stage == 0 and item == MASTER:
         return 0.0  # gradients stay where they were reduced
-    return min(float(zero.reduce_bucket_size) * (3 if zero.overlap_comm else 1), elements) * item
+    return min(_bucket(config, elements, largest) * (3 if zero.overlap_comm else 1), elements) * item
 
 
-def _gathered(config: Config, elements: float, *, deepspeed: bool) -> float:
-    """Elements that are gathered ahead of their use; or after a step, where DeepSpeed gathers them in place."""
+def _bucket(config: Config, elements: float, largest: float) -> float:
+    """Elements of one of dsprof's engine, which the parameter closes that reaches the size: half of it is beyond."""
+    size = float(config.zero_optimization.reduce_bucket_size)
+    return min(size + largest / 2 if size >= largest else largest, elements)
+
+
+def _whole(config: Config, elements: float) -> float:
+    zero = config.zero_optimization
+    return float(min(zero.stage3_max_live_parameters, elements)) if zero.stage == 3 else 0.0
+
+
+def _sums(config: Config, elements: float) -> float:
+    """dsprof's engine adds the micro-batches of a step up before they are reduced, up to stage 1."""
+    accumulates = (config.gradient_accumulation_steps or 1) > 1
+    return elements * MASTER if accumulates and config.zero_optimization.stage <= 1 else 0.0
+
+
+def _scratch(config: Config, elements: float, largest: float, share: float, *, on_host: bool) -> float:
+    """dsprof's engine adds up in host memory what all ranks have sent; a device's backend does that itself, and where
+    the sum is to be wider brings it in the gradients' own type."""
+    if config.zero_optimization.stage == 0 or share >= 1:
+        return 0.0
+    item = ELEMENT_BYTES[config.communication_type]
+    return _bucket(config, elements, largest) * item * (1.0 if on_host else share if item < MASTER else 0.0)
+
+
+def _gathered(config: Config, elements: float, largest: float, *, deepspeed: bool) -> float:
+    """Elements that are gathered ahead of their use; or after a step, where DeepSpeed gathers them in place, and
+    dsprof's engine keeps its buffers, as many whole parameters in each as they hold."""
     zero = config.zero_optimization
     if zero.stage == 3:
         return float(min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, elements))
     if zero.stage == 0 or deepspeed:
         return 0.0
-    return min(float(zero.allgather_bucket_size) * (3 if zero.overlap_comm else 1), elements)
+    size = float(zero.allgather_bucket_size)
+    each = max(size - largest / 2 if size < elements else size, largest)
+    return min(each * (2 if zero.overlap_comm else 1), elements)

@@ -116,6 +116,10 @@ class Pool:
                 ticket.wait()
             self._free.append(buffer)
 
+    def trained(self) -> tuple[int, ...]:
+        """None: it has buffers."""
+        return ()
+
     def memory(self) -> Iterator[tuple[MemoryPart, Tensor]]:
         """The buffers that nobody has taken."""
         for buffer in (*self._free, *(leaving for leaving, _ in self._leaving)):

@@ -259,7 +259,7 @@ def _refusal(param: Tensor, what: str) -> RuntimeError:
 
 class BufferPool:
     """Memory that communications have used, for the next ones: on a CPU, fresh pages cost as much as these. Of what is
-    given back, the `most` largest are kept; all, by default."""
+    given back, the `most` largest are kept; all, by default. There are no more buffers than were taken at once."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
@@ -268,9 +268,15 @@ class BufferPool:
         """By the storage of a free buffer on a GPU: what was given to the device before it was given back."""
 
     def take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer [size]: the smallest free one that holds it, or new."""
-        fitting = [b for b in self.free if b.numel() >= size and b.dtype == dtype and b.device == device]
+        """A buffer [size]: the smallest free one that holds it; or new, in the place of the largest free one."""
+        alike = [b for b in self.free if b.dtype == dtype and b.device == device]
+        fitting = [b for b in alike if b.numel() >= size]
         if not fitting:
+            if alike:
+                outgrown = max(alike, key=Tensor.numel)
+                self.free = [buffer for buffer in self.free if buffer is not outgrown]
+                self._drop(outgrown)
+                del alike, outgrown  # freed before the new one is there
             with torch.inference_mode(False):  # it is used again, by training
                 return torch.empty(size, dtype=dtype, device=device)
         best = min(fitting, key=Tensor.numel)

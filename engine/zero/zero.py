@@ -166,6 +166,10 @@ class Zero:
         for tensor in self.reducer.memory():
             yield "gradients", tensor
 
+    def trained(self) -> Iterator[int]:
+        """Elements of each parameter that is trained, for `hooks.trained`."""
+        return (param.numel for param in self.trainable)
+
     def _release_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # torch cannot collect a hook that leads back to its own parameter, so this one must not keep us alive.
         alive = weakref.ref(self)

@@ -25,6 +25,8 @@ from .dimensions import Domain, domains, need_every_rank
 
 SLOWER: Final = 1.5
 """So many times what the same takes its peers, in the median."""
+MORE_THAN_ELSE: Final = 1.25
+"""So many times what the same takes a group in its other steps, where it is slow in some of them."""
 FEWEST: Final = 8
 """Collectives of one kind and size that each group must have had."""
 ALIKE: Final = 0.02
@@ -93,8 +95,12 @@ def slow_links(study: Study) -> list[SlowLink]:
                 continue
             spell = spell_of(struck)
             chosen = study.step_numbers[struck if spell is None else slice(spell[0], spell[1] + 1)]
-            then, all_then = (of[of["step"].isin(chosen)] for of in (own, table))
-            one = _compared(study, domain, then, _Alike(all_then), group, chosen)
+            then = own["step"].isin(chosen)
+            # To compare it with all others takes long where there are a thousand, and few differ from themselves.
+            if own["ms"][then].median() < MORE_THAN_ELSE * own["ms"][~then].median():
+                continue
+            all_then = _Alike(table[table["step"].isin(chosen)])
+            one = _compared(study, domain, own[then], all_then, group, chosen)
             if one is not None:
                 (now_and_then if spell is None else found).append(one)
         each = [np.isin(study.step_numbers, one.steps) for one in now_and_then if one.steps is not None]
