@@ -95,10 +95,11 @@ def find_events(programs: Sequence[Program], begin: Int, end: Int, first_own: In
     del targets, steps
     order = np.lexsort((_turn(rank_of, what, target, when), when, rank_of, step))
     # One after the other: of many ranks each column is large.
-    step, rank_of, target = (of.astype(np.int32)[order] for of in (step, rank_of, target))
+    narrow = [of.astype(np.int32)[order] for of in (step, rank_of, target)]
+    del step, rank_of, target
     what, when = what.astype(np.int8)[order], when[order]
     ended, action = (np.concatenate([columns[k] for columns in programs])[order] for k in (ENDED, ACTION))
-    return ProgramEvents(step, rank_of, what, target, when, ended, action)
+    return ProgramEvents(narrow[0], narrow[1], what, narrow[2], when, ended, action)
 
 
 def find_program(
