@@ -122,11 +122,11 @@ class EngineEvents:
             self._recorder.leave_backward()
         elif phase == "step":
             optimizers.leave_engine_step()
+            self._on_step()
             if not self._told_of_model:
                 self._told_of_model = True
                 sizes = trained()
                 facts.state({"fact": "trained", "elements": sum(sizes), "largest": max(sizes, default=0)})
-            self._on_step()
         elif phase == "checkpoint":
             checkpoints.leave()
 
