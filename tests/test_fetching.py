@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from graphs import graph_of, steps_of
 
@@ -17,6 +19,7 @@ from dsprof.analyzer.whatif.fetching import (
     Need,
     OwnFetching,
     Starts,
+    modules,
     passes,
 )
 from dsprof.analyzer.whatif.select import Communications
@@ -85,6 +88,19 @@ def test_weights_and_biases_that_are_gathered_apart() -> None:
     assert OwnFetching(22, ANY, 0).starts(needs) == [(0, [0, 1]), (0, [2, 3]), (2, [6, 7])]
 
 
+@pytest.mark.parametrize("policy", [OwnFetching(1e4, ANY, ANY), DeepSpeedFetching(1e4, ANY, ANY)])
+def test_a_policy_looks_at_the_modules_once(policy: Fetching, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def seen(needs: Sequence[Need]) -> list[range]:
+        looked.append(len(needs))
+        return modules(needs)
+
+    monkeypatch.setattr("dsprof.analyzer.whatif.fetching.modules", seen)
+    policy.starts([Need(n, unit, 10.0) for n, unit in enumerate([*range(50), *reversed(range(50))])])
+    assert looked == [100]
+
+
 def test_large_parameters_are_gathered_by_themselves() -> None:
     needs = [Need(n, n, size) for n, size in enumerate((10.0, float(1 << 22), 10.0))]
     assert OwnFetching(ANY, ANY, 0).starts(needs) == [(0, [0]), (0, [2]), (0, [1])]
@@ -111,12 +127,13 @@ def test_what_was_prefetched_over_the_turn_is_of_backward() -> None:
     ("program", "sizes", "why"),
     [
         ("I0 W0 5 I1 W1 5 B I2 W2 7 I3 W3 7", [10, 20, 10, 20], "backward does not gather what forward did"),
+        ("I0 I1 I2 W0 5 W1 5 W2 5 B I3 I4 I5 W3 7 W4 7 W5 7", [10, 20, 30] * 2, "does not gather what forward did"),
         ("5 B I0 W0 5 I1 W1 5 I2 W2 7 I3 W3 7", [10] * 4, "not all of a pass"),
         ("I0 W0 5 B I1 W1 5 I2 W2 7 I3 W3 7", [10] * 4, "not gathered alike in each forward"),
     ],
 )
 def test_an_order_that_is_not_told(program: str, sizes: list[float], why: str) -> None:
-    graph = graph_of(steps_of([program] * 2, [4.0] * 4, [GATHER] * 4, sizes=sizes))
+    graph = graph_of(steps_of([program] * 2, [4.0] * len(sizes), [GATHER] * len(sizes), sizes=sizes))
     with pytest.raises(Refused, match=why):
         apply(graph, [FetchedBy(GATHERS, LINK, OwnFetching(10, ANY, 0), 1)])
 

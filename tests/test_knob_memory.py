@@ -119,6 +119,9 @@ def test_ranks_of_unequal_memory_hold_their_shares() -> None:
         ({"fsdp2__forward_prefetch": 3}, 20),
         ({"fsdp2__backward_prefetch": 0}, -10),
         ({"fsdp2__modules_per_unit": 2}, 30),  # two units, and the gradients of one
+        ({"fsdp2__modules_per_unit": 5}, 50 + 50 + 30 - 30),  # three of eight are left to gather
+        ({"fsdp2__modules_per_unit": 8}, 80 + 80 - 30),  # there is no other unit
+        ({"fsdp2__modules_per_unit": 100}, 80 + 80 - 30),
     ],
 )
 def test_of_fsdp2(knobs: dict[str, Any], expected: float) -> None:
@@ -149,6 +152,10 @@ def test_of_deepspeed(zero: dict[str, Any], stage: int, knobs: dict[str, Any], e
     assert more(configured(zero, stage), **named) == pytest.approx(expected)
 
 
+def test_of_fsdp2_that_keeps_parameters_only_gradients_are_larger() -> None:
+    assert more({"fsdp": [{**FSDP, "reshard_after_forward": False}]}, fsdp2__modules_per_unit=4) == 40 - 10
+
+
 def test_of_fsdp2_in_mixed_precision() -> None:
     """80 MiB of float32 compute as 40, in units of which the largest has 10."""
     mixed = {"fsdp": [{**FSDP, "param_dtype": "bfloat16", "gathered": 40 * MIB, "largest": 10 * MIB}]}
@@ -167,6 +174,18 @@ def test_of_fsdp2_in_mixed_precision() -> None:
             {"allgather_bucket_size": 10**9, "stage3_prefetch_bucket_size": MIB, "stage3_max_live_parameters": 2 * MIB,
              "overlap_comm": False},
             2, {"stage": 3}, -15 + 4 + 2 - 20,
+        ),
+        # Nothing is kept for backward: the largest parameter, of a Mi, is all that is whole.
+        (
+            {"allgather_bucket_size": 10**9, "stage3_prefetch_bucket_size": MIB, "stage3_max_reuse_distance": 0,
+             "overlap_comm": False},
+            2, {"stage": 3}, -15 + 2 + 2 - 20,
+        ),
+        # The last 2 Mi of forward are needed again after 4 Mi or less.
+        (
+            {"allgather_bucket_size": 10**9, "stage3_prefetch_bucket_size": MIB, "stage3_max_reuse_distance": 4 * MIB,
+             "overlap_comm": False},
+            2, {"stage": 3}, -15 + 6 + 2 - 20,
         ),
     ],
 )  # fmt: skip

@@ -16,10 +16,14 @@ from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.ask import ask
 from dsprof.analyzer.finding import Finding, Gain
+from dsprof.analyzer.judge import judge
 from dsprof.analyzer.price.excess import widened
 from dsprof.analyzer.rules.base import at, ddp_argument_fix, settings_fix
 from dsprof.analyzer.rules.registry import rule_of
+from dsprof.analyzer.study import study
+from dsprof.knobs.predicted import turned
 from dsprof.trace import Trace
 
 SITE = "/home/me/train.py:12"
@@ -189,6 +193,17 @@ def test_workers_started_anew_are_to_persist() -> None:
         {"file": "/home/me/train.py", "line": 12, "argument": "persistent_workers", "value": True},
     )
     assert all(finding.severity == "info" for finding in analysis.findings[1:])
+
+
+@pytest.mark.parametrize("settings", [{}, {"data": constant(0.1)}], ids=["beside a wait", "the only wait"])
+def test_the_knob_saves_what_the_finding_says(settings: dict[str, Any]) -> None:
+    whole = study(restarting(**settings).trace())
+    first = next(one for one in judge(whole).findings if one.fixes and one.code == "data.stall")
+    assert dict(first.fixes[0].knobs) == {"loader.persistent_workers": True}
+    (row,) = ask(whole, [[turned("loader.persistent_workers", True, "RUN")]]).rows
+    assert row.gain is not None, row.reason
+    assert row.gain.ms == pytest.approx(first.gain.ms, rel=1e-6)
+    assert row.gain.low <= first.gain.low
 
 
 def test_ranks_that_start_workers_in_turn_cost_one_another() -> None:

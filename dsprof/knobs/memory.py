@@ -110,8 +110,16 @@ def _prefetched(rank: _Rank, value: Any) -> float | None:
 
 
 def _coarser(rank: _Rank, value: Any) -> float | None:
-    """The unit that computes with its gradients, and the one that is gathered meanwhile."""
-    return _units(rank, 3 * int(value))
+    """The unit that computes with its gradients, and the one that is gathered meanwhile, of what is left; where all
+    parameters stay, only the gradients."""
+    fact, one = rank.last("fsdp"), _units(rank, 1)
+    if fact is None or one is None:
+        return None
+    whole = float(fact.get("gathered") or fact["bytes"])
+    unit = min(one * int(value), whole)
+    if rank.now("fsdp2.reshard_after_forward", True) is False:
+        return unit
+    return 2 * unit + min(unit, whole - unit)
 
 
 def _foreach(rank: _Rank, value: Any) -> float | None:

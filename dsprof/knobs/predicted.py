@@ -30,6 +30,7 @@ from dsprof.analyzer.rules.comm.zero_stage import with_overlap, with_stage
 from dsprof.analyzer.rules.compute.float8 import with_float8
 from dsprof.analyzer.rules.data.data_stall import supply
 from dsprof.analyzer.rules.data.sequence import with_order
+from dsprof.analyzer.rules.data.worker_restarts import with_persistent_workers
 from dsprof.analyzer.rules.memory.offload_knobs import with_offload
 from dsprof.analyzer.rules.run.unequal_shares import with_speeds
 from dsprof.analyzer.study import Study
@@ -43,6 +44,8 @@ from .structures import STRUCTURES
 OF_PIPELINES: Final = ("pipeline.", "pipelining.")
 HALF: Final = ("bf16", "fp16", "bfloat16", "float16")
 NO_HALF: Final = f"numbers of half the size are predicted, {' or '.join(HALF)}, and not {{}}"
+OPTIMIZER: Final = "optimizer.type"
+FREEZE_STEP: Final = "optimizer.params.freeze_step"
 GRADIENTS_IN: Final = {"fsdp2.param_dtype": "fsdp2.reduce_dtype", "bf16.enabled": "communication_data_type"}
 """What layers compute in -> what their gradients travel in, which is the same where a job does not say it."""
 
@@ -72,10 +75,7 @@ def _workers(study: Study, value: Any) -> Effect:
 def _persistent(study: Study, value: Any) -> Effect:
     if not value:
         raise NotJudged("how long workers take to start anew is only told by a job in which they do")
-    if supply(study) is None:
-        raise NotJudged("no DataLoader was waited for")
-    note = "workers that stay need not start anew when an epoch begins, which is outside of ordinary steps"
-    return Effect("data.stall", notes=(note,))
+    return with_persistent_workers(study)
 
 
 def _accumulate(study: Study, value: Any) -> Effect:
@@ -137,9 +137,17 @@ def _need_what_takes(study: Study, key: str) -> None:
     (need_fully_shard if key.startswith("fsdp2.") else need_configuration)(study)
 
 
+def _optimizer(study: Study, key: str, value: Any, beside: Mapping[str, Any]) -> Effect:
+    return with_optimizer(study, value, beside.get(FREEZE_STEP))
+
+
+def _freeze_step(study: Study, key: str, value: Any, beside: Mapping[str, Any]) -> Effect:
+    return with_freeze_step(study, value, beside.get(OPTIMIZER))
+
+
 def _alone(key: str) -> Callable[[Study, Any], Effect]:
-    """A number format, beside none that is turned."""
-    return lambda study, value: FORMATS[key](study, key, value, {})
+    """The knob turned beside no other."""
+    return lambda study, value: BESIDE[key](study, key, value, {})
 
 
 def _collect_every(study: Study, value: Any) -> Effect:
@@ -154,11 +162,14 @@ def _dynamic(study: Study, value: Any) -> Effect:
     return Without("compute.recompile").effect(study)
 
 
-FORMATS: Final[Mapping[str, Callable[[Study, str, Any, Mapping[str, Any]], Effect]]] = {
+BESIDE: Final[Mapping[str, Callable[[Study, str, Any, Mapping[str, Any]], Effect]]] = {
     **dict.fromkeys(GRADIENTS_IN, _computes_in),
     **dict.fromkeys(GRADIENTS_IN.values(), _travel_in),
+    OPTIMIZER: _optimizer,
+    FREEZE_STEP: _freeze_step,
 }
-"""Key of a number format -> (study, key, value, what else is turned) -> what that changes."""
+"""Of knobs that mean something else beside one another: key -> (study, key, value, all that is turned) -> what that
+changes."""
 CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "ddp.bucket_cap_mb": with_cap,
     "zero_optimization.reduce_bucket_size": _bucket_size,
@@ -175,9 +186,7 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     },
     "ddp.accumulate": _accumulate,
     "ddp.comm_hook": _comm_hook,
-    **{key: _alone(key) for key in FORMATS},
-    "optimizer.type": with_optimizer,
-    "optimizer.params.freeze_step": with_freeze_step,
+    **{key: _alone(key) for key in BESIDE},
     "ddp.broadcast_buffers": _broadcast,
     "fsdp2.modules_per_unit": with_modules_per_unit,
     "fsdp2.reshard_after_forward": with_reshard,
@@ -221,7 +230,7 @@ def turned(key: str, value: Any, run: str) -> Request:
         change = _unknown(key, why)
 
     def effect(study: Study, beside: Mapping[str, Any]) -> Effect:
-        return FORMATS[key](study, key, value, beside) if key in FORMATS else change(study, value)
+        return BESIDE[key](study, key, value, beside) if key in BESIDE else change(study, value)
 
     return Turned(setting, effect, key, value)
 

@@ -74,7 +74,7 @@ def held(
         optimizer_states=states,
         buckets=_buckets(config, elements, largest, deepspeed=deepspeed),
         gathered=_gathered(config, elements, largest, deepspeed=deepspeed) * item,
-        whole=0.0 if deepspeed or share >= 1 else _whole(config, elements) * item,
+        whole=0.0 if deepspeed or share >= 1 else _whole(config, elements, largest) * item,
         scratch=0.0 if deepspeed else _scratch(config, elements, largest, share, on_host=on_host),
         sums=0.0 if deepspeed or share >= 1 else _sums(config, elements),
     )
@@ -112,9 +112,12 @@ def _bucket(config: Config, elements: float, largest: float) -> float:
     return min(size + largest / 2 if size >= largest else largest, elements)
 
 
-def _whole(config: Config, elements: float) -> float:
+def _whole(config: Config, elements: float, largest: float) -> float:
+    """Elements of the module that computes, and of those that dsprof's engine keeps for backward: it needs what is at
+    the end of forward first, so between two uses of what is `n` elements before it there are 2 n."""
     zero = config.zero_optimization
-    return float(min(zero.stage3_max_live_parameters, elements)) if zero.stage == 3 else 0.0
+    kept = zero.stage3_max_reuse_distance / 2 + largest
+    return float(min(kept, zero.stage3_max_live_parameters, elements)) if zero.stage == 3 else 0.0
 
 
 def _sums(config: Config, elements: float) -> float:

@@ -8,10 +8,11 @@ engine does at each of these places.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import ClassVar, Final
 
 import numpy as np
@@ -30,6 +31,8 @@ from .select import Communications
 ALIKE: Final = 0.1
 """Of the bytes of a gather: those of one module in forward and in backward differ by no more (a bias is not needed
 again)."""
+NEXT_TO_NOTHING: Final = 0.25
+"""Of the work between two waits for parameters, in the mean: a call's own cost, and no layer's."""
 ALONE: Final = 1 << 22
 """Elements from which on dsprof's engine gathers a parameter by itself (`engine/zero/gather.py`)."""
 
@@ -82,7 +85,8 @@ class OwnFetching(Fetching):
                     there[needs[number].unit] = needs[number].elements
                     coming[needs[number].unit] = len(found)
 
-        for module in modules(needs):
+        uses = _Uses(needs)
+        for which, module in enumerate(uses.modules):
             place, units = module[0], [needs[number].unit for number in module]
             missing = [number for number in module if needs[number].unit not in there]
             if missing:
@@ -108,7 +112,7 @@ class OwnFetching(Fetching):
                 start(place, batch)
             coming = {unit: of for unit, of in coming.items() if of not in of_module}
             for unit in units:
-                if not _needed_within(needs, module[-1], unit, self.reuse):
+                if not uses.again_within(which, unit, self.reuse):
                     there.pop(unit, None)
         return found
 
@@ -131,7 +135,8 @@ class DeepSpeedFetching(Fetching):
             found.append((place, batch))
             there.update((needs[number].unit, needs[number].elements) for number in batch)
 
-        for module in modules(needs):
+        uses = _Uses(needs)
+        for which, module in enumerate(uses.modules):
             missing = [number for number in module if needs[number].unit not in there]
             if missing:
                 start(module[0], missing)
@@ -150,7 +155,7 @@ class DeepSpeedFetching(Fetching):
                 start(module[-1], batch)
             for number in module:
                 unit = needs[number].unit
-                if passed[unit] <= number and not _needed_within(needs, module[-1], unit, self.reuse - 1):
+                if passed[unit] <= number and not uses.again_within(which, unit, self.reuse - 1):
                     there.pop(unit, None)
         return found
 
@@ -173,15 +178,25 @@ def modules(needs: Sequence[Need]) -> list[range]:
     return [range(begin, end) for begin, end in pairwise([*begins, len(needs)])]
 
 
-def _needed_within(needs: Sequence[Need], after: int, unit: int, distance: float) -> bool:
-    """Whether parameters are needed again, behind a place, after modules of at most so many elements."""
-    between = 0.0
-    for module in modules(needs[after + 1 :]):
-        of_module = [needs[after + 1 + number] for number in module]
-        if any(need.unit == unit for need in of_module):
-            return between <= distance
-        between += sum(need.elements for need in of_module)
-    return False
+class _Uses:
+    """Which modules use what, in order. modules: the places of each one's parameters."""
+
+    def __init__(self, needs: Sequence[Need]) -> None:
+        self.modules = modules(needs)
+        sizes = [sum(needs[place].elements for place in module) for module in self.modules]
+        self._elements_before = list(accumulate(sizes, initial=0.0))
+        self._of_unit: dict[int, list[int]] = {}
+        for which, module in enumerate(self.modules):
+            for place in module:
+                self._of_unit.setdefault(needs[place].unit, []).append(which)
+
+    def again_within(self, which: int, unit: int, distance: float) -> bool:
+        """Whether a unit is needed again behind this module, after others of at most so many elements."""
+        of_unit = self._of_unit[unit]
+        at = bisect_right(of_unit, which)
+        if at == len(of_unit):
+            return False
+        return self._elements_before[of_unit[at]] - self._elements_before[which + 1] <= distance
 
 
 @dataclass(frozen=True)
@@ -249,15 +264,26 @@ def passes(steps: Steps, of: Communications, element_bytes: int = 1) -> list[lis
     waits = steps.structure.first_waits
     for forward, backward in forwards_and_backwards(steps, of):
         sizes = elements[forward]
-        # Those of one module are waited for one after the other, and nothing is done in between.
         thread = next((thread for thread, c in waits if c == forward[0]), 0)
         at = [np.array([waits.get((thread, c), -1) for c in order]) for order in (forward[: len(backward)], backward)]
-        parts = _reversed_parts(sizes[: len(backward)], elements[backward], *(np.diff(one) == 1 for one in at))
+        follows = [_follows(steps, one) for one in at]
+        parts = _reversed_parts(sizes[: len(backward)], elements[backward], *follows)
         begins = {part.start for part in parts} | {*range(len(backward), len(forward))}
         needs = [Need(c, unit, float(sizes[unit]), unit in begins) for unit, c in enumerate(forward)]
         again = zip((unit for part in parts for unit in part), backward, strict=True)
         needs += [Need(c, unit, float(sizes[unit]), unit in begins) for unit, c in again]
         found.append(needs)
+    return found
+
+
+def _follows(steps: Steps, waits: Int) -> Bool:
+    """Whether next to nothing is done between each wait and the next one, [n - 1]: parameters of one module are waited
+    for one after the other. waits: the segments that begin with them, -1 where there is none."""
+    spent = np.concatenate([[0.0], np.cumsum(steps.work.sum(axis=-1).mean(axis=1))])
+    between = spent[waits[1:]] - spent[waits[:-1]]
+    known = (waits[:-1] >= 0) & (waits[1:] > waits[:-1])
+    usual = float(between[known].mean()) if known.any() else 0.0
+    found: Bool = known & (np.diff(waits) == 1) & (between <= NEXT_TO_NOTHING * usual)
     return found
 
 

@@ -29,6 +29,7 @@ class Merge(WhatIf):
     from a difference.
 
     together:   how many become one; `most_bytes`: or as many as hold so many bytes
+    reached:    as few as hold `most_bytes` become one, and not as many as hold no more
     host_ms:    the issuing thread's cost of each collective that is saved
     blocking:   each is waited for before anything else is done: else it is not known what would wait for the merged one
     unit_work:  by what FSDP's own work for its units is multiplied
@@ -41,6 +42,7 @@ class Merge(WhatIf):
     link: Link
     together: int | None = None
     most_bytes: float | None = None
+    reached: bool = False
     host_ms: float = 0.0
     blocking: bool = False
     unit_work: float = 1.0
@@ -55,7 +57,7 @@ class Merge(WhatIf):
     @property
     def divides(self) -> bool:
         """Whether it merges any, and does not only model their transfers."""
-        return self.together != 1
+        return self.together != 1 and self.most_bytes != 0
 
     def against(self, other: WhatIf) -> str | None:
         same = isinstance(other, Merge) and self.of.meets(other.of)
@@ -83,7 +85,7 @@ class Merge(WhatIf):
     def packs(self, steps: Steps) -> list[list[int]]:
         """Of steps of one template, the tasks that become one, in order of issue."""
         if self.most_bytes is not None:
-            return packed(steps, self.of, self.most_bytes)
+            return packed(steps, self.of, self.most_bytes, self.reached)
         together = self.together or 1
         return [
             family[begin : begin + together]
@@ -107,14 +109,15 @@ def by_backward(steps: Steps, of: Communications) -> dict[tuple[int, str, str], 
     return found
 
 
-def packed(steps: Steps, of: Communications, most: float) -> list[list[int]]:
-    """Each of `families` in pieces of neighbours, of as many as hold up to `most` bytes."""
+def packed(steps: Steps, of: Communications, most: float, reached: bool = False) -> list[list[int]]:
+    """Each of `families` in pieces of neighbours, of as many as hold up to `most` bytes; or where these are to be
+    reached, of as few as hold so many."""
     last: dict[tuple[int, str, str], float] = {}
     found: list[list[int]] = []
     place: dict[tuple[int, str, str], int] = {}
     for family, c in _issued(steps, of):
         size = float(np.mean(steps.size[c]))
-        if family in place and last[family] + size <= most:
+        if family in place and (last[family] < most if reached else last[family] + size <= most):
             found[place[family]].append(c)
             last[family] += size
         else:

@@ -14,6 +14,7 @@ from ...whatif.merge import Merge, packed
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, PartlyJudged, gains_tried
 from .ddp_buckets import ONE_SIZE
+from .deepspeed_config import is_own_engine
 from .dimensions import GRADIENT, Domain, waited_ms
 from .shards import by_bytes, links_around
 
@@ -70,7 +71,8 @@ def reduced_together(study: Study, domain: Domain, say: Callable[[Gain], Fix] | 
 
 
 def reduced_in(study: Study, domain: Domain, most: float) -> Effect:
-    """A dimension's gradients in reductions of up to `most` bytes (0: as they are), each waited for at once."""
+    """A dimension's gradients in reductions of up to `most` bytes (0: as they are), each waited for at once. dsprof's
+    engine closes one only when these are reached."""
     around = _links_around(study, domain)
     now = [_up_to(study, each, 0.0) for each in around]
     then = [_up_to(study, each, most) for each in around] if most else now
@@ -79,7 +81,7 @@ def reduced_in(study: Study, domain: Domain, most: float) -> Effect:
     before = after = 0
     for steps in study.need_graph().templates:
         for group in domain.groups:
-            packs = packed(steps, Communications(purposes=(GRADIENT,), groups=(group,)), most)
+            packs = packed(steps, Communications(purposes=(GRADIENT,), groups=(group,)), most, is_own_engine(study))
             before += len(steps.numbers) * sum(map(len, packs))
             after += len(steps.numbers) * len(packs)
     return Effect(
@@ -115,6 +117,7 @@ def _up_to(study: Study, links: Mapping[str, Link], most: float) -> WhatIfs:
             Communications(purposes=(GRADIENT,), groups=(group,)),
             link,
             most_bytes=most,
+            reached=is_own_engine(study),
             host_ms=host_ms,
             blocking=True,
         )

@@ -96,43 +96,56 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
 
 
 def with_scatter_bucket(study: Study, number: float) -> Effect:
-    """Gradients of stage 3 scattered together, up to so many elements of them. Raises NotJudged where that is less than
+    """Gradients of stage 3 scattered together, in buckets of so many elements. Raises NotJudged where that is less than
     the run had, or no scatters are seen."""
     sharded = [one for one in domains(study) if gathers_parameters(one)]
     scattered = [one.table[one.table["name"] == "reduce_scatter"] for one in sharded]
     if not any(map(len, scattered)):
         raise NotJudged("no gradients were seen to be scattered beside parameters that are gathered")
     need_sizes(sharded)
-    present, most = told(study, REDUCE), number * item_bytes(study)
-    largest = max(float(table["bytes"].max()) for table in scattered if len(table))
-    if number == present:
+    most, reached = number * item_bytes(study), is_own_engine(study)
+    if number == told(study, REDUCE):
         return Effect("comm.small-messages", counts_cores=True)
-    if most < largest or number < present:
-        holds = f"{present or largest / item_bytes(study):,.0f} elements"
-        raise NotJudged(f"the run's buckets hold {holds}: what smaller ones take is not told by larger ones")
-    before = after = 0
-    for steps in study.need_graph().templates:
-        packs = packed(steps, Communications(kinds=(SCATTER,)), most)
-        before += len(steps.numbers) * sum(map(len, packs))
-        after += len(steps.numbers) * len(packs)
+    need_larger(study, number, max(float(table["bytes"].max()) for table in scattered if len(table)))
+    before = after = 0.0
+    for domain in sharded:
+        scatters = Communications(kinds=(SCATTER,), groups=domain.groups)
+        for steps in study.need_graph().templates:
+            packs = packed(steps, scatters, most, reached)
+            of_a_rank = len(steps.numbers) / len(domain.groups)  # which is in one of them
+            before += of_a_rank * sum(map(len, packs))
+            after += of_a_rank * len(packs)
     host_ms = study.host_ms("gradient")
 
     def reduced(link: Link, scatters: Communications) -> WhatIf:
-        return Merge(scatters, link, most_bytes=most, host_ms=host_ms)
+        return Merge(scatters, link, most_bytes=most, reached=reached, host_ms=host_ms)
 
     (as_it_is, then), *others = _modelled(sharded, lambda *_: None, reduced)
     a_step = len(study.need_graph().numbers)
     notes = (f"{count(round(after / a_step), 'scatter')} a step instead of {round(before / a_step)}",)
     return Effect(
-        "comm.small-messages", then, as_it_is, tuple(others), fewer=(before - after) / _shard_collectives(study),
-        moved_bytes=_moved_bytes(study, sharded), counts_cores=True, notes=notes,
+        "comm.small-messages", then, as_it_is, tuple(others), counts_cores=True, notes=notes,
+        fewer=(before - after) / _shard_collectives(study, sharded), moved_bytes=_moved_bytes(study, sharded),
     )  # fmt: skip
 
 
-def _shard_collectives(study: Study) -> int:
-    """Gathers and scatters of the judged steps: one of a group counts once."""
-    shards = Communications(kinds=(GATHER, SCATTER))
-    return sum(len(steps.numbers) * len(shards.of(steps.structure)) for steps in study.need_graph().templates)
+def need_larger(study: Study, number: float, largest: float) -> None:
+    """Raises NotJudged where buckets of so many elements are smaller than the run's, of which the largest had `largest`
+    bytes: that tells where it does not say its setting, beyond which a bucket may reach."""
+    present = told(study, REDUCE) or largest / item_bytes(study)
+    if number < present:
+        raise NotJudged(
+            f"the run's buckets hold {present:,.0f} elements: what smaller ones take is not told by larger ones"
+        )
+
+
+def _shard_collectives(study: Study, sharded: list[Domain]) -> float:
+    """Gathers and scatters of a rank in the judged steps."""
+    shards = [(Communications(kinds=(GATHER, SCATTER), groups=one.groups), len(one.groups)) for one in sharded]
+    templates = study.need_graph().templates
+    return sum(
+        len(steps.numbers) * len(of.of(steps.structure)) / groups for steps in templates for of, groups in shards
+    )
 
 
 def _moved_bytes(study: Study, sharded: list[Domain]) -> float:
@@ -194,15 +207,16 @@ def _fewer(study: Study, sharded: list[Domain], policy: Fetching | None) -> tupl
                 except NotRebucketed:
                     continue
                 starts = [policy.starts(of) if policy else [(n, [n]) for n in range(len(of))] for of in needs]
-                before += len(steps.numbers) * sum(map(len, needs))
-                after += len(steps.numbers) * sum(map(len, starts))
+                of_a_rank = len(steps.numbers) / len(domain.groups)  # which is in one of them
+                before += of_a_rank * sum(map(len, needs))
+                after += of_a_rank * sum(map(len, starts))
                 gathered = sum(len(batch) for of in starts for _, batch in of)
-                kept += len(steps.numbers) * (sum(map(len, needs)) - gathered)
+                kept += of_a_rank * (sum(map(len, needs)) - gathered)
     a_step = len(study.need_graph().numbers)
     told_of = f"{count(round(after / a_step), 'gather')} a step instead of {round(before / a_step)}"
     if spared := round(kept / a_step):
         told_of += f"; {spared} {'is' if spared == 1 else 'are'} not needed, as what would be gathered is still there"
-    return (before - after) / _shard_collectives(study), (told_of,)
+    return (before - after) / _shard_collectives(study, sharded), (told_of,)
 
 
 def woken_late_ms(study: Study) -> float:

@@ -16,7 +16,7 @@ from ...study import Study
 from ...whatif.merge import Merge, by_backward
 from ...whatif.select import Communications
 from ..base import NotJudged, configurations
-from .deepspeed_config import is_own_engine, need_configuration, stage_of
+from .deepspeed_config import is_own_engine, need_configuration, stage_of, zero_config
 from .dimensions import GRADIENT, Domain
 from .shards import gathers_parameters, links_around
 from .volume import formats, moved_bytes, of_replicas
@@ -35,8 +35,9 @@ PACK_BETWEEN: Final = (0.5, 2.0)
 to 1 Mi values (47 to 91 ns)."""
 
 
-def with_optimizer(study: Study, value: Any) -> Effect:
-    """A 1-bit optimizer in the place of the job's. Raises NotJudged for any other, and where the run does not tell."""
+def with_optimizer(study: Study, value: Any, freeze_step: Any = None) -> Effect:
+    """A 1-bit optimizer in the place of the job's, with another length of its warm-up unless that is None. Raises
+    NotJudged for any other, and where the run does not tell."""
     need_configuration(study)
     own = is_own_engine(study)
     names = (OWN,) if own else OF_DEEPSPEED
@@ -45,31 +46,53 @@ def with_optimizer(study: Study, value: Any) -> Effect:
             f"of optimizers only {' and '.join(names)} are predicted, by what they send; what {value} computes is not "
             "told by another one: `dsprof fix --verify` measures it"
         )
+    if value == _type(study):
+        return Effect("comm.volume", notes=(f"the run has {value} already",))
     if _type(study) in names:
-        return Effect("comm.volume", notes=(f"the run has {_type(study)} already",))
-    return _compressed(study, _freeze_step(study), own)
+        _need_warm_up(study)
+    return _compressed(study, _freeze_step(study) if freeze_step is None else _steps(freeze_step), own)
 
 
-def with_freeze_step(study: Study, value: Any) -> Effect:
-    """Another length of a 1-bit optimizer's warm-up. Raises NotJudged where the run's steps are all behind it."""
+def with_freeze_step(study: Study, value: Any, optimizer: Any = None) -> Effect:
+    """Another length of a 1-bit optimizer's warm-up. optimizer: that is set beside it, None where none is. Raises
+    NotJudged where steps of the run are behind the warm-up."""
+    wanted, present = _steps(value), _freeze_step(study)
+    need_configuration(study)
+    own, kind = is_own_engine(study), _type(study)
+    if optimizer not in (None, kind):
+        return Effect("comm.volume")  # with_optimizer tells it of both
+    whole = f"the first {wanted:,} steps reduce whole gradients, as those of this run"
+    if kind not in ((OWN,) if own else OF_DEEPSPEED):
+        return Effect("comm.volume", notes=(whole,))
+    if wanted == present:
+        return Effect("comm.volume", notes=(f"the run has a warm-up of {present:,} steps already",))
+    _need_warm_up(study)
+    return Effect("comm.volume", notes=(whole,)) if wanted > present else _compressed(study, wanted, own)
+
+
+def _need_warm_up(study: Study) -> None:
+    """Raises NotJudged where steps of the run are behind its 1-bit optimizer's warm-up."""
+    if int(study.step_numbers[-1]) >= _freeze_step(study):
+        raise NotJudged("steps of the run are behind the warm-up: what steps of it take is not told by them")
+
+
+def _steps(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise NotJudged(f"{value} is no number of steps")
-    need_configuration(study)
-    own = is_own_engine(study)
-    if _type(study) not in ((OWN,) if own else OF_DEEPSPEED):
-        return Effect("comm.volume", notes=(f"the first {value:,} steps reduce whole gradients, as those of this run",))
-    if int(study.step_numbers[-1]) >= _freeze_step(study):
-        raise NotJudged("the run's steps are behind the warm-up: what steps of it take is not told by them")
-    return _compressed(study, value, own)
+    return value
 
 
 def _compressed(study: Study, freeze_step: int, own: bool) -> Effect:
     """Steps behind the warm-up: all gradients go at once when backward has ended, of each value a bit."""
-    stage, most = stage_of(study), 0 if own else 1
-    if stage is not None and stage > most:
+    stage, config = stage_of(study), zero_config(study)
+    if stage:
         raise NotJudged(
-            f"a 1-bit optimizer takes whole gradients on every rank: stage {most}{'' if own else ' at most'} of ZeRO, "
-            f"and the run has stage {stage}"
+            "a 1-bit optimizer takes whole gradients and parameters on every rank: stage 0 of ZeRO, and the run has "
+            f"stage {stage}"
+        )
+    if own and config is not None and config.heterogeneous.speeds is not None:
+        raise NotJudged(
+            "a 1-bit optimizer takes ranks that have equally many samples, and the run has heterogeneous.speeds"
         )
     parts = [part for whole, part in of_replicas(study, GRADIENT) if not gathers_parameters(whole)]
     if not parts:

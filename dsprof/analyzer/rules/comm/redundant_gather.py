@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -50,15 +51,14 @@ def redundant_gather(study: Study) -> Found:
         raise NotConcerned
     if _changed_in_between(study):
         return []
-    found: list[Candidate | Finding] = []
+    every = list[_Gathered]()
     for domain in sharded:
         gathered = _gathered(study, domain)
         waited = waited_ms(study, domain.of("parameter"))
-        if gathered is None or waited * (1 - 1 / gathered.times) < MATTERS * study.step_ms:
-            continue
-        if _fit(study, gathered):
-            found += _of_stage(study, gathered) if _is_zero(study) else [_candidate(study, gathered)]
-    return found
+        if gathered is not None and waited * (1 - 1 / gathered.times) >= MATTERS * study.step_ms:
+            every.append(gathered)
+    fit = [gathered for gathered in every if _fit(study, gathered)]
+    return _of_stage(study, fit) if _is_zero(study) and fit else [_candidate(study, gathered) for gathered in fit]
 
 
 def _is_zero(study: Study) -> bool:
@@ -66,14 +66,16 @@ def _is_zero(study: Study) -> bool:
     return stage_of(study) is not None and not study.facts.get("fsdp")
 
 
-def _of_stage(study: Study, gathered: _Gathered) -> list[Candidate | Finding]:
-    """What stage 2 would save, which gathers all parameters at once; where that is not told, what keeping them after
-    their first gather would, or nothing."""
+def _of_stage(study: Study, every: Sequence[_Gathered]) -> Found:
+    """What stage 2 would save, which gathers all parameters of all dimensions at once; where that is not told, what
+    keeping them after their first gather would, or nothing."""
     try:
         gain = gain_of_all(study, [with_stage(study, 2)])
     except NotJudged:
-        return [_candidate(study, gathered)]
-    return [_finding(study, gathered, gain)] if gain.ms >= LEAST_SHARE * study.step_ms else []
+        return [_candidate(study, gathered) for gathered in every]
+    domain = every[0].domain if len(every) == 1 else replace(every[0].domain, name="")
+    whole = replace(every[0], domain=domain, whole_bytes=sum(gathered.whole_bytes for gathered in every))
+    return [_finding(study, whole, gain)] if gain.ms >= LEAST_SHARE * study.step_ms and _fit(study, whole) else []
 
 
 def _changed_in_between(study: Study) -> bool:

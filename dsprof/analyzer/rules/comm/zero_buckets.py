@@ -21,7 +21,7 @@ from .by_hand import reduced_in
 from .ddp_buckets import with_buckets_of
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
 from .dimensions import domains
-from .fetched_parameters import with_scatter_bucket
+from .fetched_parameters import need_larger, with_scatter_bucket
 from .shards import links_around
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
@@ -113,7 +113,8 @@ def _larger(study: Study, table: pd.DataFrame, link: Link) -> list[_Larger]:
 def _buckets(study: Study, most: float) -> float:
     """How many there would be in a step, mean, of up to `most` bytes."""
     graph = study.need_graph()
-    of_templates = [len(packed(steps, GRADIENTS, most)) * len(steps.numbers) for steps in graph.templates]
+    reached = is_own_engine(study)
+    of_templates = [len(packed(steps, GRADIENTS, most, reached)) * len(steps.numbers) for steps in graph.templates]
     return sum(of_templates) / len(graph.numbers)
 
 
@@ -148,7 +149,8 @@ def _of_up_to(
 
 
 def _up_to(study: Study, link: Link, most: float) -> WhatIfs:
-    return (Merge(GRADIENTS, link, most_bytes=most, host_ms=study.host_ms("gradient"), blocking=True),)
+    host_ms, reached = study.host_ms("gradient"), is_own_engine(study)
+    return (Merge(GRADIENTS, link, most_bytes=most, reached=reached, host_ms=host_ms, blocking=True),)
 
 
 def with_bucket_size(study: Study, number: float) -> Effect:
@@ -167,11 +169,8 @@ def with_bucket_size(study: Study, number: float) -> Effect:
     table = _gradients(study)
     if table.empty:
         raise NotJudged("no collective was seen to carry gradients")
-    most, largest = number * item_bytes(study), float(table["bytes"].max())
-    present = told(study, KEY)
-    if most < largest or number < present:
-        holds = f"{present or largest / item_bytes(study):,.0f} elements"
-        raise NotJudged(f"the run's buckets hold {holds}: what smaller ones take is not told by larger ones")
+    most, present = number * item_bytes(study), told(study, KEY)
+    need_larger(study, number, float(table["bytes"].max()))
     reduced = [part for part in (one.of("gradient") for one in domains(study)) if len(part.table)]
     if config is not None and len(reduced) == 1:
         return reduced_in(study, reduced[0], 0.0 if number == present else most)
