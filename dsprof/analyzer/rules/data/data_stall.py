@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import pandas as pd
 
 from dsprof import gauges
 
@@ -14,20 +15,19 @@ from ... import signals
 from ...arrays import Float
 from ...budget.host_load import SharedCores
 from ...budget.parts import WAITING
-from ...candidate import Between, Candidate
+from ...candidate import Between, Candidate, Excess, Price
 from ...finding import LOW_PERCENT, Evidence, Finding, Gain, Where
 from ...price.calibration import ModelError
 from ...price.effects import replayed
 from ...price.gains import nothing_between
 from ...study import Study, once
-from ...text import ms
+from ...text import count, ms
 from ...whatif.work import Change, LessWork
 from ...work.stacks import in_loader
 from ..base import LEAST_SHARE, NotConcerned, at
 from ..compute.host_work import LOADS_OR_SAVES
 from ..rule import Found, Look, Rule, fault
-from .loader import Fact, loader_fix, loading_rows, restarts, training_loader
-from .worker_restarts import started_anew
+from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
 
 MOST_WORKERS: Final = 32
 HAND_OVER_MS: Final = 0.5
@@ -311,11 +311,64 @@ def loaders(study: Study) -> Found:
     """Workers that are started anew again and again; and a wait for input that workers would not shorten."""
     signals.steps(study)
     signals.replay(study)
-    found: list[Candidate | Finding] = [*started_anew(study)]
+    found: list[Candidate | Finding] = [*_restarted(study)]
     wait = supply(study)
     if wait is not None and not _worth(study, wait) and wait.worst_ms >= LOW_PERCENT / 100 * study.step_ms:
         found.append(_stall(study, wait, nothing_between(wait.low.mean(axis=0), wait.high.mean(axis=0))))
     return found
+
+
+def _restarted(study: Study) -> list[Candidate]:
+    """Workers of the training's loader that end with each epoch and are started anew, where epochs are short."""
+    anew = restarts(study)
+    if anew.empty:
+        return []
+    rank, number = (int(key) for key in anew.groupby(["rank", "number"])["excess_ms"].sum().idxmax())
+    anew = anew[anew["number"] == number]
+    fact = loader_fact(study, rank, number) or {}
+    by_step = anew.groupby("step")["excess_ms"]
+    # Ranks that communicate wait for the last of them.
+    together = study.collectives["step"].isin(study.step_numbers).any()
+    costs = by_step.max() if together else by_step.sum() / len(study.ranks)
+    steps = len(study.irregular.steps)
+    between = int(np.median(np.diff(costs.index.to_numpy()))) if len(costs) > 1 else steps
+    often = (
+        "for each step"
+        if between == 1
+        else f"every {between} steps"
+        if len(costs) > 1
+        else f"once in {count(steps, 'step')}"
+    )
+    workers = int(fact.get("num_workers") or 0)
+    title = f"the DataLoader's {count(workers, 'worker')} {'is' if workers == 1 else 'are'} started anew {often}, "
+    title += f"{ms(costs.mean())} each time"
+    evidence = (
+        Evidence("loading where workers are started, beyond the usual", round(float(costs.mean()), 3), "ms", 0.0),
+        Evidence("of that, in DataLoader.__iter__", round(float(anew["start_ms"].mean()), 3), "ms"),
+        Evidence("starts in the judged steps", len(costs), "count", 0),
+        Evidence("persistent_workers", "False", "", "True"),
+    )
+    who = tuple(int(each) for each in np.sort(anew["rank"].unique()))
+    where = Where(ranks=who, op="DataLoader", steps=(int(costs.index.min()), int(costs.index.max())))
+    excess = Excess(costs.to_numpy(np.float64), "occasion", less_ms=_first_batches(study, fact, anew))
+
+    def say(price: Price) -> Finding:
+        fix = loader_fix(study, fact, {"persistent_workers": True}, price.gain)
+        return Finding("data.stall", title, "info", where, evidence, price.gain, (fix,))
+
+    return [Candidate("data.stall", excess, say)]
+
+
+def _first_batches(study: Study, fact: Fact, anew: pd.DataFrame) -> float:
+    """What of starting the workers is not saved by keeping them, at most: ms, divided over the steps.
+
+    The loop would still wait for the first batch of an epoch. What it takes to load is not known: no longer than the
+    wait outside of `__iter__`, and than `num_workers` steps, or the workers would not keep up.
+    """
+    outside = float((anew["excess_ms"] - anew["start_ms"]).clip(lower=0).mean())
+    first_batch = min(outside, study.step_ms * int(fact.get("num_workers") or 0))
+    occasions = anew["step"].nunique() / max(len(study.irregular.steps), 1)
+    return float(occasions * first_batch)
 
 
 RULES = (
