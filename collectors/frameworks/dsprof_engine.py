@@ -122,13 +122,13 @@ class EngineEvents:
             self._recorder.leave_backward()
         elif phase == "step":
             optimizers.leave_engine_step()
+            self._on_step()
             if not self._told_of_model:
                 self._told_of_model = True
                 trained = [elements for elements, is_trained in sizes() if is_trained]
                 frozen = sum(elements for elements, is_trained in sizes() if not is_trained)
                 facts.state({"fact": "trained", "elements": sum(trained), "largest": max(trained, default=0),
                              "frozen": frozen})  # fmt: skip
-            self._on_step()
         elif phase == "checkpoint":
             checkpoints.leave()
 
