@@ -16,10 +16,13 @@ from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.ask import ask
 from dsprof.analyzer.finding import Finding, Gain
 from dsprof.analyzer.price.excess import widened
 from dsprof.analyzer.rules.base import at, ddp_argument_fix, settings_fix
 from dsprof.analyzer.rules.registry import rule_of
+from dsprof.analyzer.study import study
+from dsprof.knobs.predicted import turned
 from dsprof.trace import Trace
 
 SITE = "/home/me/train.py:12"
@@ -189,6 +192,16 @@ def test_workers_started_anew_are_to_persist() -> None:
         {"file": "/home/me/train.py", "line": 12, "argument": "persistent_workers", "value": True},
     )
     assert all(finding.severity == "info" for finding in analysis.findings[1:])
+
+
+@pytest.mark.parametrize("data", [1.0, 0.0])
+def test_what_keeping_workers_saves_is_left_to_the_finding(data: float) -> None:
+    """Ordinary steps have nothing of it: their what-if neither saves nothing, nor was no loader waited for."""
+    whole = study(restarting(data=constant(data)).trace())
+    (row,) = ask(whole, [[turned("loader.persistent_workers", True, "RUN")]]).rows
+    assert row.gain is None
+    assert "workers start anew during training, 40" in row.reason
+    assert "what keeping them saves is in the finding data.stall" in row.reason
 
 
 def test_ranks_that_start_workers_in_turn_cost_one_another() -> None:

@@ -29,10 +29,12 @@ from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.comm.zero_stage import with_overlap, with_stage
 from dsprof.analyzer.rules.compute.float8 import with_float8
 from dsprof.analyzer.rules.data.data_stall import supply
+from dsprof.analyzer.rules.data.loader import restarts
 from dsprof.analyzer.rules.data.sequence import with_order
 from dsprof.analyzer.rules.memory.offload_knobs import with_offload
 from dsprof.analyzer.rules.run.unequal_shares import with_speeds
 from dsprof.analyzer.study import Study
+from dsprof.analyzer.text import ms
 from dsprof.redact import redact_words
 
 from .knob import KnobError
@@ -72,6 +74,13 @@ def _workers(study: Study, value: Any) -> Effect:
 def _persistent(study: Study, value: Any) -> Effect:
     if not value:
         raise NotJudged("how long workers take to start anew is only told by a job in which they do")
+    anew = restarts(study)
+    if not anew.empty:
+        cost = ms(float(anew.groupby("step")["excess_ms"].max().mean()))
+        raise NotJudged(
+            f"workers start anew during training, {cost} each time, which what-ifs of ordinary steps leave out: what "
+            "keeping them saves is in the finding data.stall; ask for other settings, such as loader.num_workers, alone"
+        )
     if supply(study) is None:
         raise NotJudged("no DataLoader was waited for")
     note = "workers that stay need not start anew when an epoch begins, which is outside of ordinary steps"
