@@ -171,7 +171,10 @@ def slow_in_forward(rank: int, times: float, layer: int) -> float:
     return 100.0 * (rank == 1 and times == 1.0 and layer == 0)
 
 
-@pytest.mark.parametrize("changes", [{"evaluated": {7, 8, 16}}, {"batches": 3}, {"layers": 5}])
+ONE_LAYER = {"layers": 1, "attention": "ring", "order": "contiguous"}
+
+
+@pytest.mark.parametrize("changes", [{"evaluated": {7, 8, 16}}, {"batches": 3}, {"layers": 5}, ONE_LAYER])
 def test_steps_of_two_ranks_of_other_kinds(changes: dict[str, Any]) -> None:
     job = ring(contiguous, ranks=2, **changes)
     found = of(analyze(job.trace()), "data.imbalance")

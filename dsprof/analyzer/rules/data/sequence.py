@@ -74,16 +74,14 @@ def causal(study: Study) -> Causal | None:
         return None
     compute, excess, fits, times = study.work("compute"), np.zeros_like(study.work("compute")), [], []
     mean, by_phase = compute.mean(axis=1), _by_phase(study)
-    of_two = any(len(team.ranks) < FEWEST for team in teams)
-    pairs = PairsOfRanks(study, study.graph) if of_two and study.graph is not None else None
+    pairs = None
+    if study.graph is not None and any(len(team.ranks) < FEWEST for team in teams):
+        pairs = PairsOfRanks(study, study.graph, stated=_key(study))
     for team in teams:
         places, size = [place[rank] for rank in team.ranks], len(team.ranks)
         fit = _line(mean[places])
-        if (
-            fit is None
-            or len(by_phase) < 2
-            or any(_line(each[places], LEAST_FIT_OF_PHASE) is None for each in by_phase)
-        ):
+        lines = [_line(each[places], LEAST_FIT_OF_PHASE) for each in by_phase]
+        if fit is None or len(lines) < 2 or None in lines:
             return None
         if size < FEWEST:
             found = pairs.skipped(team.ranks, team.groups) if pairs is not None else None

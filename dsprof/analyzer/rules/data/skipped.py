@@ -30,7 +30,8 @@ REAL_SHARE: Final = 0.5
 EQUAL: Final = 1.25
 """Times what one rank computes there that the other may compute."""
 FEWEST_EXCHANGES: Final = 2
-"""Of keys and values, in one forward: what a rank does beside the sequence, such as a hook, may lie at one of them."""
+"""Of keys and values, in one forward: what a rank does beside the sequence, such as a hook, may lie at one of them.
+Where the engine says that pieces are contiguous, one is enough."""
 SMALL: Final = 0.25
 """Of the most that is skipped at an exchange: with less, nothing is."""
 WORK: Final = 0.1
@@ -62,8 +63,9 @@ class PairsOfRanks:
     share: of each of the graph's templates, [W] `Skipped.share` of all teams so far; 1 for the segments of other ranks
     """
 
-    def __init__(self, study: Study, graph: StepGraph) -> None:
-        self._study = study
+    def __init__(self, study: Study, graph: StepGraph, *, stated: bool) -> None:
+        """stated: whether the engine says that pieces are contiguous."""
+        self._study, self._fewest = study, 1 if stated else FEWEST_EXCHANGES
         self._threads = {rank: thread for thread, rank in enumerate(graph.ranks[: graph.leads])}
         self.share = tuple(np.ones(steps.structure.segments) for steps in graph.templates)
         kinds = (_Kind(study, graph, index) for index in range(len(graph.templates)))
@@ -91,7 +93,7 @@ class PairsOfRanks:
             if structure.programs[threads[0]] != structure.programs[threads[1]]:
                 continue
             work = np.stack([kind.compute(of) for of in (one, other)])
-            told = _told(np.median(work, axis=2), backwards, *kind.phases(other, ranks[1], groups))
+            told = _told(np.median(work, axis=2), self._fewest * backwards, *kind.phases(other, ranks[1], groups))
             if told is None:
                 continue
             share[one], share[other] = told[0], told[0]
@@ -148,12 +150,12 @@ class _Kind:
 
 
 def _told(
-    work: Float, backwards: int, in_backward: Bool, after_forwards: Bool, after_backwards: Bool
+    work: Float, fewest: int, in_backward: Bool, after_forwards: Bool, after_backwards: Bool
 ) -> tuple[Float, float] | None:
     """Of each segment the share of the difference that the order explains, [W], and `Skipped.fit`. None: the two ranks
     differ in another way.
 
-    work: [2, W] ms; backwards: how many the step has; the rest as of `_Kind.phases`
+    work: [2, W] ms; fewest: exchanges of keys and values; the rest as of `_Kind.phases`
     """
     one, other = work
     more = np.maximum(other - one, 0.0)
@@ -163,7 +165,7 @@ def _told(
     of_skips, longer = float(more[skips].sum()), float(more[in_backward].sum())
     forward = ~in_backward & after_forwards
     exchanges = int((forward & (other >= WORK * most)).sum())
-    if exchanges < FEWEST_EXCHANGES * backwards or int(skips.sum()) < exchanges or of_skips < LEAST_SKIPPED * longer:
+    if exchanges < fewest or int(skips.sum()) < exchanges or of_skips < LEAST_SKIPPED * longer:
         return None
     first, second = (float(each[in_backward & ~skips].sum()) for each in work)
     if first < REAL_SHARE * float(one[in_backward].sum()) or not first / EQUAL <= second <= first * EQUAL:
