@@ -13,7 +13,7 @@ demo: $(VENV)/.installed ## train the example under the profiler and say where t
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 # One more than there are cores: tests wait for processes that sleep, and for each other, for a third of the time.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+WORKERS ?= $(shell n=$$(nproc); echo $$(( n < 15 ? n + 1 : 16 )))
 
 # Tests start hundreds of interpreters, which need not compile dsprof each time.
 test test-all: export PYTHONDONTWRITEBYTECODE =

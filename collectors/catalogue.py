@@ -150,7 +150,8 @@ COLLECTORS: Final[dict[str, Collector]] = {
     ),
     "stacks": Collector(
         "host.stack_samples", TROUBLE,
-        "where the training thread is, up to 25 times a second: in which lines a late rank differs from others",
+        "where the training thread is, up to 25 times a second, for 0.1 % of a core (0.22 % of 30 s): in which lines a "
+        "late rank differs from others",
     ),
     "host-sync": Collector(
         "devices.host_sync", DEVICES,

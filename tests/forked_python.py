@@ -220,8 +220,8 @@ class _Forking:
     def ask_for_stacks(self) -> None:
         if self._name:
             forker = self._open[0].pid
-            for pid in Path(f"/proc/{forker}/task/{forker}/children").read_text().split():
-                with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):  # what has ended has nothing to tell
+                for pid in Path(f"/proc/{forker}/task/{forker}/children").read_text().split():
                     os.kill(int(pid), STACKS)
 
     def end(self) -> None:

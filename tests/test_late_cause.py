@@ -15,7 +15,7 @@ from dsprof import gauges
 from dsprof.analyzer import analyze
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.rules.run.cause import Late
-from dsprof.analyzer.rules.run.late_cause import quota
+from dsprof.analyzer.rules.run.late_cause import quota, stopped
 
 
 def late(measured: dict[str, PerStep], *facts: dict[str, Any], **changes: Any) -> Finding:
@@ -191,3 +191,16 @@ def test_what_stops_ranks_is_compared_as_a_share_of_their_time() -> None:
     found = quota(Late(study, slow, 50.0))
     assert found is not None
     assert (found.evidence[0].value, found.evidence[0].expected) == (99.0, 60.0)
+    held = stopped(Late(study, slow, 50.0))
+    assert held is not None
+    assert "(99 % of the time)" in held.words
+
+
+@pytest.mark.parametrize("name", ["core_wait_seconds", gauges.MEMORY_STALL, f"{gauges.PYTHON_THREAD}logs"])
+def test_what_is_taken_of_all_ranks_alike_is_beyond_none(name: str) -> None:
+    study: Any = SimpleNamespace(
+        gauges=SimpleNamespace(spent=lambda _: np.array([[30.0], [60.0]]), wall_ms=np.array([[50.0], [100.0]]))
+    )
+    late = Late(study, np.array([False, True]), 50.0)
+    assert late.beyond(name) == pytest.approx(0.0)
+    assert late.beyond("training_thread_cpu_seconds") == 30.0, "it computes longer"

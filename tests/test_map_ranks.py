@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from made_up_device import DeviceJob
 from synthetic import Job
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analyze import explain
+from dsprof.analyzer.rules.run.slow_chain import device_phases
 from dsprof.analyzer.study import Study, study
 from dsprof.schema import COLUMNS
 from dsprof.trace import Trace, concat_rows
@@ -188,6 +190,21 @@ def test_rows_are_read_twice_and_then_of_suspects_alone() -> None:
     analysis = explain(measured)
     assert analysis.findings[0].where.ranks == (1,)
     assert len(set(source.read_ranks)) <= 8, "the rows of suspects are read, and of no others"
+
+
+def test_of_a_late_device_the_rows_of_a_few_ranks_are_read() -> None:
+    job = DeviceJob(ranks=20, steps=12, forward=lambda rank, step: {13: 40.0, 17: 30.0}.get(rank, 20.0))
+    whole = job.run()[0]
+    source = Noting(whole)
+    measured = study(Trace(whole.run, source))
+    source.read_ranks.clear()
+    others = [rank for rank in range(20) if rank not in (13, 17)]
+    phases = device_phases(measured, [13, 17], others)
+    assert source.read_ranks == [13, 17, 0, 3, 6, 9, 12, 16]
+    assert phases["forward"] == pytest.approx((35.0, 20.0))
+    source.read_ranks.clear()
+    device_phases(measured, others, [13, 17])
+    assert source.read_ranks == [*others[:6], 13, 17], "of many that are late, the latest"
 
 
 def test_the_two_passes_keep_no_communications() -> None:

@@ -182,6 +182,19 @@ def test_a_link_that_is_not_known_is_said_and_widens_the_interval() -> None:
     )
 
 
+def test_an_uncertain_link_takes_off_no_more_than_there_is_communication() -> None:
+    """The same device with a link that is not known. 30 ms compute, 5 step, 1 loads; 36 of 40 ms of transfers are
+    waited for. Without them 36 are left, of which 0.2 of what computes and 0.2 of the optimizer's are uncertain."""
+    facts = [{"fact": "device", "rank": rank, "type": "cuda", "name": "NVIDIA A100-SXM4-80GB"} for rank in (0, 1)]
+    run = study(replace(LINK, forward=constant(10), backward=constant(20), facts=facts).trace())
+    unknown = replace(GPUS["a100"], name="another", link_gb_s=None)
+    asked = plan_from_run(run, 2, NODE, gpu=unknown).asked
+    alone = asked.ms - asked.parts["comm_exposed"]
+    assert alone == pytest.approx(36, abs=0.2)
+    assert asked.low == pytest.approx(alone - 1.96 * ((0.2 * 30) ** 2 + (0.2 * 5) ** 2) ** 0.5, abs=0.5)
+    assert asked.high > asked.ms + 1.96 * 0.7 * 40
+
+
 def test_a_type_that_was_not_counted_is_taken_to_be_any() -> None:
     """A100 and RTX 3090: 312 and 71 in half precision, 19.5 and 35.6 in float32; memories of 2.039 and 0.936."""
     change = device_change(on_gpu("NVIDIA A100-SXM4-80GB"), GPUS["rtx-3090"])

@@ -66,7 +66,7 @@ class Sharded:
     """Units that the last fact told of."""
 
     gathered: int = 0
-    """Bytes of all units as they compute, where that is in another type."""
+    """Bytes of all units in the type that they compute in: `bytes` without mixed precision."""
     largest: int = 0
     """The same of the largest unit."""
 

@@ -31,11 +31,12 @@ from ..system.clock import now_ns
 EVERY_S: Final = 0.04
 """On average between two samples, at least."""
 SHARE: Final = 0.001
-"""Of a core that they take at most, from the first step on: where one takes longer, there are fewer."""
+"""Of a core that they take in the long run, from the first step on: where one takes longer, there are fewer."""
 IN_ADVANCE_S: Final = 0.007
 """Of a core that they may take besides in each doubling of the time from the first step on, counted from a second on:
 so that a short job has as many samples as tell something, whenever it ends. The first quarter of its steps is left out
-as warm-up, so that what is taken at once tells nothing."""
+as warm-up, so that what is taken at once tells nothing. With
+SHARE 0.22 % of a core in 30 s, and 0.11 % in ten minutes."""
 BEFORE_TRAINING_S: Final = 0.5
 """Between two looks whether the first step was taken: what comes before it is no step's."""
 MOST_STACKS: Final = 900

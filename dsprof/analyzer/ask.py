@@ -7,8 +7,8 @@ answers.rows[0].gain  # ms, with its 95 % interval
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any, Final, Protocol
 
@@ -170,15 +170,17 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Turned:
-    """A knob turned. says: `KEY=VALUE`; change: what that does; key and value: of the knob."""
+    """A knob turned. says: `KEY=VALUE`; change: what that does beside other knobs; key and value: of the knob; beside:
+    all that the question turns, by key."""
 
     says: str
-    change: Callable[[Study], Effect]
+    change: Callable[[Study, Mapping[str, Any]], Effect]
     key: str
     value: Any
+    beside: Mapping[str, Any] = field(default_factory=dict)
 
     def effect(self, study: Study) -> Effect:
-        return self.change(study)
+        return self.change(study, self.beside)
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,9 @@ def _answered(study: Study, graph: StepGraph, question: Sequence[Request]) -> An
 
 
 def _as_one_plan(question: Sequence[Request]) -> list[Request]:
-    """Several changes of a pipeline's structure are one plan."""
+    """Several changes of a pipeline's structure are one plan, and each knob is turned beside the others."""
+    turned = {one.key: one.value for one in question if isinstance(one, Turned)}
+    question = [replace(one, beside=turned) if isinstance(one, Turned) else one for one in question]
     structures = [one for one in question if isinstance(one, PipelineStructure)]
     others = [one for one in question if not isinstance(one, PipelineStructure)]
     try:

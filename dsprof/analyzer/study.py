@@ -163,12 +163,10 @@ class Study:
         chosen = (self.phases["lane"] == "main") & self.phases["dur_ns"].notna()
         return self.phases[chosen].astype({"dur_ns": "int64"})
 
-    def replicating(self, rank: int, purpose: str) -> pd.DataFrame:
-        """`budget.activity.REPLICATING` of what a rank communicated for this purpose."""
+    def replicating(self, purpose: str) -> pd.DataFrame:
+        """`budget.activity.REPLICATING` of what the ranks communicated for this purpose, in the order of ranks."""
         table = self.tables.replicating
-        low, high = np.searchsorted(table["rank"].to_numpy(np.int64), [rank, rank + 1])
-        of_rank = table.iloc[low:high]
-        return of_rank[is_one_of(of_rank["purpose"], purpose)]
+        return table[is_one_of(table["purpose"], purpose)]
 
     def host_ms(self, *purposes: str) -> float:
         """What issuing a communication of these purposes takes the thread that does, median; 0: not known."""

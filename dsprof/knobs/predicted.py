@@ -16,13 +16,14 @@ from dsprof.analyzer.budget.activity import BUFFER
 from dsprof.analyzer.effect import Effect
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm.ddp_buckets import with_cap
+from dsprof.analyzer.rules.comm.deepspeed_config import need_configuration
 from dsprof.analyzer.rules.comm.dimensions import GRADIENT
 from dsprof.analyzer.rules.comm.fetched_parameters import with_live_parameters, with_prefetch_bucket
 from dsprof.analyzer.rules.comm.fsdp_settings import with_prefetch, with_reshard
 from dsprof.analyzer.rules.comm.one_bit import with_freeze_step, with_optimizer
 from dsprof.analyzer.rules.comm.quantized import with_quantized
 from dsprof.analyzer.rules.comm.redundant_reduce import repeated_reductions
-from dsprof.analyzer.rules.comm.shards import with_modules_per_unit
+from dsprof.analyzer.rules.comm.shards import need_fully_shard, with_modules_per_unit
 from dsprof.analyzer.rules.comm.volume import with_short_gradients, with_short_shards
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.comm.zero_stage import with_overlap, with_stage
@@ -41,6 +42,9 @@ from .structures import STRUCTURES
 
 OF_PIPELINES: Final = ("pipeline.", "pipelining.")
 HALF: Final = ("bf16", "fp16", "bfloat16", "float16")
+NO_HALF: Final = f"numbers of half the size are predicted, {' or '.join(HALF)}, and not {{}}"
+GRADIENTS_IN: Final = {"fsdp2.param_dtype": "fsdp2.reduce_dtype", "bf16.enabled": "communication_data_type"}
+"""What layers compute in -> what their gradients travel in, which is the same where a job does not say it."""
 
 
 def _bucket_size(study: Study, value: Any) -> Effect:
@@ -94,33 +98,48 @@ def _broadcast(study: Study, value: Any) -> Effect:
     return Without("comm.buffers").effect(study)
 
 
-def _short(kind: str) -> Callable[[Study, Any], Effect]:
-    """Gradients in numbers of half the size, of what facts of this kind tell of."""
-
-    def change(study: Study, value: Any) -> Effect:
-        if value not in HALF:
-            raise NotJudged(f"numbers of half the size are predicted, {' or '.join(HALF)}, and not {value}")
-        return with_short_gradients(study, kind)
-
-    return change
+def _comm_hook(study: Study, value: Any) -> Effect:
+    if value not in HALF:
+        raise NotJudged(NO_HALF.format(value))
+    if not study.facts.get("ddp"):
+        raise NotJudged("no DistributedDataParallel was seen in this run")
+    return with_short_gradients(study)
 
 
-def _short_shards(*purposes: str) -> Callable[[Study, Any], Effect]:
-    """Shards that travel in numbers of half the size for these purposes."""
-
-    def change(study: Study, value: Any) -> Effect:
-        if value not in HALF:
-            raise NotJudged(f"numbers of half the size are predicted, {' or '.join(HALF)}, and not {value}")
-        note = "what layers take that compute in such numbers is not counted" if PARAMETER in purposes else ""
-        return with_short_shards(study, *purposes, note=note)
-
-    return change
-
-
-def _bf16(study: Study, value: Any) -> Effect:
-    if value is not True:
+def _computes_in(study: Study, key: str, value: Any, beside: Mapping[str, Any]) -> Effect:
+    """Parameters in numbers of half the size, and with them gradients, unless these are to travel in others."""
+    if value is False:
         raise NotJudged("what a job in bfloat16 would take in float32 is not told by it")
-    return _short_shards(PARAMETER, GRADIENT)(study, "bf16")
+    if value not in (*HALF, True):
+        raise NotJudged(NO_HALF.format(value))
+    _need_what_takes(study, key)
+    stated = {one.value for one in find(GRADIENTS_IN[key]).stated(study.facts)}
+    of_gradients = {beside[GRADIENTS_IN[key]]} if GRADIENTS_IN[key] in beside else stated
+    purposes = (PARAMETER, GRADIENT) if of_gradients <= {None, *HALF} else (PARAMETER,)
+    return with_short_shards(study, *purposes, note="what layers take that compute in such numbers is not counted")
+
+
+def _travel_in(study: Study, key: str, value: Any, beside: Mapping[str, Any]) -> Effect:
+    """Gradients in numbers of half the size."""
+    present = {one.value for one in find(key).stated(study.facts)}
+    if value not in HALF and present & {*HALF}:
+        raise NotJudged(NO_HALF.format(value))
+    if any(beside.get(other) in (*HALF, True) for other, gradients in GRADIENTS_IN.items() if gradients == key):
+        return Effect("comm.volume")  # what computes in such numbers tells it of both
+    if value not in HALF:
+        raise NotJudged(NO_HALF.format(value))
+    _need_what_takes(study, key)
+    return with_short_shards(study, GRADIENT) if key.startswith("fsdp2.") else with_short_gradients(study)
+
+
+def _need_what_takes(study: Study, key: str) -> None:
+    """Raises NotJudged where the run has no call that takes this number format."""
+    (need_fully_shard if key.startswith("fsdp2.") else need_configuration)(study)
+
+
+def _alone(key: str) -> Callable[[Study, Any], Effect]:
+    """A number format, beside none that is turned."""
+    return lambda study, value: FORMATS[key](study, key, value, {})
 
 
 def _collect_every(study: Study, value: Any) -> Effect:
@@ -135,6 +154,11 @@ def _dynamic(study: Study, value: Any) -> Effect:
     return Without("compute.recompile").effect(study)
 
 
+FORMATS: Final[Mapping[str, Callable[[Study, str, Any, Mapping[str, Any]], Effect]]] = {
+    **dict.fromkeys(GRADIENTS_IN, _computes_in),
+    **dict.fromkeys(GRADIENTS_IN.values(), _travel_in),
+}
+"""Key of a number format -> (study, key, value, what else is turned) -> what that changes."""
 CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "ddp.bucket_cap_mb": with_cap,
     "zero_optimization.reduce_bucket_size": _bucket_size,
@@ -150,13 +174,10 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
         for key in ("", ".device")
     },
     "ddp.accumulate": _accumulate,
-    "ddp.comm_hook": _short("ddp"),
-    "communication_data_type": _short("config"),
-    "bf16.enabled": _bf16,
+    "ddp.comm_hook": _comm_hook,
+    **{key: _alone(key) for key in FORMATS},
     "optimizer.type": with_optimizer,
     "optimizer.params.freeze_step": with_freeze_step,
-    "fsdp2.param_dtype": _short_shards(PARAMETER),
-    "fsdp2.reduce_dtype": _short_shards(GRADIENT),
     "ddp.broadcast_buffers": _broadcast,
     "fsdp2.modules_per_unit": with_modules_per_unit,
     "fsdp2.reshard_after_forward": with_reshard,
@@ -198,7 +219,11 @@ def turned(key: str, value: Any, run: str) -> Request:
         if not has_memory(key):
             raise KnobError(f"--set {shown}: {why} (predicted are {', '.join((*CHANGES, *STRUCTURES))})")
         change = _unknown(key, why)
-    return Turned(setting, lambda study: change(study, value), key, value)
+
+    def effect(study: Study, beside: Mapping[str, Any]) -> Effect:
+        return FORMATS[key](study, key, value, beside) if key in FORMATS else change(study, value)
+
+    return Turned(setting, effect, key, value)
 
 
 def _unknown(key: str, why: str) -> Callable[[Study, Any], Effect]:

@@ -280,12 +280,17 @@ def _scale(
         "what another device does": math.hypot(
             device.uncertain[0] * computed,
             device.uncertain[1] * parts["optimizer"],
-            device.uncertain[2] * transfer if base.hosts == 1 and not crossing else 0.0,
         ),
-        "what another batch does": transfer * abs(1 - share) / 2 if fewer else change.batch.uncertain(share) * computed,
+        "what another batch does": change.batch.uncertain(share) * computed,
     }
+    # What an unchecked link adds is what it does not hide, of averaging and of what stays inside a node.
+    unsure = device.uncertain[2] if base.hosts == 1 else 0.0
+    most = transfer * (1 + (0.0 if crossing else 1.96 * unsure)) - base.hidden * work
+    slower = (max(most, 0.0) - exposed) / 1.96 + unsure * (parts["comm_exposed"] - exposed)
     errors = {
         **of_work,
+        "what another device does": math.hypot(of_work["what another device does"], slower),
+        "what another batch does": transfer * abs(1 - share) / 2 if fewer else of_work["what another batch does"],
         "the link": base.spread * changed * (1.0 if exposed > 0 else 0.5),
         "the network between nodes": GUESSED * transfer if crossing else 0.0,
         "how much of the communication is hidden": 0.0 if unchanged else abs(exposed - by_share) / 2,
@@ -294,7 +299,7 @@ def _scale(
     wide = 1.96 * math.sqrt(sum(error**2 for error in errors.values()))
     own = share * base.step_ms / ms
     found = {what: rate * grown * own for what, rate in rates.items()}
-    # Less than nothing is not communicated.
+    # Less than nothing is not communicated, so what is uncertain of that takes off no more.
     low = max(ms - wide, ms - parts["comm_exposed"] - waiting - 1.96 * sum(of_work.values()))
     return PlannedStep(
         ranks, ms, max(low, 0.0), ms + wide, parts, own, found.get("samples"), found.get("tokens"), transfer

@@ -237,14 +237,15 @@ def outside_phases(study: Study) -> Line | None:
 
 
 def in_loader(study: Study, rank: int) -> Line | None:
-    """The line that most of a rank's time in its loaders lies in; None: samples do not tell."""
+    """The line that most of a rank's own time in its loaders lies in, without waiting for other ranks there; None:
+    samples do not tell."""
     one = stacks_of(study).get(rank)
     if one is None:
         return None
     phases = study.training_phases
     loading = [name for name, part in PHASE_PART.items() if part == "data"]
     phases = phases[(phases["rank"] == rank) & phases["name"].isin(loading)]
-    return _line_of_most(one, _within(one.start_ns, phases))
+    return _line_of_most(one, one.own & _within(one.start_ns, phases))
 
 
 def _line_of_most(one: Stacks, chosen: Bool) -> Line | None:

@@ -76,12 +76,13 @@ def _packed_ms(study: Study) -> Float:
     forwards = study.training_phases
     forwards = forwards[(forwards["name"] == "forward") & forwards["step"].isin(study.step_numbers)]
     found = np.zeros((len(study.ranks), len(study.step_numbers)))
-    of_rank = dict(iter(forwards.groupby("rank")))
+    broadcasts = study.replicating(BUFFER)
+    of_rank, issued_by = (dict(iter(table.groupby("rank"))) for table in (forwards, broadcasts))
     for place, rank in enumerate(study.ranks):
         mine = of_rank.get(rank, forwards[:0]).sort_values("start_ns")
         start = mine["start_ns"].to_numpy(np.int64)
         end = start + mine["dur_ns"].to_numpy(np.int64)
-        issued = np.sort(study.replicating(rank, BUFFER)["issue_ns"].to_numpy(np.int64))
+        issued = np.sort(issued_by.get(rank, broadcasts[:0])["issue_ns"].to_numpy(np.int64))
         if not len(issued) or not len(start):
             continue
         first = issued[np.minimum(np.searchsorted(issued, start), len(issued) - 1)]

@@ -45,6 +45,12 @@ def stage_of(study: Study) -> int | None:
     return None if config is None else config.zero_optimization.stage
 
 
+def need_configuration(study: Study) -> None:
+    """Raises NotJudged where no engine was seen that a JSON configures, DeepSpeed's or dsprof's own."""
+    if not study.facts.get("config"):
+        raise NotJudged("no configuration of an engine was seen in this run")
+
+
 def need_zero(study: Study) -> tuple[int, Config]:
     """The stage of ZeRO and the engine's configuration. Raises NotJudged where they are not known."""
     stage, config = stage_of(study), zero_config(study)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from ...align.groups import PARAMETER
 from ...finding import Fix, Gain
 from ...study import Study
 from ..base import at, code_fix, configurations, settings_fix
+from .dimensions import GRADIENT
 
 HOOK: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
 HOOK_CALLS: Final = {
@@ -25,6 +28,10 @@ ACCUMULATIONS: Final = {
 }  # fmt: skip
 """Framework -> the knob of its micro-batches, and how its user writes it."""
 IN_BF16: Final = "gradients travel in bfloat16, half of the bytes, and are rounded to its 8 bits"
+COMPUTES_IN_BF16: Final = "layers compute in bfloat16, and the optimizer's copy stays what it is"
+DTYPE_OF: Final = {"param_dtype": PARAMETER, "reduce_dtype": GRADIENT}
+"""Field of FSDP's policy of mixed precision -> what travels in it."""
+TRAVELS_IN: Final = "communication_data_type"
 IN_FP16: Final = "gradients travel in float16, half of the bytes; those beyond 65,504 overflow"
 
 
@@ -53,21 +60,32 @@ def compression_fix(study: Study, ddp: Mapping[str, Any] | None, gain: Gain) -> 
     return Fix("code", title, (), gain, tuple(knobs.items()))
 
 
-def short_shards_fix(study: Study, gain: Gain) -> Fix:
-    """Shards that are gathered, and gradients that are scattered, in bfloat16."""
-    costs = "half of the bytes; layers compute in bfloat16, and the optimizer's copy stays what it is"
+def short_shards_fix(study: Study, gain: Gain, purposes: Sequence[str]) -> Fix:
+    """Shards that are gathered, gradients that are scattered, or both, in bfloat16. purposes: those of the two that
+    travel in whole numbers."""
     fact = next(iter(study.facts.get("fsdp", [])[-1:]), None)
+    if PARAMETER not in purposes and fact is None:
+        return compression_fix(study, None, gain)
+    costs = f"half of the bytes; {COMPUTES_IN_BF16}" if PARAMETER in purposes else IN_BF16
     if fact is None and _has_json(study):
-        patch = ({"op": "add", "path": "/bf16", "value": {"enabled": True}},)
-        return Fix("config", f"bf16.enabled: true: {costs}", patch, gain, (("bf16.enabled", True),))
+        settings: dict[str, Any] = {"bf16": {"enabled": True}}
+        knobs: dict[str, Any] = {"bf16.enabled": True}
+        if any(content.get(TRAVELS_IN) is not None for content in configurations(study)) and GRADIENT in purposes:
+            settings[TRAVELS_IN] = knobs[TRAVELS_IN] = "bf16"  # else gradients would stay what they are
+        named = ", ".join(f"{key}: {json.dumps(value)}" for key, value in knobs.items())
+        patch = tuple({"op": "add", "path": f"/{key}", "value": value} for key, value in settings.items())
+        return Fix("config", f"{named}: {costs}", patch, gain, tuple(knobs.items()))
     if fact is None:
         return Fix("code", f"gather parameters and reduce gradients in bfloat16: {costs}", gain=gain)
-    site = fact.get("site")
-    if fact.get("version") == 2:
-        policy = "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)"
-        knobs = {"fsdp2.param_dtype": "bfloat16", "fsdp2.reduce_dtype": "bfloat16"}
+    site, second = fact.get("site"), fact.get("version") == 2
+    turned = {name: "bfloat16" for name, purpose in DTYPE_OF.items() if purpose in purposes}
+    policy = ", ".join(
+        f"{name}=torch.{dtype}" for name in DTYPE_OF if (dtype := turned.get(name) or fact.get(name)) is not None
+    )
+    if second:
+        policy, knobs = f"MixedPrecisionPolicy({policy})", {f"fsdp2.{name}": dtype for name, dtype in turned.items()}
         return code_fix(f"fully_shard(mp_policy={policy}){at(site)}: {costs}", "mp_policy", policy, site, gain, knobs)
-    policy = "MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)"
+    policy = f"MixedPrecision({policy})"
     title = f"FullyShardedDataParallel(mixed_precision={policy}){at(site)}: {costs}"
     return code_fix(title, "mixed_precision", policy, site, gain)
 

@@ -18,7 +18,7 @@ from ..base import NotJudged, without_effect
 from .dimensions import domains
 from .fetched_parameters import need_passes
 from .prefetch import OF_ITSELF
-from .shards import GATHER, gathers_parameters, is_of_shards, sharding_ms
+from .shards import GATHER, gathers_parameters, is_of_shards, need_fully_shard, sharding_ms
 
 
 def with_reshard(study: Study, value: Any) -> Effect:
@@ -74,8 +74,7 @@ def with_prefetch(backward: bool) -> Callable[[Study, Any], Effect]:
 
 def _gathers(study: Study) -> Communications:
     """Those of units. Raises NotJudged where fully_shard was not seen, or nothing is gathered."""
-    if not any(fact.get("version") == 2 for fact in study.facts.get("fsdp", [])):
-        raise NotJudged("no call of fully_shard was seen in this run")
+    need_fully_shard(study)
     groups = [group for one in domains(study) if gathers_parameters(one) for group in one.groups]
     if not groups:
         raise NotJudged("no unit was seen to gather its parameters in a step")

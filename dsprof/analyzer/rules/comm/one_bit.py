@@ -16,7 +16,7 @@ from ...study import Study
 from ...whatif.merge import Merge, by_backward
 from ...whatif.select import Communications
 from ..base import NotJudged, configurations
-from .deepspeed_config import is_own_engine, stage_of
+from .deepspeed_config import is_own_engine, need_configuration, stage_of
 from .dimensions import GRADIENT, Domain
 from .shards import gathers_parameters, links_around
 from .volume import formats, moved_bytes, of_replicas
@@ -37,6 +37,7 @@ to 1 Mi values (47 to 91 ns)."""
 
 def with_optimizer(study: Study, value: Any) -> Effect:
     """A 1-bit optimizer in the place of the job's. Raises NotJudged for any other, and where the run does not tell."""
+    need_configuration(study)
     own = is_own_engine(study)
     names = (OWN,) if own else OF_DEEPSPEED
     if value not in names:
@@ -53,6 +54,7 @@ def with_freeze_step(study: Study, value: Any) -> Effect:
     """Another length of a 1-bit optimizer's warm-up. Raises NotJudged where the run's steps are all behind it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise NotJudged(f"{value} is no number of steps")
+    need_configuration(study)
     own = is_own_engine(study)
     if _type(study) not in ((OWN,) if own else OF_DEEPSPEED):
         return Effect("comm.volume", notes=(f"the first {value:,} steps reduce whole gradients, as those of this run",))
@@ -118,7 +120,7 @@ def _typical(part: Domain) -> tuple[float, float]:
 def _value_bytes(study: Study, parts: list[Domain]) -> Mapping[str, int]:
     """Of each process group, bytes of a value of its gradients. Raises NotJudged where that was not captured."""
     formats_of = formats(study)
-    found = {group: FLOAT_BYTES.get(formats_of.get(group, "")) for part in parts for group in part.groups}
+    found = {group: FLOAT_BYTES.get(formats_of.get((group, GRADIENT), "")) for part in parts for group in part.groups}
     known = {group: size for group, size in found.items() if size}
     if len(known) < len(found):
         raise NotJudged("the number format of the gradients was not captured")

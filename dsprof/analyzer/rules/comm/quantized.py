@@ -77,7 +77,9 @@ def _of_packed(study: Study, packed: _Packed) -> Effect:
     domains = of_replicas(study, packed.purpose)
     if not domains:
         raise NotJudged(f"no {packed.what} were seen in steps")
-    sizes = {FLOAT_BYTES.get(formats(study).get(group, "")) for _, part in domains for group in part.groups}
+    formats_of = formats(study)
+    groups = [group for _, part in domains for group in part.groups]
+    sizes = {FLOAT_BYTES.get(formats_of.get((group, packed.purpose), "")) for group in groups}
     size = next(iter(sizes)) if len(sizes) == 1 else None
     if size is None or size <= packed.bytes:
         raise NotJudged(f"{packed.what} have few bytes already, or their number format was not captured")

@@ -91,10 +91,9 @@ def _turns(study: Study) -> dict[int, _Turns]:
 
 def _reductions(study: Study) -> dict[int, list[_Reduced]]:
     """Of each rank, those of gradients in the ordinary steps whose sizes are known, by group."""
-    table = study.tables.replicating
+    table = study.replicating(GRADIENT)
     rank, step = table["rank"].to_numpy(np.int64), table["step"].to_numpy(np.int64)
     known = np.isin(step, study.step_numbers) & table["bytes"].notna().to_numpy(bool)
-    known &= is_one_of(table["purpose"], GRADIENT)
     code, names = codes_of(table["group"])
     issue, moved = table["issue_ns"].to_numpy(np.int64), table["bytes"].to_numpy(np.float64, na_value=0.0)
     rank, step, code, issue, moved = (column[known] for column in (rank, step, code, issue, moved))

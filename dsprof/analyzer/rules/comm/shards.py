@@ -145,11 +145,16 @@ def _units(study: Study, domain: Domain, replicas: Sequence[Domain]) -> _ShardUn
     return _ShardUnits(domain, table, tuple(one.of("gradient") for one in replicas), a_step, worked, host_ms)
 
 
+def need_fully_shard(study: Study) -> None:
+    """Raises NotJudged where FSDP2 was not seen to divide a model."""
+    if not any(fact.get("version") == 2 for fact in study.facts.get("fsdp", [])):
+        raise NotJudged("no call of fully_shard was seen in this run")
+
+
 def with_modules_per_unit(study: Study, together: int) -> Effect:
     """FSDP2's units of so many of the present ones each. Raises NotJudged where fully_shard was not seen, or the run's
     own units are not of one module."""
-    if not any(fact.get("version") == 2 for fact in study.facts.get("fsdp", [])):
-        raise NotJudged("no call of fully_shard was seen in this run")
+    need_fully_shard(study)
     if MODULES in study.run.knobs:
         raise NotJudged(f"this run had --set {MODULES} itself; ask of a run without it")
     every = domains(study)

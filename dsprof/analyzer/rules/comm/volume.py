@@ -41,6 +41,7 @@ UNTOLD_LATENCY_MS: Final = 2.0
 """Of a large transfer so much may be latency, where all that were seen are of one size; but at most half of it."""
 WHOLE: Final = ("float32", "float64")
 """Number formats of which half of the bytes may be left out."""
+SHORT: Final = "travel in short numbers already, or their number format was not captured"
 AS_STATED: Final = 0.75
 """What is moved is less than this part of the gradients: they are compressed already."""
 AS_GOOD: Final = 1 / 3
@@ -140,7 +141,11 @@ def _finding(study: Study, moved: _Volume) -> Finding:
     if accumulated is not None:
         fixes.append(micro_batches_fix(study, moved.ddp, accumulated))
     if halved is not None and halved.ms > 0:
-        short = short_shards_fix(study, halved) if moved.of_shards else compression_fix(study, moved.ddp, halved)
+        short = (
+            short_shards_fix(study, halved, _whole(study, [domain], (GRADIENT, PARAMETER)))
+            if moved.of_shards
+            else compression_fix(study, moved.ddp, halved)
+        )
         first = accumulated is None or halved.low > AS_GOOD * accumulated.low
         fixes.insert(0 if first else len(fixes), short)
     gain = fixes[0].gain if fixes and fixes[0].gain is not None else NOTHING
@@ -161,17 +166,21 @@ def _finding(study: Study, moved: _Volume) -> Finding:
 
 
 def _halved(study: Study, moved: _Volume) -> Gain | None:
-    """What is saved if numbers of half as many bytes travel; None where they are short already."""
-    if not _are_whole(study, moved):
+    """What is saved if numbers of half as many bytes travel for each purpose that has whole ones; None where all are
+    short already."""
+    purposes = _whole(study, [moved.domain], (GRADIENT, PARAMETER) if moved.of_shards else (GRADIENT,))
+    stated = sum(moved.ddp["gradient_bytes"]) if moved.ddp is not None else 0
+    if not purposes or moved.moved_bytes < AS_STATED * stated:
         return None
-    (gain,) = effect_gains(study, [_short_numbers(study, [(moved.domain, moved.links)], (GRADIENT, PARAMETER))])
+    (gain,) = effect_gains(study, [_short_numbers(study, [(moved.domain, moved.links)], purposes)])
     return gain
 
 
 def _short_numbers(
     study: Study, parts: Sequence[tuple[Domain, Mapping[str, Link]]], purposes: tuple[str, ...], *, note: str = ""
 ) -> Effect:
-    """Numbers of half the size travel in these dimensions, for these purposes."""
+    """Numbers of half the size travel for these purposes in these dimensions, each with all that it moves of gradients
+    and parameters."""
 
     def halved(certain: bool) -> WhatIfs:
         return tuple(one for part, links in parts for one in with_fewer_bytes(part, links, certain, purposes=purposes))
@@ -179,12 +188,21 @@ def _short_numbers(
     others: list[tuple[WhatIfs, WhatIfs]] = [((), halved(False))]
     if not study.on_gpu and not all(_over_a_network(study, part) for part, _ in parts):
         others.append(((), ()))  # inside of a host cores move and add the bytes: of short numbers that takes longer
-    whole = [part for part, _ in parts if not gathers_parameters(part)]  # of shards each rank turns only its own
-    cast_bytes = 0.0 if study.on_gpu else sum(moved_bytes(study, part) for part in whole)
+    cast_bytes = 0.0 if study.on_gpu else sum(_cast_bytes(study, part, purposes) for part, _ in parts)
     return Effect(
         "comm.volume", halved(True), others=tuple(others), costs_ms=cast_bytes * CAST_MS_PER_BYTE,
         costs_between=CAST_BETWEEN, counts_cores=True, notes=(note,) if note else (),
     )  # fmt: skip
+
+
+def _cast_bytes(study: Study, part: Domain, purposes: tuple[str, ...]) -> float:
+    """Of gradients that each rank turns into another number format before they are reduced, where numbers of half the
+    size travel for these purposes. Layers whose parameters are gathered compute in the format that these have, so their
+    gradients are turned only where they are to travel in another one."""
+    whole = set(_whole(study, [part], (GRADIENT, PARAMETER))) - set(purposes)
+    if gathers_parameters(part) and (GRADIENT in whole) == (PARAMETER in whole):
+        return 0.0
+    return moved_bytes(study, part.of(GRADIENT))
 
 
 def with_fewer_bytes(
@@ -220,33 +238,26 @@ def _accumulated(study: Study, moved: _Volume) -> Gain | None:
     return gain
 
 
-def with_short_gradients(study: Study, kind: str = "ddp") -> Effect:
-    """Gradients that travel in numbers of half the size. kind: of the facts that tell of what reduces them. Raises
-    NotJudged where they do already, or none were seen."""
-    if not study.facts.get(kind):
-        what = "DistributedDataParallel" if kind == "ddp" else "configuration of an engine"
-        raise NotJudged(f"no {what} was seen in this run")
-    parts = [part for _, part in of_replicas(study, GRADIENT)]
+def with_short_gradients(study: Study) -> Effect:
+    """Gradients that travel in numbers of half the size. Raises NotJudged where they do already, or none were seen."""
+    parts = [part for _, part in of_replicas(study, GRADIENT, PARAMETER) if len(part.of(GRADIENT).table)]
     if not parts:
         raise NotJudged("no collective was seen to carry gradients")
-    _need_whole(study, parts, "gradients")
+    if not _whole(study, parts, (GRADIENT,)):
+        raise NotJudged(f"gradients {SHORT}")
     return _short_numbers(study, [(part, part.links()) for part in parts], (GRADIENT,))
 
 
 def with_short_shards(study: Study, *purposes: str, note: str = "") -> Effect:
-    """Sharded parameters, their gradients, or both, that travel in numbers of half the size. Raises NotJudged where
-    they do already, or none were seen."""
-    parts = [part for whole, part in of_replicas(study, GRADIENT, PARAMETER) if gathers_parameters(whole)]
+    """Sharded parameters, their gradients, or both, that travel in numbers of half the size, but for those that do
+    already. Raises NotJudged where the first of these purposes does, or none were seen."""
+    parts = [part for _, part in of_replicas(study, GRADIENT, PARAMETER) if gathers_parameters(part)]
     if not parts:
         raise NotJudged("no parameters were seen to be gathered in this run")
-    _need_whole(study, parts, "shards")
-    return _short_numbers(study, [(part, part.links()) for part in parts], purposes, note=note)
-
-
-def _need_whole(study: Study, parts: Sequence[Domain], what: str) -> None:
-    formats_of = formats(study)
-    if not all(formats_of.get(group) in WHOLE for part in parts for group in part.groups):
-        raise NotJudged(f"{what} travel in short numbers already, or their format was not captured")
+    whole = _whole(study, parts, purposes)
+    if purposes[0] not in whole:
+        raise NotJudged(f"{purposes[0]}s of sharded layers {SHORT}")
+    return _short_numbers(study, [(part, part.links()) for part in parts], whole, note=note)
 
 
 def moved_bytes(study: Study, domain: Domain) -> float:
@@ -255,29 +266,34 @@ def moved_bytes(study: Study, domain: Domain) -> float:
     return float((domain.table["bytes"] * domain.table["ranks"]).sum()) / a_rank
 
 
-def _are_whole(study: Study, moved: _Volume) -> bool:
-    """Whether what travels is float32 or wider, and all of it."""
+def _whole(study: Study, parts: Sequence[Domain], purposes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of these purposes for which float32 or wider numbers travel, in all of these dimensions that communicate
+    for them."""
     formats_of = formats(study)
-    if not all(formats_of.get(group) in WHOLE for group in moved.domain.groups):
-        return False
-    stated = sum(moved.ddp["gradient_bytes"]) if moved.ddp is not None else 0
-    return moved.moved_bytes >= AS_STATED * stated
+
+    def is_whole(purpose: str) -> bool:
+        groups = [group for part in parts for group in part.of(purpose).groups]
+        return bool(groups) and all(formats_of.get((group, purpose)) in WHOLE for group in groups)
+
+    return tuple(filter(is_whole, purposes))
 
 
 @once
-def formats(study: Study) -> dict[str, str]:
-    """Process group -> the number format that most of the bytes of its gradients and parameters have, as the first
-    captured rank of it says."""
-    wanted = {group for one in domains(study) for group in one.of(GRADIENT, PARAMETER).groups}
-    found: dict[str, str] = {}
+def formats(study: Study) -> dict[tuple[str, str], str]:
+    """(process group, purpose) -> the number format that most of the bytes of its gradients, or of its parameters,
+    have, as the first captured rank of it says."""
+    both = (GRADIENT, PARAMETER)
+    wanted = {(group, purpose) for one in domains(study) for purpose in both for group in one.of(purpose).groups}
+    found: dict[tuple[str, str], str] = {}
     for rank in study.ranks:
         if wanted <= set(found):
             break
         rows = study.trace.read(rank, ("kind", "purpose", "group", "dtype", "bytes"))
         chosen = (rows["kind"] == "comm") & rows["purpose"].isin([GRADIENT, PARAMETER]) & rows["dtype"].notna()
-        mine = rows.loc[chosen, ["group", "dtype", "bytes"]].astype({"group": str, "dtype": str})
-        most = mine.groupby(["group", "dtype"])["bytes"].sum().sort_values()
-        found = {**{str(group): str(dtype) for group, dtype in most.index}, **found}
+        mine = rows.loc[chosen, ["group", "purpose", "dtype", "bytes"]]
+        mine = mine.astype({"group": str, "purpose": str, "dtype": str})
+        most = mine.groupby(["group", "purpose", "dtype"])["bytes"].sum().sort_values()
+        found = {**{(str(group), str(purpose)): str(dtype) for group, purpose, dtype in most.index}, **found}
     return found
 
 

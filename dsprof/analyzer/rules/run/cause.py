@@ -7,6 +7,8 @@ from typing import Final
 
 import numpy as np
 
+from dsprof import gauges
+
 from ...arrays import Bool, Float
 from ...finding import Evidence, Fix
 from ...study import Study
@@ -15,6 +17,9 @@ from .late import mine_and_others
 
 MOSTLY: Final = 0.5
 """Of what a rank is late by, that a cause explains."""
+CORE_WAIT: Final = "core_wait_seconds"
+TAKEN: Final = (gauges.THROTTLED, gauges.STOPPED, gauges.MEMORY_STALL, CORE_WAIT, gauges.PYTHON_THREAD)
+"""Gauges, or what their names begin with, of what something else takes of a rank's time, and not its own work."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,23 @@ class Late:
     def who(self) -> str:
         return ranks_in_words(self.study.ranks_where(self.slow))
 
+    @property
+    def step_ms(self) -> float:
+        """How long a step of the slow ranks takes."""
+        return float(self._lengths[self.slow].mean())
+
+    @property
+    def _lengths(self) -> Float:
+        return np.asarray(np.nanmean(self.study.gauges.wall_ms, axis=1))
+
     def gauge(self, name: str) -> tuple[float, float]:
         """By how much a gauge of seconds rises in a step, ms: on the slow ranks, and the median of the others; 0 where
-        it is not known."""
-        return mine_and_others(self.study.gauges.spent(name).mean(axis=1), self.slow)
-
-    def gauge_of_time(self, name: str) -> tuple[float, float]:
-        """As `gauge`, for a step as long as those of the slow ranks: of others whose steps are longer or shorter, as
-        where ranks step without waiting for each other, it is the same share of the time."""
-        length = np.nanmean(self.study.gauges.wall_ms, axis=1)
-        share = self.study.gauges.spent(name).mean(axis=1) / np.maximum(length, 1e-9)
-        return mine_and_others(share * float(length[self.slow].mean()), self.slow)
+        it is not known. What is taken from a rank (`TAKEN`) is that of a step as long as the slow ranks': where ranks
+        do not wait for each other, longer steps lose more without being late for it."""
+        spent = self.study.gauges.spent(name).mean(axis=1)
+        if name.startswith(TAKEN):
+            spent = spent * self.step_ms / np.maximum(self._lengths, 1e-9)
+        return mine_and_others(spent, self.slow)
 
     def beyond(self, name: str) -> float:
         """What the slow ranks have of it more than the others."""

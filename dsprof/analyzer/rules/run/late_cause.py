@@ -19,7 +19,7 @@ from ...finding import Evidence, Fix
 from ...study import Study
 from ...text import count, ms, size
 from ...work.taken_cores import every_quota_is_read
-from .cause import MOSTLY, Cause, Late
+from .cause import CORE_WAIT, MOSTLY, Cause, Late
 from .late import mine_and_others
 from .slow_machine import core_clock, gpu_clock, network, numa
 
@@ -27,12 +27,11 @@ FAULTS: Final = 100
 """Pages a step that are read from a disk: fewer do not hold a rank up."""
 READ: Final = 1 << 20
 """Bytes a step: the same of files."""
-CORE_WAIT: Final = "core_wait_seconds"
 
 
 def quota(late: Late) -> Cause | None:
     """The kernel says that the quota of a cgroup stopped it."""
-    mine, others = late.gauge_of_time(gauges.THROTTLED)
+    mine, others = late.gauge(gauges.THROTTLED)
     if not late.mostly(mine - others):
         return None
     limit = _limit(late)
@@ -43,10 +42,10 @@ def quota(late: Late) -> Cause | None:
 
 def stopped(late: Late) -> Cause | None:
     """No thread of the process could run, and it wanted no core."""
-    mine, others = late.gauge_of_time(gauges.STOPPED)
+    mine, others = late.gauge(gauges.STOPPED)
     if not late.mostly(mine - others):
         return None
-    share = 100 * mine / max(late.study.step_ms, 1e-9)
+    share = 100 * mine / max(late.step_ms, 1e-9)
     words = (
         f"its whole process is stopped for {ms(mine)} of each step ({share:.0f} % of the time), as a CPU quota of its "
         "container does"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -102,7 +103,12 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
         Evidence(f"work of the {whose} a step", round(mine, 3), "ms", round(typically, 3)),
         Evidence("other ranks wait a step", round(_others_wait(study, ranks), 3), "ms", 0.0),
     ]
-    phases = _device_phases(study, ranks) if on_device else _host_phases(study, ranks)
+    if on_device:
+        of_chain = np.array(graph.ranks)
+        latest = of_chain[named][np.argsort(-removed[named], kind="stable")]
+        phases = device_phases(study, latest.tolist(), of_chain[others].tolist())
+    else:
+        phases = _host_phases(study, ranks)
     where = max(phases, key=lambda name: phases[name][0] - phases[name][1]) if phases else None
     if where is not None:
         value, expected = phases[where]
@@ -163,7 +169,7 @@ def _fixes(who: str, where: str | None, on_device: bool) -> tuple[Fix, ...]:
     return (Fix("code", look + "another process on its cores"),)
 
 
-def _mine_and_others(spent: dict[int, float], ranks: tuple[int, ...]) -> tuple[float, float]:
+def _mine_and_others(spent: dict[int, float], ranks: Sequence[int]) -> tuple[float, float]:
     mine = [ms for rank, ms in spent.items() if rank in ranks]
     others = [ms for rank, ms in spent.items() if rank not in ranks]
     return float(np.mean(mine)) if mine else 0.0, float(np.median(others)) if others else 0.0
@@ -179,7 +185,7 @@ def _phase_ms(table: pd.DataFrame, study: Study) -> dict[int, dict[str, float]]:
     return found
 
 
-def _by_phase(of_rank: dict[int, dict[str, float]], ranks: tuple[int, ...]) -> dict[str, tuple[float, float]]:
+def _by_phase(of_rank: dict[int, dict[str, float]], ranks: Sequence[int]) -> dict[str, tuple[float, float]]:
     names = dict.fromkeys(name for of in of_rank.values() for name in of)
     return {name: _mine_and_others({rank: of.get(name, 0.0) for rank, of in of_rank.items()}, ranks) for name in names}
 
@@ -189,18 +195,14 @@ def _host_phases(study: Study, ranks: tuple[int, ...]) -> dict[str, tuple[float,
     return _by_phase({rank: of_rank.get(rank, {}) for rank in study.ranks}, ranks)
 
 
-def _device_phases(study: Study, ranks: tuple[int, ...]) -> dict[str, tuple[float, float]]:
+def device_phases(study: Study, slow: Sequence[int], others: Sequence[int]) -> dict[str, tuple[float, float]]:
+    """Phase -> ms a step on the devices of the first of `slow`, mean, and of some of the others, median: MOST_READ
+    ranks are read in all."""
+    slow = slow[: max(MOST_READ // 2, MOST_READ - len(others))]
+    apart = -(-len(others) // max(MOST_READ - len(slow), 1))
     of_rank = {}
-    for rank in _few(study.ranks, ranks):
+    for rank in (*slow, *others[:: max(apart, 1)]):
         rows = study.trace.read(rank, ("rank", "kind", "name", "lane", "step", "dur_ns", "source"))
         mine = (rows["kind"] == "kernel") & (rows["source"] == "measured")
         of_rank[rank] = _phase_ms(rows[mine & on_stream(rows["lane"])], study).get(rank, {})
-    return _by_phase(of_rank, ranks)
-
-
-def _few(every: tuple[int, ...], suspects: tuple[int, ...]) -> tuple[int, ...]:
-    """Suspects, and those that they are compared with: MOST_READ ranks in all, half of them the former."""
-    others = [rank for rank in every if rank not in suspects]
-    wanted = MOST_READ - min(len(suspects), MOST_READ // 2)
-    others = others[:: -(-len(others) // wanted) or 1]
-    return tuple(sorted((*suspects[: MOST_READ - len(others)], *others)))
+    return _by_phase(of_rank, slow)
