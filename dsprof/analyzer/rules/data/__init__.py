@@ -3,6 +3,7 @@
 data_stall     the loop waits for it
 unequal_input  ranks get unequal amounts of it
 sequence       ranks that share a sequence, of which the later have more to do
+skipped        the same of two ranks: what the first skips at every exchange, which the second computes
 routed_tokens  ranks get unequal numbers of tokens for their experts, which is neither's doing
 experts        moe.imbalance: what that costs
 pieces         which pieces of the work follow what ranks are given
