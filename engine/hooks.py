@@ -98,8 +98,9 @@ class HoldsMemory(Protocol):
     def memory(self) -> Iterable[tuple[MemoryPart, object]]:
         """What each of them is for, and the tensor. Of two in one storage the first counts."""
 
-    def trained(self) -> Iterable[int]:
-        """Elements of each parameter that it trains, whole, as this rank has it; nothing of what has buffers alone."""
+    def sizes(self) -> Iterable[tuple[int, bool]]:
+        """Elements of each parameter, whole, as this rank has it, and whether it is trained; nothing of what has
+        buffers alone."""
 
 
 _listeners: tuple[Listener, ...] = ()
@@ -136,9 +137,9 @@ def memory_held() -> Iterator[tuple[MemoryPart, object]]:
         yield from holder.memory()
 
 
-def trained() -> list[int]:
-    """Elements of each parameter that engines of this process train."""
-    return [elements for holder in list(_holders) for elements in holder.trained()]
+def sizes() -> list[tuple[int, bool]]:
+    """Elements of each parameter that engines of this process have, and whether it is trained."""
+    return [size for holder in list(_holders) for size in holder.sizes()]
 
 
 class Hooks:

@@ -43,6 +43,14 @@ def programs_can_be_forked() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def priority_is_kept() -> Iterator[None]:
+    """Every later test of this process, and every job that it starts, would have to wait for a core."""
+    before = os.nice(0)
+    yield
+    assert os.nice(0) == before, "a test has lowered the priority of this process, which cannot be taken back"
+
+
 @pytest.fixture(params=RECORDERS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Of each recorder, for `open_recorder`."""

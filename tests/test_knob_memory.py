@@ -118,14 +118,21 @@ def test_ranks_of_unequal_memory_hold_their_shares() -> None:
         ({"fsdp2__reshard_after_forward": True}, 0),
         ({"fsdp2__forward_prefetch": 3}, 20),
         ({"fsdp2__backward_prefetch": 0}, -10),
+        ({"fsdp2__forward_prefetch": 100}, 60),  # the six beside the one that computes and the next
         ({"fsdp2__modules_per_unit": 2}, 30),  # two units, and the gradients of one
-        ({"fsdp2__modules_per_unit": 5}, 50 + 50 + 30 - 30),  # three of eight are left to gather
-        ({"fsdp2__modules_per_unit": 8}, 80 + 80 - 30),  # there is no other unit
-        ({"fsdp2__modules_per_unit": 100}, 80 + 80 - 30),
+        ({"fsdp2__modules_per_unit": 4}, 90),
+        ({"fsdp2__modules_per_unit": 8}, 130),  # all eight with their gradients, and not two with one's
+        ({"fsdp2__modules_per_unit": 100}, 130),
     ],
 )
 def test_of_fsdp2(knobs: dict[str, Any], expected: float) -> None:
     assert more({"fsdp": [FSDP]}, **knobs) == expected
+
+
+def test_of_fsdp2_that_stays_whole_larger_units_add_gradients() -> None:
+    whole = {"fsdp": [{**FSDP, "reshard_after_forward": False}]}
+    assert more(whole, fsdp2__modules_per_unit=4) == 30
+    assert more(whole, fsdp2__forward_prefetch=3) == 0
 
 
 @pytest.mark.parametrize(
@@ -152,10 +159,6 @@ def test_of_deepspeed(zero: dict[str, Any], stage: int, knobs: dict[str, Any], e
     assert more(configured(zero, stage), **named) == pytest.approx(expected)
 
 
-def test_of_fsdp2_that_keeps_parameters_only_gradients_are_larger() -> None:
-    assert more({"fsdp": [{**FSDP, "reshard_after_forward": False}]}, fsdp2__modules_per_unit=4) == 40 - 10
-
-
 def test_of_fsdp2_in_mixed_precision() -> None:
     """80 MiB of float32 compute as 40, in units of which the largest has 10."""
     mixed = {"fsdp": [{**FSDP, "param_dtype": "bfloat16", "gathered": 40 * MIB, "largest": 10 * MIB}]}
@@ -175,18 +178,6 @@ def test_of_fsdp2_in_mixed_precision() -> None:
              "overlap_comm": False},
             2, {"stage": 3}, -15 + 4 + 2 - 20,
         ),
-        # Nothing is kept for backward: the largest parameter, of a Mi, is all that is whole.
-        (
-            {"allgather_bucket_size": 10**9, "stage3_prefetch_bucket_size": MIB, "stage3_max_reuse_distance": 0,
-             "overlap_comm": False},
-            2, {"stage": 3}, -15 + 2 + 2 - 20,
-        ),
-        # The last 2 Mi of forward are needed again after 4 Mi or less.
-        (
-            {"allgather_bucket_size": 10**9, "stage3_prefetch_bucket_size": MIB, "stage3_max_reuse_distance": 4 * MIB,
-             "overlap_comm": False},
-            2, {"stage": 3}, -15 + 6 + 2 - 20,
-        ),
     ],
 )  # fmt: skip
 def test_of_the_engine(zero: dict[str, Any], stage: int, knobs: dict[str, Any], expected: float) -> None:
@@ -200,6 +191,28 @@ def test_micro_batches_of_the_engine_are_added_up_whole_before_stage_2() -> None
     for fact in facts["config"]:
         fact["content"]["gradient_accumulation_steps"] = 4
     assert more(facts, zero_optimization__stage=2) == pytest.approx(-40)
+
+
+def test_what_is_frozen_is_sharded_as_well() -> None:
+    """10 Mi elements that are trained and 100 Mi that are not, in bf16: of 220 MiB a quarter, 1 Mi whole at once and
+    none ahead; 20 MiB are no longer gathered after the step."""
+    zero = {
+        "allgather_bucket_size": 10**9, "stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": MIB,
+    }  # fmt: skip
+    facts = configured(zero, 2, "dsprof")
+    for fact in facts["trained"]:
+        fact["frozen"] = 100 * MIB
+    assert more(facts, zero_optimization__stage=3) == pytest.approx(-220 * 3 / 4 + 2 - 20)
+
+
+def test_a_rank_that_had_nothing_of_what_is_sharded_gets_its_part() -> None:
+    facts = configured({"allgather_bucket_size": 1, "reduce_bucket_size": 1}, 2, "dsprof")
+    for fact in facts["config"]:
+        fact["content"]["heterogeneous"] = {"memory": [1, 1, 1, None]}
+    found = memory_with({"zero_optimization.stage": 1}, USES, facts, 4)
+    assert [rank.then - rank.now for rank in found] == [0, 0, 0, 0]  # stage 1 of the engine keeps as much
+    equal = memory_with({"heterogeneous.memory": None}, USES, facts, 4)
+    assert equal[3].then - equal[3].now == pytest.approx(160 * MIB / 4 + MIB * 2 / 4, rel=1e-6)
 
 
 def test_what_is_offloaded_from_host_memory_stays_there() -> None:

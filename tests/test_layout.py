@@ -12,7 +12,7 @@ from synthetic import Job
 
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.layout import Assumed, Layout, Wire, layout_costs, step_of
-from dsprof.analyzer.layout.held_bytes import activations_at_once
+from dsprof.analyzer.layout.held_bytes import HeldBytes, activations_at_once
 from dsprof.analyzer.layout.relayout import LayoutWanted, effect_of
 from dsprof.analyzer.layout.stage_work import stage_work
 from dsprof.analyzer.layout.step_lowered import MOST_MICROBATCHES, lowered
@@ -26,6 +26,7 @@ from dsprof.analyzer.whatif.work import ScaleWork
 from dsprof.engine.schedule import Action, dual_pipe_v, make_plan, peak_activations, simulate
 from dsprof.knobs import KnobError
 from dsprof.knobs.layouts import read_layout
+from dsprof.knobs.memory import memory_with
 from dsprof.plan.layouts import Wanted
 from dsprof.plan.network import Network
 from dsprof.plan.ranked import Search, variants
@@ -281,6 +282,31 @@ def test_ranks_of_unequal_memory_hold_their_shares_in_another_layout_too(
     assert second - first == pytest.approx((shares[1] - shares[0]) * (32 << 20), abs=1)
     content["heterogeneous"] = {"memory": "measure"}
     assert LayoutWanted(zero_stage=3).memory(replace(study(job.trace()), memory_uses=uses)) == ()
+
+
+def test_a_stage_as_a_layout_takes_as_much_as_the_same_stage_as_a_knob() -> None:
+    """On two ranks of dsprof's engine that communicate in host memory: what arrives from the other counts, too. Sums of
+    micro-batches are those of the layout, which the file has none of."""
+    content = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    facts = [
+        {"fact": "config", "dialect": "dsprof", "content": content},
+        *({"fact": "trained", "elements": 8 << 20, "largest": 1 << 20, "frozen": 4 << 20, "rank": rank}
+          for rank in range(2)),
+    ]  # fmt: skip
+    parts = {"parameters": 32 << 20, "gradients": 16 << 20, "optimizer_states": 32 << 20}
+    uses = [MemoryUse(rank, "host", 400 << 20, 0, 0, None, 0, 0, parts) for rank in range(2)]
+    job = Job(buckets=(32 << 20,), jitter=0.0, facts=facts)
+    measured = replace(study(job.trace()), memory_uses=uses)
+    for stage in (0, 1, 3):
+        knob = memory_with({"zero_optimization.stage": stage}, uses, measured.facts, 2)
+        layout = LayoutWanted(zero_stage=stage).memory(measured)
+        changes = [[(one.then - one.now) / 2**20 for one in found] for found in (layout, knob)]
+        assert changes[0] == pytest.approx(changes[1], abs=1e-3), stage
+    held = HeldBytes(measured, layout_costs(measured))
+    one, two = (held.of(Layout(dp=2, zero=1, micro_batches=count)) for count in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert two[0].states - one[0].states == 32 << 20
 
 
 def test_how_it_is_typed() -> None:

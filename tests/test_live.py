@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -158,9 +159,13 @@ def test_a_terminal_gets_what_it_can_show(monkeypatch: pytest.MonkeyPatch) -> No
     said.encode("ascii")
 
 
-def test_one_look_from_the_shell(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
-    before = listing(run)
+def test_one_look_from_the_shell(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, lowered = listing(run), []
+    monkeypatch.setattr(os, "nice", lowered.append)  # for good, and this process has other tests to run
     assert main(["live", str(run.path), "--once"]) == 0
+    assert lowered == [10]
     said = capsys.readouterr().out
     assert said.startswith(f"dsprof live  step {STEPS - 1:,}, 100 steps/s (10.0 ms) in the last 50 steps")
     assert main(["live", str(run.path), "--once", "--json"]) == 0

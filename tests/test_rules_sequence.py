@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,9 +14,10 @@ from meshes import Call, MeshJob, Phase, Wait, Work
 from synthetic import Job
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.align.groups import Dimension, Mesh
 from dsprof.analyzer.ask import ask
 from dsprof.analyzer.finding import Gain
-from dsprof.analyzer.rules.data.sequence import rings
+from dsprof.analyzer.rules.data.sequence import rings, sequence_teams
 from dsprof.analyzer.study import study
 from dsprof.knobs import flags
 from dsprof.knobs.predicted import turned
@@ -61,31 +64,37 @@ RANKS = 4
 
 
 def ring(
-    cost: Callable[[int, int], float], ms: Callable[[int], float] = lambda rank: 1.0, ranks: int = RANKS, **section: str
-) -> MeshJob:
-    """Two layers, in each of which ranks pass something around in as many turns, beside what they compute in each. In
+    cost: Callable[[int, int], float], ms: Callable[[int], float] = lambda rank: 1.0, ranks: int = RANKS,
+    extra: Callable[[int, float, int], float] = lambda rank, times, layer: 0.0, layers: int = 2, batches: int = 1,
+    evaluated: Container[int] = (), called: str = "mesh_cp", **section: str,
+) -> MeshJob:  # fmt: skip
+    """Layers, in each of which ranks pass something around in as many turns, beside what they compute in each. In
     backward, gradients come back after the last one. section: `context_parallel` of the configuration, where dsprof's
-    engine trains; it tells what its exchanges are for."""
+    engine trains; it tells what its exchanges are for.
+
+    extra: (rank, 1 in forward and 2 in backward, layer) -> ms more after the last exchange
+    batches: micro-batches of a step; evaluated: steps without a backward; called: the group that exchanges
+    """
     passed = ("all_to_all", 4096, "context-parallel") if section else ("all_gather", 4096, "other")
 
-    def layer(rank: int, times: float) -> list[object]:
+    def layer(rank: int, times: float, number: int) -> list[object]:
         parts: list[object] = [Work(6 * times * ms(rank))]
         for turn in range(ranks):
             last = turn == ranks - 1
             parts += [] if last else [Call("1", *passed, later="turn")]
-            parts.append(Work(10 * times * cost(rank, turn) * ms(rank)))
+            more = extra(rank, times, number) if last else 0.0
+            parts.append(Work(10 * times * cost(rank, turn) * ms(rank) + more))
             parts += [] if last else [Wait("turn")]
         return [*parts, Call("1", *passed)] if times > 1 else parts
 
     def program(rank: int, step: int) -> list[object]:
-        reduced = Call("0", "all_reduce", 1 << 16, "gradient")
-        return [
-            Phase("forward", (*layer(rank, 1.0), *layer(rank, 1.0))),
-            Phase("backward", (*layer(rank, 2.0), *layer(rank, 2.0), reduced)),
-            Phase("optimizer", (Work(2.0),)),
-        ]
+        forward, backward = ([part for n in range(layers) for part in layer(rank, t, n)] for t in (1.0, 2.0))
+        parts: list[object] = [Phase("forward", tuple(forward))]
+        if step not in evaluated:
+            parts = [*parts, Phase("backward", tuple(backward))] * batches
+        return [*parts, Call("0", "all_reduce", 1 << 16, "gradient"), Phase("optimizer", (Work(2.0),))]
 
-    groups = {"0": (tuple(range(ranks)), ""), "1": (tuple(range(ranks)), "" if section else "mesh_cp")}
+    groups = {"0": (tuple(range(ranks)), ""), "1": (tuple(range(ranks)), "" if section else called)}
     config = {"sequence_parallel_size": ranks, "context_parallel": section}
     facts = [{"fact": "config", "dialect": "dsprof", "path": "/home/me/ds.json", "content": config}] if section else []
     return MeshJob(ranks, groups, program, steps=24, jitter=0.004, facts=facts)
@@ -142,6 +151,85 @@ def test_two_ranks_of_which_the_first_skips_what_is_masked(section: dict[str, st
     assert first.gain.ms == pytest.approx(saved, rel=0.15)
     assert bool(first.fixes[0].knobs) == bool(section)
     assert of(analysis, "rank.straggler") is None
+
+
+def test_a_slow_rank_beside_what_the_first_skips() -> None:
+    """The second takes longer in forward than the attention that its backward tells of."""
+    job, slow = (ring(contiguous, ranks=2, extra=more) for more in (lambda *_: 0.0, slow_in_forward))
+    analysis = analyze(slow.trace())
+    found, straggler = of(analysis, "data.imbalance"), of(analysis, "rank.straggler")
+    assert found is not None
+    assert straggler is not None
+    saved = job.step_ms() - ring(lambda rank, turn: 0.5, ranks=2).step_ms()
+    assert found.gain.low <= saved <= found.gain.high
+    assert found.gain.ms == pytest.approx(saved, rel=0.15)
+    assert "rank 1 takes 1.9 times what rank 0 does" in found.title
+    assert straggler.gain.ms == pytest.approx(slow.step_ms() - job.step_ms(), rel=0.2)
+
+
+def slow_in_forward(rank: int, times: float, layer: int) -> float:
+    return 100.0 * (rank == 1 and times == 1.0 and layer == 0)
+
+
+ONE_LAYER = {"layers": 1, "attention": "ring", "order": "contiguous"}
+
+
+@pytest.mark.parametrize("changes", [{"evaluated": {7, 8, 16}}, {"batches": 3}, {"layers": 5}, ONE_LAYER])
+def test_steps_of_two_ranks_of_other_kinds(changes: dict[str, Any]) -> None:
+    job = ring(contiguous, ranks=2, **changes)
+    found = of(analyze(job.trace()), "data.imbalance")
+    assert found is not None
+    saved = job.step_ms() - ring(lambda rank, turn: 0.5, ranks=2, **changes).step_ms()
+    assert found.gain.ms == pytest.approx(saved, rel=0.15)
+
+
+def at_one_exchange(rank: int, times: float, layer: int) -> float:
+    return 40.0 * times * (rank == 1 and layer == 1)
+
+
+def outside_of_attention(rank: int, turn: int) -> float:
+    """Nothing is computed after the last exchange of a layer."""
+    return float(turn == 0)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(ring(lambda rank, turn: 0.5, lambda rank: 1.0 + 3.5 * rank, 2), id="slow everywhere"),
+        pytest.param(ring(outside_of_attention, ranks=2, extra=at_one_exchange), id="slow at one exchange"),
+        pytest.param(ring(outside_of_attention, ranks=2, extra=at_one_exchange, layers=4), id="at one of four"),
+        pytest.param(ring(contiguous, lambda rank: 1.0 + 0.6 * rank, 2), id="slow everywhere, and contiguous"),
+        pytest.param(ring(contiguous, ranks=2, layers=1), id="one layer, which tells too little"),
+        pytest.param(ring(lambda *_: 0.5, lambda rank: 1.0 + 3.5 * rank, 3), id="more than 1 : 3 : 5"),
+        pytest.param(ring(contiguous, called="mesh_ulysses"), id="a mesh for Ulysses"),
+        pytest.param(ring(contiguous, attention="ulysses", order="contiguous"), id="Ulysses"),
+        pytest.param(ring(contiguous, order="contiguous"), id="the engine's default"),
+        pytest.param(ring(contiguous, ranks=2, order="contiguous"), id="the engine's default of two ranks"),
+    ],
+)
+def test_what_is_no_order_of_positions(job: MeshJob) -> None:
+    """Of another kind: a slow rank, something that one rank does, or ranks that have all positions of some heads."""
+    assert of(analyze(job.trace()), "data.imbalance") is None
+
+
+def dimension(name: str, teams: tuple[tuple[int, ...], ...], purpose: str, stated: bool) -> Dimension:
+    return Dimension(name, "cp", teams, frozenset({"1"}), frozenset({purpose}), whole=True, stated=stated)
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (dimension("cp", ((0, 1), (2, 3)), "context-parallel", stated=False), [(0, 1), (2, 3)]),
+        (dimension("cp", ((0, 1), (2, 3)), "messages", stated=True), [(0, 1), (2, 3)]),
+        (dimension("cp", ((0, 1), (2, 3)), "messages", stated=False), []),  # as of neighbours in a grid
+        (dimension("cp", ((0, 1, 2, 3),), "all_to_all", stated=False), []),  # as in Ulysses
+        (dimension("ulysses", ((0, 1, 2, 3),), "all_to_all", stated=True), []),
+    ],
+)
+def test_teams_that_share_sequences(one: Dimension, expected: list[tuple[int, ...]]) -> None:
+    sent = pd.DataFrame({"group": pd.Series(dtype=str), "name": pd.Series(dtype=str), "step": pd.Series(dtype=int)})
+    run: Any = SimpleNamespace(in_stages=False, collectives=sent, step_numbers=[1], mesh=Mesh((one,)))
+    assert [team.ranks for team in sequence_teams(run)] == expected
 
 
 @pytest.mark.parametrize("order", ["zigzag", "contiguous"])

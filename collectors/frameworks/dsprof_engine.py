@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from dsprof.engine.hooks import Span, subscribe, trained
+from dsprof.engine.hooks import Span, sizes, subscribe
 from dsprof.ondisk import LARGEST_PLACE, Flag
 from dsprof.schema import DTYPES, Kind
 
@@ -125,8 +125,10 @@ class EngineEvents:
             self._on_step()
             if not self._told_of_model:
                 self._told_of_model = True
-                sizes = trained()
-                facts.state({"fact": "trained", "elements": sum(sizes), "largest": max(sizes, default=0)})
+                trained = [elements for elements, is_trained in sizes() if is_trained]
+                frozen = sum(elements for elements, is_trained in sizes() if not is_trained)
+                facts.state({"fact": "trained", "elements": sum(trained), "largest": max(trained, default=0),
+                             "frozen": frozen})  # fmt: skip
         elif phase == "checkpoint":
             checkpoints.leave()
 

@@ -84,10 +84,10 @@ def _whole_parameters(rank: _Rank, value: Any) -> float | None:
     fact, unit = rank.last("fsdp"), _units(rank, 1)
     if fact is None or unit is None:
         return None
-    whole, count = float(fact.get("gathered") or fact["bytes"]), int(fact["units"])
+    whole, count = _all_units(rank), int(fact["units"])
     kept = 0.0 if value in (True, False) else whole / int(value)
     activations, gradients = (float(rank.parts.get(part, 0)) for part in ("activations", "gradients"))
-    if rank.now("fsdp2.reshard_after_forward", True) is False:
+    if _stay_whole(rank):
         activations = max(activations - whole, 0.0)  # what is whole was there when they were measured
     return max(
         (min(unit * left, whole) if value is False else unit * min(left, 2) + kept * left / count)
@@ -104,22 +104,34 @@ def _units(rank: _Rank, count: int) -> float | None:
     return count * float(fact.get("largest") or fact["bytes"] / fact["units"])
 
 
+def _all_units(rank: _Rank) -> float:
+    """Of FSDP2, as they compute."""
+    fact = rank.last("fsdp") or {}
+    return float(fact.get("gathered") or fact.get("bytes") or 0)
+
+
+def _stay_whole(rank: _Rank) -> bool:
+    """Whether units of FSDP2 are there from their forward to their backward."""
+    return rank.now("fsdp2.reshard_after_forward", True) is False
+
+
 def _prefetched(rank: _Rank, value: Any) -> float | None:
-    """Units of FSDP2 that are there before they are needed."""
-    return _units(rank, int(value))
+    """Units of FSDP2 that are there before they are needed, beside the one that computes."""
+    unit, ahead = _units(rank, 1), _units(rank, int(value))
+    if unit is None or ahead is None or _stay_whole(rank):
+        return ahead and 0.0
+    return min(ahead, max(_all_units(rank) - unit, 0.0))
 
 
 def _coarser(rank: _Rank, value: Any) -> float | None:
-    """The unit that computes with its gradients, and the one that is gathered meanwhile, of what is left; where all
-    parameters stay, only the gradients."""
-    fact, one = rank.last("fsdp"), _units(rank, 1)
-    if fact is None or one is None:
+    """The unit that computes, the one that is gathered meanwhile, where there is another, or all of them; and the
+    gradients of the first."""
+    now, unit = rank.now("fsdp2.modules_per_unit", 1), _units(rank, 1)
+    if unit is None or not now:
         return None
-    whole = float(fact.get("gathered") or fact["bytes"])
-    unit = min(one * int(value), whole)
-    if rank.now("fsdp2.reshard_after_forward", True) is False:
-        return unit
-    return 2 * unit + min(unit, whole - unit)
+    every = _all_units(rank)
+    unit = min(unit * int(value) / int(now), every)
+    return (every if _stay_whole(rank) else min(2 * unit, every)) + unit
 
 
 def _foreach(rank: _Rank, value: Any) -> float | None:
@@ -238,7 +250,7 @@ def _more(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
 
 def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
     """What another configuration holds more."""
-    from dsprof.engine.config import as_far_as_known, held
+    from dsprof.engine.config import as_far_as_known, data_parallel_ranks, held
 
     fact = rank.last("config")
     if fact is None or not isinstance(fact.get("content"), Mapping):
@@ -259,15 +271,18 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
         if optimizer is None or not optimizer.get("elements"):
             return None
         was, will = (one.held_share(rank.number, rank.ranks) for one in (now, then))
-        if not was or will is None:
+        if was is None or will is None or (deepspeed and not was):
             return None
         # From stage 1 on, an optimizer of DeepSpeed's has its rank's part.
         elements = float(optimizer["elements"]) / (was if deepspeed and now.zero_optimization.stage >= 1 else 1)
-        largest = float(optimizer.get("largest") or 0)
+        largest, frozen = (float(optimizer.get(name) or 0) for name in ("largest", "frozen"))
         before, after = (
-            held(one, elements, share, deepspeed=deepspeed, largest=largest, on_host=rank.on_host).total
+            held(
+                one, elements, share, data_parallel_ranks(one, rank.ranks), deepspeed=deepspeed, largest=largest,
+                frozen=frozen, on_host=rank.on_host,
+            ).total
             for one, share in ((now, was), (then, will))
-        )
+        )  # fmt: skip
         more += after - before
     if MICRO_BATCH in knobs:
         size, wanted = now.train_micro_batch_size_per_gpu, knobs[MICRO_BATCH]

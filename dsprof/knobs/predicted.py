@@ -29,11 +29,12 @@ from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.comm.zero_stage import with_overlap, with_stage
 from dsprof.analyzer.rules.compute.float8 import with_float8
 from dsprof.analyzer.rules.data.data_stall import supply
-from dsprof.analyzer.rules.data.loader import loading_rows, restarts
+from dsprof.analyzer.rules.data.loader import restarts
 from dsprof.analyzer.rules.data.sequence import with_order
 from dsprof.analyzer.rules.memory.offload_knobs import with_offload
 from dsprof.analyzer.rules.run.unequal_shares import with_speeds
 from dsprof.analyzer.study import Study
+from dsprof.analyzer.text import ms
 from dsprof.redact import redact_words
 
 from .knob import KnobError
@@ -44,7 +45,6 @@ from .structures import STRUCTURES
 OF_PIPELINES: Final = ("pipeline.", "pipelining.")
 HALF: Final = ("bf16", "fp16", "bfloat16", "float16")
 NO_HALF: Final = f"numbers of half the size are predicted, {' or '.join(HALF)}, and not {{}}"
-WORKERS: Final = "loader.num_workers"
 OPTIMIZER: Final = "optimizer.type"
 FREEZE_STEP: Final = "optimizer.params.freeze_step"
 GRADIENTS_IN: Final = {"fsdp2.param_dtype": "fsdp2.reduce_dtype", "bf16.enabled": "communication_data_type"}
@@ -73,18 +73,19 @@ def _workers(study: Study, value: Any) -> Effect:
     return Without("data.stall").effect(study)
 
 
-def _persistent(study: Study, key: str, value: Any, beside: Mapping[str, Any]) -> Effect:
+def _persistent(study: Study, value: Any) -> Effect:
     if not value:
         raise NotJudged("how long workers take to start anew is only told by a job in which they do")
-    if loading_rows(study).empty:
-        raise NotJudged("no DataLoader of training was seen in this run")
-    if restarts(study).empty:
-        return Effect("data.stall", notes=("no workers are started anew in the judged steps of this run",))
-    if WORKERS not in beside:
+    anew = restarts(study)
+    if not anew.empty:
+        cost = ms(float(anew.groupby("step")["excess_ms"].max().mean()))
         raise NotJudged(
-            "what starting workers anew costs was measured, not replayed; data.stall of `dsprof analyze` says how much"
+            f"workers start anew during training, {cost} each time, which what-ifs of ordinary steps leave out: what "
+            "keeping them saves is in the finding data.stall; ask for other settings, such as loader.num_workers, alone"
         )
-    note = "workers that stay need not start anew when an epoch begins: that saves more, outside of ordinary steps"
+    if supply(study) is None:
+        raise NotJudged("no DataLoader was waited for")
+    note = "workers that stay need not start anew when an epoch begins, which is outside of ordinary steps"
     return Effect("data.stall", notes=(note,))
 
 
@@ -177,7 +178,6 @@ BESIDE: Final[Mapping[str, Callable[[Study, str, Any, Mapping[str, Any]], Effect
     **dict.fromkeys(GRADIENTS_IN.values(), _travel_in),
     OPTIMIZER: _optimizer,
     FREEZE_STEP: _freeze_step,
-    "loader.persistent_workers": _persistent,
 }
 """Of knobs that mean something else beside one another: key -> (study, key, value, all that is turned) -> what that
 changes."""
@@ -206,7 +206,8 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "compile.dynamic": _dynamic,
     "gc.freeze": _freeze,
     "gc.every": _collect_every,
-    WORKERS: _workers,
+    "loader.num_workers": _workers,
+    "loader.persistent_workers": _persistent,
     "heterogeneous.speeds": with_speeds,
     "context_parallel.order": with_order,
     "fp8": with_float8,

@@ -7,9 +7,10 @@ the ranks from the stage on that shards it. Beside these there are the buffers t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
+from . import batch
 from .config import Config
 from .zero import OffloadConfig
 
@@ -50,34 +51,49 @@ def held(
     config: Config,
     elements: float,
     share: float,
+    ranks: int,
     *,
     deepspeed: bool = True,
     largest: float = 0.0,
+    frozen: float = 0.0,
     on_host: bool = False,
 ) -> Held:
-    """What a data-parallel rank holds of a model of so many elements. share: its part of what is sharded, of equal
-    ranks 1 / their number; deepspeed: DeepSpeed trains it, and not dsprof's engine; largest: elements of the largest
-    parameter, 0 where that is not known; on_host: ranks communicate in host memory (gloo)."""
+    """What a data-parallel rank holds of a model that trains so many elements. share: its part of what is sharded, of
+    equal ranks 1 / `ranks`, their number; deepspeed: DeepSpeed trains it, and not dsprof's engine; largest: elements of
+    the largest parameter, 0 where that is not known; frozen: elements that are not trained; on_host: ranks communicate
+    in host memory (gloo)."""
     zero, item = config.zero_optimization, ELEMENT_BYTES[config.trained_type]
-    of_parameters, of_gradients, of_states = (elements * (share if zero.stage >= least else 1) for least in (3, 2, 1))
+    of_gradients, of_states = (elements * (share if zero.stage >= least else 1) for least in (2, 1))
     states = of_states * ((MASTER if item < MASTER else 0) + MASTER * _moments(config))
     of_a_gradient = item
-    if not deepspeed:  # what is reduced is as wide as the masters, and from stage 1 on of one rank's part
-        of_gradients, of_a_gradient = of_states, MASTER
+    if not deepspeed:  # from stage 1 on of one rank's part, and what is reduced as wide as sums are
+        of_gradients, of_a_gradient = of_states, _sum_bytes(config) if zero.stage and ranks > 1 else MASTER
     if _is_away(zero.offload_optimizer):
         assert zero.offload_optimizer is not None
         states *= 1 - zero.offload_optimizer.ratio
         of_gradients = 0.0 if zero.stage >= 1 else of_gradients
-    return Held(
-        parameters=0.0 if _is_away(zero.offload_param) else of_parameters * item,
+    every, away = elements + frozen, _is_away(zero.offload_param)
+    common = Held(
+        parameters=0.0 if away else every * (share if zero.stage >= 3 else 1) * item,
         gradients=of_gradients * of_a_gradient,
         optimizer_states=states,
-        buckets=_buckets(config, elements, largest, deepspeed=deepspeed),
-        gathered=_gathered(config, elements, largest, deepspeed=deepspeed) * item,
-        whole=0.0 if deepspeed or share >= 1 else _whole(config, elements, largest) * item,
-        scratch=0.0 if deepspeed else _scratch(config, elements, largest, share, on_host=on_host),
-        sums=0.0 if deepspeed or share >= 1 else _sums(config, elements),
+        buckets=0.0,
+        gathered=0.0,
     )
+    if deepspeed:
+        gathered = min(_ahead(config), every) * item
+        return replace(common, buckets=_deepspeed_buckets(config), gathered=gathered)
+    if ranks > 1:
+        common = replace(
+            common,
+            buckets=_buckets(config, elements, largest),
+            scratch=_scratch(config, elements, largest, share, ranks, on_host=on_host),
+            sums=_sums(config, elements, ranks),
+        )
+    if ranks == 1 and not away:
+        return common  # its parameters are whole
+    gathered = min(_ahead(config), every) if zero.stage == 3 else _published(config, elements, largest)
+    return replace(common, gathered=gathered * item, whole=_whole(config, every, largest) * item)
 
 
 def _moments(config: Config) -> int:
@@ -93,14 +109,17 @@ def _is_away(offloaded: OffloadConfig | None) -> bool:
     return offloaded is not None and offloaded.device != "none"
 
 
-def _buckets(config: Config, elements: float, largest: float, *, deepspeed: bool) -> float:
-    """DeepSpeed allocates one of the whole size, and a second one to fill while the first is reduced. dsprof's engine
-    takes no more than all gradients, and has two on their way while it fills a third."""
+def _deepspeed_buckets(config: Config) -> float:
+    """One of the whole size, and a second one to fill while the first is reduced."""
     zero, item = config.zero_optimization, ELEMENT_BYTES[config.communication_type]
-    if deepspeed:
-        if zero.stage < 1 or not zero.contiguous_gradients:
-            return 0.0
-        return float(zero.reduce_bucket_size) * item * (2 if zero.overlap_comm and zero.stage < 3 else 1)
+    if zero.stage < 1 or not zero.contiguous_gradients:
+        return 0.0
+    return float(zero.reduce_bucket_size) * item * (2 if zero.overlap_comm and zero.stage < 3 else 1)
+
+
+def _buckets(config: Config, elements: float, largest: float) -> float:
+    """dsprof's engine takes no more than all gradients, and has two on their way while it fills a third."""
+    zero, item = config.zero_optimization, ELEMENT_BYTES[config.communication_type]
     if zero.stage == 0 and item == MASTER:
         return 0.0  # gradients stay where they were reduced
     return min(_bucket(config, elements, largest) * (3 if zero.overlap_comm else 1), elements) * item
@@ -113,35 +132,57 @@ def _bucket(config: Config, elements: float, largest: float) -> float:
 
 
 def _whole(config: Config, elements: float, largest: float) -> float:
-    """Elements of the module that computes, and of those that dsprof's engine keeps for backward: it needs what is at
-    the end of forward first, so between two uses of what is `n` elements before it there are 2 n."""
+    """When backward begins, there are the last modules of forward, whose forward and backward are no farther apart than
+    the reuse distance, what is gathered ahead, and what computes. A reuse begins and ends a module: half each way."""
     zero = config.zero_optimization
-    kept = zero.stage3_max_reuse_distance / 2 + largest
-    return float(min(kept, zero.stage3_max_live_parameters, elements)) if zero.stage == 3 else 0.0
-
-
-def _sums(config: Config, elements: float) -> float:
-    """dsprof's engine adds the micro-batches of a step up before they are reduced, up to stage 1."""
-    accumulates = (config.gradient_accumulation_steps or 1) > 1
-    return elements * MASTER if accumulates and config.zero_optimization.stage <= 1 else 0.0
-
-
-def _scratch(config: Config, elements: float, largest: float, share: float, *, on_host: bool) -> float:
-    """dsprof's engine adds up in host memory what all ranks have sent; a device's backend does that itself, and where
-    the sum is to be wider brings it in the gradients' own type."""
-    if config.zero_optimization.stage == 0 or share >= 1:
+    if zero.stage < 3:
         return 0.0
-    item = ELEMENT_BYTES[config.communication_type]
-    return _bucket(config, elements, largest) * item * (1.0 if on_host else share if item < MASTER else 0.0)
+    live = float(zero.stage3_max_live_parameters)
+    return max(min(zero.stage3_max_reuse_distance / 2 + _ahead(config) + largest, live, elements), largest)
 
 
-def _gathered(config: Config, elements: float, largest: float, *, deepspeed: bool) -> float:
-    """Elements that are gathered ahead of their use; or after a step, where DeepSpeed gathers them in place, and
-    dsprof's engine keeps its buffers, as many whole parameters in each as they hold."""
+def _accumulates(config: Config, ranks: int) -> bool:
+    """Whether a step has several micro-batches."""
+    replicas = max(1, ranks // config.sequence_parallel_size)
+    sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    try:
+        return batch.solve(*sizes, replicas, unequal=config.heterogeneous.speeds is not None).accumulation > 1
+    except batch.BatchError:
+        return (config.gradient_accumulation_steps or 1) > 1
+
+
+def _sum_bytes(config: Config) -> int:
+    """Of a number in which micro-batches are added up."""
+    return ELEMENT_BYTES[config.accumulation_type]
+
+
+def _sums(config: Config, elements: float, ranks: int) -> float:
+    """dsprof's engine adds the micro-batches of a step up before they are reduced, up to stage 1."""
+    if config.zero_optimization.stage > 1 or not _accumulates(config, ranks):
+        return 0.0
+    return elements * _sum_bytes(config)
+
+
+def _scratch(config: Config, elements: float, largest: float, share: float, ranks: int, *, on_host: bool) -> float:
+    """dsprof's engine adds up in host memory what all ranks have sent of this one's part; a device's backend does that
+    itself, and where the sum has another type, or is added to what there is, brings it in the gradients' own type."""
+    zero, item = config.zero_optimization, ELEMENT_BYTES[config.communication_type]
+    adds = item != _sum_bytes(config) or (zero.stage >= 2 and _accumulates(config, ranks))
+    times = ranks if on_host else int(adds)
+    return _bucket(config, elements, largest) * share * item * times if zero.stage else 0.0
+
+
+def _ahead(config: Config) -> float:
+    """Elements that are gathered ahead of their use."""
     zero = config.zero_optimization
-    if zero.stage == 3:
-        return float(min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters, elements))
-    if zero.stage == 0 or deepspeed:
+    return float(min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)) if zero.stage == 3 else 0.0
+
+
+def _published(config: Config, elements: float, largest: float) -> float:
+    """Elements of the buffers into which dsprof's engine gathers after a step, as many whole parameters in each as they
+    hold. DeepSpeed gathers in place."""
+    zero = config.zero_optimization
+    if zero.stage == 0:
         return 0.0
     size = float(zero.allgather_bucket_size)
     each = max(size - largest / 2 if size < elements else size, largest)

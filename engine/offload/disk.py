@@ -116,7 +116,7 @@ class Pool:
                 ticket.wait()
             self._free.append(buffer)
 
-    def trained(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[tuple[int, bool], ...]:
         """None: it has buffers."""
         return ()
 

@@ -166,9 +166,9 @@ class Zero:
         for tensor in self.reducer.memory():
             yield "gradients", tensor
 
-    def trained(self) -> Iterator[int]:
-        """Elements of each parameter that is trained, for `hooks.trained`."""
-        return (param.numel for param in self.trainable)
+    def sizes(self) -> Iterator[tuple[int, bool]]:
+        """Elements of each parameter, and whether it is trained, for `hooks.sizes`."""
+        return ((param.numel, param.trainable) for param in self.params)
 
     def _release_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         # torch cannot collect a hook that leads back to its own parameter, so this one must not keep us alive.

@@ -54,7 +54,10 @@ class HeldBytes:
     def __init__(self, study: Study, costs: LayoutCosts) -> None:
         self._costs, self._content = costs, next(iter(configurations(study)), None)
         self._deepspeed = engine_config(study) is None
-        self._configs: dict[tuple[int, bool], Config] = {}
+        trained = [] if self._deepspeed else study.facts.get("trained", [])
+        self._largest = max((float(fact.get("largest") or 0) for fact in trained), default=0.0)
+        self._frozen = sum(fact.get("frozen") or 0 for fact in trained) / max(sum(f["elements"] for f in trained), 1)
+        self._configs: dict[tuple[int, int, bool], Config] = {}
         self._uses = _by_stage_rank(study, costs)
         self._on_host = any(use.on_host for use in self._uses)
         self._known = bool(costs.model_bytes) and len(self._uses) == costs.ran.pp
@@ -139,19 +142,23 @@ class HeldBytes:
         if self._content is not None:
             config = self._config(self._content, layout)
             elements = model / ELEMENT_BYTES[config.communication_type]
-            return held(config, elements, share, deepspeed=self._deepspeed).total
+            return held(
+                config, elements, share, layout.dp, deepspeed=self._deepspeed, on_host=self._on_host,
+                largest=self._largest * self._costs.ran.tp / layout.tp, frozen=self._frozen * elements,
+            ).total  # fmt: skip
         shared = layout.share(3) + layout.share(2) + self._optimizer * layout.share(1)
         gathered = 2 / max(self._costs.units, 1) if layout.zero == 3 else 0.0
         return model * (shared + gathered)
 
     def _config(self, content: Mapping[str, Any], layout: Layout) -> Config:
-        key = layout.zero, layout.offload
+        key = layout.zero, layout.micro_batches, layout.offload
         if key not in self._configs:
             section = content.get("zero_optimization")
             zero = {**(section if isinstance(section, Mapping) else {}), "stage": layout.zero}
             if not layout.offload or self._on_host:
                 zero |= {"offload_optimizer": None, "offload_param": None}
-            self._configs[key] = as_far_as_known({**content, "zero_optimization": zero})
+            sizes = {"train_batch_size": None, "gradient_accumulation_steps": layout.micro_batches}
+            self._configs[key] = as_far_as_known({**content, **sizes, "zero_optimization": zero})
         return self._configs[key]
 
     def _optimizer_times(self) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..arrays import Float
 from ..graph.step_graph import StepGraph, Steps
 from .apply import Refused, Turn, WhatIf
 from .work import within
@@ -18,9 +19,12 @@ class EvenSegments(WhatIf):
     the mean of the step: as where a sequence is dealt so that each of its turns is equal for all.
 
     teams: ranks that do the same work, whose programs are equal
+    share: of each template, [W] how much of what a segment differs by from the mean goes, the same for all of a team;
+           None: all of it
     """
 
     teams: Sequence[tuple[int, ...]]
+    share: tuple[Float, ...] | None = None
     turn = Turn.EQUAL_WORK
 
     @property
@@ -29,11 +33,14 @@ class EvenSegments(WhatIf):
 
     def change(self, graph: StepGraph) -> StepGraph:
         columns = within("compute")
-        teams = [np.flatnonzero(np.isin(graph.ranks[: graph.leads], team)).tolist() for team in self.teams]
+        place = {rank: thread for thread, rank in enumerate(graph.ranks[: graph.leads])}
+        teams = [[place[rank] for rank in team if rank in place] for team in self.teams]
 
-        def evened(steps: Steps) -> Steps:
+        def evened(steps: Steps, share: Float | None) -> Steps:
             structure, work = steps.structure, steps.work.copy()
             for team in teams:
+                if share is not None and not any(share[structure.of_thread(thread)].any() for thread in team):
+                    continue
                 if len({structure.programs[thread] for thread in team}) > 1:
                     raise Refused(self.name, "these ranks do not issue and wait for the same things in the same order")
                 mine = [structure.of_thread(thread) for thread in team]
@@ -41,7 +48,9 @@ class EvenSegments(WhatIf):
                     continue
                 mean = np.mean([steps.work[of][..., columns] for of in mine], axis=0)
                 for of in mine:
-                    work[of.start : of.stop, :, columns] = mean
+                    goes = 1.0 if share is None else share[of][:, None, None]
+                    work[of.start : of.stop, :, columns] += goes * (mean - steps.work[of][..., columns])
             return steps.with_costs(work=work)
 
-        return graph.with_templates(tuple(evened(steps) for steps in graph.templates))
+        shares = self.share or (None,) * len(graph.templates)
+        return graph.with_templates(tuple(evened(*one) for one in zip(graph.templates, shares, strict=True)))

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from ... import signals
-from ...align.groups import CP
+from ...align.groups import CONTEXT_PARALLEL, CP
 from ...align.match import PAIR, SEND_RECV
 from ...arrays import Float
 from ...candidate import Candidate, Price
@@ -25,17 +25,13 @@ from ...study import Study, once
 from ...text import ms
 from ...text import ranks as ranks_in_words
 from ...whatif.even_segments import EvenSegments
-from ...whatif.work import within
 from ..base import NotJudged, engine_config
 from ..rule import Found
+from .skipped import PairsOfRanks
 
 KEY: Final = "context_parallel.order"
 FEWEST: Final = 3
-"""Ranks of a team of which a line says something."""
-SKIPPED: Final = 0.25
-"""Of what the later of two ranks computes between two events: the earlier one has no more where it skips keys."""
-LEAST_SKIPPED: Final = 0.8
-"""Of what the later of two ranks takes longer for in backward, that has to lie there."""
+"""Ranks of a team of which a line says something; of two, `skipped`."""
 LEAST_FIT: Final = 0.95
 """Of the variance between ranks that a line through their places explains."""
 LEAST_FIT_OF_PHASE: Final = 0.8
@@ -45,15 +41,24 @@ LEAST_SLOPE: Final = 0.05
 
 
 @dataclass(frozen=True)
+class Team:
+    """ranks: in the order of the sequence; groups: in which they exchange, where that is known."""
+
+    ranks: tuple[int, ...]
+    groups: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Causal:
     """teams: in the order of the sequence; excess: [R, S] ms of each rank beyond the mean of its team that its place
-    explains; fit: the share of the variance between ranks that a line explains, of two ranks that of the second one's
-    excess in backward which lies where the first has nothing to do; times: the last rank's compute over the first's."""
+    explains; fit: the share of the variance between ranks that a line explains, of two ranks `Skipped.fit`; times: the
+    last rank's compute over the first's, as far as their places explain it; even: equal shares of the attention."""
 
     teams: tuple[tuple[int, ...], ...]
     excess: Float
     fit: float
     times: float
+    even: EvenSegments
 
 
 @once
@@ -61,52 +66,41 @@ def causal(study: Study) -> Causal | None:
     """None where no ranks share sequences, or their work does not grow with the place."""
     if study.on_gpu:  # there the host's time in phases says nothing of the device's
         return None
-    teams = [team for team in sequence_teams(study) if set(team) <= set(study.ranks)]
-    if not teams or not len(study.step_numbers) or _order(study) not in (None, "contiguous"):
+    if _attention(study) == "ulysses" or _order(study) not in (None, "contiguous") or not len(study.step_numbers):
+        return None
+    place = {rank: index for index, rank in enumerate(study.ranks)}
+    teams = [team for team in sequence_teams(study) if place.keys() >= set(team.ranks)]
+    if not teams:
         return None
     compute, excess, fits, times = study.work("compute"), np.zeros_like(study.work("compute")), [], []
+    mean, by_phase = compute.mean(axis=1), _by_phase(study)
+    pairs = None
+    if study.graph is not None and any(len(team.ranks) < FEWEST for team in teams):
+        pairs = PairsOfRanks(study, study.graph, stated=_key(study))
     for team in teams:
-        places = [study.ranks.index(rank) for rank in team]
-        fit = _fit(study, team, compute[places].mean(axis=1))
-        if fit is None:
+        places, size = [place[rank] for rank in team.ranks], len(team.ranks)
+        fit = _line(mean[places])
+        lines = [_line(each[places], LEAST_FIT_OF_PHASE) for each in by_phase]
+        if fit is None or len(lines) < 2 or None in lines:
             return None
-        slope = (compute[places] * _centred(len(team))[:, None]).sum(axis=0) / float((_centred(len(team)) ** 2).sum())
-        excess[places] = slope * _centred(len(team))[:, None]
+        if size < FEWEST:
+            found = pairs.skipped(team.ranks, team.groups) if pairs is not None else None
+            if found is None:
+                return None
+            excess[places], fit = found.excess, found.fit
+            most = float(mean[places[0]] + found.excess[1].mean() - found.excess[0].mean())
+        else:
+            away = _centred(size)[:, None]
+            excess[places] = away * (compute[places] * away).sum(axis=0) / float((away**2).sum())
+            most = float(mean[places[-1]])
         fits.append(fit)
-        first, last = compute[places[0]].mean(), compute[places[-1]].mean()
-        times.append(float(last / max(first, 1e-9)))
-    return Causal(tuple(teams), excess, min(fits), float(np.mean(times)))
-
-
-def _fit(study: Study, team: tuple[int, ...], compute: Float) -> float | None:
-    """`Causal.fit` of one team; None: its work does not grow with the place. compute: [P] of each rank."""
-    by_phase = _by_phase(study, team)
-    fit = _line(compute)
-    if fit is None or len(by_phase) < 2 or any(_line(phase, LEAST_FIT_OF_PHASE) is None for phase in by_phase):
-        return None
-    return fit if len(team) >= FEWEST else _skipped(study, team)
-
-
-def _skipped(study: Study, team: tuple[int, ...]) -> float | None:
-    """Of two ranks: the share of the second one's excess from the backward on that lies between events where the first
-    has next to nothing to do; None where that is too little, or no graph tells. In forward no event divides the
-    attention from what is computed of it."""
-    if study.graph is None:
-        return None
-    threads = [study.graph.ranks[: study.graph.leads].index(rank) for rank in team]
-    found = []
-    for steps in study.graph.templates:
-        structure = steps.structure
-        if len({structure.programs[thread] for thread in threads}) > 1:
+        times.append(most / max(float(mean[places[0]]), 1e-9))
+        if times[-1] > 2 * size - 1:  # contiguous pieces have 1 : 3 : 5 .. of the attention, and as much of all else
             return None
-        backward = np.cumsum(structure.backward[structure.of_thread(threads[0])]) > 0
-        one, other = (
-            np.median(steps.work[structure.of_thread(thread)][..., within("compute")].sum(-1), axis=1)[backward]
-            for thread in threads
-        )
-        more = np.maximum(other - one, 0.0)
-        found.append(float(more[one <= SKIPPED * other].sum() / max(more.sum(), 1e-9)))
-    return min(found) if found and min(found) >= LEAST_SKIPPED else None
+    ranks = tuple(team.ranks for team in teams)
+    return Causal(
+        ranks, excess, min(fits), float(np.mean(times)), EvenSegments(ranks, None if pairs is None else pairs.share)
+    )
 
 
 def _centred(count: int) -> Float:
@@ -124,26 +118,28 @@ def _line(of_ranks: Float, least: float = LEAST_FIT) -> float | None:
     return fit if rises and fit >= least else None
 
 
-def _by_phase(study: Study, team: tuple[int, ...]) -> list[Float]:
-    """What each rank of a team computes in its forwards, and in its backwards, [P] each, any unit."""
-    found = []
+def _by_phase(study: Study) -> list[Float]:
+    """What each rank computes in its forwards, and in its backwards, [R] each, any unit."""
     table = study.passes
-    table = table[table["rank"].isin(team) & table["step"].isin(study.step_numbers)]
-    for name in sorted(set(table["name"])):
-        own = table[table["name"] == name].groupby("rank")["own_ns"].sum()
-        found.append(own.reindex(list(team), fill_value=0).to_numpy(np.float64))
-    return found
+    table = table[table["step"].isin(study.step_numbers)]
+    own = table.groupby(["name", "rank"], observed=True)["own_ns"].sum().unstack(fill_value=0)
+    return list(own.reindex(columns=list(study.ranks), fill_value=0).to_numpy(np.float64))
 
 
-def sequence_teams(study: Study) -> list[tuple[int, ...]]:
+def sequence_teams(study: Study) -> list[Team]:
     """Ranks that share sequences, by their places: those that pass messages around in a ring, else the teams of a
-    dimension for context parallelism. None in a pipeline, where messages are its own. Two ranks that exchange messages
-    are no ring: what they exchange may be anything."""
+    dimension that the job says is for that. None in a pipeline, where messages are its own. Two ranks that exchange
+    messages are no ring, nor are ranks that only look like a dimension for context parallelism: what they exchange may
+    be anything. In Ulysses every rank has all positions, of some of the heads."""
     if study.in_stages:
         return []
     table = study.collectives
     sent = table["group"][(table["name"] == SEND_RECV) & table["step"].isin(study.step_numbers)]
-    return rings(sent.astype(str)) or [team for one in study.mesh.dimensions if one.role == CP for team in one.teams]
+    found = [Team(ring) for ring in rings(sent.astype(str))]
+    said = [one for one in study.mesh.dimensions if one.role == CP and (one.stated or CONTEXT_PARALLEL in one.purposes)]
+    return found or [
+        Team(team, one.groups) for one in said if not one.name.lower().startswith("ulysses") for team in one.teams
+    ]
 
 
 def rings(sent: pd.Series[str]) -> list[tuple[int, ...]]:
@@ -181,16 +177,24 @@ def with_order(study: Study, order: Any) -> Effect:
     found = causal(study)
     if found is None:
         raise NotJudged("the ranks that share a sequence do not compute more the later their part of it is")
-    return Effect("data.imbalance", (EvenSegments(found.teams),))
+    return Effect("data.imbalance", (found.even,))
+
+
+def _attention(study: Study) -> str | None:
+    """How ranks of dsprof's engine that share sequences compute attention; None without such."""
+    content = engine_config(study) or {}
+    if content.get("sequence_parallel_size") in (None, 0, 1):
+        return None
+    section = content.get("context_parallel")
+    return str(section.get("attention", "ulysses")) if isinstance(section, Mapping) else "ulysses"
 
 
 def _order(study: Study) -> str | None:
     """Of the positions that go round in a ring of dsprof's engine; None without one."""
-    content = engine_config(study) or {}
-    section = content.get("context_parallel")
-    if not isinstance(section, Mapping) or section.get("attention") != "ring":
+    if _attention(study) != "ring":
         return None
-    return str(section.get("order", "zigzag"))
+    content = engine_config(study) or {}
+    return str(content["context_parallel"].get("order", "zigzag"))
 
 
 def _key(study: Study) -> bool:
@@ -245,4 +249,4 @@ def causal_shards(study: Study) -> Found:
         saved = f"{title}; {ranks_in_words(late)} {'have' if len(late) > 1 else 'has'} {more} more than the mean"
         return Finding("data.imbalance", saved, "info", where, evidence, price.gain, fixes, share=price.share)
 
-    return [Candidate("data.imbalance", EvenSegments(found.teams), say)]
+    return [Candidate("data.imbalance", found.even, say)]
