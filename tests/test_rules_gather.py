@@ -95,6 +95,32 @@ def test_of_stage_3_a_lower_stage_keeps_them() -> None:
     assert dict(found.fixes[0].knobs) == {"zero_optimization.stage": 2}
 
 
+def test_of_stage_3_in_two_dimensions_it_is_said_once() -> None:
+    """Each of the four units of 8 MiB is gathered in both, as experts and the rest of a model are."""
+    planted = of_deepspeed()
+    once = planted.program
+
+    def program(rank: int, step: int) -> Program:
+        def of_both(part: Any) -> list[Any]:
+            if isinstance(part, Phase):
+                return [replace(part, parts=tuple(one for inner in part.parts for one in of_both(inner)))]
+            groups = (f"a{rank // 2}", f"b{rank % 2}")
+            if isinstance(part, Call):
+                return [replace(part, group=of, later=part.later and f"{part.later} {of}") for of in groups]
+            return [Wait(f"{part.later} {of}") for of in groups] if isinstance(part, Wait) else [part]
+
+        return [one for part in once(rank, step) for one in of_both(part)]
+
+    pairs = {"a0": (0, 1), "a1": (2, 3), "b0": (0, 2), "b1": (1, 3)}
+    facts = [{**fact, "rank": rank} for rank in range(4) for fact in planted.facts if fact["rank"] == 0]
+    groups = {name: (ranks, "") for name, ranks in pairs.items()}
+    both = replace(planted, ranks=4, groups=groups, program=program, facts=facts)
+    both.slower = lambda group, number: 2.0 if group in ("b0", "b1") else 1.0  # so that both are waited for
+    found = [one for one in analyze(both.trace()).findings if one.code == "comm.redundant-gather"]
+    assert [one.title[:41] for one in found] == ["64.0 MiB of parameters are gathered 2 tim"]
+    assert dict(found[0].fixes[0].knobs) == {"zero_optimization.stage": 2}
+
+
 def test_a_lower_stage_does_not_take_offloaded_parameters() -> None:
     found = of(analyze(of_deepspeed(offload_param={"device": "cpu"}).trace()), "comm.redundant-gather")
     assert found is not None
