@@ -31,8 +31,6 @@ from .select import Communications
 ALIKE: Final = 0.1
 """Of the bytes of a gather: those of one module in forward and in backward differ by no more (a bias is not needed
 again)."""
-NEXT_TO_NOTHING: Final = 0.25
-"""Of the work between two waits for parameters, in the mean: a call's own cost, and no layer's."""
 ALONE: Final = 1 << 22
 """Elements from which on dsprof's engine gathers a parameter by itself (`engine/zero/gather.py`)."""
 
@@ -264,26 +262,15 @@ def passes(steps: Steps, of: Communications, element_bytes: int = 1) -> list[lis
     waits = steps.structure.first_waits
     for forward, backward in forwards_and_backwards(steps, of):
         sizes = elements[forward]
+        # Those of one module are waited for one after the other.
         thread = next((thread for thread, c in waits if c == forward[0]), 0)
         at = [np.array([waits.get((thread, c), -1) for c in order]) for order in (forward[: len(backward)], backward)]
-        follows = [_follows(steps, one) for one in at]
-        parts = _reversed_parts(sizes[: len(backward)], elements[backward], *follows)
+        parts = _reversed_parts(sizes[: len(backward)], elements[backward], *(np.diff(one) == 1 for one in at))
         begins = {part.start for part in parts} | {*range(len(backward), len(forward))}
         needs = [Need(c, unit, float(sizes[unit]), unit in begins) for unit, c in enumerate(forward)]
         again = zip((unit for part in parts for unit in part), backward, strict=True)
         needs += [Need(c, unit, float(sizes[unit]), unit in begins) for unit, c in again]
         found.append(needs)
-    return found
-
-
-def _follows(steps: Steps, waits: Int) -> Bool:
-    """Whether next to nothing is done between each wait and the next one, [n - 1]: parameters of one module are waited
-    for one after the other. waits: the segments that begin with them, -1 where there is none."""
-    spent = np.concatenate([[0.0], np.cumsum(steps.work.sum(axis=-1).mean(axis=1))])
-    between = spent[waits[1:]] - spent[waits[:-1]]
-    known = (waits[:-1] >= 0) & (waits[1:] > waits[:-1])
-    usual = float(between[known].mean()) if known.any() else 0.0
-    found: Bool = known & (np.diff(waits) == 1) & (between <= NEXT_TO_NOTHING * usual)
     return found
 
 
