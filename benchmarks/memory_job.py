@@ -56,6 +56,8 @@ class Model(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block(job["width"], job["recompute"]) for _ in range(job["layers"]))
         self.head = nn.Linear(job["width"], 8)
+        for block in self.blocks[: job.get("frozen", 0)]:
+            block.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -69,7 +71,7 @@ def under_engine(job: dict[str, Any], steps: int) -> None:
 
     model = Model(job)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=job["config"])
-    of_the_step = job["config"].get("gradient_accumulation_steps", 1)
+    of_the_step = engine.config.gradient_accumulation_steps
     for _ in range(steps * of_the_step):
         batch = torch.ones(job["config"]["train_micro_batch_size_per_gpu"], job["tokens"], job["width"])
         engine.backward(engine(batch.to(next(iter(model.parameters())).dtype)))

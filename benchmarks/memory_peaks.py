@@ -1,5 +1,5 @@
-"""Is a rank's peak of memory what is predicted of it? Twenty jobs of dsprof's engine and of FSDP2, each predicted from
-a run with other settings, and then run.
+"""Is a rank's peak of memory what is predicted of it? Jobs of dsprof's engine and of FSDP2, each predicted from a run
+with other settings, and then run. From case VARIED on, more of what jobs write differs from one to the next.
 
     python benchmarks/memory_peaks.py          # some minutes; writes benchmarks/results/memory_peaks.json
 
@@ -28,8 +28,10 @@ from typing import Any, Final
 
 HERE = Path(__file__).parent
 RESULTS: Final = HERE / "results" / "memory_peaks.json"
-RANKS, CASES, SEED = 2, 20, 35
+RANKS, CASES, SEED = 2, 30, 35
+VARIED: Final = 15
 FEW: Final = 0.02
+ACCUMULATION: Final = "gradient_accumulation_steps"
 Job = dict[str, Any]
 Knobs = dict[str, Any]
 
@@ -44,7 +46,47 @@ def drawn(number: int) -> tuple[Job, Knobs]:
         "width": chance.choice((64, 96, 128)), "layers": chance.choice((4, 6, 8)), "tokens": 64,
         "recompute": chance.random() < 0.3,
     }  # fmt: skip
-    return _of_engine(chance, shape) if number % 5 < 3 else _of_fsdp2(chance, shape)
+    job, knobs = _of_engine(chance, shape) if number % 5 < 3 else _of_fsdp2(chance, shape)
+    if number >= VARIED:
+        _vary(chance, job, knobs)
+    return job, knobs
+
+
+def _vary(chance: random.Random, job: Job, knobs: Knobs) -> None:
+    """What the first cases have all alike: settings of stage 3 in the same proportions or none, batch sizes of which
+    one is not written, the type of sums, frozen blocks; of FSDP2, units that some of the ranks share, or of all
+    blocks."""
+    job["frozen"] = chance.choice((0, 0, job["layers"] // 2))
+    if job["framework"] == "fsdp2":
+        blocks, reshard = chance.choice((2, job["layers"], 2 * job["layers"])), chance.choice((True, False, 2))
+        job["reshard"] = reshard
+        turned = [{"fsdp2.modules_per_unit": blocks}]
+        turned += [{"fsdp2.reshard_after_forward": value} for value in (True, False, 2) if value is not reshard]
+        knobs.clear()
+        knobs.update(chance.choice(turned))
+        return
+    config, elements = job["config"], job["layers"] * 8 * job["width"] ** 2
+    zero = config["zero_optimization"]
+    for key, parts in {
+        "stage3_param_persistence_threshold": (None, 0, elements // 100),
+        "stage3_prefetch_bucket_size": (None, 0, elements // 16, elements // 4),
+        "stage3_max_live_parameters": (None, elements // 8, elements // 2),
+        "stage3_max_reuse_distance": (None, 0, elements // 2, 2 * elements),
+    }.items():
+        zero.pop(key)
+        value = chance.choice(parts)
+        if value is not None:
+            zero[key] = value
+    if chance.random() < 0.4:
+        each, accumulated = (config.get(key) for key in ("train_micro_batch_size_per_gpu", ACCUMULATION))
+        config["train_batch_size"] = each * accumulated * RANKS
+        del config[ACCUMULATION]
+        # The batch stays, so that another micro-batch has to divide it.
+        if "train_micro_batch_size_per_gpu" in knobs:
+            knobs["train_micro_batch_size_per_gpu"] = 1 if each > 1 else 3
+            config["train_batch_size"] *= 1 if each > 1 or accumulated == 3 else 3
+    if config["bf16"]["enabled"] and chance.random() < 0.4:
+        config["data_types"] = {"grad_accum_dtype": "bf16"}
 
 
 def _of_engine(chance: random.Random, shape: Job) -> tuple[Job, Knobs]:
@@ -61,7 +103,7 @@ def _of_engine(chance: random.Random, shape: Job) -> tuple[Job, Knobs]:
         zero["offload_optimizer"] = {"device": "cpu"}
     config: Job = {
         "train_micro_batch_size_per_gpu": chance.choice((1, 2, 4)),
-        "gradient_accumulation_steps": chance.choice((1, 1, 3)),
+        ACCUMULATION: chance.choice((1, 1, 3)),
         "bf16": {"enabled": chance.random() < 0.6}, "zero_optimization": zero,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     }  # fmt: skip
@@ -131,8 +173,9 @@ def run(job: Job, folder: Path, watched: bool) -> list[int]:
             traceback.print_exc()
         finally:
             os._exit(status)
-    for child in children:
-        os.waitpid(child, 0)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    if any(statuses):
+        raise RuntimeError(f"ranks of {job} ended with {statuses}")
     return [int((folder / f"peak{rank}").read_text()) for rank in range(RANKS)]
 
 

@@ -227,6 +227,14 @@ def test_a_micro_batch_twice_as_large_takes_twice_the_activations() -> None:
     assert more(configured({}), train_micro_batch_size_per_gpu=1) == -30
 
 
+def test_smaller_micro_batches_of_a_batch_that_stays_are_added_up() -> None:
+    """Activations of 40 MiB halve; two micro-batches have a sum, 40 MiB in fp32, where one has none."""
+    facts = configured({"allgather_bucket_size": 1, "reduce_bucket_size": 1}, 1, "dsprof")
+    for fact in facts["config"]:
+        fact["content"]["train_batch_size"] = 16
+    assert more(facts, train_micro_batch_size_per_gpu=2) == pytest.approx(-20 + 40)
+
+
 def test_what_is_not_known_is_not_told() -> None:
     assert more({}, ddp__gradient_as_bucket_view=True) is None
     assert more({}, zero_optimization__stage=3) is None

@@ -266,7 +266,8 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
     if deepspeed and any(rank.facts.get(kind) for kind in MODEL_PARALLEL):
         return None  # its configuration does not tell how many ranks share what
     more = 0.0
-    if set(knobs) - {MICRO_BATCH}:
+    # Of a batch that stays, other micro-batches are more or fewer, which dsprof's engine adds up.
+    if set(knobs) - {MICRO_BATCH} or (now.train_batch_size is not None and not deepspeed):
         optimizer = rank.last("optimizer" if deepspeed else "trained")
         if optimizer is None or not optimizer.get("elements"):
             return None

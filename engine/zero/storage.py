@@ -259,7 +259,9 @@ def _refusal(param: Tensor, what: str) -> RuntimeError:
 
 class BufferPool:
     """Memory that communications have used, for the next ones: on a CPU, fresh pages cost as much as these. Of what is
-    given back, the `most` largest are kept; all, by default. There are no more buffers than were taken at once."""
+    given back, the `most` largest are kept; all, by default. Of one dtype and device there are no more buffers than
+    were taken at once; but a GPU has the memory of one that was outgrown only when its stream has come past the last
+    use of it, which may have been on another stream."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
