@@ -529,7 +529,7 @@ model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model(torch.ones(1, 2)).sum().backward()
 optimizer.step()
-print(*sorted(name for name in sys.modules if name.startswith("dsprof.engine")))
+print(*sorted(name for name in list(sys.modules) if name.startswith("dsprof.engine")))
 """
 
 
