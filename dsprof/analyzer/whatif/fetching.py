@@ -276,8 +276,8 @@ def passes(steps: Steps, of: Communications, element_bytes: int = 1) -> list[lis
 
 def _reversed_parts(forward: Float, backward: Float, follows: Bool, follows_again: Bool) -> list[range]:
     """The modules of a backward, in its order, as ranges of what forward gathered: the shortest that have the same
-    sizes. follows, follows_again: whether nothing is done between the waits for each and the next one, [n - 1]. Raises
-    NotRebucketed where there are none."""
+    sizes. follows, follows_again: whether nothing is issued or waited for between the waits for each and the next one,
+    [n - 1]; what is computed there is not looked at. Raises NotRebucketed where there are none."""
     parts: list[range] = []
     end = len(forward)
     while end:

@@ -15,7 +15,7 @@ from ...whatif.select import Communications
 from ..base import LEAST_SHARE, PartlyJudged, gains_tried
 from .ddp_buckets import ONE_SIZE
 from .deepspeed_config import is_own_engine
-from .dimensions import GRADIENT, Domain, waited_ms
+from .dimensions import GRADIENT, Domain, moved_bytes, waited_ms
 from .shards import by_bytes, links_around
 
 UNJUDGED = (
@@ -77,7 +77,6 @@ def reduced_in(study: Study, domain: Domain, most: float) -> Effect:
     now = [_up_to(study, each, 0.0) for each in around]
     then = [_up_to(study, each, most) for each in around] if most else now
     pairs = tuple(zip(now, then, strict=True))
-    moved = float((domain.table["bytes"] * domain.table["ranks"]).sum()) / len(study.step_numbers)
     before = after = 0
     for steps in study.need_graph().templates:
         for group in domain.groups:
@@ -90,7 +89,7 @@ def reduced_in(study: Study, domain: Domain, most: float) -> Effect:
         now[0],
         pairs[1:],
         fewer=1 - after / before if before else 0.0,
-        moved_bytes=moved / max(len(study.ranks), 1),
+        moved_bytes=moved_bytes(study, domain.table),
         counts_cores=True,
     )
 

@@ -131,6 +131,11 @@ def _waited(study: Study) -> pd.DataFrame:
     return pd.DataFrame({"group": groups[at], "purpose": purposes[of], "ms": ms})
 
 
+def moved_bytes(study: Study, table: pd.DataFrame) -> float:
+    """By the collectives of a domain's table, of one rank in a step."""
+    return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
+
+
 def waited_ms(study: Study, domain: Domain) -> float:
     """How long a step waits for the collectives of a domain's table, mean over all ranks: of a job that has no other
     domain, all of its exposed communication but for what it waits for of another purpose, such as a barrier."""

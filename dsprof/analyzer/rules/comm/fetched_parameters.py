@@ -21,7 +21,7 @@ from ...whatif.rebucket import NotRebucketed
 from ...whatif.select import Communications
 from ..base import NotJudged
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
-from .dimensions import Domain, domains
+from .dimensions import Domain, domains, moved_bytes
 from .shards import FAR, GATHER, gathers_parameters, is_of_shards, links_around
 
 PREFETCH: Final = "stage3_prefetch_bucket_size"
@@ -82,7 +82,7 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
 
     pairs = _modelled(sharded, fetched, lambda *_: None)
     (as_it_is, then), *others = pairs
-    moved = _moved_bytes(study, sharded)
+    moved = moved_bytes(study, sharded[0].table)
     try:
         unseen = unseen_ms(study, as_it_is, moved)
     except Refused as refused:
@@ -125,7 +125,7 @@ def with_scatter_bucket(study: Study, number: float) -> Effect:
     notes = (f"{count(round(after / a_step), 'scatter')} a step instead of {round(before / a_step)}",)
     return Effect(
         "comm.small-messages", then, as_it_is, tuple(others), counts_cores=True, notes=notes,
-        fewer=(before - after) / _shard_collectives(study, sharded), moved_bytes=_moved_bytes(study, sharded),
+        fewer=(before - after) / _shard_collectives(study, sharded), moved_bytes=moved_bytes(study, sharded[0].table),
     )  # fmt: skip
 
 
@@ -146,12 +146,6 @@ def _shard_collectives(study: Study, sharded: list[Domain]) -> float:
     return sum(
         len(steps.numbers) * len(of.of(steps.structure)) / groups for steps in templates for of, groups in shards
     )
-
-
-def _moved_bytes(study: Study, sharded: list[Domain]) -> float:
-    """By the collectives of the first of these dimensions, of one rank in a step."""
-    table = sharded[0].table
-    return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
 
 def links_of_shards(domain: Domain) -> dict[str, list[Link]]:

@@ -17,9 +17,9 @@ from ...whatif.merge import Merge, by_backward
 from ...whatif.select import Communications
 from ..base import NotJudged, configurations
 from .deepspeed_config import is_own_engine, need_configuration, stage_of, zero_config
-from .dimensions import GRADIENT, Domain
+from .dimensions import GRADIENT, Domain, moved_bytes
 from .shards import gathers_parameters, links_around
-from .volume import formats, moved_bytes, of_replicas
+from .volume import formats, of_replicas
 
 OWN: Final = "OneBitAdam"
 OF_DEEPSPEED: Final = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
@@ -116,7 +116,7 @@ def _compressed(study: Study, freeze_step: int, own: bool) -> Effect:
         return tuple(now), tuple(then)
 
     (as_it_is, then), *others = map(variant, range(max(map(len, around.values()))))
-    values = sum(moved_bytes(study, part) / sizes[part.groups[0]] for part in parts)
+    values = sum(moved_bytes(study, part.table) / sizes[part.groups[0]] for part in parts)
     older = "DeepSpeed 0.19 has no 1-bit optimizers any more: it takes an older one"
     notes = (
         f"of steps behind the warm-up: the first {freeze_step:,} (freeze_step) reduce whole gradients, as those of "

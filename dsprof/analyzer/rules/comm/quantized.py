@@ -15,8 +15,8 @@ from ...study import Study
 from ...whatif import WhatIf
 from ..base import NotJudged
 from .deepspeed_config import is_own_engine, need_zero
-from .dimensions import GRADIENT
-from .volume import formats, moved_bytes, of_replicas, with_fewer_bytes
+from .dimensions import GRADIENT, moved_bytes
+from .volume import formats, of_replicas, with_fewer_bytes
 
 PACK_BETWEEN: Final = (0.5, 2.0)
 """Beside what is said below so little, or so much, packing may take on another CPU."""
@@ -96,7 +96,7 @@ def _of_packed(study: Study, packed: _Packed) -> Effect:
     if not study.on_gpu:
         for _, part in domains:
             sends = packed.sends_ns if packed.packs_all else packed.sends_ns / float(part.table["ranks"].mean())
-            packing_ms += moved_bytes(study, part) / size * (sends + packed.takes_ns) / 1e6
+            packing_ms += moved_bytes(study, part.table) / size * (sends + packed.takes_ns) / 1e6
     return Effect(
         "comm.volume", fewer(True), others=(((), fewer(False)),), costs_ms=packing_ms, costs_between=PACK_BETWEEN,
         counts_cores=True, notes=(packed.note,),

@@ -20,7 +20,7 @@ from ...text import count, size
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, NotJudged, at, code_fix, gains_tried
-from .dimensions import Domain, domains, waited_ms
+from .dimensions import Domain, domains, moved_bytes, waited_ms
 
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
@@ -190,7 +190,7 @@ def _together(study: Study, sharded: Sequence[_ShardUnits], together: int, now: 
         as_it_is,
         tuple(others),
         fewer=1 - 1 / together,
-        moved_bytes=sum(_moved_bytes(study, units) for units in sharded),
+        moved_bytes=sum(moved_bytes(study, units.table) for units in sharded),
         counts_cores=True,
     )
 
@@ -260,7 +260,7 @@ def by_bytes(link: Link, size: float, slowest: float = SLOWEST_MS_PER_BYTE) -> L
 
 def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> list[Merge]:
     worked = units.worked_ms
-    on_host = 0.0 if study.on_gpu else _moved_bytes(study, units) * COPY_MS_PER_BYTE  # else the device copies
+    on_host = 0.0 if study.on_gpu else moved_bytes(study, units.table) * COPY_MS_PER_BYTE  # else the device copies
     copied = min(on_host / worked, 1.0) if worked else 1.0
     left = 1 - (1 - copied) * OF_A_UNIT * (1 - 1 / together)
     ahead = study.on_gpu and bool(study.facts.get("fsdp"))
@@ -277,12 +277,6 @@ def sharding_ms(study: Study) -> float:
     graph = study.need_graph()
     whole = sum(float(steps.work[..., SHARDING_PART].sum()) for steps in graph.templates)
     return whole / len(graph.numbers) / graph.leads
-
-
-def _moved_bytes(study: Study, units: _ShardUnits) -> float:
-    """By the gathers and scatters of one rank in a step."""
-    table = units.table
-    return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
 
 def _fixes(study: Study, domain: Domain, together: int, gain: Gain, by_key: ByKey | None) -> tuple[Fix, ...]:

@@ -24,7 +24,7 @@ from ...whatif.select import Communications
 from ..base import NotConcerned, NotJudged, hosts_of, sharded_stage
 from ..rule import Look, Rule
 from .ddp_buckets import best_division
-from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
+from .dimensions import GRADIENT, Domain, domains, moved_bytes, need_every_rank, waited_ms
 from .fewer_bytes import compression_fix, micro_batches_fix, short_shards_fix
 from .redundant_reduce import repeated_reductions
 from .shards import gathers_parameters
@@ -111,7 +111,7 @@ def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
     left, ddp = _left_ms(study, whole, waited, taken)
     if left < DOMINATES * study.step_ms:
         return None
-    return _Volume(domain, waited, left, moved_bytes(study, domain), wire, links, ddp)
+    return _Volume(domain, waited, left, moved_bytes(study, domain.table), wire, links, ddp)
 
 
 def _left_ms(study: Study, domain: Domain, waited: float, taken: float) -> tuple[float, Mapping[str, Any] | None]:
@@ -202,7 +202,7 @@ def _cast_bytes(study: Study, part: Domain, purposes: tuple[str, ...]) -> float:
     whole = set(_whole(study, [part], (GRADIENT, PARAMETER))) - set(purposes)
     if gathers_parameters(part) and (GRADIENT in whole) == (PARAMETER in whole):
         return 0.0
-    return moved_bytes(study, part.of(GRADIENT))
+    return moved_bytes(study, part.of(GRADIENT).table)
 
 
 def with_fewer_bytes(
@@ -258,12 +258,6 @@ def with_short_shards(study: Study, *purposes: str, note: str = "") -> Effect:
     if purposes[0] not in whole:
         raise NotJudged(f"{purposes[0]}s of sharded layers {SHORT}")
     return _short_numbers(study, [(part, part.links()) for part in parts], whole, note=note)
-
-
-def moved_bytes(study: Study, domain: Domain) -> float:
-    """Of a rank in a step."""
-    a_rank = len(study.step_numbers) * max(len(study.ranks), 1)
-    return float((domain.table["bytes"] * domain.table["ranks"]).sum()) / a_rank
 
 
 def _whole(study: Study, parts: Sequence[Domain], purposes: tuple[str, ...]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from ..base import LEAST_SHARE, NotJudged, gains_tried
 from .by_hand import reduced_in
 from .ddp_buckets import with_buckets_of
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
-from .dimensions import domains
+from .dimensions import domains, moved_bytes
 from .fetched_parameters import need_larger, with_scatter_bucket
 from .shards import links_around
 
@@ -133,7 +133,6 @@ def _of_up_to(
     study: Study, table: pd.DataFrame, link: Link, now: Sequence[WhatIfs], most: float, buckets: float
 ) -> Effect:
     """Buckets of up to `most` bytes (0: as they are), of which there are so many a step."""
-    moved = float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
     each = _links_around(study, table, link, most)  # of `now` the last may be of larger buckets only
     pairs = [(present, _up_to(study, one, most)) for present, one in zip(now, each, strict=False)]
     (as_it_is, then), *others = pairs
@@ -143,7 +142,7 @@ def _of_up_to(
         as_it_is,
         tuple(others),
         fewer=1 - buckets / (len(table) / len(study.step_numbers)),
-        moved_bytes=moved,
+        moved_bytes=moved_bytes(study, table),
         counts_cores=True,
     )
 
