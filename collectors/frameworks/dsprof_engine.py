@@ -125,8 +125,9 @@ class EngineEvents:
             self._on_step()
             if not self._told_of_model:
                 self._told_of_model = True
-                trained = [elements for elements, is_trained in sizes() if is_trained]
-                frozen = sum(elements for elements, is_trained in sizes() if not is_trained)
+                every = sizes()
+                trained = [elements for elements, is_trained in every if is_trained]
+                frozen = sum(elements for elements, is_trained in every if not is_trained)
                 facts.state({"fact": "trained", "elements": sum(trained), "largest": max(trained, default=0),
                              "frozen": frozen})  # fmt: skip
         elif phase == "checkpoint":

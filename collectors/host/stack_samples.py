@@ -35,8 +35,8 @@ SHARE: Final = 0.001
 IN_ADVANCE_S: Final = 0.007
 """Of a core that they may take besides in each doubling of the time from the first step on, counted from a second on:
 so that a short job has as many samples as tell something, whenever it ends. The first quarter of its steps is left out
-as warm-up, so that what is taken at once tells nothing. With
-SHARE 0.22 % of a core in 30 s, and 0.11 % in ten minutes."""
+as warm-up, so that what is taken at once tells nothing. With SHARE it is 0.22 % of a core in 30 s, and 0.11 % in ten
+minutes."""
 BEFORE_TRAINING_S: Final = 0.5
 """Between two looks whether the first step was taken: what comes before it is no step's."""
 MOST_STACKS: Final = 900

@@ -81,7 +81,7 @@ def _whole_parameters(rank: _Rank, value: Any) -> float | None:
     There are the unit that computes and the one that is gathered meanwhile, or all that are not through, or a part of
     all that `value` ranks share; what the unit before is reduced from; activations, which go; and gradients, which
     come."""
-    fact, unit = rank.last("fsdp"), _units(rank, 1)
+    fact, unit = rank.last("fsdp"), _unit(rank)
     if fact is None or unit is None:
         return None
     whole, count = _all_units(rank), int(fact["units"])
@@ -96,12 +96,12 @@ def _whole_parameters(rank: _Rank, value: Any) -> float | None:
     )  # fmt: skip
 
 
-def _units(rank: _Rank, count: int) -> float | None:
-    """So many of FSDP2, each as large as the largest, as they compute."""
+def _unit(rank: _Rank) -> float | None:
+    """The largest of FSDP2, as it computes."""
     fact = rank.last("fsdp")
     if fact is None or not fact.get("bytes") or not fact.get("units"):
         return None
-    return count * float(fact.get("largest") or fact["bytes"] / fact["units"])
+    return float(fact.get("largest") or fact["bytes"] / fact["units"])
 
 
 def _all_units(rank: _Rank) -> float:
@@ -117,16 +117,16 @@ def _stay_whole(rank: _Rank) -> bool:
 
 def _prefetched(rank: _Rank, value: Any) -> float | None:
     """Units of FSDP2 that are there before they are needed, beside the one that computes."""
-    unit, ahead = _units(rank, 1), _units(rank, int(value))
-    if unit is None or ahead is None or _stay_whole(rank):
-        return ahead and 0.0
-    return min(ahead, max(_all_units(rank) - unit, 0.0))
+    unit = _unit(rank)
+    if unit is None:
+        return None
+    return 0.0 if _stay_whole(rank) else min(int(value) * unit, max(_all_units(rank) - unit, 0.0))
 
 
 def _coarser(rank: _Rank, value: Any) -> float | None:
     """The unit that computes, the one that is gathered meanwhile, where there is another, or all of them; and the
     gradients of the first."""
-    now, unit = rank.now("fsdp2.modules_per_unit", 1), _units(rank, 1)
+    now, unit = rank.now("fsdp2.modules_per_unit", 1), _unit(rank)
     if unit is None or not now:
         return None
     every = _all_units(rank)

@@ -26,7 +26,7 @@ WOKEN: Final = PARTS[WAKE_UP_DELAY]
 LEAST: Final = 0.05
 """Share of the step from which on ranks lack cores."""
 LEAST_MS: Final = 0.1
-"""The same in a step, whose length does not matter. A thread waits each time that it wakes, on an idle host, too: 6 to
+"""Of a step, that this has to be at least. A thread waits each time that it wakes, on an idle host, too: 6 to
 65 us where that was measured, or 0.5 to 4 % of steps of 1.4 to 4.3 ms in which it wakes once to eight times."""
 
 
