@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,6 +33,16 @@ hypothesis.settings.load_profile("any machine")
 def as_commands_do() -> Iterator[None]:
     """What runs in this process holds strings as every command of dsprof does."""
     with plain_strings():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files_go_with_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """torchrun leaves the folder of its logs where temporary files are made, and a process that is killed leaves all
+    that it made there: pytest removes them with its own folders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        patch.setattr(tempfile, "tempdir", None)
         yield
 
 
