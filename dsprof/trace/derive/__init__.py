@@ -17,7 +17,9 @@ Every row made here says `source = derived`.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Final
 
+import numpy as np
 import pandas as pd
 
 from dsprof.schema import COLUMNS, SMALL_GRADIENTS
@@ -28,13 +30,14 @@ from .lanes import depths, lanes, training_thread
 from .phases import main_phases, phases_between
 from .purpose import purposes, reduced_by_hand
 from .records import measured_rows
-from .rows import completed
+from .rows import Int, completed, integers, present, texts
 from .steps import end_with_the_device, missing_steps, step_of, step_pattern, step_rows
 from .streams import align_clock, stream_rows, with_arrivals
 from .waits import backward_waits, name_inner_waits
 
 __all__ = ["derive", "missing_steps", "step_pattern", "trace_rows"]
 
+_TYPES: Final = {name: pd.api.types.pandas_dtype(dtype) for name, dtype in COLUMNS.items()}
 OUTER_FIRST = {"step": 0, "phase": 1}
 """Of rows that begin and end together, those that contain the others."""
 
@@ -64,7 +67,9 @@ def derive(
     rows = with_arrivals(align_clock(completed(rows)))
     name_inner_waits(rows)
     streams = stream_rows(rows)
-    rows = rows[~rows["device"] | (rows["kind"] == "comm")].reset_index(drop=True)
+    of_host = ~rows["device"].to_numpy(bool) | (texts(rows, "kind") == "comm")
+    if not of_host.all():
+        rows = rows[of_host].reset_index(drop=True)
     main = training_thread(rows)
     rows["lane"] = lanes(rows, main)
     phases = main_phases(rows, main)
@@ -77,9 +82,14 @@ def derive(
     rows = end_with_the_device(rows)
     rows["rank"], rows["restart"] = rank, restart
     rows["purpose"] = purposes(rows, facts, tensor_parallel, by_hand)
-    rows["outer"] = rows["kind"].map(OUTER_FIRST).fillna(len(OUTER_FIRST))
-    rows = rows.sort_values(
-        ["start_ns", "dur_ns", "outer"], ascending=[True, False, True], kind="stable", ignore_index=True
-    )
+    rows = rows.take(_in_order(rows)).reset_index(drop=True)
     rows["depth"] = depths(rows)
-    return rows.reindex(columns=list(COLUMNS)).astype(COLUMNS)
+    return pd.DataFrame({name: rows[name].array.astype(dtype) for name, dtype in _TYPES.items()}, copy=False)
+
+
+def _in_order(rows: pd.DataFrame) -> Int:
+    """By start; of those that begin together the longest first, and what never ended last."""
+    kind = texts(rows, "kind")
+    outer = np.select([kind == one for one in OUTER_FIRST], list(OUTER_FIRST.values()), len(OUTER_FIRST))
+    shortest_last = np.where(present(rows, "dur_ns"), -integers(rows, "dur_ns"), np.iinfo(np.int64).max)
+    return np.lexsort((outer, shortest_last, rows["start_ns"].to_numpy(np.int64)))

@@ -25,6 +25,8 @@ def counted_rows(facts: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         except (KeyError, TypeError, ValueError, AttributeError):  # one of an older version, without numbers, as well
             continue
         found += [(begin, end - begin, thread, *row) for row in rows if end > begin]
+    if not found:  # as nearly always
+        return pd.DataFrame()
     table = pd.DataFrame(found, columns=["start_ns", "dur_ns", "thread", "name", "value", "module", "purpose"])
     types = {"start_ns": "int64", "dur_ns": "Int64", "thread": "int64", "value": "float64"}
     table = table.astype(types).assign(kind="gauge", source="measured", ended=True)

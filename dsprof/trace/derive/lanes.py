@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
-from .rows import Int, ends
+from .rows import Int, ends, integers, present, texts
 
 
 def training_thread(rows: pd.DataFrame) -> int:
@@ -13,25 +14,28 @@ def training_thread(rows: pd.DataFrame) -> int:
 
     An optimizer that is stepped inside backward may be on a thread of the autograd engine's.
     """
-    rows = rows[["kind", "name", "thread"]]
-    phases = rows[rows["kind"] == "phase"]
-    backward, optimizer = phases[phases["name"] == "backward"], phases[phases["name"] == "optimizer"]
-    both = optimizer[optimizer["thread"].isin(backward["thread"])]
-    for chosen in (both, backward, optimizer, phases, rows):
-        if len(chosen):
-            return int(chosen["thread"].mode().iloc[0])
+    kind, name, thread = texts(rows, "kind"), texts(rows, "name"), integers(rows, "thread")
+    phase = kind == "phase"
+    backward, optimizer = phase & (name == "backward"), phase & (name == "optimizer")
+    both = optimizer & np.isin(thread, thread[backward])
+    for chosen in (both, backward, optimizer, phase, np.ones(len(rows), bool)):
+        if chosen.any():
+            threads, times = np.unique(thread[chosen], return_counts=True)
+            return int(threads[times.argmax()])
     return 0
 
 
-def lanes(rows: pd.DataFrame, main: int) -> pd.Series[str]:
+def lanes(rows: pd.DataFrame, main: int) -> npt.NDArray[np.object_]:
     """Lane of each row: the one that it came with; else its group's, or its thread's: `main` for the thread `main`."""
-    lane = pd.Series("main", index=rows.index, dtype=object)
-    other = rows["thread"] != main
-    lane[other] = "thread." + rows.loc[other, "thread"].astype(str)
-    comm = rows["kind"] == "comm"
-    lane[comm] = "comm." + rows.loc[comm, "group"].astype(str)
-    given = rows["lane"].notna()
-    lane[given] = rows.loc[given, "lane"]
+    lane, thread = np.full(len(rows), "main", object), integers(rows, "thread")
+    for other in np.unique(thread[thread != main]).tolist():
+        lane[thread == other] = f"thread.{other}"
+    comm, group = texts(rows, "kind") == "comm", texts(rows, "group")
+    for name in pd.unique(group[comm]):
+        lane[comm & (group == name)] = f"comm.{name}"
+    lane[comm & pd.isna(group)] = None
+    given = present(rows, "lane")
+    lane[given] = texts(rows, "lane")[given]
     return lane
 
 
@@ -42,9 +46,10 @@ def depths(rows: pd.DataFrame) -> Int:
     """
     depth = np.zeros(len(rows), np.int64)
     start, end = rows["start_ns"].to_numpy(np.int64), ends(rows)
-    nests = (rows["kind"] != "comm").to_numpy()
-    for of_lane in rows[nests].groupby("lane", observed=True).indices.values():
-        at = np.flatnonzero(nests)[np.sort(of_lane)]
+    lane, names = pd.factorize(texts(rows, "lane"))
+    lane[texts(rows, "kind") == "comm"] = -1
+    for number in range(len(names)):
+        at = np.flatnonzero(lane == number)
         begun, over = start[at], np.sort(end[at])
         # A row without length is over when it begins; those of this moment that are still to come are not.
         instants = np.flatnonzero(end[at] == begun)

@@ -14,7 +14,7 @@ import pandas as pd
 from dsprof.schema import CAPTURE_GAP, LOADING
 
 from .purpose import OF_ONE_NORM
-from .rows import Int, derived_rows, ends
+from .rows import Int, derived_rows, ends, integers, present, texts
 
 NORM_WAITS: Final = ("all_reduce", "wait_tensor")
 """Waits for the reduction of a norm; of `wait_tensor` it depends on what was issued."""
@@ -55,18 +55,19 @@ class Phases:
 
 def main_phases(rows: pd.DataFrame, main: int) -> Phases:
     """The phases of thread `main`."""
-    chosen = (rows["kind"] == "phase") & (rows["thread"] == main) & rows["dur_ns"].notna()
-    table = rows.loc[chosen, ["name", "start_ns", "dur_ns", "value", "grad"]]
-    table = table.sort_values(["start_ns", "dur_ns"], ascending=[True, False], kind="stable")
-    start, end = table["start_ns"].to_numpy(np.int64), ends(table)
-    number = table["value"].where(table["name"] == "optimizer").fillna(0).clip(0, np.iinfo(np.int32).max)
+    at = np.flatnonzero((texts(rows, "kind") == "phase") & (integers(rows, "thread") == main) & present(rows, "dur_ns"))
+    start, lasts = rows["start_ns"].to_numpy(np.int64)[at], integers(rows, "dur_ns")[at]
+    order = np.lexsort((-lasts, start))
+    at, start, end = at[order], start[order], (start + lasts)[order]
+    name, value = texts(rows, "name")[at], rows["value"].to_numpy(np.float64, na_value=np.nan)[at]
+    number = np.where((name == "optimizer") & ~np.isnan(value), value, 0).clip(0, np.iinfo(np.int32).max)
     return Phases(
-        name=table["name"].to_numpy(object),
+        name=name,
         start=start,
         end=end,
         parent=_parents(start, end),
-        number=number.to_numpy(np.int64),
-        grad=table["grad"].fillna(True).to_numpy(bool),
+        number=number.astype(np.int64),
+        grad=rows["grad"].to_numpy(bool, na_value=True)[at],
     )
 
 
@@ -95,10 +96,10 @@ def phases_between(
     order = np.argsort(phases.parent, kind="stable")
     before, after = order[:-1], order[1:]
     gap = (phases.parent[before] == phases.parent[after]) & (phases.start[after] > phases.end[before])
-    columns = ["kind", "name", "lane", "thread", "start_ns", "dur_ns", "issue_ns", "bytes", "peer"]
-    rows = rows[columns]  # to select rows takes as long as there are columns
-    lost = rows[(rows["kind"] == "mark") & (rows["name"] == CAPTURE_GAP)]
-    for begin, stop in zip(lost["start_ns"].tolist(), ends(lost).tolist(), strict=True):  # nobody knows what was there
+    kind, name, begins = texts(rows, "kind"), texts(rows, "name"), rows["start_ns"].to_numpy(np.int64)
+    stops, issue_ns = ends(rows), integers(rows, "issue_ns", -1)
+    lost = (kind == "mark") & (name == CAPTURE_GAP)
+    for begin, stop in zip(begins[lost].tolist(), stops[lost].tolist(), strict=True):  # nobody knows what was there
         gap &= (phases.start[after] <= begin) | (phases.end[before] >= stop)
     before, after = before[gap], after[gap]
     start, end = phases.end[before], phases.start[after]
@@ -109,27 +110,26 @@ def phases_between(
     parent = phases.parent[before]
     in_closure = (parent >= 0) & (optimizer[parent] >= 0)
 
-    sends = rows[rows["peer"].notna()]
-    mine = rows[(rows["thread"] == main) & (rows["peer"].isna())]
-    waits, issued = mine[mine["kind"] == "wait"], mine[mine["kind"] == "comm"]
-    actions = rows[(rows["kind"] == "pipe") & (rows["lane"] == "main")]
-    edges = np.unique(np.concatenate([actions["start_ns"].to_numpy(np.int64), ends(actions)]))
+    sends, of_main = present(rows, "peer"), integers(rows, "thread") == main
+    waits, issued = (of_main & ~sends & (kind == one) for one in ("wait", "comm"))
+    actions = (kind == "pipe") & (texts(rows, "lane") == "main")
+    edges = np.unique(np.concatenate([begins[actions], stops[actions]]))
     # Where a rank sends or receives (a stage of a pipeline), the neighbours tell nothing.
-    quiet = ~_any_between(sends["issue_ns"].fillna(sends["start_ns"]), start, end)
-    no_wait = ~_any_between(waits["start_ns"], start, end)
+    quiet = ~_any_between(np.where(present(rows, "issue_ns"), issue_ns, begins)[sends], start, end)
+    no_wait = ~_any_between(begins[waits], start, end)
     # The norm of gradients that are partitioned is reduced while they are clipped.
-    no_other_wait = ~_any_between(waits.loc[~waits["name"].isin(NORM_WAITS), "start_ns"], start, end)
-    of_norm = (issued["name"] == "all_reduce") & (issued["bytes"].fillna(0) <= OF_ONE_NORM)
-    of_norm &= ~issued.index.isin(list(gradients))
-    only_norm = no_other_wait & ~_any_between(issued.loc[~of_norm, "issue_ns"], start, end)
-    in_one_action = ~_any_between(pd.Series(edges), start, end)
+    no_other_wait = ~_any_between(begins[waits & ~np.isin(name, NORM_WAITS)], start, end)
+    of_norm = (name == "all_reduce") & (integers(rows, "bytes") <= OF_ONE_NORM)
+    of_norm[list(gradients)] = False
+    only_norm = no_other_wait & ~_any_between(issue_ns[issued & ~of_norm], start, end)
+    in_one_action = ~_any_between(edges, start, end)
 
     named = {
         "loss": (first == "forward") & (second == "backward") & no_wait,
         "clip": (first == "backward") & (second == "optimizer") & ~runs_closure & only_norm,
         "forward": (first == "forward") & (second == "forward") & in_one_action & _short(phases, before, after),
     }
-    if not on_gpu and not rows.loc[rows["kind"] == "phase", "name"].isin(LOADING).any():
+    if not on_gpu and not (kind == "phase")[np.isin(name, LOADING)].any():
         # Between the turns of a closure is the optimizer's own work. On a GPU it may as well be a wait for the device.
         ends_micro_batch = (first == "optimizer") | ((first == "backward") & in_one_action)
         named["between"] = ends_micro_batch & ((second == "forward") | runs_closure) & ~in_closure
@@ -161,8 +161,8 @@ def _short(phases: Phases, before: Int, after: Int) -> npt.NDArray[np.bool_]:
     return short
 
 
-def _any_between(moments: pd.Series[int], start: Int, end: Int) -> npt.NDArray[np.bool_]:
+def _any_between(moments: Int, start: Int, end: Int) -> npt.NDArray[np.bool_]:
     """Whether any of these moments is in [start, end)."""
-    when = np.sort(moments.to_numpy(np.int64))
+    when = np.sort(moments)
     found: npt.NDArray[np.bool_] = np.searchsorted(when, start) != np.searchsorted(when, end)
     return found

@@ -11,7 +11,7 @@ import pandas as pd
 
 from dsprof.schema import FLOAT_BYTES, OF_A_NORM
 
-from .rows import Int, ends
+from .rows import Int, ends, integers, present, texts
 
 Bool = npt.NDArray[np.bool_]
 
@@ -35,7 +35,7 @@ sizes tell."""
 
 def purposes(
     rows: pd.DataFrame, facts: Collection[str], tensor_parallel: Collection[str] = (), by_hand: Collection[int] = ()
-) -> pd.Series[str]:
+) -> npt.NDArray[np.object_]:
     """Purpose of each row: as who recorded it says; else, of a communication, by where it was issued; else null.
 
     facts: kinds of facts that the rank stated. tensor_parallel: groups that are said to be for that. by_hand: index of
@@ -45,27 +45,27 @@ def purposes(
     meanwhile is none of that. With FSDP and DeepSpeed, what is gathered is parameters; with DDP, what is broadcast in
     forward is buffers.
     """
-    comm = rows["kind"] == "comm"
-    purpose = pd.Series(None, index=rows.index, dtype=object)
+    comm, name, group = texts(rows, "kind") == "comm", texts(rows, "name"), texts(rows, "group")
+    purpose = np.full(len(rows), None, object)
     purpose[comm] = "other"
-    reduces, gathers = comm & rows["name"].isin(REDUCTIONS), comm & rows["name"].isin(GATHERS)
+    reduces, gathers = comm & np.isin(name, REDUCTIONS), comm & np.isin(name, GATHERS)
     forward, backward = _issued_in(rows, "forward"), _issued_in_backward(rows)
     updating = (_issued_in(rows, "optimizer") | _issued_in(rows, "clip")) & ~backward  # a closure's, in the optimizer
     if "ddp" in facts:
-        purpose[forward & gathers & (rows["name"] == "broadcast")] = "buffer"
+        purpose[forward & gathers & (name == "broadcast")] = "buffer"
     if not {"fsdp", "deepspeed"}.isdisjoint(facts):
-        purpose[(forward | backward) & gathers & (rows["name"] == "all_gather")] = "parameter"
+        purpose[(forward | backward) & gathers & (name == "all_gather")] = "parameter"
     purpose[updating & gathers] = "parameter"
-    purpose[backward & reduces & ~rows["dtype"].isin(INTEGERS)] = "gradient"
-    purpose[updating & reduces & (rows["bytes"] <= OF_A_NORM).fillna(False).to_numpy(bool)] = "norm"
-    purpose.loc[list(by_hand)] = "gradient"
+    purpose[backward & reduces & ~np.isin(texts(rows, "dtype"), INTEGERS)] = "gradient"
+    purpose[updating & reduces & present(rows, "bytes") & (integers(rows, "bytes") <= OF_A_NORM)] = "norm"
+    purpose[list(by_hand)] = "gradient"
     if tensor_parallel:
-        purpose[(forward | backward) & comm & rows["group"].isin(tensor_parallel)] = TENSOR_PARALLEL
+        purpose[(forward | backward) & comm & np.isin(group, list(tensor_parallel))] = TENSOR_PARALLEL
     purpose[activations_by_hand(rows, forward, backward)] = TENSOR_PARALLEL
     if "pipeline" in facts:
-        purpose[comm & rows["peer"].notna()] = "pipeline"
-    purpose[comm & (rows["name"] == "barrier")] = "barrier"
-    return rows["purpose"].fillna(purpose)
+        purpose[comm & present(rows, "peer")] = "pipeline"
+    purpose[comm & (name == "barrier")] = "barrier"
+    return np.where(present(rows, "purpose"), texts(rows, "purpose"), purpose)
 
 
 def activations_by_hand(rows: pd.DataFrame, forward: Bool, backward: Bool) -> Bool:
@@ -75,14 +75,15 @@ def activations_by_hand(rows: pd.DataFrame, forward: Bool, backward: Bool) -> Bo
 
     forward, backward: which rows were issued in one
     """
-    unknown = rows["purpose"].isna().to_numpy(bool) & (rows["kind"] == "comm").to_numpy(bool)
-    large = (rows["bytes"] > ONE_NUMBER).fillna(False).to_numpy(bool) & ~rows["dtype"].isin(INTEGERS).to_numpy(bool)
-    layers = unknown & large & (forward | backward) & rows["name"].isin([*REDUCTIONS, "all_gather"]).to_numpy(bool)
-    reduces = layers & rows["name"].isin(REDUCTIONS).to_numpy(bool)
+    name, group, size = texts(rows, "name"), texts(rows, "group"), integers(rows, "bytes").astype(np.float64)
+    unknown = ~present(rows, "purpose") & (texts(rows, "kind") == "comm")
+    large = (size > ONE_NUMBER) & ~np.isin(texts(rows, "dtype"), INTEGERS)
+    layers = unknown & large & (forward | backward) & np.isin(name, [*REDUCTIONS, "all_gather"])
+    reduces = layers & np.isin(name, REDUCTIONS)
     found = np.zeros(len(rows), bool)
-    for group in rows["group"][reduces & forward].dropna().unique():
-        mine = (rows["group"] == group).to_numpy(bool)
-        size = rows["bytes"].to_numpy(np.float64, na_value=0)
+    groups = group[reduces & forward]
+    for one in pd.unique(groups[~pd.isna(groups)]):
+        mine = group == one
         of_layers = mine & layers & np.isin(size, np.unique(size[mine & layers & forward]))
         reduced, equal = mine & reduces & backward, of_layers & reduces & backward
         if not equal.any() or (mine & reduces & forward).sum() < equal.sum() / 2:
@@ -97,7 +98,7 @@ def _issued_in(rows: pd.DataFrame, phase: str) -> Bool:
     of_phase, start, end = _phases(rows, phase)
     inside = np.zeros(len(rows), bool)
     if len(start):
-        threads = rows["thread"].to_numpy()
+        threads = integers(rows, "thread")
         for thread in np.unique(of_phase):
             inside |= (threads == thread) & _issued_during(rows, start[of_phase == thread], end[of_phase == thread])
     return inside
@@ -137,41 +138,45 @@ def reduced_by_hand(rows: pd.DataFrame, small_gradients: Sequence[Sequence[int]]
     small_gradients: of each optimizer whose gradients are all smaller than norms may be, how many elements they have.
     """
     found: list[int] = []
-    rows = rows[["kind", "name", "thread", "start_ns", "dur_ns", "issue_ns", "bytes", "dtype"]]
-    reduces = (rows["kind"] == "comm") & rows["name"].isin(REDUCTIONS)
-    reduced = rows[reduces & (rows["bytes"] > ONE_NUMBER).fillna(False).astype(bool) & ~rows["dtype"].isin(INTEGERS)]
-    if reduced.empty:
+    kind, name, thread = texts(rows, "kind"), texts(rows, "name"), integers(rows, "thread")
+    size, dtype = integers(rows, "bytes"), texts(rows, "dtype")
+    reduced = (kind == "comm") & np.isin(name, REDUCTIONS) & (size > ONE_NUMBER) & ~np.isin(dtype, INTEGERS)
+    if not reduced.any():
         return found
-    phases = rows[(rows["kind"] == "phase") & rows["name"].ne("clip") & rows["dur_ns"].notna()]
-    for thread, mine in reduced.groupby("thread"):
-        around = phases[phases["thread"] == thread].sort_values(["start_ns", "dur_ns"], ascending=[True, False])
-        reach = np.maximum.accumulate(ends(around))
-        around = around[np.append(True, around["start_ns"].to_numpy(np.int64)[1:] >= reach[:-1])[: len(around)]]
-        if around.empty:
+    begins, stops = rows["start_ns"].to_numpy(np.int64), ends(rows)
+    when_issued = np.where(present(rows, "issue_ns"), integers(rows, "issue_ns"), begins)
+    phases = (kind == "phase") & (name != "clip") & present(rows, "dur_ns")
+    for one in np.unique(thread[reduced]).tolist():
+        mine, around = np.flatnonzero(reduced & (thread == one)), np.flatnonzero(phases & (thread == one))
+        around = around[np.lexsort((begins[around] - stops[around], begins[around]))]
+        reach = np.maximum.accumulate(stops[around])
+        around = around[np.append(True, begins[around][1:] >= reach[:-1])[: len(around)]]
+        if not len(around):
             continue
-        start, end, name = around["start_ns"].to_numpy(np.int64), ends(around), around["name"].to_numpy(object)
-        when = mine["issue_ns"].fillna(mine["start_ns"]).to_numpy(np.int64)
+        start, end, names, when = begins[around], stops[around], name[around], when_issued[mine]
         after = np.searchsorted(start, when, side="right")
         inside = (after > 0) & (after < len(start))
         before = np.maximum(after - 1, 0)
-        inside &= (name[before] == "backward") & (end[before] <= when)
-        inside &= name[np.minimum(after, len(start) - 1)] == "optimizer"
-        chosen = np.unique(after[inside & (mine["bytes"] > OF_A_NORM).to_numpy(bool)]).tolist()
+        inside &= (names[before] == "backward") & (end[before] <= when)
+        inside &= names[np.minimum(after, len(start) - 1)] == "optimizer"
+        chosen = np.unique(after[inside & (size[mine] > OF_A_NORM)]).tolist()
         for place in np.unique(after[inside]).tolist() if small_gradients else ():
-            if any(_are_of(mine[inside & (after == place)], sizes) for sizes in small_gradients):
+            there = mine[inside & (after == place)]
+            if any(_are_of(size[there], dtype[there], sizes) for sizes in small_gradients):
                 chosen.append(place)
-        found += mine.index[inside & np.isin(after, chosen)].tolist()
+        found += mine[inside & np.isin(after, chosen)].tolist()
     return found
 
 
-def _are_of(reduced: pd.DataFrame, sizes: Sequence[int]) -> bool:
-    """Whether these reductions are of gradients of `sizes`, one each. Of a single one that may be chance."""
-    item = reduced["dtype"].map(FLOAT_BYTES).to_numpy(np.float64)
-    if len(np.unique(item)) != 1 or np.isnan(item[0]):
+def _are_of(size: Int, dtype: npt.NDArray[np.object_], sizes: Sequence[int]) -> bool:
+    """Whether these reductions, of so many bytes, are of gradients of `sizes`, one each. Of a single one that may be
+    chance."""
+    items = {FLOAT_BYTES.get(one) for one in dtype.tolist()}
+    item = items.pop()
+    if items or item is None:
         return False
-    expected = sorted(size for size in sizes if size * item[0] > ONE_NUMBER)
-    elements = reduced["bytes"].to_numpy(np.float64) / item[0]
-    return len(expected) > 1 and sorted(elements.tolist()) == expected
+    expected = sorted(of_one for of_one in sizes if of_one * item > ONE_NUMBER)
+    return len(expected) > 1 and sorted((size / item).tolist()) == expected
 
 
 def _issued_during(rows: pd.DataFrame, start: Int, end: Int) -> Bool:

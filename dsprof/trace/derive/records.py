@@ -7,6 +7,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from pandas.arrays import BooleanArray, IntegerArray
 
 from dsprof.ondisk import Flag, State
 from dsprof.schema import CAPTURE_GAP, DTYPES, SHARDING, Kind
@@ -54,12 +55,12 @@ def _rows(capture: Capture) -> pd.DataFrame:
     comm = records["kind"] == Kind.COMM
     forward = name == "forward"
 
-    def column(field: str, applies: npt.NDArray[np.bool_] | None = None) -> pd.Series[int]:
+    def column(field: str, applies: npt.NDArray[np.bool_] | None = None) -> IntegerArray:
         values = records[field].astype(np.int64)
-        return pd.Series(pd.array(values, "Int64")).where((values >= 0) if applies is None else applies)
+        return IntegerArray(values, values < 0 if applies is None else ~applies)
 
     # A finished record without an end (a GPU collective) took a time nobody measured: null, like one never ended.
-    took = pd.Series(pd.array(records["end_ns"] - records["start_ns"], "Int64")).where(records["end_ns"] > 0)
+    took = IntegerArray((records["end_ns"] - records["start_ns"]).astype(np.int64), records["end_ns"] <= 0)
     return pd.DataFrame(
         {
             "kind": kinds[records["kind"]],
@@ -87,7 +88,7 @@ def _rows(capture: Capture) -> pd.DataFrame:
             "value": records["value"],
             "corr": column("corr"),
             "site": names[records["site"]],
-            "grad": pd.Series(pd.array(records["grad"] > 0, "boolean")).where(forward & (records["grad"] >= 0)),
+            "grad": BooleanArray(records["grad"] > 0, ~forward | (records["grad"] < 0)),
             "source": "measured",
             "ended": records["state"] == State.DONE,
         }

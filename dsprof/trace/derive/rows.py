@@ -24,6 +24,7 @@ They mean what they do in `schema.COLUMNS`. `lane` is null where it follows from
 times are a device's, of events on its streams; and `taken`: whether a communication's start is when what runs it on the
 host (a worker of gloo's, a lane of the engine's) took it, and not merely when it was issued.
 """
+_TYPES: Final = {name: pd.api.types.pandas_dtype(dtype) for name, dtype in GIVEN.items()}
 REQUIRED: Final = ("kind", "name", "thread", "start_ns", "dur_ns", "source")
 """Of them, those that every source of rows has. One that is left out is null in every row; a row without `ended` has
 ended if it has a duration."""
@@ -42,19 +43,40 @@ def completed(rows: pd.DataFrame) -> pd.DataFrame:
     if "ended" in absent:
         absent["ended"] = rows["dur_ns"].notna()
     # Texts may be of any type but categories, which a derived row could not join.
+    types = dict(zip(rows.columns, rows.dtypes, strict=True))
     other = {
         name: dtype
-        for name, dtype in GIVEN.items()
-        if name in rows
-        and (isinstance(rows[name].dtype, pd.CategoricalDtype) if dtype == "object" else rows[name].dtype != dtype)
+        for name, dtype in _TYPES.items()
+        if name in types
+        and (isinstance(types[name], pd.CategoricalDtype) if dtype == np.dtype(object) else types[name] != dtype)
     }
-    return rows.astype(other).assign(**absent).reset_index(drop=True)
+    if other:
+        rows = rows.astype(other)
+    return (rows.assign(**absent) if absent else rows).reset_index(drop=True)
 
 
 def ends(rows: pd.DataFrame) -> Int:
     """End of each row; of one that never ended, its start."""
-    end: Int = rows["start_ns"].to_numpy(np.int64) + rows["dur_ns"].to_numpy(np.int64, na_value=0)
-    return end
+    return rows["start_ns"].to_numpy(np.int64) + integers(rows, "dur_ns")
+
+
+def texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.object_]:
+    """A column of texts, as an array: of as few rows as a rank has, comparing a column takes pandas ten times as long
+    as it takes numpy."""
+    found: npt.NDArray[np.object_] = rows[column].to_numpy(object)
+    return found
+
+
+def present(rows: pd.DataFrame, column: str) -> npt.NDArray[np.bool_]:
+    """Which rows have a value in this column."""
+    found: npt.NDArray[np.bool_] = ~rows[column].array.isna()
+    return found
+
+
+def integers(rows: pd.DataFrame, column: str, missing: int = 0) -> Int:
+    """A column of numbers, with `missing` where there is none."""
+    found: Int = rows[column].to_numpy(np.int64, na_value=missing)
+    return found
 
 
 def derived_rows(kind: str, name: object, start: Int, end: Int, thread: object, **columns: object) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from dsprof.schema import CAPTURE_GAP, CAPTURE_ON, CPU_SECONDS, STEPS_TAKEN
 from ..capture import Capture
 from .period import iteration_ends, rarest_regular
 from .phases import Phases
-from .rows import Int, derived_rows, ends
+from .rows import Int, derived_rows, ends, integers, present, texts
 
 UNNUMBERED = 0
 """The optimizer of a record that does not say which: of an old format, or of dsprof's engine."""
@@ -144,11 +144,11 @@ def _units(rows: pd.DataFrame, phases: Phases, main: int) -> _Units:
     stepped = np.stack([event[is_optimizer], number], axis=1)
 
     # Those that a device's autograd thread steps.
-    chosen = (rows["kind"] == "phase") & (rows["name"] == "optimizer") & (rows["thread"] != main)
-    elsewhere = rows.loc[chosen & rows["dur_ns"].notna(), ["start_ns", "dur_ns"]]
-    start = elsewhere["start_ns"].to_numpy(np.int64)
-    at = np.searchsorted(phases.start[top], start, "right") - 1
-    within = (at >= 0) & inside[at] & (ends(elsewhere) <= phases.end[top][at]) if len(top) else np.zeros(len(at), bool)
+    chosen = (texts(rows, "kind") == "phase") & (texts(rows, "name") == "optimizer") & present(rows, "dur_ns")
+    elsewhere = np.flatnonzero(chosen & (integers(rows, "thread") != main))
+    at = np.searchsorted(phases.start[top], rows["start_ns"].to_numpy(np.int64)[elsewhere], "right") - 1
+    over = ends(rows)[elsewhere]
+    within = (at >= 0) & inside[at] & (over <= phases.end[top][at]) if len(top) else np.zeros(len(at), bool)
     stepped = np.concatenate([stepped, np.stack([at[within], np.full(within.sum(), INSIDE_BACKWARD)], axis=1)])
 
     count = np.bincount(stepped[:, 0], minlength=len(top))
@@ -207,7 +207,8 @@ def step_of(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
         return np.full(len(rows), -1, np.int64)
     numbers = _numbers(rows, steps)
     numbers = np.append(numbers, numbers[-1] + 1)
-    when = rows["issue_ns"].fillna(rows["start_ns"]).to_numpy(np.int64)
+    begins = rows["start_ns"].to_numpy(np.int64)
+    when = np.where(present(rows, "issue_ns"), integers(rows, "issue_ns"), begins)
     following = np.searchsorted(ends(steps), when, side="right")
     number: Int = numbers[following]
     # Between the last step before a gap and the first one after it lie the step that the gap begins in, and the one
@@ -220,7 +221,7 @@ def step_of(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
         number[before] = numbers[after - 1] + 1 if after else -1
         number[between & ~before & (after < len(steps))] = numbers[after] - 1
     number[when < int(steps["start_ns"].iloc[0])] = -1
-    is_step = (rows["kind"] == "step").to_numpy()
+    is_step = texts(rows, "kind") == "step"
     number[is_step] = numbers[:-1]
     return number
 
@@ -235,7 +236,10 @@ def end_with_the_device(rows: pd.DataFrame) -> pd.DataFrame:
 
     rows: with lanes and steps, of one process.
     """
-    phase = (rows["kind"] == "kernel") & rows["name"].isin(PHASES_ON_DEVICE) & rows["device"].eq(True)
+    kernels = texts(rows, "kind") == "kernel"
+    if not kernels.any():
+        return rows
+    phase = kernels & rows["name"].isin(PHASES_ON_DEVICE) & rows["device"].eq(True)
     if not phase.any():
         return rows
     at = rows.index[rows["kind"] == "step"]

@@ -9,10 +9,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from pandas.arrays import IntegerArray
 
 from dsprof.schema import BACKWARD_DONE, DEVICE_CLOCK
 
-from .rows import Int, ends
+from .rows import Int, ends, present, texts
 from .waits import backward_waits
 
 Float = npt.NDArray[np.float64]
@@ -27,10 +28,10 @@ NAMED_BY: Final = ("name", "group", "seq", "peer", "tag", "module", "purpose", "
 
 def align_clock(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with the times of a device's streams on the host's clock, and without the samples that tell it."""
-    sampled = ((rows["kind"] == "gauge") & (rows["name"] == DEVICE_CLOCK)).to_numpy(bool)
-    timed = (rows["device"] & rows["dur_ns"].notna()).to_numpy(bool)
+    sampled = (texts(rows, "kind") == "gauge") & (texts(rows, "name") == DEVICE_CLOCK)
     if not sampled.any():
         return rows
+    timed = (rows["device"] & rows["dur_ns"].notna()).to_numpy(bool)
     when, offset, _ = clock_offsets(rows[sampled])
     rows = rows[~sampled].reset_index(drop=True)
     timed = timed[~sampled]
@@ -44,9 +45,9 @@ def align_clock(rows: pd.DataFrame) -> pd.DataFrame:
 def with_arrivals(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with `arrival_ns`: a device's communication begins for its rank when its stream has got to it, a host's
     when what runs it has taken it: until then its workers were busy with others."""
-    reached = rows["device"] & rows["dur_ns"].notna()
-    took = rows["taken"] & ~rows["device"]
-    return rows.assign(arrival_ns=rows["start_ns"].astype("Int64").where((rows["kind"] == "comm") & (reached | took)))
+    device = rows["device"].to_numpy(bool)
+    begins = np.where(device, present(rows, "dur_ns"), rows["taken"].to_numpy(bool)) & (texts(rows, "kind") == "comm")
+    return rows.assign(arrival_ns=IntegerArray(rows["start_ns"].to_numpy(np.int64).copy(), ~begins))
 
 
 def clock_offsets(samples: pd.DataFrame) -> tuple[Float, Float, float]:
@@ -72,10 +73,10 @@ def clock_offsets(samples: pd.DataFrame) -> tuple[Float, Float, float]:
 
 def stream_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of streams (phases, as kernels, and waits), with what the waits were for and those for DDP's reducer."""
-    of_streams = rows["device"] & (rows["kind"] != "comm")
+    of_streams = rows["device"].to_numpy(bool) & (texts(rows, "kind") != "comm")
+    if not of_streams.any():
+        return rows[:0]
     found = rows[of_streams].reset_index(drop=True)
-    if found.empty:
-        return found
     _name_waits(found, rows[~of_streams])
     communications = rows[rows["device"] & (rows["kind"] == "comm")]
     # On its stream a communication is issued when the stream gets to it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -9,18 +10,12 @@ import pandas as pd
 
 from dsprof.schema import BACKWARD_DONE
 
-from .rows import Int, derived_rows, ends
+from .rows import Int, derived_rows, ends, integers, present, texts
 
 FINALIZER_NS: Final = 5_000_000
 FINALIZER_BYTES_PER_NS: Final = 0.5
 """After its last all-reduce DDP copies the gradients out. If backward goes on longer than this many bytes would
 take, it was computing, not waiting."""
-
-OF_WAITS: Final = (
-    "kind", "name", "lane", "thread", "start_ns", "dur_ns", "issue_ns", "host_ns", "group", "engine", "device", "seq",
-    "peer", "bytes",
-)  # fmt: skip
-"""Columns that tell of DDP's waits: to select rows takes as long as there are columns."""
 
 
 def name_inner_waits(rows: pd.DataFrame) -> None:
@@ -48,63 +43,71 @@ def backward_waits(rows: pd.DataFrame) -> pd.DataFrame:
     mark they begin when the last collective has been issued, unless backward goes on for longer than it takes to copy
     the gradients, or something unknown is waited for in it.
     """
-    rows = rows[[*OF_WAITS]]
-    backward = rows[(rows["kind"] == "phase") & (rows["name"] == "backward") & rows["dur_ns"].notna()]
-    backward = backward.sort_values("start_ns", ignore_index=True)
-    begin, stop = backward["start_ns"].to_numpy(np.int64), ends(backward)
+    kind, name, start = texts(rows, "kind"), texts(rows, "name"), rows["start_ns"].to_numpy(np.int64)
+    end, issued, ended = ends(rows), integers(rows, "issue_ns", -1), present(rows, "dur_ns")
+    backward = np.flatnonzero((kind == "phase") & (name == "backward") & ended)
+    backward = backward[np.argsort(start[backward], kind="stable")]
+    begin, stop = start[backward], end[backward]
 
-    def backward_of(when: pd.Series[int]) -> Int:
+    def backward_of(moments: Int) -> Int:
         """Index of the backward in which each moment is; -1: in none."""
-        moments = when.to_numpy(np.int64)
         at: Int = np.searchsorted(begin, moments, "right").astype(np.int64) - 1
         if len(begin):
             at[moments > stop[at]] = -1
         return at
 
     # What a device communicates its streams wait for, not this thread.
-    own = (rows["kind"] == "comm") & ~rows["engine"].eq(True) & ~rows["device"].eq(True)
-    comm = rows[own & rows["peer"].isna() & rows["dur_ns"].notna()]
-    waits = rows[rows["kind"] == "wait"]
-    comm = comm.assign(backward=backward_of(comm["issue_ns"]), key=_key(comm))
-    comm = comm[(comm["backward"] >= 0) & ~comm["key"].isin(_key(waits[waits["seq"].notna() & waits["peer"].isna()]))]
-    if comm.empty:
+    of_one, waits = ~present(rows, "peer"), kind == "wait"
+    own = (kind == "comm") & ~rows["engine"].to_numpy(bool) & ~rows["device"].to_numpy(bool)
+    comm = np.flatnonzero(own & of_one & ended)
+    comm = comm[backward_of(issued[comm]) >= 0]
+    numbered = present(rows, "seq")
+    named = set(_keys(rows, np.flatnonzero(waits & numbered & of_one)))
+    comm = comm[np.array([key not in named for key in _keys(rows, comm)], bool)]
+    if not len(comm):
         return rows[:0]
-    comm = comm.sort_values(["backward", "issue_ns"], kind="stable", ignore_index=True)
-    number = comm["backward"].to_numpy(np.int64)
-    by = comm.groupby("backward")
+    number = backward_of(issued[comm])
+    order = np.lexsort((issued[comm], number))
+    comm, number = comm[order], number[order]
+    first = np.flatnonzero(np.diff(number, prepend=-1))  # of each backward
+    which = np.repeat(np.arange(len(first)), np.diff(first, append=len(comm)))
 
-    marks = rows[(rows["kind"] == "mark") & (rows["name"] == BACKWARD_DONE)]
-    done = marks["start_ns"].groupby(backward_of(marks["start_ns"])).max()
-    marked = comm["backward"].map(done)
-    comm["end"] = ends(comm)
-    comm["issued"] = comm["issue_ns"] + comm["host_ns"].fillna(0)
-    copying = FINALIZER_NS + comm["bytes"].fillna(0).groupby(number).transform("sum") / FINALIZER_BYTES_PER_NS
-    ends_soon = stop[number] - by["end"].transform("max") < copying
-    unknown = np.unique(backward_of(waits.loc[waits["seq"].isna(), "start_ns"]))
-    guessed = ends_soon & ~comm["backward"].isin(unknown)
-    since = np.minimum(marked.fillna(by["issued"].transform("max")).to_numpy(np.int64), stop[number])
+    marks = np.flatnonzero((kind == "mark") & (name == BACKWARD_DONE))
+    marks = marks[backward_of(start[marks]) >= 0]
+    done = np.full(len(backward), -1, np.int64)
+    np.maximum.at(done, backward_of(start[marks]), start[marks])
+    marked = done[number] >= 0
+    all_issued = np.maximum.reduceat(issued[comm] + integers(rows, "host_ns")[comm], first)[which]
+    copying = FINALIZER_NS + np.add.reduceat(integers(rows, "bytes")[comm], first)[which] / FINALIZER_BYTES_PER_NS
+    ends_soon = stop[number] - np.maximum.reduceat(end[comm], first)[which] < copying
+    guessed = ends_soon & ~np.isin(number, backward_of(start[waits & ~numbered]))
+    since = np.minimum(np.where(marked, done[number], all_issued), stop[number])
 
-    comm["end"] = np.clip(comm["end"].to_numpy(np.int64), since, stop[number])
-    comm["end"] = by["end"].cummax()
-    start = by["end"].shift().fillna(pd.Series(since)).to_numpy(np.int64)
-    comm["start"] = np.clip(start, comm["issue_ns"].to_numpy(np.int64), comm["end"].to_numpy(np.int64))
-    comm["length"] = comm["end"] - comm["start"]
+    over = np.clip(end[comm], since, stop[number])
+    for one, after in pairwise([*first.tolist(), len(comm)]):
+        np.maximum.accumulate(over[one:after], out=over[one:after])
+    begun = np.append(np.int64(0), over[:-1])
+    begun[first] = since[first]
+    begun = np.clip(begun, issued[comm], over)
+    length = over - begun
     # One without length is kept where there is no other: it says where the rank would have waited.
-    only = (by["length"].transform("max") == 0) & ~comm["backward"].duplicated(keep="last")
-    found = comm[(marked.notna() | guessed) & ((comm["length"] > 0) | only)]
-    where = backward.loc[found["backward"], ["thread", "lane", "issue_ns"]].reset_index(drop=True)
+    last = np.append(first[1:], len(comm)) - 1
+    only = (np.maximum.reduceat(length, first)[which] == 0) & np.isin(np.arange(len(comm)), last)
+    found = (marked | guessed) & ((length > 0) | only)
+    comm, where = comm[found], backward[number[found]]
     return derived_rows(
         "wait",
-        found["name"].to_numpy(object),
-        found["start"].to_numpy(np.int64),
-        found["end"].to_numpy(np.int64),
-        where["thread"],
-        lane=where["lane"],
-        issue_ns=where["issue_ns"].astype("Int64").array,  # of a stream's backward, which tells the step
-        group=found["group"].to_numpy(object),
-        seq=found["seq"].array,
+        name[comm],
+        begun[found],
+        over[found],
+        integers(rows, "thread")[where],
+        lane=texts(rows, "lane")[where],
+        issue_ns=rows["issue_ns"].array[where],  # of a stream's backward, which tells the step
+        group=texts(rows, "group")[comm],
+        seq=rows["seq"].array[comm],
     )
 
 
-def _key(rows: pd.DataFrame) -> pd.Series[str]:
-    return rows["group"].astype(str) + "/" + rows["seq"].astype(str)
+def _keys(rows: pd.DataFrame, at: Int) -> list[tuple[object, object]]:
+    """Group and number of these rows."""
+    return list(zip(texts(rows, "group")[at].tolist(), rows["seq"].array[at].tolist(), strict=True))
