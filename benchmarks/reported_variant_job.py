@@ -86,9 +86,7 @@ class Training:
         if framework == "fsdp2":
             from torch.distributed.fsdp import fully_shard
 
-            for each in [module for module in model.modules() if isinstance(module, Layer)]:
-                fully_shard(each)
-            self.model = fully_shard(model)
+            self.model = fully_shard(model)  # one unit: many small ones would be a fault of their own
         else:
             self.model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=buffers)
         self.optimizer = make(self.model)

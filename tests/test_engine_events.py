@@ -25,7 +25,7 @@ from dsprof.collectors.loop import optimizers
 from dsprof.collectors.recorder.record import Recorder
 from dsprof.engine.hooks import Hooks
 from dsprof.ondisk import Flag, State
-from dsprof.schema import Kind
+from dsprof.schema import SMALL_GRADIENTS, Kind
 from dsprof.trace.capture import Capture, read_capture
 from dsprof.trace.derive import trace_rows
 
@@ -461,6 +461,12 @@ def test_an_engine_run_needs_no_flag(tmp_path: Path) -> None:
     assert sum(analysis.budget.values()) == pytest.approx(analysis.step_ms.mean)
     assert analysis.budget["other"] < 0.05 * analysis.step_ms.mean
     assert analysis.budget["compute"] > 60
+
+    told = [fact for fact in done.folder.read_info().facts if fact["fact"] == "optimizer"]
+    assert [(fact["rank"], fact["class"], fact["groups"], fact["implementation"]) for fact in told] == [
+        (rank, "AdamW", 1, "fused") for rank in range(2)
+    ]
+    assert all(SMALL_GRADIENTS not in fact for fact in told)
 
     rows = analysis.rows
     for rank in range(2):

@@ -76,14 +76,15 @@ def optimizer(**more: Any) -> list[dict[str, Any]]:
     return [{**fact, "rank": rank} for rank in (0, 1)]
 
 
-def updating(facts: list[dict[str, Any]]) -> Job:
+def updating(facts: list[dict[str, Any]], number: int | None = 1) -> Job:
     return Job(steps=40, forward=constant(40), backward=constant(60), optimizer=constant(45), facts=facts,
-               buckets=(1 << 16,), optimizer_number=1)  # fmt: skip
+               buckets=(1 << 16,), optimizer_number=number)  # fmt: skip
 
 
 @pytest.mark.plants("compute.optimizer")
-def test_a_parameter_group_for_each_tensor() -> None:
-    first = analyze(updating(optimizer()).trace()).findings[0]
+@pytest.mark.parametrize("number", [1, None], ids=["numbered", "of dsprof's engine"])
+def test_a_parameter_group_for_each_tensor(number: int | None) -> None:
+    first = analyze(updating(optimizer(), number).trace()).findings[0]
     assert first.code == "compute.optimizer"
     # 698 of 700 calls of 700 + 0.15 * 700, less what 44,800 elements take
     expected = 698 / 805 * (45 - 44_800 * 1.2e-6)

@@ -65,6 +65,10 @@ def test_what_has_to_be_reduced(changes: dict[str, Any]) -> None:
         (ddp(framework="accelerate"), "Accelerator(gradient_accumulation_steps=4)"),
         (ddp(framework="lightning"), "Trainer(accumulate_grad_batches=4)"),
         ([{"fact": "fsdp", "rank": 0, "version": 2, "units": 4}], "model.set_requires_gradient_sync(False)"),
+        (
+            [{"fact": "config", "rank": 0, "dialect": "dsprof", "content": {"zero_optimization": {"stage": 2}}}],
+            "zero_optimization.stage 1: stages 2 and 3 reduce in each micro-batch",
+        ),
         ([], "reduce gradients in the last micro-batch of a step only"),
     ],
 )

@@ -79,6 +79,7 @@ class _Steps:
             return
         local = self.local
         if local.engine:
+            self.number_of(optimizer)  # which says what it is like
             return
         if local.optimizers and _active_steps() < 2:  # an earlier step raised, so `after` never ran
             local.optimizers.clear()
@@ -122,7 +123,7 @@ class _Steps:
             if number is None:
                 number = self.numbers[optimizer] = next(self.next_number)
                 if number <= MOST_DESCRIBED:
-                    facts.state(_describe(optimizer, number))
+                    facts.state(_describe(optimizer, number, of_engine=self.local.engine))
             self.last_numbered = weakref.ref(optimizer), number
             return number
         except Exception as error:  # a class of the user's that is not hashable, or lacks param_groups
@@ -131,13 +132,14 @@ class _Steps:
             return None
 
 
-def _describe(optimizer: Any, number: int) -> facts.Fact:
+def _describe(optimizer: Any, number: int, *, of_engine: bool) -> facts.Fact:
+    """of_engine: it steps masters, and dsprof's engine tells which communications carry their gradients."""
     tensors = sum(len(group["params"]) for group in optimizer.param_groups)
     fact: facts.Fact = {
         "fact": "optimizer", "number": number, "class": type(optimizer).__name__, "parameters": tensors,
         **_of_groups(optimizer),
     }  # fmt: skip
-    if tensors <= MOST_GRADIENTS:
+    if tensors <= MOST_GRADIENTS and not of_engine:
         grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
         made = [grad for grad in grads if grad is not None]
         if made and all(grad.numel() * grad.element_size() <= OF_A_NORM for grad in made):

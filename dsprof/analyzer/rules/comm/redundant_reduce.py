@@ -18,7 +18,7 @@ from ...study import Study, once
 from ...text import ms, size
 from ...whatif.needless import InLastBackward
 from ...whatif.select import Communications
-from ..base import NotJudged, at, zero_stage
+from ..base import NotJudged, at, sharded_stage, zero_stage
 from ..rule import Found, Look, Rule
 from .dimensions import GRADIENT
 
@@ -183,7 +183,7 @@ def _fixes(study: Study, found: Repeated, price: Price) -> tuple[Fix, ...]:
     others = "all micro-batches but the last"
     keys: dict[str, Any] = {"ddp.accumulate": found.backwards}
     ddp = next(iter(study.facts.get("ddp", [])), None)
-    if zero_stage(study) is not None:
+    if zero_stage(study) is not None or (sharded_stage(study) >= 2 and not study.facts.get("fsdp")):
         title = "zero_optimization.stage 1: stages 2 and 3 reduce in each micro-batch; or fewer, larger micro-batches"
         return (Fix("config", title, ({"op": "replace", "path": "/zero_optimization/stage", "value": 1},), price.gain),)
     if ddp is None:

@@ -69,6 +69,9 @@ def shares_of_time(study: Study) -> dict[float, float]:
     phases = phases[(phases["name"] == "optimizer") & phases["step"].isin(study.step_numbers)]
     whole = float(phases["dur_ns"].sum())
     spent = phases.groupby("value")["dur_ns"].sum()
+    numbers = {float(fact["number"]) for fact in study.facts.get("optimizer", [])}
+    if len(numbers) == 1 and not (spent.index > 0).any():  # a step of dsprof's engine does not say of which it is
+        return dict.fromkeys(numbers, 1.0)
     return dict(zip(spent.index.astype(float), spent.astype(float) / whole, strict=True)) if whole else {}
 
 
