@@ -2,6 +2,8 @@
 
     python benchmarks/engine.py                   # an hour; writes benchmarks/results/engine.json
     python benchmarks/engine.py --shape convolutions
+    python benchmarks/engine.py --arms ddp,dsprof_z0,dsprof_z1,dsprof_z2,dsprof_z3 --output FILE
+                                                  # 20 minutes, of the engine alone: results/engine_to_ddp.json
     python benchmarks/engine.py --pipeline        # ten minutes; writes benchmarks/results/pipeline.json
 
 Ranks (gloo) train each of the shapes of engine_shapes.py with AdamW (torch's fused) and gradients clipped to 1.0. All

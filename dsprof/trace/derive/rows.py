@@ -57,7 +57,8 @@ def completed(rows: pd.DataFrame) -> pd.DataFrame:
 
 def ends(rows: pd.DataFrame) -> Int:
     """End of each row; of one that never ended, its start."""
-    return rows["start_ns"].to_numpy(np.int64) + integers(rows, "dur_ns")
+    end: Int = rows["start_ns"].to_numpy(np.int64) + integers(rows, "dur_ns")
+    return end
 
 
 def texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.object_]:
