@@ -69,6 +69,10 @@ def test_what_has_to_be_reduced(changes: dict[str, Any]) -> None:
             [{"fact": "config", "rank": 0, "dialect": "dsprof", "content": {"zero_optimization": {"stage": 2}}}],
             "zero_optimization.stage 1: stages 2 and 3 reduce in each micro-batch",
         ),
+        (
+            [{"fact": "optimizer", "rank": rank, "number": n, "of_engine": True} for rank in (0, 1) for n in (1, 2)],
+            "reduce gradients in the last micro-batch of a step only",  # Muon steps an Adam within
+        ),
         ([], "reduce gradients in the last micro-batch of a step only"),
     ],
 )

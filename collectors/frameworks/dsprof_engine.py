@@ -109,7 +109,7 @@ class EngineEvents:
                 phases.backward_begins(self._recorder)
             return "backward"
         if phase == "step":
-            optimizers.enter_engine_step()
+            optimizers.enter_engine_step(states=True)
             return "optimizer"
         if phase == "optimizer":  # of a step it is one of several tiles, each with an optimizer's step of its own
             return "tile" if optimizers.in_engine_step() else None

@@ -42,13 +42,13 @@ IMPLEMENTATIONS: Final = ("fused", "foreach")
 class _UnderWay(threading.local):
     """This thread's nested optimizers (ZeroRedundancyOptimizer steps another one inside), by id, and their record.
 
-    `engine`: it is in a step of dsprof's engine, which is recorded whole.
+    `engine`: it is in a step of an engine, which is recorded whole; `states`: what steps in there says what it is like.
     """
 
     def __init__(self) -> None:
         self.optimizers: list[int] = []
         self.handle = 0
-        self.engine = False
+        self.engine = self.states = False
 
 
 class _Steps:
@@ -79,7 +79,8 @@ class _Steps:
             return
         local = self.local
         if local.engine:
-            self.number_of(optimizer)  # which says what it is like
+            if local.states:
+                self.number_of(optimizer)  # which says what it is like
             return
         if local.optimizers and _active_steps() < 2:  # an earlier step raised, so `after` never ran
             local.optimizers.clear()
@@ -123,7 +124,7 @@ class _Steps:
             if number is None:
                 number = self.numbers[optimizer] = next(self.next_number)
                 if number <= MOST_DESCRIBED:
-                    facts.state(_describe(optimizer, number, of_engine=self.local.engine))
+                    facts.state(_describe(optimizer, number, of_engine=self.local.engine and self.local.states))
             self.last_numbered = weakref.ref(optimizer), number
             return number
         except Exception as error:  # a class of the user's that is not hashable, or lacks param_groups
@@ -139,7 +140,9 @@ def _describe(optimizer: Any, number: int, *, of_engine: bool) -> facts.Fact:
         "fact": "optimizer", "number": number, "class": type(optimizer).__name__, "parameters": tensors,
         **_of_groups(optimizer),
     }  # fmt: skip
-    if tensors <= MOST_GRADIENTS and not of_engine:
+    if of_engine:
+        return {**fact, "of_engine": True}
+    if tensors <= MOST_GRADIENTS:
         grads = [param.grad for group in optimizer.param_groups for param in group["params"]]
         made = [grad for grad in grads if grad is not None]
         if made and all(grad.numel() * grad.element_size() <= OF_A_NORM for grad in made):
@@ -203,9 +206,10 @@ def register() -> None:
         _watching = True
 
 
-def enter_engine_step() -> None:
-    """This thread begins a step of dsprof's engine, which is recorded as one: the optimizers in it are passed over."""
-    _steps.local.engine = True
+def enter_engine_step(*, states: bool = False) -> None:
+    """This thread begins a step of an engine, which is recorded as one: the optimizers in it are passed over, but for
+    what they are like, where nobody else `states` that."""
+    _steps.local.engine, _steps.local.states = True, states
 
 
 def leave_engine_step() -> None:

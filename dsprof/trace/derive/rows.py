@@ -64,7 +64,9 @@ def ends(rows: pd.DataFrame) -> Int:
 def texts(rows: pd.DataFrame, column: str) -> npt.NDArray[np.object_]:
     """A column of texts, as an array: of as few rows as a rank has, comparing a column takes pandas ten times as long
     as it takes numpy."""
-    found: npt.NDArray[np.object_] = rows[column].to_numpy(object)
+    values = rows[column]
+    missing = {"na_value": None} if isinstance(values.dtype, pd.StringDtype) else {}  # pd.NA cannot be compared
+    found: npt.NDArray[np.object_] = values.to_numpy(object, **missing)
     return found
 
 

@@ -12,6 +12,7 @@ from dsprof.schema import BACKWARD_DONE
 
 from .rows import Int, derived_rows, ends, integers, present, texts
 
+UNMARKED: Final = np.iinfo(np.int64).min
 FINALIZER_NS: Final = 5_000_000
 FINALIZER_BYTES_PER_NS: Final = 0.5
 """After its last all-reduce DDP copies the gradients out. If backward goes on longer than this many bytes would
@@ -74,9 +75,9 @@ def backward_waits(rows: pd.DataFrame) -> pd.DataFrame:
 
     marks = np.flatnonzero((kind == "mark") & (name == BACKWARD_DONE))
     marks = marks[backward_of(start[marks]) >= 0]
-    done = np.full(len(backward), -1, np.int64)
+    done = np.full(len(backward), UNMARKED, np.int64)
     np.maximum.at(done, backward_of(start[marks]), start[marks])
-    marked = done[number] >= 0
+    marked = done[number] != UNMARKED
     all_issued = np.maximum.reduceat(issued[comm] + integers(rows, "host_ns")[comm], first)[which]
     copying = FINALIZER_NS + np.add.reduceat(integers(rows, "bytes")[comm], first)[which] / FINALIZER_BYTES_PER_NS
     ends_soon = stop[number] - np.maximum.reduceat(end[comm], first)[which] < copying

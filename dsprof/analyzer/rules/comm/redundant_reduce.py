@@ -146,7 +146,8 @@ def _more_than_once(study: Study, every: int, found: Repeated) -> bool:
     """Whether what is reduced is more than the gradients of all models that the rank is known to have, of `every`
     bytes: two models of one size, each with a backward of its own, reduce equal bytes as well."""
     if not every:
-        return len(study.facts.get("optimizer", [])) <= len(study.ranks)
+        own = [fact for fact in study.facts.get("optimizer", []) if not fact.get("of_engine")]
+        return len(own) <= len(study.ranks)
     return bool(found.backwards * found.bytes >= MORE_THAN_ONCE * every)
 
 
@@ -183,7 +184,7 @@ def _fixes(study: Study, found: Repeated, price: Price) -> tuple[Fix, ...]:
     others = "all micro-batches but the last"
     keys: dict[str, Any] = {"ddp.accumulate": found.backwards}
     ddp = next(iter(study.facts.get("ddp", [])), None)
-    if zero_stage(study) is not None or (sharded_stage(study) >= 2 and not study.facts.get("fsdp")):
+    if zero_stage(study) is not None or (ddp is None and not study.facts.get("fsdp") and sharded_stage(study) >= 2):
         title = "zero_optimization.stage 1: stages 2 and 3 reduce in each micro-batch; or fewer, larger micro-batches"
         return (Fix("config", title, ({"op": "replace", "path": "/zero_optimization/stage", "value": 1},), price.gain),)
     if ddp is None:
