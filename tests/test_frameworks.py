@@ -53,6 +53,8 @@ def test_deepspeeds_zero(tmp_path_factory: pytest.TempPathFactory, stage: str) -
     assert set(comm["purpose"]) - {"other"} == expected
     (fact, *_) = [fact for fact in finished.folder.read_info().facts if fact["fact"] == "deepspeed"]
     assert (fact["zero_stage"], fact["accumulation"], fact["clipping"]) == (int(stage), 2, 1.0)
+    told = [fact for fact in finished.folder.read_info().facts if fact["fact"] == "optimizer"]
+    assert sorted((fact["rank"], fact["number"]) for fact in told) == [(0, 1), (1, 1)]  # not the one within, too
 
 
 def test_the_second_fsdp_with_recomputation(tmp_path_factory: pytest.TempPathFactory) -> None:
