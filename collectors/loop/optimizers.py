@@ -124,7 +124,7 @@ class _Steps:
             if number is None:
                 number = self.numbers[optimizer] = next(self.next_number)
                 if number <= MOST_DESCRIBED:
-                    facts.state(_describe(optimizer, number, of_engine=self.local.engine and self.local.states))
+                    facts.state(_describe(optimizer, number, of_engine=self.local.states))
             self.last_numbered = weakref.ref(optimizer), number
             return number
         except Exception as error:  # a class of the user's that is not hashable, or lacks param_groups
@@ -214,7 +214,7 @@ def enter_engine_step(*, states: bool = False) -> None:
 
 def leave_engine_step() -> None:
     """It ended."""
-    _steps.local.engine = False
+    _steps.local.engine = _steps.local.states = False
     _steps.taken += 1
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 from dsprof.schema import CAPTURE_GAP, LOADING
 
 from .purpose import OF_ONE_NORM
-from .rows import Int, derived_rows, ends, integers, present, texts
+from .rows import Int, derived_rows, ends, integers, issued, present, texts
 
 NORM_WAITS: Final = ("all_reduce", "wait_tensor")
 """Waits for the reduction of a norm; of `wait_tensor` it depends on what was issued."""
@@ -111,17 +111,17 @@ def phases_between(
     in_closure = (parent >= 0) & (optimizer[parent] >= 0)
 
     sends, of_main = present(rows, "peer"), integers(rows, "thread") == main
-    waits, issued = (of_main & ~sends & (kind == one) for one in ("wait", "comm"))
+    waits, sent = (of_main & ~sends & (kind == one) for one in ("wait", "comm"))
     actions = (kind == "pipe") & (texts(rows, "lane") == "main")
     edges = np.unique(np.concatenate([begins[actions], stops[actions]]))
     # Where a rank sends or receives (a stage of a pipeline), the neighbours tell nothing.
-    quiet = ~_any_between(np.where(present(rows, "issue_ns"), issue_ns, begins)[sends], start, end)
+    quiet = ~_any_between(issued(rows)[sends], start, end)
     no_wait = ~_any_between(begins[waits], start, end)
     # The norm of gradients that are partitioned is reduced while they are clipped.
     no_other_wait = ~_any_between(begins[waits & ~np.isin(name, NORM_WAITS)], start, end)
     of_norm = (name == "all_reduce") & (integers(rows, "bytes") <= OF_ONE_NORM)
     of_norm[list(gradients)] = False
-    only_norm = no_other_wait & ~_any_between(issue_ns[issued & ~of_norm], start, end)
+    only_norm = no_other_wait & ~_any_between(issue_ns[sent & ~of_norm], start, end)
     in_one_action = ~_any_between(edges, start, end)
 
     named = {

@@ -11,7 +11,7 @@ import pandas as pd
 
 from dsprof.schema import FLOAT_BYTES, OF_A_NORM
 
-from .rows import Int, ends, integers, present, texts
+from .rows import Int, ends, integers, issued, present, texts
 
 Bool = npt.NDArray[np.bool_]
 
@@ -110,7 +110,7 @@ def _issued_in_backward(rows: pd.DataFrame) -> Bool:
     thread of the script's with business of its own."""
     _, start, end = _phases(rows, "backward")
     during = _issued_during(rows, start, end)
-    threads, comm = rows["thread"].to_numpy(), rows["kind"].to_numpy(object) == "comm"
+    threads, comm = integers(rows, "thread"), texts(rows, "kind") == "comm"
     communicate, index = np.unique(threads[comm], return_inverse=True)
     share = np.bincount(index, during[comm]) / np.bincount(index)
     inside: Bool = _issued_in(rows, "backward") | (during & np.isin(threads, communicate[share >= LEAST_DURING]))
@@ -120,7 +120,7 @@ def _issued_in_backward(rows: pd.DataFrame) -> Bool:
 def _phases(rows: pd.DataFrame, name: str) -> tuple[Int, Int, Int]:
     """Of each phase of this name, by when it begins: the thread that was in it, start and end. One that never ended
     lasts for good."""
-    at = np.flatnonzero((rows["kind"].to_numpy(object) == "phase") & (rows["name"].to_numpy(object) == name))
+    at = np.flatnonzero((texts(rows, "kind") == "phase") & (texts(rows, "name") == name))
     start = rows["start_ns"].to_numpy(np.int64)[at]
     order = np.argsort(start, kind="stable")
     at, start = at[order], start[order]
@@ -144,7 +144,7 @@ def reduced_by_hand(rows: pd.DataFrame, small_gradients: Sequence[Sequence[int]]
     if not reduced.any():
         return found
     begins, stops = rows["start_ns"].to_numpy(np.int64), ends(rows)
-    when_issued = np.where(present(rows, "issue_ns"), integers(rows, "issue_ns"), begins)
+    when_issued = issued(rows)
     phases = (kind == "phase") & (name != "clip") & present(rows, "dur_ns")
     for one in np.unique(thread[reduced]).tolist():
         mine, around = np.flatnonzero(reduced & (thread == one)), np.flatnonzero(phases & (thread == one))
@@ -183,7 +183,7 @@ def _issued_during(rows: pd.DataFrame, start: Int, end: Int) -> Bool:
     """Which rows were issued while one of these phases, by when they begin, was under way."""
     if not len(start):
         return np.zeros(len(rows), bool)
-    when = rows["issue_ns"].to_numpy(np.int64, na_value=0)
+    when = integers(rows, "issue_ns")
     at = np.searchsorted(start, when, side="right") - 1
     inside: Bool = (at >= 0) & (when <= end[at])
     return inside

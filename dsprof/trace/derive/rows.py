@@ -82,6 +82,12 @@ def integers(rows: pd.DataFrame, column: str, missing: int = 0) -> Int:
     return found
 
 
+def issued(rows: pd.DataFrame) -> Int:
+    """When each row was issued; of what nobody issued, when it began."""
+    found: Int = np.where(present(rows, "issue_ns"), integers(rows, "issue_ns"), rows["start_ns"].to_numpy(np.int64))
+    return found
+
+
 def derived_rows(kind: str, name: object, start: Int, end: Int, thread: object, **columns: object) -> pd.DataFrame:
     """Rows of the training thread that nobody recorded; every argument is one value, or one a row."""
     return pd.DataFrame(

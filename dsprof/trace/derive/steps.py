@@ -14,7 +14,7 @@ from dsprof.schema import CAPTURE_GAP, CAPTURE_ON, CPU_SECONDS, STEPS_TAKEN
 from ..capture import Capture
 from .period import iteration_ends, rarest_regular
 from .phases import Phases
-from .rows import Int, derived_rows, ends, integers, present, texts
+from .rows import Int, derived_rows, ends, integers, issued, present, texts
 
 UNNUMBERED = 0
 """The optimizer of a record that does not say which: of an old format, or of dsprof's engine."""
@@ -207,8 +207,7 @@ def step_of(rows: pd.DataFrame, steps: pd.DataFrame) -> Int:
         return np.full(len(rows), -1, np.int64)
     numbers = _numbers(rows, steps)
     numbers = np.append(numbers, numbers[-1] + 1)
-    begins = rows["start_ns"].to_numpy(np.int64)
-    when = np.where(present(rows, "issue_ns"), integers(rows, "issue_ns"), begins)
+    when = issued(rows)
     following = np.searchsorted(ends(steps), when, side="right")
     number: Int = numbers[following]
     # Between the last step before a gap and the first one after it lie the step that the gap begins in, and the one
