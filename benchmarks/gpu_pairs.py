@@ -54,6 +54,7 @@ PAIRS: Final = {
     "healthy: plain": Pair(()),
     "healthy: DDP": Pair(("--by=ddp",)),
     "healthy: FSDP2": Pair(("--by=fsdp2",)),
+    "healthy: dsprof's engine": Pair(("--by=engine",)),
     "healthy: a loader that is hidden": Pair(("--workers=4", "--load-ms=40")),
     "healthy: the loss is read every ten steps": Pair(("--item-every=10",)),
     "a loader without workers": Pair(("--load-ms=60",), ("--load-ms=60", "--workers=8"), "data.stall"),

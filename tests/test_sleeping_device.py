@@ -1,5 +1,5 @@
-"""What dsprof tells of a device, held against what the device did: DDP and FSDP2 on a device that sleeps, whose host is
-20 ms ahead of it and more."""
+"""What dsprof tells of a device, held against what the device did: DDP, FSDP2 and dsprof's engine on a device that
+sleeps, whose host is 20 ms ahead of it and more."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def fsdp(sleeping_ranks: SleepingRanks, tmp_path_factory: pytest.TempPathFactory
     return sleeping_ranks.run(tmp_path_factory.mktemp("fsdp"), "fsdp.py", ranks=2)
 
 
+@pytest.fixture(scope="module")
+def engine(sleeping_ranks: SleepingRanks, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """dsprof's engine on two ranks, whose backward and optimizer are spans of its own."""
+    return sleeping_ranks.run(tmp_path_factory.mktemp("engine"), "engine_phases.py", "2", ranks=2)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_asynchronous_collectives_last_and_arrive_as_on_the_device(ddp: Ran, rank: int) -> None:
     """From the moment that their stream got to them until they were over; the host had long gone on."""
@@ -41,7 +47,7 @@ def test_asynchronous_collectives_last_and_arrive_as_on_the_device(ddp: Ran, ran
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "optimizer"])
-@pytest.mark.parametrize("job", ["ddp", "fsdp"])
+@pytest.mark.parametrize("job", ["ddp", "fsdp", "engine"])
 def test_phases_last_and_lie_as_on_the_device(request: pytest.FixtureRequest, job: str, phase: str) -> None:
     for rank in range(2):
         assert_phases(request.getfixturevalue(job), phase, rank, least=5)
@@ -69,6 +75,14 @@ def test_a_step_lasts_as_long_as_on_the_device(ddp: Ran) -> None:
     host = np.diff([end for _, end in ddp.told[0]["host"]][2:])
     assert len(host) == len(own)
     assert not close(host, own["dur_ns"].to_numpy(np.int64)).all()
+
+
+def test_the_engines_backward_is_compute_where_its_host_waits_for_it_in_the_optimizer(engine: Ran) -> None:
+    """Backward takes 16 ms of the device, and the host issues it in one."""
+    analysis = analyze(engine.trace)
+    forward, backward, update = 8, 16, 2
+    assert analysis.budget["compute"] == pytest.approx(forward + backward, rel=0.05)
+    assert analysis.budget["optimizer"] == pytest.approx(update, rel=0.2)
 
 
 def test_without_the_devices_times_the_hosts_are_not_taken_for_them(

@@ -122,6 +122,7 @@ PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
   r->head.flags = static_cast<uint8_t>(flags);
   if (r->head.family == kSpanFamily) r->span.site = static_cast<uint16_t>(site);
   publish(r, end ? kDone : kBegun);
+  if (kind == kPhase && !end) device_times().begin(r);
   return handle_of(*recorder, index);
 }
 
@@ -134,6 +135,7 @@ PyObject* py_span_end(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (Record* r = record_of(handle)) {
     r->head.start_ns = start;
     if (seq != -1) (r->head.family == kP2pFamily ? r->p2p.seq : r->collective.seq) = static_cast<uint32_t>(seq);
+    device_times().end(r);
     complete(r, end);
   }
   Py_RETURN_NONE;

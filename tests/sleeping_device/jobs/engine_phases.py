@@ -1,0 +1,37 @@
+"""dsprof's engine trains on two ranks: its phases are its own spans, and their devices lie behind their hosts."""
+
+from __future__ import annotations
+
+import sys
+
+import common
+import torch
+
+from dsprof.engine import initialize
+
+common.join()
+model = common.model(forward_ms=2, backward_ms=4)
+engine = initialize(
+    model=model,
+    optimizer=common.Sgd(model.parameters(), lr=0.01),
+    config={
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": int(sys.argv[1])},
+        "zero_allow_untested_optimizer": True,
+    },
+)[0]
+data = torch.ones(4, 64, device="cuda")
+
+
+def step(number: int) -> torch.Tensor:
+    with common.phase("forward"):
+        output = engine(data)
+    loss: torch.Tensor = output.square().mean()
+    with common.phase("backward"):
+        engine.backward(loss)
+    with common.phase("optimizer"):
+        engine.step()
+    return loss
+
+
+common.train(step, 12)
