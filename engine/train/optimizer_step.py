@@ -21,7 +21,8 @@ from ..optim.loss_scaler import clip_on_device_, global_norm, overflowed, unscal
 from ..optim.onebit import OneBitAdam
 from ..training_state import Training
 from ..zero.shard import ShardedParam
-from ..zero.validate import NewParameterCheck, StorageCheck, WriteCheck
+from ..zero.validate import NewParameterCheck, StorageCheck
+from ..zero.write_check import WriteCheck
 from ..zero.zero import tiles_of
 
 

@@ -18,6 +18,7 @@ sparse         gradients of embeddings, as rows
 init           zero.Init and zero.GatheredParameters
 shared_params  parameters that several ranks of a replica hold
 validate       parameters that are refused: without a shape, in shared memory, or newer than the engine
+write_check    parameters that a script has written to where torch does not count it
 """
 
 from .init import GatheredParameters, Init

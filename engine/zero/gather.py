@@ -362,16 +362,26 @@ def _is_direct(param: ShardedParam) -> bool:
 def update_shards(params: Iterable[ShardedParam]) -> None:
     """Masters were stepped, or loaded: bring them to this rank's shards of the weights, in the model's precision."""
     changed, written = [], []
+    shards: list[Tensor] = []
+    masters: list[Tensor] = []
     for param in params:
         param.secondary = None
         if not param.trainable:
             continue
         if param.persistent:
             changed.append(param.param)
-        if not param.master_is_shard:
-            param.write_shard(param.master.data.view(-1))
-            if param.persistent:
-                written.append(param)
+        if param.master_is_shard:
+            continue
+        master = param.master.data.view(-1)
+        if param.persistent and param.store is None and param.shard.device == master.device:
+            shards.append(param.shard)
+            masters.append(master)
+        else:
+            param.write_shard(master)
+        if param.persistent:
+            written.append(param)
+    if shards:  # on a GPU by a few kernels, in the place of one for each of them
+        torch._foreach_copy_(shards, masters)
     # As changed in place, which fused optimizers do not say: a backward of a forward from before is autograd's error.
     torch.autograd.graph.increment_version(changed)
     for param in written:

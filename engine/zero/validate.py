@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterable
-from itertools import chain, compress, pairwise
+from itertools import chain, pairwise
 from typing import Any, Final
 
 import torch
@@ -93,94 +93,6 @@ class StorageCheck:
             param for at, param in enumerate(self._params)
             if places[at] != self._places[at] or strides[at] != self._strides[at]
         ]  # fmt: skip
-
-
-class WriteCheck:
-    """Looks whether the script has written to parameters where torch does not count it: to their `.data`, as
-    `param.data.clamp_(...)` does, or through numpy. Only those whose masters are apart: others are written with their
-    parameters. A sum over the bits of this rank's shard of each, so what only changes places is not seen.
-
-    On a GPU, where the host would have to wait for the answer, it is asked for when a step's first forward begins, and
-    read at the step: a host that is ahead then waits for the beginning of the step, and its device has work meanwhile.
-    """
-
-    def __init__(self, params: Iterable[ShardedParam]) -> None:
-        self._params = [p for p in params if p.persistent and p.trainable and not p.master_is_shard and p.shard.numel()]
-        self._sums = self._present()
-        self._on_gpu = any(param.shard.is_cuda for param in self._params)
-        self._asked: tuple[_Sums, _Answer] | None = None
-        """The sums when a forward began, and which of them were no longer the engine's."""
-        self._since: tuple[_Answer, set[ShardedParam]] | None = None
-        """Which were written to between the forward of the last step and that, and which of these were overlooked if
-        they were."""
-
-    def ask(self) -> None:
-        """A step's forward begins: have a GPU say at the step what has been written since the last one."""
-        if self._on_gpu:
-            now = self._present()
-            self._asked = now, _Answer(self._sums, now)
-
-    def mark(self, *, step: bool = False) -> None:
-        """Before masters are stepped or saved: have `take_edits` look at what was written to.
-
-        Raises RuntimeError if the last `step` could not know in time of what was written."""
-        since, self._since = self._since, None
-        lost = [] if since is None else [param.name for param in since[0].written() if param in since[1]]
-        if lost:
-            raise RuntimeError(
-                f"{lost[0]} was written to through .data, or another tensor of the same memory, between the "
-                "forward of the last step and that, which has gone over it: write to the parameter itself, under "
-                "torch.no_grad(), or between a step and the next forward"
-            )
-        now = self._present()
-        asked, self._asked = self._asked if step else None, None
-        for param in (_Answer(self._sums, now) if asked is None else asked[1]).written():
-            param.written()
-        if asked is not None:
-            self._since = _Answer(asked[0], now), {param for param in self._params if not param.edited}
-
-    def note(self) -> None:
-        """After masters have come to their parameters: these are as they should be."""
-        self._sums = self._present()
-
-    def _present(self) -> _Sums:
-        """The parameters on each device, and the sums of their bits."""
-        places: dict[torch.device, list[ShardedParam]] = {}
-        for param in self._params:
-            places.setdefault(param.shard.device, []).append(param)
-        return [(here, torch.stack([_bits(param.shard) for param in here])) for here in places.values()]
-
-
-_Sums = list[tuple[list[ShardedParam], torch.Tensor]]
-"""Parameters of one device each, and a number for each of them."""
-
-
-class _Answer:
-    """Of which parameters two sums differ; of those on a GPU it can be read when that has come to it."""
-
-    def __init__(self, before: _Sums, now: _Sums) -> None:
-        self._differ = [(params, _to_host(old != new)) for (params, old), (_, new) in zip(before, now, strict=True)]
-        self._there = [torch.cuda.Event() for _, sums in now if sums.is_cuda]
-        for event in self._there:
-            event.record()
-
-    def written(self) -> list[ShardedParam]:
-        """Waits until it is there."""
-        for event in self._there:
-            event.synchronize()
-        return [param for params, flags in self._differ for param in compress(params, flags.tolist())]
-
-
-def _to_host(values: torch.Tensor) -> torch.Tensor:
-    """They are there when their device has come to it."""
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda).copy_(values, non_blocking=True)
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """Their bits as integers, summed up: 8 bytes at once where they are aligned, which is forty times as fast."""
-    size = values.element_size()
-    aligned = all(number * size % 8 == 0 for number in (values.numel(), values.storage_offset()))
-    return values.view(torch.int64 if aligned else {2: torch.int16, 4: torch.int32, 8: torch.int64}[size]).sum()
 
 
 def abandoned(model: nn.Module) -> str | None:
