@@ -203,6 +203,36 @@ def test_what_the_device_stands_idle_after_a_wait_is_the_bound() -> None:
     assert "compute.host-sync" in analysis.passed
 
 
+@pytest.mark.parametrize(
+    ("bf16", "patch"),
+    [
+        ({"enabled": True}, {"op": "add", "path": "/bf16/check_grad_overflow", "value": False}),
+        ({"enabled": True, "check_grad_overflow": True},
+         {"op": "replace", "path": "/bf16/check_grad_overflow", "value": False}),
+        ({"enabled": True, "check_grad_overflow": False}, None),
+        ({"enabled": False}, None),
+    ],
+)  # fmt: skip
+def test_what_the_engine_waits_for_in_its_step_is_no_line_of_the_script(
+    bf16: dict[str, bool], patch: dict[str, Any] | None
+) -> None:
+    trace = job(ranks=1, data=constant(0), jitter=0.0).trace()
+    config = {"fact": "config", "rank": 0, "dialect": "dsprof", "path": None, "content": {"bf16": bf16}}
+    first = trace.rows[trace.rows["step"] == trace.rows["step"].min()].set_index("name")
+    step_ns = int(first.loc["step", "start_ns"])
+    begins, lasts = (
+        (int(first.loc["optimizer", "start_ns"]) - step_ns) / 1e6,
+        int(first.loc["optimizer", "dur_ns"]) / 1e6,
+    )
+    end = begins + lasts
+    rows = kernels(trace, 0, (1, begins), (end + 5, end + 8))
+    rows += waits(trace, 0, begins + 0.5, lasts - 1) + waits(trace, 0, begins + lasts - 0.4, 0.2, "Event.synchronize")
+    (finding,) = [item for item in syncs(trace, rows, SEEN, config).findings if item.code == "compute.host-sync"]
+    assert [fix.patch for fix in finding.fixes] == ([] if patch is None else [(patch,)])
+    (alone,) = [item for item in syncs(trace, rows).findings if item.code == "compute.host-sync"]
+    assert [fix.patch[0]["argument"] for fix in alone.fixes] == ["", ""]
+
+
 def test_kernels_of_a_few_steps_and_whole_phases() -> None:
     """What is idle is of the steps whose kernels were traced; what is measured of a device's phases are no kernels."""
     trace = job(ranks=1, data=constant(0), jitter=0.0).trace()

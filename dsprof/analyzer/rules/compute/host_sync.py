@@ -8,8 +8,9 @@ recorded; where phases were, a replay in which no host waits says what the step 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -28,7 +29,7 @@ from ...price.device import gain_of_waits, idle_at_most, replayed_gain
 from ...study import Study, once
 from ...text import ms, number
 from ...whatif.without_flows import WithoutFlows
-from ..base import LEAST_SHARE, NotJudged, PartlyJudged, at, code_fix
+from ..base import LEAST_SHARE, NotJudged, PartlyJudged, at, code_fix, engine_config
 from ..rule import Found, Look, Rule
 
 CODE: Final = "compute.host-sync"
@@ -52,6 +53,8 @@ REMEDIES: Final = {
     "copy to device": "pin_memory=True in the DataLoader, and .to(device, non_blocking=True)",
 }
 """`purpose` of a row -> what to do instead; of what waits by its own name, to leave it out."""
+CHECK: Final = "bf16.check_grad_overflow"
+"""Key of dsprof's engine by which its step waits for the norm of the gradients."""
 
 
 def stops(study: Study) -> Found:
@@ -105,9 +108,9 @@ def _priced(study: Study, finding: Finding, gain: Gain) -> Finding:
 
 @once
 def _stops(study: Study) -> pd.DataFrame:
-    """Waits for the device on training threads: rank, step, call, site, ms; whether in an `ordinary` step; idle_ms, for
-    how long the device stood idle after it, NaN in steps whose kernels were not recorded; traced_steps, of how many
-    they were: ordinary ones, or else those that `--deep` looked at."""
+    """Waits for the device on training threads: rank, step, call, site, ms; whether in an `ordinary` step, and when it
+    was `updating` its weights; idle_ms, for how long the device stood idle after it, NaN in steps whose kernels were
+    not recorded; traced_steps, of how many they were: ordinary ones, or else those that `--deep` looked at."""
     tables = []
     for rank in study.ranks:
         rows = study.trace.read(rank, COLUMNS)
@@ -122,6 +125,10 @@ def _stops(study: Study) -> pd.DataFrame:
             mine = waits[waits["name"].astype(str).str.match(TRACED)]
             mine = mine.assign(purpose=mine["name"].astype(object))
         end = (mine["start_ns"] + mine["dur_ns"]).to_numpy(np.int64)
+        update = rows[here & (rows["kind"] == "phase") & (rows["name"] == "optimizer")]
+        updates = Intervals.union(
+            update["start_ns"].to_numpy(np.int64), (update["start_ns"] + update["dur_ns"]).to_numpy(np.int64)
+        )
         step = mine["step"].to_numpy(np.int64)
         tables.append(
             pd.DataFrame({
@@ -131,6 +138,7 @@ def _stops(study: Study) -> pd.DataFrame:
                 "site": mine["site"].astype(object).where(mine["site"].notna(), UNKNOWN).to_numpy(object),
                 "ms": mine["dur_ns"].to_numpy(np.float64) / 1e6,
                 "ordinary": np.isin(step, study.step_numbers),
+                "updating": updates.holds(mine["start_ns"].to_numpy(np.int64)),
                 "idle_ms": np.where(np.isin(step, known), _idle_after(traced, end), np.nan),
                 "traced_steps": len(known),
             })
@@ -168,6 +176,7 @@ def _finding(study: Study, found: pd.DataFrame, by_rank: pd.Series[float]) -> Fi
     by_line = ordinary.groupby(["site", "call"])["ms"]
     lines = pd.DataFrame({
         "ms": by_line.sum(), "times": by_line.size(), "idle_ms": found.groupby(["site", "call"])["idle_ms"].sum(),
+        "updating": found.groupby(["site", "call"])["updating"].mean(),
     }).fillna(0.0)  # fmt: skip
     known = bool(found["idle_ms"].notna().any())
     lines = lines.sort_values("idle_ms" if known else "ms", ascending=False, kind="stable")
@@ -197,13 +206,30 @@ def _finding(study: Study, found: pd.DataFrame, by_rank: pd.Series[float]) -> Fi
     gain = idle_at_most(study, most)
     ranks = study.ranks_where(by_rank.to_numpy(np.float64) > 0.5 * float(by_rank.max()))
     where = Where(ranks=ranks, op=call, steps=study.step_range)
-    fixes = tuple(_fix(site, call) for site, call, _ in listed[:MENDED])
+    every = (_fix(study, site, call, updating=line["updating"] > 0.5) for site, call, line in listed[:MENDED])
+    fixes = tuple(fix for fix in every if fix is not None)
     return Finding(CODE, title, "info", where, tuple(evidence), gain, fixes)
 
 
-def _fix(site: str, call: str) -> Fix:
+def _fix(study: Study, site: str, call: str, *, updating: bool) -> Fix | None:
+    """updating: whether it waits there in the optimizer's phase. What the engine does in its step is not the script's
+    to change."""
+    configured = engine_config(study)
+    if updating and configured is not None:
+        return _without_check(configured) if call == "item" else None
     remedy = REMEDIES.get(call, f"leave {call}() out of the loop; it is for measuring")
     return code_fix(f"{call} at {_short(site)}: {remedy}", "", "", None if site == UNKNOWN else site)
+
+
+def _without_check(configured: Mapping[str, Any]) -> Fix | None:
+    """The engine takes a step in bf16 whatever its norm is, for which it need not wait then."""
+    section = configured.get("bf16")
+    if not isinstance(section, Mapping) or not section.get("enabled") or section.get("check_grad_overflow") is False:
+        return None
+    op = "replace" if "check_grad_overflow" in section else "add"
+    title = f"{CHECK}: false: the engine does not wait for the norm then, and takes steps that are not finite, too"
+    patch = ({"op": op, "path": f"/{CHECK.replace('.', '/')}", "value": False},)
+    return Fix("config", title, patch, knobs=((CHECK, False),))
 
 
 def _short(site: str) -> str:
