@@ -12,11 +12,11 @@ Attention is torch's on two ranks of a thread each, or sleeps for as long as a r
 that four ranks do not want two cores. Results are written after each run, and a benchmark that was broken off goes on
 where it was. Of attention without a mask, and of zigzag, nothing is to be said: `data.imbalance` above info is counted.
 
-"2 ranks, computed" was run three times. At first 13 and 16 threads wanted the two cores, and both runs were called a slow
-rank: what the first rank took longer for then counted against the order, and does no longer. The next, at such loads
-too, told little: turns saved -191 to 478 ms where 191 [106, 276] was predicted. What is in the results ran with nothing
-beside it; before it one run was called a slow rank, and of seven others that were started by hand six named the order
-and one was not sure of it.
+"2 ranks, computed" was run three times. At first 13 and 16 threads wanted the two cores, and both runs were called a
+slow rank: what the first rank took longer for then counted against the order, and does no longer. The next, at such
+loads too, told little: turns saved -191 to 478 ms where 191 [106, 276] was predicted. What is in the results ran with
+nothing beside it; before it one run was called a slow rank, and of seven others that were started by hand six named
+the order and one was not sure of it.
 """
 
 from __future__ import annotations
