@@ -139,8 +139,9 @@ class SummarizeRanks:
         known = len(run.warnings)
         every = each(self._of_rank, ranks)
         found = {rank: result for rank, result in every.found.items() if result is not None}
+        tables = [of_rank for of_rank, _ in found.values()]
         return MeasuredRanks(
-            tables=RankTables.joined([tables for tables, _ in found.values()]),
+            tables=tables[0] if len(tables) == 1 else RankTables.joined(tables),  # joined with those of others later
             ranks=ByRank((rank, measured) for rank, (_, measured) in found.items()),
             warnings=tuple(run.warnings[known:]),
             failed=every.failed,
