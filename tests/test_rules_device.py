@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jsonpatch
 import pytest
 from device_rows import joined, kernels, readings, span_of, waits
 from synthetic import Job, constant
@@ -204,20 +205,23 @@ def test_what_the_device_stands_idle_after_a_wait_is_the_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bf16", "patch"),
+    ("content", "then"),
     [
-        ({"enabled": True}, {"op": "add", "path": "/bf16/check_grad_overflow", "value": False}),
-        ({"enabled": True, "check_grad_overflow": True},
-         {"op": "replace", "path": "/bf16/check_grad_overflow", "value": False}),
-        ({"enabled": True, "check_grad_overflow": False}, None),
-        ({"enabled": False}, None),
+        ({"bf16": {"enabled": True}}, {"bf16": {"enabled": True, "check_grad_overflow": False}}),
+        ({"bf16": {"enabled": True, "check_grad_overflow": True}},
+         {"bf16": {"enabled": True, "check_grad_overflow": False}}),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": False}},
+         {"fp16": {"enabled": False}, "bf16": {"enabled": True, "check_grad_overflow": False}}),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, None),
+        ({"bf16": {"enabled": False}}, None),
+        ({}, None),
     ],
 )  # fmt: skip
 def test_what_the_engine_waits_for_in_its_step_is_no_line_of_the_script(
-    bf16: dict[str, bool], patch: dict[str, Any] | None
+    content: dict[str, Any], then: dict[str, Any] | None
 ) -> None:
     trace = job(ranks=1, data=constant(0), jitter=0.0).trace()
-    config = {"fact": "config", "rank": 0, "dialect": "dsprof", "path": None, "content": {"bf16": bf16}}
+    config = {"fact": "config", "rank": 0, "dialect": "dsprof", "path": None, "content": content}
     first = trace.rows[trace.rows["step"] == trace.rows["step"].min()].set_index("name")
     step_ns = int(first.loc["step", "start_ns"])
     begins, lasts = (
@@ -228,7 +232,9 @@ def test_what_the_engine_waits_for_in_its_step_is_no_line_of_the_script(
     rows = kernels(trace, 0, (1, begins), (end + 5, end + 8))
     rows += waits(trace, 0, begins + 0.5, lasts - 1) + waits(trace, 0, begins + lasts - 0.4, 0.2, "Event.synchronize")
     (finding,) = [item for item in syncs(trace, rows, SEEN, config).findings if item.code == "compute.host-sync"]
-    assert [fix.patch for fix in finding.fixes] == ([] if patch is None else [(patch,)])
+    assert [jsonpatch.apply_patch(content, list(fix.patch)) for fix in finding.fixes] == (
+        [] if then is None else [then]
+    )
     (alone,) = [item for item in syncs(trace, rows).findings if item.code == "compute.host-sync"]
     assert [fix.patch[0]["argument"] for fix in alone.fixes] == ["", ""]
 

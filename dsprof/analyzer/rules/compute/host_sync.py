@@ -222,14 +222,24 @@ def _fix(study: Study, site: str, call: str, *, updating: bool) -> Fix | None:
 
 
 def _without_check(configured: Mapping[str, Any]) -> Fix | None:
-    """The engine takes a step in bf16 whatever its norm is, for which it need not wait then."""
-    section = configured.get("bf16")
-    if not isinstance(section, Mapping) or not section.get("enabled") or section.get("check_grad_overflow") is False:
+    """In bf16 the engine can take a step whatever its norm is, for which it need not wait then; in fp16 it cannot."""
+    no_wait = "the engine does not wait for the norm then, and takes steps that are not finite, too"
+    fp16, bf16 = (
+        section if isinstance(section := configured.get(name), Mapping) and section.get("enabled") else None
+        for name in ("fp16", "bf16")
+    )
+    if fp16 is not None:
+        patch: tuple[dict[str, Any], ...] = (
+            {"op": "replace", "path": "/fp16/enabled", "value": False},
+            {"op": "add", "path": "/bf16", "value": {"enabled": True, "check_grad_overflow": False}},
+        )
+        knobs = (("fp16.enabled", False), ("bf16.enabled", True), (CHECK, False))
+        return Fix("config", f"bf16 in the place of fp16, and {CHECK}: false: {no_wait}", patch, knobs=knobs)
+    if bf16 is None or bf16.get("check_grad_overflow") is False:
         return None
-    op = "replace" if "check_grad_overflow" in section else "add"
-    title = f"{CHECK}: false: the engine does not wait for the norm then, and takes steps that are not finite, too"
+    op = "replace" if "check_grad_overflow" in bf16 else "add"
     patch = ({"op": op, "path": f"/{CHECK.replace('.', '/')}", "value": False},)
-    return Fix("config", title, patch, knobs=((CHECK, False),))
+    return Fix("config", f"{CHECK}: false: {no_wait}", patch, knobs=((CHECK, False),))
 
 
 def _short(site: str) -> str:
