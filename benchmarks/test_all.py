@@ -154,7 +154,7 @@ def run(name: str, *, slow: bool) -> dict[str, Any]:
     last = next((line for line in reversed(ended.stdout.splitlines()) if " in " in line), "")
     counts = {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", last.partition(" in ")[0])}
     counts["errors"] = counts.get("errors", 0) + counts.pop("error", 0)
-    tests = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    tests = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ended.stdout, re.MULTILINE)
     result: dict[str, Any] = {key: counts[key] for key in COUNTS if counts.get(key)}
     if ended.returncode not in (0, 1, NOTHING):
         result["errors"] = result.get("errors", 0) + 1
