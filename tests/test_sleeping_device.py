@@ -11,6 +11,8 @@ from sleeping_jobs import Ran, SleepingRanks
 from sleeping_truth import MS, assert_communications, assert_moments, assert_phases, close, waits_by_step
 
 from dsprof.analyzer import analyze
+from dsprof.analyzer.study import study
+from dsprof.analyzer.work.recomputed import recomputed_ms
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,14 @@ def test_the_engines_backward_is_compute_where_its_host_waits_for_it_in_the_opti
     """Backward takes 16 ms of the device, and the host issues it in one."""
     budget = analyze(engine.trace).budget
     assert budget["compute"] > 3 * budget["optimizer"]  # 24 ms and 2: a busy machine's host is not always ahead
+
+
+def test_what_is_computed_again_counts_once(sleeping_ranks: SleepingRanks, tmp_path: Path) -> None:
+    """The engine's span of it holds those of the modules within: four blocks of 2 ms."""
+    ran = sleeping_ranks.run(tmp_path, "engine_phases.py", "1", "full", ranks=2)
+    again = recomputed_ms(study(ran.trace))
+    assert again is not None
+    assert np.median(again) == pytest.approx(8, rel=0.3)
 
 
 def test_without_the_devices_times_the_hosts_are_not_taken_for_them(

@@ -206,26 +206,38 @@ def _finding(study: Study, found: pd.DataFrame, by_rank: pd.Series[float]) -> Fi
     gain = idle_at_most(study, most)
     ranks = study.ranks_where(by_rank.to_numpy(np.float64) > 0.5 * float(by_rank.max()))
     where = Where(ranks=ranks, op=call, steps=study.step_range)
-    every = (_fix(study, site, call, updating=line["updating"] > 0.5) for site, call, line in listed[:MENDED])
-    fixes = tuple(fix for fix in every if fix is not None)
+    # In half precision the engine's step also waits, at its own line, for whether a script has written to weights.
+    own = {
+        str(site) for (site, call), line in lines.iterrows() if call == "Event.synchronize" and line["updating"] > 0.5
+    }
+    every = [
+        _fix(study, site, call, of_engine=site in own and line["updating"] > 0.5)
+        for site, call, line in listed[:MENDED]
+    ]
+    # What the finding gains is told of the first: without one for the line that waits longest there is none.
+    fixes = () if every[0] is None else tuple({fix.title: fix for fix in every if fix is not None}.values())
     return Finding(CODE, title, "info", where, tuple(evidence), gain, fixes)
 
 
-def _fix(study: Study, site: str, call: str, *, updating: bool) -> Fix | None:
-    """updating: whether it waits there in the optimizer's phase. What the engine does in its step is not the script's
-    to change."""
+def _fix(study: Study, site: str, call: str, *, of_engine: bool) -> Fix | None:
+    """of_engine: whether it is the engine that waits there, in its step, which is not the script's to change."""
     configured = engine_config(study)
-    if updating and configured is not None:
-        return _without_check(configured) if call == "item" else None
+    if of_engine and configured is not None:
+        return _without_waiting_for_norm(configured) if call == "item" else None
     remedy = REMEDIES.get(call, f"leave {call}() out of the loop; it is for measuring")
     return code_fix(f"{call} at {_short(site)}: {remedy}", "", "", None if site == UNKNOWN else site)
 
 
-def _without_check(configured: Mapping[str, Any]) -> Fix | None:
-    """In bf16 the engine can take a step whatever its norm is, for which it need not wait then; in fp16 it cannot."""
+def _without_waiting_for_norm(configured: Mapping[str, Any]) -> Fix | None:
+    """In bf16 the engine can take a step whatever its norm is, for which it need not wait then; in fp16 it cannot, nor
+    where the optimizer is on the host, which reads the norm itself."""
+    offload = configured.get("zero_optimization")
+    offload = offload.get("offload_optimizer") if isinstance(offload, Mapping) else None
+    if isinstance(offload, Mapping) and offload.get("device") not in (None, "none"):
+        return None
     no_wait = "the engine does not wait for the norm then, and takes steps that are not finite, too"
     fp16, bf16 = (
-        section if isinstance(section := configured.get(name), Mapping) and section.get("enabled") else None
+        section if isinstance(section := configured.get(name), Mapping) and section.get("enabled") is True else None
         for name in ("fp16", "bf16")
     )
     if fp16 is not None:
@@ -234,7 +246,12 @@ def _without_check(configured: Mapping[str, Any]) -> Fix | None:
             {"op": "add", "path": "/bf16", "value": {"enabled": True, "check_grad_overflow": False}},
         )
         knobs = (("fp16.enabled", False), ("bf16.enabled", True), (CHECK, False))
-        return Fix("config", f"bf16 in the place of fp16, and {CHECK}: false: {no_wait}", patch, knobs=knobs)
+        return Fix(
+            "config",
+            f"bf16 in the place of fp16 (GPUs from Ampere on), and {CHECK}: false: {no_wait}",
+            patch,
+            knobs=knobs,
+        )
     if bf16 is None or bf16.get("check_grad_overflow") is False:
         return None
     op = "replace" if "check_grad_overflow" in bf16 else "add"
