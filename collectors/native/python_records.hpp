@@ -122,7 +122,7 @@ PyObject* py_span(PyObject*, PyObject* const* args, Py_ssize_t count) {
   r->head.flags = static_cast<uint8_t>(flags);
   if (r->head.family == kSpanFamily) r->span.site = static_cast<uint16_t>(site);
   publish(r, end ? kDone : kBegun);
-  if (kind == kPhase && !end) device_times().begin(r);
+  if (kind == kPhase && !end) device_times().begin(r);  // what is told at its end alone, its stream is beyond
   return handle_of(*recorder, index);
 }
 

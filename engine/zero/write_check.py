@@ -9,13 +9,14 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
+from ..tree import batches
 from .shard import ShardedParam
 
 STRETCH: Final = 4096
 """Bytes of a shard on a GPU that have a sum of their own."""
 PUT_TOGETHER: Final = 32 << 20
 """Bytes of shards on a GPU that are summed up at once. One that is larger takes longer to read than its kernel to
-launch."""
+launch, and is not copied for it."""
 
 
 class WriteCheck:
@@ -109,34 +110,28 @@ class _OnGpu:
     a parameter."""
 
     def __init__(self, params: Sequence[ShardedParam], device: torch.device) -> None:
-        self._owners: list[ShardedParam] = []
-        """Of each sum, whose it is."""
         self._alone: list[Tensor] = []
         """Shards that have one sum each; before the others."""
         self._together: list[list[Tensor]] = []
         """Shards and what fills the last stretch of each; those of one list, in words of the same size, are summed up
         at once."""
+        of_alone: list[ShardedParam] = []
+        of_together: list[ShardedParam] = []
         nothing = torch.zeros(STRETCH, dtype=torch.uint8, device=device)
-        small: dict[torch.dtype, list[ShardedParam]] = {}
-        for param in params:
-            words = _words(param.shard)
-            if words.nbytes > PUT_TOGETHER:
-                self._alone.append(words)
-                self._owners.append(param)
-            else:
-                small.setdefault(words.dtype, []).append(param)
-        for word, some in small.items():
-            put = PUT_TOGETHER + 1
-            for param in some:
-                size = param.shard.nbytes
-                stretches = -(-size // STRETCH)
-                if put + stretches * STRETCH > PUT_TOGETHER:
-                    self._together.append([])
-                    put = 0
-                put += stretches * STRETCH
-                rest = nothing[: stretches * STRETCH - size].view(word)
-                self._together[-1] += [_words(param.shard), *([rest] if rest.numel() else [])]
-                self._owners += [param] * stretches
+        by_word = sorted(params, key=lambda param: _words(param.shard).element_size())
+        for same in batches(by_word, PUT_TOGETHER, _filled, lambda param: _words(param.shard).dtype):
+            if len(same) == 1:
+                self._alone.append(_words(same[0].shard))
+                of_alone += same
+                continue
+            self._together.append([])
+            for param in same:
+                words = _words(param.shard)
+                rest = nothing[: _filled(param) - words.nbytes].view(words.dtype)
+                self._together[-1] += [words, rest] if rest.numel() else [words]
+                of_together += [param] * (_filled(param) // STRETCH)
+        self._owners = [*of_alone, *of_together]
+        """Of each sum, whose it is."""
 
     def sums(self) -> Tensor:
         alone = [shard.sum().view(1) for shard in self._alone]
@@ -148,6 +143,11 @@ class _OnGpu:
 
     def of(self, differ: Sequence[bool]) -> Iterable[ShardedParam]:
         return dict.fromkeys(compress(self._owners, differ))
+
+
+def _filled(param: ShardedParam) -> int:
+    """Bytes of its shard in whole stretches."""
+    return -(-param.shard.nbytes // STRETCH) * STRETCH
 
 
 class _Answer:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsprof.engine.zero import write_check
 from dsprof.engine.zero.write_check import STRETCH, _OnGpu, _OnHost
@@ -50,9 +51,25 @@ def test_those_that_were_written_to_and_no_others(
         assert sorted(differing(place, before)) == sorted(param.name for param in written)
 
 
+class Launches(TorchDispatchMode):
+    """Names of the operations that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not function.is_view:
+            self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
 def test_many_small_ones_are_summed_up_by_two_kernels() -> None:
     place = _OnGpu(shards([1024, 1024 * 256] * 8), torch.device("cpu"))
     assert len(place._together) == 1
+    with Launches() as launches:
+        place.sums()
+    assert launches.names == ["cat", "sum", "cat"]  # the last, of all lists' sums, is small
     assert place.sums().numel() == sum(-(-2 * size // STRETCH) for size in [1024, 1024 * 256] * 8)
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 from dsprof.engine.schedule import COMPUTE
 
 from ..arrays import Bool, Int
-from ..budget.intervals import Intervals
+from ..budget.intervals import Intervals, nest
 from ..budget.lanes import MAIN, on_stream
 from ..graph.device_phases import PHASES
 from ..study import Study, once
@@ -34,22 +34,21 @@ def _of_rank(study: Study, rank: int) -> pd.DataFrame:
     rows = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
     streams = on_stream(rows["lane"])
     timed = rows[streams & (rows["kind"] == "kernel") & (rows["source"] == "measured") & rows["name"].isin(PHASES)]
-    timed = timed[outermost(timed)]
+    timed = timed[_outermost(timed)]
     found = _timed(rows[streams], timed) if len(timed) else _launched(rows, rows[streams])
     return found.assign(rank=rank)[list(COLUMNS)].sort_values("start_ns", kind="stable")
 
 
-def outermost(phases: pd.DataFrame) -> Bool:
+def _outermost(phases: pd.DataFrame) -> Bool:
     """Which of some rows of phases, of one rank, lie in no other of the same name on their lane: an engine's span for
     what it computes again holds those of the modules within it."""
     start = phases["start_ns"].to_numpy(np.int64)
     end = start + phases["dur_ns"].to_numpy(np.int64)
-    of = pd.factorize(phases["name"].astype(str) + "|" + phases["lane"].astype(str))[0]
-    order = np.lexsort((-end, start, of))
-    ends = pd.Series(end[order]).groupby(of[order])
-    until = ends.cummax().groupby(of[order]).shift(1, fill_value=np.iinfo(np.int64).min).to_numpy(np.int64)
-    found = np.empty(len(phases), bool)
-    found[order] = end[order] > until
+    found = np.ones(len(phases), bool)
+    for of in phases.groupby(["name", "lane"], observed=True).indices.values():
+        order = of[np.lexsort((-end[of], start[of]))]
+        _, parent = nest(start[order], end[order])
+        found[order] = parent < 0
     return found
 
 

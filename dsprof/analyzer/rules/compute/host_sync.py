@@ -53,7 +53,7 @@ REMEDIES: Final = {
     "copy to device": "pin_memory=True in the DataLoader, and .to(device, non_blocking=True)",
 }
 """`purpose` of a row -> what to do instead; of what waits by its own name, to leave it out."""
-CHECK: Final = "bf16.check_grad_overflow"
+CHECK_KEY: Final = "bf16.check_grad_overflow"
 """Key of dsprof's engine by which its step waits for the norm of the gradients."""
 
 
@@ -245,18 +245,18 @@ def _without_waiting_for_norm(configured: Mapping[str, Any]) -> Fix | None:
             {"op": "replace", "path": "/fp16/enabled", "value": False},
             {"op": "add", "path": "/bf16", "value": {"enabled": True, "check_grad_overflow": False}},
         )
-        knobs = (("fp16.enabled", False), ("bf16.enabled", True), (CHECK, False))
+        knobs = (("fp16.enabled", False), ("bf16.enabled", True), (CHECK_KEY, False))
         return Fix(
             "config",
-            f"bf16 in the place of fp16 (GPUs from Ampere on), and {CHECK}: false: {no_wait}",
+            f"bf16 in the place of fp16 (GPUs from Ampere on), and {CHECK_KEY}: false: {no_wait}",
             patch,
             knobs=knobs,
         )
     if bf16 is None or bf16.get("check_grad_overflow") is False:
         return None
     op = "replace" if "check_grad_overflow" in bf16 else "add"
-    patch = ({"op": op, "path": f"/{CHECK.replace('.', '/')}", "value": False},)
-    return Fix("config", f"{CHECK}: false: {no_wait}", patch, knobs=((CHECK, False),))
+    patch = ({"op": op, "path": f"/{CHECK_KEY.replace('.', '/')}", "value": False},)
+    return Fix("config", f"{CHECK_KEY}: false: {no_wait}", patch, knobs=((CHECK_KEY, False),))
 
 
 def _short(site: str) -> str:

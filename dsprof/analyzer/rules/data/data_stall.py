@@ -312,7 +312,8 @@ def loaders(study: Study) -> Found:
     signals.steps(study)
     signals.replay(study)
     found: list[Candidate | Finding] = [*_restarted(study)]
-    wait = supply(study) if study.device is None else None  # where kernels were traced it is known what they wait for
+    # Where kernels were traced, `host_work.loads_or_saves` tells what of the wait their device stands idle for.
+    wait = supply(study) if study.device is None else None
     if wait is not None and not _worth(study, wait) and wait.worst_ms >= LOW_PERCENT / 100 * study.step_ms:
         found.append(_stall(study, wait, nothing_between(wait.low.mean(axis=0), wait.high.mean(axis=0))))
     return found
