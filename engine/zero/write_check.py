@@ -12,17 +12,18 @@ from torch import Tensor
 from ..tree import batches
 from .shard import ShardedParam
 
-STRETCH: Final = 4096
-"""Bytes of a shard on a GPU that have a sum of their own."""
-PUT_TOGETHER: Final = 32 << 20
-"""Bytes of shards on a GPU that are summed up at once. One that is larger takes longer to read than its kernel to
-launch, and is not copied for it."""
+BLOCK_BYTES: Final = 4096
+"""A shard on a GPU has a checksum for each block of so many bytes."""
+BATCH_BYTES: Final = 32 << 20
+"""So many bytes of shards on a GPU are summed up by one kernel. A larger shard takes longer to read than its own kernel
+takes to launch, and is not copied for it."""
 
 
 class WriteCheck:
     """Looks whether the script has written to parameters where torch does not count it: to their `.data`, as
     `param.data.clamp_(...)` does, or through numpy. Only those whose masters are apart: others are written with their
-    parameters. Sums over the bits of this rank's shard of each, so what only changes places is not seen.
+    parameters. It compares checksums: the bits of this rank's shard as integers, added up. So elements that only change
+    places are not seen, nor are changes that cancel in the sum, as when exactly half of a parameter's signs turn.
 
     On a GPU, where the host would have to wait for the answer, it is asked for when a step's first forward begins, and
     read at the step: a host that is ahead then waits for the beginning of the step, and its device has work meanwhile.
@@ -30,18 +31,18 @@ class WriteCheck:
 
     def __init__(self, params: Iterable[ShardedParam]) -> None:
         found = [p for p in params if p.persistent and p.trainable and not p.master_is_shard and p.shard.numel()]
-        places: dict[torch.device, list[ShardedParam]] = {}
+        by_device: dict[torch.device, list[ShardedParam]] = {}
         for param in found:
-            places.setdefault(param.shard.device, []).append(param)
-        self._places: list[_Place] = [
-            _OnGpu(some, device) if device.type == "cuda" else _OnHost(some) for device, some in places.items()
+            by_device.setdefault(param.shard.device, []).append(param)
+        self._checksums: list[_Checksums] = [
+            _OnGpu(params, device) if device.type == "cuda" else _OnHost(params) for device, params in by_device.items()
         ]
         self._params = found
-        self._on_gpu = any(device.type == "cuda" for device in places)
+        self._on_gpu = any(device.type == "cuda" for device in by_device)
         self._sums = self._present()
-        self._asked: tuple[list[Tensor], _Answer] | None = None
+        self._asked: tuple[list[Tensor], _Comparison] | None = None
         """The sums when a forward began, and which of them were no longer the engine's."""
-        self._since: tuple[_Answer, set[ShardedParam]] | None = None
+        self._since: tuple[_Comparison, set[ShardedParam]] | None = None
         """Which were written to between the forward of the last step and that, and which of these were overlooked if
         they were."""
 
@@ -49,7 +50,7 @@ class WriteCheck:
         """A step's forward begins: have a GPU say at the step what has been written since the last one."""
         if self._on_gpu:
             now = self._present()
-            self._asked = now, _Answer(self._places, self._sums, now)
+            self._asked = now, _Comparison(self._checksums, self._sums, now)
 
     def mark(self, *, step: bool = False) -> None:
         """Before masters are stepped or saved: have `take_edits` look at what was written to.
@@ -65,30 +66,30 @@ class WriteCheck:
             )
         now = self._present()
         asked, self._asked = self._asked if step else None, None
-        answer = _Answer(self._places, self._sums, now) if asked is None else asked[1]
+        answer = _Comparison(self._checksums, self._sums, now) if asked is None else asked[1]
         for param in answer.written():
             param.written()
         if asked is not None:
             overlooked = {param for param in self._params if not param.edited}
-            self._since = _Answer(self._places, asked[0], now), overlooked
+            self._since = _Comparison(self._checksums, asked[0], now), overlooked
 
     def note(self) -> None:
         """After masters have come to their parameters: these are as they should be."""
         self._sums = self._present()
 
     def _present(self) -> list[Tensor]:
-        """The sums of each place."""
-        return [place.sums() for place in self._places]
+        """The sums of each device's shards."""
+        return [checksums.sums() for checksums in self._checksums]
 
 
-class _Place(Protocol):
-    """Shards on one device."""
+class _Checksums(Protocol):
+    """Of the shards on one device."""
 
     def sums(self) -> Tensor:
-        """Sums over their bits, at least one a shard."""
+        """At least one sum a shard."""
 
-    def of(self, differ: Sequence[bool]) -> Iterable[ShardedParam]:
-        """The parameters whose sums these are that differ."""
+    def params_of(self, differ: Sequence[bool]) -> Iterable[ShardedParam]:
+        """The parameters of those sums that differ."""
 
 
 class _OnHost:
@@ -100,76 +101,74 @@ class _OnHost:
     def sums(self) -> Tensor:
         return torch.stack([_words(param.shard).sum() for param in self._params])
 
-    def of(self, differ: Sequence[bool]) -> Iterable[ShardedParam]:
+    def params_of(self, differ: Sequence[bool]) -> Iterable[ShardedParam]:
         return compress(self._params, differ)
 
 
 class _OnGpu:
-    """To launch a kernel takes a host longer than its device takes to read a parameter. So shards are put one behind
-    the other, each beginning a stretch, and all stretches are summed up by one kernel: two launches in the place of one
-    a parameter."""
+    """To launch a kernel takes a host longer than its device takes to read a parameter. So shards are concatenated,
+    each padded to whole blocks, and one kernel sums up all blocks: two launches in the place of one a parameter."""
 
     def __init__(self, params: Sequence[ShardedParam], device: torch.device) -> None:
-        self._alone: list[Tensor] = []
-        """Shards that have one sum each; before the others."""
-        self._together: list[list[Tensor]] = []
-        """Shards and what fills the last stretch of each; those of one list, in words of the same size, are summed up
-        at once."""
-        of_alone: list[ShardedParam] = []
-        of_together: list[ShardedParam] = []
-        nothing = torch.zeros(STRETCH, dtype=torch.uint8, device=device)
+        self._single: list[Tensor] = []
+        """Shards that have one sum each. Their sums come first."""
+        self._batches: list[list[Tensor]] = []
+        """Each batch: shards in words of one size, and the padding of each."""
+        of_single: list[ShardedParam] = []
+        of_batches: list[ShardedParam] = []
+        zeros = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device=device)
         by_word = sorted(params, key=lambda param: _words(param.shard).element_size())
-        for same in batches(by_word, PUT_TOGETHER, _filled, lambda param: _words(param.shard).dtype):
+        for same in batches(by_word, BATCH_BYTES, _padded_bytes, lambda param: _words(param.shard).dtype):
             if len(same) == 1:
-                self._alone.append(_words(same[0].shard))
-                of_alone += same
+                self._single.append(_words(same[0].shard))
+                of_single += same
                 continue
-            self._together.append([])
+            self._batches.append([])
             for param in same:
                 words = _words(param.shard)
-                rest = nothing[: _filled(param) - words.nbytes].view(words.dtype)
-                self._together[-1] += [words, rest] if rest.numel() else [words]
-                of_together += [param] * (_filled(param) // STRETCH)
-        self._owners = [*of_alone, *of_together]
-        """Of each sum, whose it is."""
+                padding = zeros[: _padded_bytes(param) - words.nbytes].view(words.dtype)
+                self._batches[-1] += [words, padding] if padding.numel() else [words]
+                of_batches += [param] * (_padded_bytes(param) // BLOCK_BYTES)
+        self._owners = [*of_single, *of_batches]
+        """The parameter of each sum."""
 
     def sums(self) -> Tensor:
-        alone = [shard.sum().view(1) for shard in self._alone]
-        together = [
-            torch.cat(some).view(-1, STRETCH // some[0].element_size()).sum(1, dtype=torch.int64)
-            for some in self._together
+        of_single = [shard.sum().view(1) for shard in self._single]
+        of_batches = [
+            torch.cat(batch).view(-1, BLOCK_BYTES // batch[0].element_size()).sum(1, dtype=torch.int64)
+            for batch in self._batches
         ]
-        return torch.cat([*alone, *together])
+        return torch.cat([*of_single, *of_batches])
 
-    def of(self, differ: Sequence[bool]) -> Iterable[ShardedParam]:
+    def params_of(self, differ: Sequence[bool]) -> Iterable[ShardedParam]:
         return dict.fromkeys(compress(self._owners, differ))
 
 
-def _filled(param: ShardedParam) -> int:
-    """Bytes of its shard in whole stretches."""
-    return -(-param.shard.nbytes // STRETCH) * STRETCH
+def _padded_bytes(param: ShardedParam) -> int:
+    """Bytes of its shard in whole blocks."""
+    return -(-param.shard.nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
-class _Answer:
-    """Of which parameters two sums differ; of those on a GPU it can be read when that has come to it."""
+class _Comparison:
+    """Which parameters' sums differ. On a GPU the comparison is enqueued, and read when the device has come to it."""
 
-    def __init__(self, places: Sequence[_Place], before: Sequence[Tensor], now: Sequence[Tensor]) -> None:
-        self._places = places
+    def __init__(self, checksums: Sequence[_Checksums], before: Sequence[Tensor], now: Sequence[Tensor]) -> None:
+        self._checksums = checksums
         self._differ = [_to_host(old != new) for old, new in zip(before, now, strict=True)]
-        self._there = [torch.cuda.Event() for sums in now if sums.is_cuda]
-        for event in self._there:
+        self._copied = [torch.cuda.Event() for sums in now if sums.is_cuda]
+        for event in self._copied:
             event.record()
 
     def written(self) -> list[ShardedParam]:
-        """Waits until it is there."""
-        for event in self._there:
+        """Waits for the device to have compared."""
+        for event in self._copied:
             event.synchronize()
-        found = zip(self._places, self._differ, strict=True)
-        return [param for place, differ in found if differ.any() for param in place.of(differ.tolist())]
+        found = zip(self._checksums, self._differ, strict=True)
+        return [param for checksums, differ in found if differ.any() for param in checksums.params_of(differ.tolist())]
 
 
 def _to_host(values: Tensor) -> Tensor:
-    """They are there when their device has come to it."""
+    """The values are there when their device has come to it."""
     return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda).copy_(values, non_blocking=True)
 
 
