@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsprof.analyzer.budget.intervals import Intervals, nest
+from dsprof.analyzer.budget.intervals import Intervals, nest, outermost
 
 Pairs = list[tuple[int, int]]
 
@@ -50,3 +50,10 @@ def test_intervals_that_nest(intervals: Pairs, ends: list[int], parents: list[in
     start, end = (np.array([pair[i] for pair in intervals], np.int64) for i in (0, 1))
     found = nest(start, end)
     assert [each.tolist() for each in found] == [ends, parents]
+
+
+def test_outermost_of_intervals_in_any_order() -> None:
+    intervals = [(4, 6), (20, 30), (0, 10), (5, 15), (20, 30), (10, 12)]
+    start, end = (np.array([pair[i] for pair in intervals], np.int64) for i in (0, 1))
+    assert outermost(start, end).tolist() == [False, True, True, False, False, True]
+    assert outermost(start[:0], end[:0]).tolist() == []

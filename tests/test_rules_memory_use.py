@@ -412,6 +412,19 @@ def test_blocks_that_are_computed_again_though_memory_would_hold_them() -> None:
     assert "memory.headroom" not in codes(analysis)
 
 
+def test_modules_within_what_an_engine_computes_again_do_not_count_twice() -> None:
+    """dsprof's engine records a block on the lane of autograd, and hooks record its modules on that of their thread."""
+    trace = recomputing(20.0, 2.5 * GiB, 16 * GiB)
+    again = trace.rows[trace.rows["name"] == "recompute"]
+    modules = again.assign(start_ns=again["start_ns"] + 1000, dur_ns=again["dur_ns"] - 2000, lane="thread.7")
+    rows = concat_rows([trace.rows, modules.astype(COLUMNS)]).sort_values(
+        ["rank", "start_ns", "dur_ns"], ascending=[True, True, False], kind="stable", ignore_index=True
+    )
+    finding = found("compute.recompute", analyze(Trace.of(trace.run, rows)))
+    assert told(finding)["recomputation a step"] == pytest.approx(20.0, abs=0.01)
+    assert told(finding)["blocks computed again in a backward"] == 4
+
+
 def test_as_many_blocks_as_memory_surely_holds() -> None:
     """0.85 of 8 GiB less 5 GiB are 1.8 GiB, 0.9 GiB of it each rank's, and a block takes up to 0.25 GiB."""
     states = 0.75 * GiB

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Int
+from ..arrays import Bool, Int
 
 
 @dataclass(frozen=True)
@@ -102,3 +102,11 @@ def nest(start: Int, end: Int) -> tuple[Int, Int]:
         holds = first < behind
         outer, first, behind = outer[holds], first[holds], behind[holds]
     return end, parent
+
+
+def outermost(start: Int, end: Int) -> Bool:
+    """Which intervals, in any order, begin inside no other. Of those that are equal it is the first."""
+    order = np.lexsort((-end, start))
+    found = np.ones(len(start), bool)
+    found[order] = nest(start[order], end[order])[1] < 0
+    return found

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import Float
+from ..budget.intervals import outermost
 from ..study import Study, once
 from .stream_phases import stream_phases
 
@@ -30,8 +31,16 @@ def recomputed_ms(study: Study) -> Float | None:
 
 
 def _phases(study: Study, name: str) -> pd.DataFrame:
+    """The phases of a name that lie in no other of that name: dsprof's engine records what it computes again, and
+    within that, on the lane of the thread, the modules are recorded by their hooks."""
     phases = study.phases
-    return phases[(phases["name"] == name) & phases["dur_ns"].notna() & phases["step"].isin(study.step_numbers)]
+    phases = phases[(phases["name"] == name) & phases["dur_ns"].notna() & phases["step"].isin(study.step_numbers)]
+    start = phases["start_ns"].to_numpy(np.int64)
+    end = start + phases["dur_ns"].to_numpy(np.int64)
+    found = np.ones(len(phases), bool)
+    for of in phases.groupby("rank", observed=True).indices.values():
+        found[of] = outermost(start[of], end[of])
+    return phases[found]
 
 
 def pieces_a_step(study: Study) -> float:

@@ -12,7 +12,7 @@ import pandas as pd
 from dsprof.engine.schedule import COMPUTE
 
 from ..arrays import Bool, Int
-from ..budget.intervals import Intervals, nest
+from ..budget.intervals import Intervals, outermost
 from ..budget.lanes import MAIN, on_stream
 from ..graph.device_phases import PHASES
 from ..study import Study, once
@@ -46,9 +46,7 @@ def _outermost(phases: pd.DataFrame) -> Bool:
     end = start + phases["dur_ns"].to_numpy(np.int64)
     found = np.ones(len(phases), bool)
     for of in phases.groupby(["name", "lane"], observed=True).indices.values():
-        order = of[np.lexsort((-end[of], start[of]))]
-        _, parent = nest(start[order], end[order])
-        found[order] = parent < 0
+        found[of] = outermost(start[of], end[of])
     return found
 
 
