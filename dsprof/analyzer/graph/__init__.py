@@ -1,6 +1,7 @@
 """The step graph: what every rank did in every step, as operations with costs, and edges: what waited for what.
 
 step_graph   the graph itself: operations in arrays, and their edges
+segment_work   the own work of its segments, held part by part
 chains       the chains of a rank: its training thread, a device's stream, and what they give each other
 find_chains  which chains a rank has
 device_phases  phases that were timed on a device, and the steps of its rank

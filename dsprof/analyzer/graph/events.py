@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from ..arrays import Bool, Float, Int
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import BEHIND, RankTime
 from ..columns import RankRows, as_rows
+from .segment_work import no_work
 from .step_graph import PARTS
 
 ISSUE, WAIT, WAIT_GRADIENTS, BACKWARD, ACTION_BEGINS, ACTION_ENDS = range(6)
@@ -63,9 +64,10 @@ class ProgramEvents:
         return ProgramEvents(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
-Program = tuple[Int, ...]
+Program = tuple[npt.NDArray[Any], ...]
 """One rank's events in any order: what, target, when, ended, action, own. The target is a row of the matched table, or
-of the rank's own `LaneTasks` where `own` is 1; the others are as in `ProgramEvents`."""
+of the rank's own `LaneTasks` where `own` is 1; the others are as in `ProgramEvents`. A rank keeps them in types as
+narrow as they fit in (`_narrow`)."""
 WHAT, TARGET, WHEN, ENDED, ACTION, OWN = range(6)
 
 
@@ -98,7 +100,10 @@ def find_events(programs: Sequence[Program], begin: Int, end: Int, first_own: In
     narrow = [of.astype(np.int32)[order] for of in (step, rank_of, target)]
     del step, rank_of, target
     what, when = what.astype(np.int8)[order], when[order]
-    ended, action = (np.concatenate([columns[k] for columns in programs])[order] for k in (ENDED, ACTION))
+    ended, action = (
+        np.concatenate([columns[k] for columns in programs])[order].astype(np.int64, copy=False)
+        for k in (ENDED, ACTION)
+    )
     return ProgramEvents(narrow[0], narrow[1], what, narrow[2], when, ended, action)
 
 
@@ -117,7 +122,15 @@ def find_program(
         *_actions(rows, np.flatnonzero(acts)),
         _waits(time.waits, np.sort(backward_at)),
     ]
-    return tuple(np.concatenate([part[k] for part in parts]) for k in range(OWN + 1))
+    return _narrow(*(np.concatenate([part[k] for part in parts]) for k in range(OWN + 1)))
+
+
+def _narrow(what: Int, target: Int, when: Int, ended: Int, action: Int, own: Int) -> Program:
+    acts = action.any()
+    return (
+        what.astype(np.int8), target.astype(np.int32), when, ended, action if acts else action.astype(np.int8),
+        own.astype(np.int8),
+    )  # fmt: skip
 
 
 def _instants(what: int, when: Int, action: Int | None = None) -> Program:
@@ -244,11 +257,13 @@ def find_segments(
     place *= apart[every]
     place += first[every]
     del order, every
-    began, work = np.empty(len(place), np.int64), np.empty((len(place), len(PARTS)))
+    began, work = np.empty(len(place), np.int64), no_work(len(place), 1)[:, 0]
     done = 0
     for time, when, inside in zip(times, moments, insides, strict=True):
         mine = place[done : done + int(inside.sum())]
-        began[mine], work[mine] = when[:-1][inside], time.work_between(when)[inside]
+        began[mine], spent = when[:-1][inside], time.work_between(when)[inside]
+        for part in np.flatnonzero(spent.any(axis=0)).tolist():
+            work[mine, part] = spent[:, part]
         done += len(mine)
     parts = [(slice(low, high), len(group)) for (low, high), group in zip(pairwise(ends), alike, strict=True)]
     return Segments(

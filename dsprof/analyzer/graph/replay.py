@@ -240,7 +240,7 @@ def weights_of(steps: Steps) -> Float:
     first = structure.plan.chain_first
     segments, tasks = structure.segments, len(structure.tasks)
     found = np.zeros((segments + 2 * tasks + 1, len(steps.numbers)))
-    total = np.cumsum(steps.work @ np.ones(steps.work.shape[-1]), axis=0)
+    total = np.cumsum(steps.work.sum(axis=-1), axis=0)
     np.subtract(total[:segments], np.where((first > 0)[:, None], total[first - 1], 0.0), out=found[:segments])
     found[segments : segments + tasks] = steps.transfer
     found[segments + tasks : -1] = steps.wire

@@ -183,7 +183,7 @@ def _halves(ordered: Int) -> Halves:
 def _of_one_part(graph: StepGraph) -> StepGraph:
     """The graph with the work of each segment as one number: what it consists of makes no difference to a replay, and
     of many ranks each copy of it is large."""
-    whole = (steps.work @ np.ones(steps.work.shape[-1]) for steps in graph.templates)
+    whole = (steps.work.sum(axis=-1) for steps in graph.templates)
     templates = (steps.with_costs(work=work[..., None]) for steps, work in zip(graph.templates, whole, strict=True))
     return graph.with_templates(tuple(templates))
 

@@ -21,6 +21,7 @@ from dsprof.engine.schedule import Action, Plan
 
 from ..arrays import Float
 from ..graph.replay import replay
+from ..graph.segment_work import no_work
 from ..graph.step_graph import PARTS, Costs, Edges, Measured, StepGraph, Steps, Structure, Task
 from ..structure import named_plan
 from .job_layout import Layout
@@ -267,7 +268,7 @@ class _Program:
             action=np.full(segments, "", object), tasks=tuple(self.tasks), outside=0,
             edges=Edges(edges[:, 0], edges[:, 1]), threads=self.plan.ranks,
         )  # fmt: skip
-        work = np.zeros((segments, count, len(PARTS)))
+        work = no_work(segments, count)
         work[..., WORK] = np.array(self.ms)[:, None] * steps
         transfer = np.array(self.took)[:, None] * steps
         nothing = np.zeros_like(transfer)

@@ -20,6 +20,7 @@ from .. import signals
 from ..arrays import Float
 from ..budget.step_budget import WORK
 from ..graph.replay import replay_all
+from ..graph.segment_work import copy_work
 from ..graph.step_graph import PARTS, WAKE_UP_DELAY, StepGraph, Steps
 from ..signals import Absent
 from ..study import Study, once
@@ -100,7 +101,7 @@ class _Taken:
             factor *= (self._typical.mean() / self._typical)[:, None]
 
         def edited(index: int, steps: Steps) -> Steps:
-            work, transfer = steps.work.copy(), steps.transfer
+            work, transfer = copy_work(steps.work), steps.transfer
             times = factor[:, graph.columns_of(index)][steps.structure.thread]
             work[..., COLUMNS] *= times[..., None]
             if DATA in causes:

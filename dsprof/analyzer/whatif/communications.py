@@ -13,6 +13,7 @@ import pandas as pd
 
 from ..arrays import Float, Int
 from ..graph.link import Link, fit_link
+from ..graph.segment_work import copy_work
 from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf, measured
 from .edit import Recut, Restructure, not_woken, with_tasks
@@ -126,7 +127,7 @@ def without(steps: Steps, gone: Int) -> Recut | None:
     unwoken = not_woken(structure, gone)
 
     def costs(steps: Steps) -> Costs:
-        work = steps.work.copy()
+        work = copy_work(steps.work)
         work[unwoken, :, WAKE_UP_DELAY] = 0.0
         return Costs(work, steps.transfer[kept], steps.wire[kept], steps.size[kept])
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Float
-from ..graph.step_graph import PARTS, StepGraph, Steps
+from ..graph.segment_work import copy_work
+from ..graph.step_graph import StepGraph, Steps
 from .apply import Refused, Turn, WhatIf
 from .work import OF_DEVICE, within
 
@@ -28,11 +29,11 @@ class DeviceWork(WhatIf):
             raise Refused(self.name, "no rank has a device whose chain is known beside its host's")
         factors = np.ones(len(graph.ranks))
         factors[: graph.leads] = self.factors
-        of_device = np.zeros(len(PARTS), bool)
-        of_device[[place for part in OF_DEVICE for place in within(part)]] = True
+        of_device = [place for part in OF_DEVICE for place in within(part)]
 
         def scaled(steps: Steps) -> Steps:
-            each = np.where(of_device, factors[steps.structure.thread][:, None], 1.0)
-            return steps.with_costs(work=steps.work * each[:, None, :])
+            work = copy_work(steps.work)
+            work[..., of_device] *= factors[steps.structure.thread][:, None, None]
+            return steps.with_costs(work=work)
 
         return graph.with_templates(tuple(scaled(steps) for steps in graph.templates))

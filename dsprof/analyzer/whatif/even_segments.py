@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Float
+from ..graph.segment_work import copy_work
 from ..graph.step_graph import StepGraph, Steps
 from .apply import Refused, Turn, WhatIf
 from .work import within
@@ -37,7 +38,7 @@ class EvenSegments(WhatIf):
         teams = [[place[rank] for rank in team if rank in place] for team in self.teams]
 
         def evened(steps: Steps, share: Float | None) -> Steps:
-            structure, work = steps.structure, steps.work.copy()
+            structure, work = steps.structure, copy_work(steps.work)
             for team in teams:
                 if share is not None and not any(share[structure.of_thread(thread)].any() for thread in team):
                     continue

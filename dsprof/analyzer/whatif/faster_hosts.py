@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 
 from ..graph.chain_work import hosts
+from ..graph.segment_work import copy_work
 from ..graph.step_graph import PARTS, StepGraph, Steps
 from .apply import Refused, Turn, WhatIf
 
@@ -33,7 +34,7 @@ class FasterHosts(WhatIf):
             raise Refused(self.name, "no rank has a device whose chain is known beside its host's")
 
         def faster(steps: Steps) -> Steps:
-            work = steps.work.copy()
+            work = copy_work(steps.work)
             mine = np.flatnonzero(of_host[steps.structure.thread])
             work[np.ix_(mine, np.arange(work.shape[1]), np.array(LAUNCHING))] *= self.factor
             return steps.with_costs(work=work)

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 
 from ..arrays import Float, Int
+from ..graph.segment_work import copy_work
 from ..graph.step_graph import PARTS, StepGraph, Steps
 from .apply import Refused, Turn, WhatIf, measured
 from .communications import without
@@ -112,7 +113,7 @@ class WithoutBuffers(WhatIf):
         return found
 
     def _less(self, steps: Steps, packed: Float) -> Float:
-        structure, work = steps.structure, steps.work.copy()
+        structure, work = steps.structure, copy_work(steps.work)
         mine = set(self.of.of(structure).tolist())
         issued = {(int(structure.thread[segment]), c): segment for segment, c in structure.issues.tolist() if c in mine}
         waited = structure.first_waits

@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from ..arrays import Bool
+from ..graph.segment_work import copy_work
 from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Structure, Task
 from ..graph.tasks import HANDED
 from .apply import Turn, WhatIf, measured
@@ -72,7 +73,7 @@ def _overlapped(steps: Steps, ranks: tuple[int, ...], waited: Mapping[int, Bool]
 
     def costs(steps: Steps) -> Costs:
         now = steps.costs
-        work, transfer = now.work.copy(), now.transfer.copy()
+        work, transfer = copy_work(now.work), now.transfer.copy()
         work[unwoken, :, WAKE_UP_DELAY] = 0.0
         for mine in of_lane.values():
             if seen is not None and seen[mine].any():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays import Float
+from ..graph.segment_work import copy_work
 from ..graph.step_graph import PARTS, StepGraph
 from .apply import Turn, WhatIf
 from .select import named, threads_of
@@ -25,7 +26,7 @@ def without_gaps(graph: StepGraph) -> StepGraph:
     gaps = [PARTS.index(part) for part in GAPS]
 
     def at_once(work: Float) -> Float:
-        changed = work.copy()
+        changed = copy_work(work)
         changed[..., gaps] = 0.0
         return changed
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..graph.segment_work import copy_work
 from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps
 from .apply import Turn, WhatIf
 from .edit import Recut, Restructure
@@ -73,7 +74,7 @@ class WaitedFor(WhatIf):
         changed = replace(structure, edges=Edges(source, target))
 
         def costs(steps: Steps) -> Costs:
-            work, late = steps.work.copy(), steps.work[..., WAKE_UP_DELAY]
+            work, late = copy_work(steps.work), steps.work[..., WAKE_UP_DELAY]
             work[unwoken, :, WAKE_UP_DELAY] = 0.0
             for before, after in zip(was.tolist(), now.tolist(), strict=True):
                 work[after, :, WAKE_UP_DELAY] = np.maximum(work[after, :, WAKE_UP_DELAY], late[before])

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from ..arrays import Bool, Float, Int
 from ..budget.parts import OWN_WORK
 from ..graph.chain_work import chain_groups, chain_work, hosts
+from ..graph.segment_work import copy_work
 from ..graph.stalled import stalls_of
 from ..graph.step_graph import PARTS, SHARDING_PART, WAKE_UP_DELAY, StepGraph, Steps
 from .apply import Turn, WhatIf, measured
@@ -95,10 +96,12 @@ class ScaleWork(WhatIf):
         chosen = threads_of(graph, self.ranks)
 
         def scaled(steps: Steps) -> Steps:
-            mine = chosen[steps.structure.thread]
+            mine, work = chosen[steps.structure.thread], copy_work(steps.work)
+            for part in np.flatnonzero(factor != 1).tolist():
+                work[mine, :, part] *= factor[part]
             copies = np.array([task.owner >= 0 and chosen[task.owner] for task in steps.structure.tasks], bool)
             return steps.with_costs(
-                work=np.where(mine[:, None, None], steps.work * factor, steps.work),
+                work=work,
                 transfer=np.where(copies[:, None], steps.transfer * factor[PARTS.index(OFFLOAD)], steps.transfer),
             )
 
@@ -121,7 +124,7 @@ class EvenRanks(WhatIf):
         columns = [k for part in self.parts for k in within(part)]
 
         def evened(steps: Steps) -> Steps:
-            structure, work = steps.structure, steps.work.copy()
+            structure, work = steps.structure, copy_work(steps.work)
             spent = np.zeros((structure.threads, len(steps.numbers)))
             np.add.at(spent, structure.thread, work[..., columns].sum(axis=-1))
             wanted = spent.copy()
@@ -187,7 +190,9 @@ class _Gone:
 
     def less(self, steps: Steps) -> Steps:
         """The steps without it."""
-        work = np.maximum(steps.work, 0.0)
+        work = copy_work(steps.work)
+        for part in np.flatnonzero((work < 0).any(axis=(0, 1))).tolist():
+            work[..., part] = np.maximum(work[..., part], 0.0)
         for part, (some, gone) in self.work.items():
             work[some, :, part] = np.maximum(steps.work[some, :, part] - gone, 0.0)
         return steps.with_costs(work=work, transfer=np.maximum(steps.transfer - self.transfer, 0.0))
