@@ -81,8 +81,8 @@ SMALL_GRADIENTS: Final = "gradients"
 """Of a fact `optimizer`: elements of each gradient at its first step, where none has more than OF_A_NORM bytes."""
 
 SHARDING: Final = "FSDP::sharding"
-"""Name of the `module` rows in which FSDP2 works for one of its units, before or after its forward or backward. No
-module of a model can have it."""
+"""Name of the `module` rows in which FSDP2 works for one of its units, and DeepSpeed's stage 3 for a module, before or
+after its forward or backward. No module of a model can have it."""
 
 BUDGET_PARTS: Final = (
     "compute", "comm_exposed", "peer_wait", "bubble", "data", "optimizer", "offload", "pause", "other",

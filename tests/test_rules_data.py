@@ -85,9 +85,9 @@ def test_no_more_workers_than_cores(ranks: int, cpus: Any, workers: int | None) 
     assert stall.fixes[0].patch[0] == {
         "file": "/home/me/train.py", "line": 12, "argument": "num_workers", "value": workers,
     }  # fmt: skip
-    # One worker loads a batch in 20 ms, and the rest of the step takes 33: what is left is handing it over, nominally.
-    # From 18.0 to 19.5 ms, and the model's own error.
-    assert stall.gain.ms == pytest.approx(18.75, abs=0.6)
+    # One worker loads a batch in 20 ms, and the rest of the step takes 33: what is left is handing it over.
+    # From 15.0 to 19.5 ms, and the model's own error.
+    assert stall.gain.ms == pytest.approx(17.25, abs=0.6)
     rule = rule_of("data.stall")
     assert rule is not None
     assert rule.error is not None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from dsprof.ondisk import LARGEST_PLACE
-from dsprof.schema import OVERFLOW, Kind
+from dsprof.schema import OVERFLOW, SHARDING, Kind
 
 from ..capture import facts
 from ..capture.open_capture import OpenCapture
@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from ..recorder.record import Recorder
 
 ENGINE: Final = "deepspeed.runtime.engine"
+STAGE_3: Final = "deepspeed.runtime.zero.parameter_offload"
+AROUND_MODULE: Final = (
+    "pre_sub_module_forward_function",
+    "post_sub_module_forward_function",
+    "pre_sub_module_backward_function",
+    "post_sub_module_backward_function",
+)
+"""Methods of its DeepSpeedZeRoOffload: stage 3 fetches and releases the parameters of a module in them."""
 PIPELINES: Final = {
     "deepspeed.runtime.pipe.engine": "PipelineEngine",
     "deepspeed.runtime.pipe.dualpipev": "DualPipeVEngine",
@@ -63,6 +71,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
     recorder, on_step, positions = capture.recorder, capture.step_ended, _Positions()
     hooks: dict[str, Hook] = {
         ENGINE: functools.partial(_watch_engine, recorder, on_step),
+        STAGE_3: functools.partial(_watch_stage_3, recorder),
         **{module: functools.partial(_watch_pipeline, recorder, positions, name) for module, name in PIPELINES.items()},
     }
     parts = [
@@ -91,6 +100,17 @@ def _watch_engine(recorder: Recorder, on_step: Callable[[], None], module: Modul
         replace_attribute(engine, name, wrap(getattr(engine, name)))
         for name, wrap in wraps.items()
         if name in getattr(engine, "__dict__", ())
+    )
+
+
+def _watch_stage_3(recorder: Recorder, module: ModuleType) -> Uninstall:
+    """What stage 3 works for the parameters of modules is told apart from what these compute, as FSDP2's is."""
+    offload = private.find(f"{STAGE_3}:DeepSpeedZeRoOffload")
+    begin = functools.partial(recorder.begin, int(Kind.MODULE), recorder.intern(SHARDING))
+    return in_reverse(
+        replace_attribute(offload, name, timed(getattr(offload, name), begin, recorder.end, "DeepSpeed's stage 3"))
+        for name in AROUND_MODULE
+        if name in getattr(offload, "__dict__", ())
     )
 
 

@@ -40,6 +40,7 @@ PIPELINING: Final = "torch.distributed.pipelining"
 FSDP2: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 DEEPSPEED: Final = "deepspeed.runtime.engine"
 PIPELINE_ENGINE: Final = "deepspeed.runtime.pipe.engine"
+STAGE_3: Final = "deepspeed.runtime.zero.parameter_offload"
 
 COMMUNICATION: Final = ("collectives",)
 _NO_CHUNKS: Final = "of the micro-batches of torch's pipelines the {} are not recorded"
@@ -275,6 +276,11 @@ NAMES: Final = (
     # --- frameworks
     PrivateName(
         f"{DEEPSPEED}:DeepSpeedEngine._take_model_step", ("deepspeed",), "DeepSpeed's steps are not recorded", True
+    ),
+    PrivateName(
+        f"{STAGE_3}:DeepSpeedZeRoOffload",
+        ("deepspeed",),
+        "what DeepSpeed's stage 3 works for the parameters of modules is not told apart from what these compute",
     ),
     PrivateName(
         f"{PIPELINE_ENGINE}:PipelineEngine._INSTRUCTION_MAP",

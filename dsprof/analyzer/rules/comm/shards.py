@@ -139,7 +139,7 @@ def small_shards(
 def _units(study: Study, domain: Domain, replicas: Sequence[Domain]) -> _ShardUnits:
     table = domain.table[is_of_shards(domain.table)]
     a_step = len(table) / len(study.step_numbers) / table["group"].nunique()
-    worked = sharding_ms(study)
+    worked = sharding_ms(study) if study.facts.get("fsdp") else 0.0  # DeepSpeed's is of modules, however many are one
     # Where the work for units was seen, the calls to issue are in it.
     host_ms = 0.0 if worked else study.host_ms("gradient", "parameter")
     return _ShardUnits(domain, table, tuple(one.of("gradient") for one in replicas), a_step, worked, host_ms)
@@ -273,7 +273,8 @@ def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Lin
 
 @once
 def sharding_ms(study: Study) -> float:
-    """What FSDP itself works for its units in a step, mean over ranks and steps; 0 where that is not recorded."""
+    """What FSDP itself works for its units in a step, or DeepSpeed's stage 3 for modules, mean over ranks and steps; 0
+    where that is not recorded."""
     graph = study.need_graph()
     whole = sum(float(steps.work[..., SHARDING_PART].sum()) for steps in graph.templates)
     return whole / len(graph.numbers) / graph.leads

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final, Literal
 
+from ...align.backends import backend_of
 from ...effect import Effect, WhatIfs
 from ...graph.step_graph import Steps
 from ...study import Study
@@ -15,16 +16,20 @@ from ...whatif.merge import Merge
 from ...whatif.needless import InLastBackward
 from ...whatif.select import Communications
 from ...whatif.waited_for import WaitedFor
+from ...whatif.work import ScaleWork
 from ..base import NotJudged, without_effect
 from .deepspeed_config import is_own_engine, item_bytes, need_zero, stage_of
 from .dimensions import Domain, domains
 from .fetched_parameters import links_of_shards, need_passes, need_sizes
-from .shards import GATHER, gathers_parameters
+from .shards import GATHER, gathers_parameters, sharding_ms
 
 STAGES: Final = (1, 2, 3)
 GRADIENTS: Final = Communications(purposes=("gradient",))
 WHOLE: Final = 2.0
-"""So many times the bytes of a reduce-scatter does an all-reduce of the same gradients move."""
+"""So many times the bytes of a reduce-scatter does an all-reduce of the same gradients move, if it moves no more than
+it must (`Backend.scatters_whole`)."""
+HOOKS_LEFT: Final = 0.5
+"""Of what stage 3 works for the parameters of modules, what stages 1 and 2 may still work for their gradients."""
 UNDER_WAY: Final = 2
 """Buckets that dsprof's engine leaves under way (`engine/zero/bucket.py`)."""
 
@@ -86,10 +91,15 @@ def _without_shards(study: Study, more: WhatIfs) -> Effect:
                 then.append(FetchedBy(gathers, link, GatheredWhole(), item_bytes(study)))
         pairs.append((tuple(now), tuple(then)))
     notes = ["all parameters are gathered together once a step, and kept"]
-    if not own:  # its stages 1 and 2 reduce whole buckets on all ranks
+    if not own and not all(backend_of(group, study.run).scatters_whole for of in links.values() for group in of):
+        # Its stages 1 and 2 reduce whole buckets on all ranks.
         slower = ScaleLink(WHOLE, 1 / WHOLE, Communications(purposes=("gradient",)))
         pairs = [(pairs[0][0], (*pairs[0][1], slower)), *((one, (*then, slower)) for one, then in pairs[1:]), pairs[0]]
         notes.append("gradients are all-reduced, which moves twice the bytes of a reduce-scatter")
+    if not own and sharding_ms(study):
+        none, some = (ScaleWork({"sharding": left}) for left in (0.0, HOOKS_LEFT))
+        pairs = [*((one, (*then, none)) for one, then in pairs), (pairs[0][0], (*pairs[0][1], some))]
+        notes.append("modules fetch and release no parameters")
     (as_it_is, changed), *others = pairs
     return Effect("comm.redundant-gather", changed, as_it_is, tuple(others), counts_cores=True, notes=tuple(notes))
 

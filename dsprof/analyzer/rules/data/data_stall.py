@@ -30,11 +30,11 @@ from ..rule import Found, Look, Rule, fault
 from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, training_loader
 
 MOST_WORKERS: Final = 32
-HAND_OVER_MS: Final = 0.5
-HAND_OVER_MS_PER_BYTE: Final = 1e-6
-HAND_OVER_AT_WORST: Final = 4.0
-"""What taking a batch from a worker costs by itself, nominal: a queue, and the bytes at memory speed. Batches of many
-tensors cost several times that."""
+HAND_OVER_MS: Final = (0.5, 5.0)
+HAND_OVER_MS_PER_BYTE: Final = (1e-6, 4e-6)
+"""What taking a batch from a worker costs by itself, at best and at worst: a queue, a file descriptor for each tensor,
+and the bytes at memory speed. On a slow machine of two cores that slept meanwhile a batch of one small tensor took 2 ms
+(1.5 to 2.5), one of two 2.7 (1.9 to 5.8), one of 6 MB 4.5."""
 SLACK: Final = 1.5
 """Batches do not all take the same time: that much more capacity than the mean needs."""
 MOSTLY: Final = 0.75
@@ -103,8 +103,10 @@ def supply(study: Study) -> Supply | None:
     wanted = min(max(math.ceil(SLACK * one_batch / rest), now + 1, 2), MOST_WORKERS)
     fetched = loading[(loading["name"] == "data") & loading["step"].isin(study.step_numbers)]
     batches = max(len(fetched) / len(study.ranks) / len(study.step_numbers), 1.0)
-    hand_over = HAND_OVER_MS * batches + HAND_OVER_MS_PER_BYTE * _input_bytes(study)
-    at_worst = HAND_OVER_AT_WORST * hand_over
+    hand_over, at_worst = (
+        of_batch * batches + of_byte * _input_bytes(study)
+        for of_batch, of_byte in zip(HAND_OVER_MS, HAND_OVER_MS_PER_BYTE, strict=True)
+    )
 
     def with_workers(count: int, hand_over: float = hand_over) -> Float:
         left = (max(one_batch / count - rest, 0) + hand_over) / wait_ms
