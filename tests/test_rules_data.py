@@ -92,8 +92,8 @@ def test_no_more_workers_than_cores(ranks: int, cpus: Any, workers: int | None) 
     assert rule is not None
     assert rule.error is not None
     error = rule.error.half_ms(18.75, 52.0, load=0.5)
-    assert stall.gain.high == pytest.approx(18.75 + math.hypot(0.75, error), abs=0.6)
-    assert stall.gain.low == pytest.approx(18.75 - math.hypot(0.75, error), abs=0.6)
+    assert stall.gain.high == pytest.approx(17.25 + math.hypot(2.25, error), abs=0.6)
+    assert stall.gain.low == pytest.approx(17.25 - math.hypot(2.25, error), abs=0.6)
 
 
 def test_one_worker_on_the_one_free_core_saves_what_it_can() -> None:

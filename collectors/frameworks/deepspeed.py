@@ -42,6 +42,7 @@ AROUND_MODULE: Final = (
     "post_sub_module_backward_function",
 )
 """Methods of its DeepSpeedZeRoOffload: stage 3 fetches and releases the parameters of a module in them."""
+STAGES_1_AND_2: Final = "deepspeed.runtime.zero.stage_1_and_2"
 PIPELINES: Final = {
     "deepspeed.runtime.pipe.engine": "PipelineEngine",
     "deepspeed.runtime.pipe.dualpipev": "DualPipeVEngine",
@@ -72,6 +73,7 @@ def install(capture: OpenCapture) -> list[Uninstall]:
     hooks: dict[str, Hook] = {
         ENGINE: functools.partial(_watch_engine, recorder, on_step),
         STAGE_3: functools.partial(_watch_stage_3, recorder),
+        STAGES_1_AND_2: functools.partial(_watch_buckets, recorder),
         **{module: functools.partial(_watch_pipeline, recorder, positions, name) for module, name in PIPELINES.items()},
     }
     parts = [
@@ -105,12 +107,20 @@ def _watch_engine(recorder: Recorder, on_step: Callable[[], None], module: Modul
 
 def _watch_stage_3(recorder: Recorder, module: ModuleType) -> Uninstall:
     """What stage 3 works for the parameters of modules is told apart from what these compute, as FSDP2's is."""
-    offload = private.find(f"{STAGE_3}:DeepSpeedZeRoOffload")
+    return _told_apart(recorder, private.find(f"{STAGE_3}:DeepSpeedZeRoOffload"), AROUND_MODULE)
+
+
+def _watch_buckets(recorder: Recorder, module: ModuleType) -> Uninstall:
+    """What stages 1 and 2 work for a bucket of gradients, likewise."""
+    return _told_apart(recorder, private.find(f"{STAGES_1_AND_2}:DeepSpeedZeroOptimizer"), ("reduce_ipg_grads",))
+
+
+def _told_apart(recorder: Recorder, owner: Any, methods: tuple[str, ...]) -> Uninstall:
     begin = functools.partial(recorder.begin, int(Kind.MODULE), recorder.intern(SHARDING))
     return in_reverse(
-        replace_attribute(offload, name, timed(getattr(offload, name), begin, recorder.end, "DeepSpeed's stage 3"))
-        for name in AROUND_MODULE
-        if name in getattr(offload, "__dict__", ())
+        replace_attribute(owner, name, timed(getattr(owner, name), begin, recorder.end, "DeepSpeed's ZeRO"))
+        for name in methods
+        if name in getattr(owner, "__dict__", ())
     )
 
 

@@ -41,6 +41,7 @@ FSDP2: Final = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 DEEPSPEED: Final = "deepspeed.runtime.engine"
 PIPELINE_ENGINE: Final = "deepspeed.runtime.pipe.engine"
 STAGE_3: Final = "deepspeed.runtime.zero.parameter_offload"
+STAGES_1_AND_2: Final = "deepspeed.runtime.zero.stage_1_and_2"
 
 COMMUNICATION: Final = ("collectives",)
 _NO_CHUNKS: Final = "of the micro-batches of torch's pipelines the {} are not recorded"
@@ -281,6 +282,11 @@ NAMES: Final = (
         f"{STAGE_3}:DeepSpeedZeRoOffload",
         ("deepspeed",),
         "what DeepSpeed's stage 3 works for the parameters of modules is not told apart from what these compute",
+    ),
+    PrivateName(
+        f"{STAGES_1_AND_2}:DeepSpeedZeroOptimizer",
+        ("deepspeed",),
+        "what DeepSpeed's stages 1 and 2 work for a bucket of gradients is not told apart from computing",
     ),
     PrivateName(
         f"{PIPELINE_ENGINE}:PipelineEngine._INSTRUCTION_MAP",

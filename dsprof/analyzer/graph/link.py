@@ -36,6 +36,15 @@ class Link:
         return self.latency_ms + size * self.ms_per_byte
 
 
+def with_bytes_of(link: Link, size: float, ms_per_byte: float) -> Link:
+    """The link, which a transfer of `size` bytes takes as long over, and a byte more no longer than it was seen to take
+    where far larger transfers were: small ones vary by more than their bytes take."""
+    if link.ms_per_byte <= ms_per_byte:
+        return link
+    whole = float(link.transfer_ms(np.array(size)))
+    return replace(link, latency_ms=max(whole - size * ms_per_byte, 0.0), ms_per_byte=ms_per_byte, largest=math.inf)
+
+
 def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     """Fit by non-negative least squares of relative errors over the median transfer of each size.
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arrays import Float, Int
 from ..graph.link import Link
+from ..graph.segment_work import copy_work
 from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Structure
 from .apply import Turn, WhatIf
 from .edit import Recut, not_woken, with_tasks
@@ -224,7 +225,8 @@ def merged(
     unwoken = not_woken(structure, dropped)
 
     def costs(steps: Steps) -> Costs:
-        work, transfer, wire, size = (each.copy() for each in vars(steps.costs).values())
+        now = steps.costs
+        work, transfer, wire, size = copy_work(now.work), now.transfer.copy(), now.wire.copy(), now.size.copy()
         work[..., SHARDING_PART] *= unit_work
         for kept, total in total_of.items():
             transfer[kept], wire[kept], size[kept] = link.latency_ms, total * link.ms_per_byte, total

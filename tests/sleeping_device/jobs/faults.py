@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import common
@@ -17,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 arguments = argparse.ArgumentParser()
 arguments.add_argument("--steps", type=int, default=26)
@@ -51,11 +50,13 @@ if options.slow_rank == common.RANK:
     device.slow_down(options.slower)
 
 
-class Loaded(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while True:
-            time.sleep(options.load_ms / 1000)
-            yield torch.ones(options.width)
+class Loaded(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(options.load_ms / 1000)
+        return torch.ones(options.width)
 
 
 class Launched(nn.Module):

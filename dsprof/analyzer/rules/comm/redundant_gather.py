@@ -24,6 +24,7 @@ from ..base import LEAST_SHARE, NotConcerned, NotJudged, at, code_fix, config_se
 from ..rule import Found, Look, Rule
 from .deepspeed_config import stage_of
 from .dimensions import Domain, domains, need_every_rank, waited_ms
+from .fsdp_settings import with_reshard
 from .shards import GATHER, gathers_parameters
 from .zero_stage import with_stage
 
@@ -58,7 +59,9 @@ def redundant_gather(study: Study) -> Found:
         if gathered is not None and waited * (1 - 1 / gathered.times) >= MATTERS * study.step_ms:
             every.append(gathered)
     fit = [gathered for gathered in every if _fit(study, gathered)]
-    return _of_stage(study, fit) if _is_zero(study) and fit else [_candidate(study, gathered) for gathered in fit]
+    if _is_zero(study) and fit:
+        return _of_stage(study, fit)
+    return [one for gathered in fit for one in _kept(study, gathered)]
 
 
 def _is_zero(study: Study) -> bool:
@@ -76,6 +79,21 @@ def _of_stage(study: Study, every: Sequence[_Gathered]) -> Found:
     domain = every[0].domain if len(every) == 1 else replace(every[0].domain, name="")
     whole = replace(every[0], domain=domain, whole_bytes=sum(gathered.whole_bytes for gathered in every))
     return [_finding(study, whole, gain)] if gain.ms >= LEAST_SHARE * study.step_ms and _fit(study, whole) else []
+
+
+def _kept(study: Study, gathered: _Gathered) -> Found:
+    """What keeping them would save. Where one setting of FSDP2 does that, it is what this saves, with what FSDP2 would
+    not work any more."""
+    if not _by_setting(study, gathered):
+        return [_candidate(study, gathered)]
+    gain = gain_of_all(study, [with_reshard(study, False)])
+    return [_finding(study, gathered, gain)] if gain.ms >= LEAST_SHARE * study.step_ms else []
+
+
+def _by_setting(study: Study, gathered: _Gathered) -> bool:
+    """Whether FSDP2's reshard_after_forward alone keeps them."""
+    fact: Any = next(iter(study.facts.get("fsdp", [])[-1:]), {})
+    return fact.get("version") == 2 and gathered.times <= 2 + AGAIN - 1
 
 
 def _changed_in_between(study: Study) -> bool:
@@ -152,7 +170,7 @@ def _fix(study: Study, gathered: _Gathered, gain: Gain) -> Fix:
             strategy = f"ShardingStrategy.{'_HYBRID_SHARD_ZERO2' if replicas else 'SHARD_GRAD_OP'}"
             title = f"FullyShardedDataParallel(sharding_strategy={strategy}){at(site)}: {costs}"
             return code_fix(title, "sharding_strategy", strategy, site, gain)
-        again = gathered.times > 2 + AGAIN - 1
+        again = not _by_setting(study, gathered)
         title = f"fully_shard(reshard_after_forward=False){at(site)}"
         title += ", and model.set_reshard_after_backward(False) in all micro-batches but the last" if again else ""
         knobs = {} if again else {"fsdp2.reshard_after_forward": False}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import pandas as pd
 
 from ...effect import Effect, WhatIfs
 from ...finding import NOTHING, Evidence, Finding, Gain, Where
-from ...graph.link import Link, fit_link
+from ...graph.link import Link, fit_link, with_bytes_of
 from ...study import Study
 from ...text import count, ms, size
 from ...whatif.merge import Merge, packed
@@ -22,12 +22,20 @@ from .ddp_buckets import with_buckets_of
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
 from .dimensions import domains, moved_bytes
 from .fetched_parameters import need_larger, with_scatter_bucket
-from .shards import links_around
+from .shards import FAR, links_around, sharding_ms
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
 """So many buckets in one are tried."""
 KEY: Final = "reduce_bucket_size"
 GRADIENTS: Final = Communications(purposes=("gradient",))
+OF_A_BUCKET: Final = 0.8
+"""Of what DeepSpeed works for buckets, what it works for each; the rest is for gradients. Of 40 buckets in one, 21.8 ms
+a step became 3.9."""
+WHOLE: Final = 2.0
+"""So many times the bytes of an all-gather does an all-reduce of as much move."""
+FEWEST_GATHERS: Final = 5
+ORDINARY: Final = 0.95
+"""Of the transfers; what takes longer counts as long as they do."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,24 @@ def _link(study: Study, table: pd.DataFrame) -> Link:
     of_kind = study.collectives[study.collectives["step"].isin(study.step_numbers)]
     for column in ("name", "group"):
         of_kind = of_kind[of_kind[column].isin(table[column].unique())]
-    return fit_link(of_kind)
+    size, took = float(table["bytes"].median()), table["transfer_ns"] / 1e6
+    # Each is waited for, so that what counts is their mean, and many small ones take several times the median.
+    mean = float(took.clip(upper=took.quantile(ORDINARY)).mean())
+    link = fit_link(of_kind)
+    link = replace(link, latency_ms=max(link.latency_ms + mean - float(took.median()), 0.0))
+    gathers = _gathers_of_update(study, table)
+    if len(gathers) < FEWEST_GATHERS:
+        return link
+    return with_bytes_of(link, size, WHOLE * float((gathers["transfer_ns"] / gathers["bytes"]).median()) / 1e6)
+
+
+def _gathers_of_update(study: Study, table: pd.DataFrame) -> pd.DataFrame:
+    """The gathers of updated parameters by the ranks of the gradients, so much larger than these that they tell what
+    bytes take."""
+    every = study.collectives
+    gathers = every[(every["name"] == "all_gather") & every["step"].isin(study.step_numbers)]
+    gathers = gathers[gathers["group"].isin(table["group"].unique())]
+    return gathers[gathers["bytes"] >= FAR * table["bytes"].max()]
 
 
 def _gradients(study: Study) -> pd.DataFrame:
@@ -134,22 +159,28 @@ def _of_up_to(
 ) -> Effect:
     """Buckets of up to `most` bytes (0: as they are), of which there are so many a step."""
     each = _links_around(study, table, link, most)  # of `now` the last may be of larger buckets only
-    pairs = [(present, _up_to(study, one, most)) for present, one in zip(now, each, strict=False)]
+    fewer = 1 - buckets / (len(table) / len(study.step_numbers))
+    pairs = [(present, _up_to(study, one, most, fewer)) for present, one in zip(now, each, strict=False)]
     (as_it_is, then), *others = pairs
     return Effect(
         "comm.small-messages",
         then,
         as_it_is,
         tuple(others),
-        fewer=1 - buckets / (len(table) / len(study.step_numbers)),
+        fewer=fewer,
         moved_bytes=moved_bytes(study, table),
         counts_cores=True,
     )
 
 
-def _up_to(study: Study, link: Link, most: float) -> WhatIfs:
-    host_ms, reached = study.host_ms("gradient"), is_own_engine(study)
-    return (Merge(GRADIENTS, link, most_bytes=most, reached=reached, host_ms=host_ms, blocking=True),)
+def _up_to(study: Study, link: Link, most: float, fewer: float = 0.0) -> WhatIfs:
+    """fewer: by which share of the buckets"""
+    reached = is_own_engine(study)
+    told_apart = not reached and sharding_ms(study) > 0
+    host_ms = 0.0 if told_apart else study.host_ms("gradient")  # where the work for buckets was seen, it is in that
+    left = 1 - OF_A_BUCKET * fewer if told_apart else 1.0
+    merge = Merge(GRADIENTS, link, most_bytes=most, reached=reached, host_ms=host_ms, blocking=True, unit_work=left)
+    return (merge,)
 
 
 def with_bucket_size(study: Study, number: float) -> Effect:
