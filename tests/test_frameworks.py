@@ -18,6 +18,8 @@ from framework_runs import (
 )
 from jobs import Finished, profile
 
+from dsprof.schema import SHARDING
+
 
 def test_tensor_parallelism(tmp_path_factory: pytest.TempPathFactory) -> None:
     rows = check_common(run_job(("tensor_parallel.py",), tmp_path_factory))
@@ -55,6 +57,11 @@ def test_deepspeeds_zero(tmp_path_factory: pytest.TempPathFactory, stage: str) -
     assert (fact["zero_stage"], fact["accumulation"], fact["clipping"]) == (int(stage), 2, 1.0)
     told = [fact for fact in finished.folder.read_info().facts if fact["fact"] == "optimizer"]
     assert sorted((fact["rank"], fact["number"]) for fact in told) == [(0, 1), (1, 1)]  # not the one within, too
+    own_work = of_step(rows, "module")
+    own_work = own_work[own_work["name"] == SHARDING]
+    assert (len(own_work) > 0) is (stage != "0")
+    trained = phases[phases["name"].isin(["forward", "backward"])]
+    assert inside(own_work.assign(issue_ns=own_work["start_ns"]), trained)
 
 
 def test_the_second_fsdp_with_recomputation(tmp_path_factory: pytest.TempPathFactory) -> None:

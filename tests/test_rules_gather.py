@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,9 +96,8 @@ def test_of_stage_3_a_lower_stage_keeps_them() -> None:
     assert dict(found.fixes[0].knobs) == {"zero_optimization.stage": 2}
 
 
-def test_of_stage_3_in_two_dimensions_it_is_said_once() -> None:
+def in_two_dimensions(planted: MeshJob) -> MeshJob:
     """Each of the four units of 8 MiB is gathered in both, as experts and the rest of a model are."""
-    planted = of_deepspeed()
     once = planted.program
 
     def program(rank: int, step: int) -> Program:
@@ -116,9 +116,48 @@ def test_of_stage_3_in_two_dimensions_it_is_said_once() -> None:
     groups = {name: (ranks, "") for name, ranks in pairs.items()}
     both = replace(planted, ranks=4, groups=groups, program=program, facts=facts)
     both.slower = lambda group, number: 2.0 if group in ("b0", "b1") else 1.0  # so that both are waited for
+    return both
+
+
+def test_of_stage_3_in_two_dimensions_it_is_said_once() -> None:
+    both = in_two_dimensions(of_deepspeed())
     found = [one for one in analyze(both.trace()).findings if one.code == "comm.redundant-gather"]
     assert [one.title[:41] for one in found] == ["64.0 MiB of parameters are gathered 2 tim"]
     assert dict(found[0].fixes[0].knobs) == {"zero_optimization.stage": 2}
+
+
+def test_of_fsdp2_in_two_dimensions_it_is_said_once_and_all_of_it_has_to_fit() -> None:
+    """One setting keeps the parameters of both: 64 MiB on each rank."""
+    both = in_two_dimensions(job(ms=1.0))
+    found = [one for one in analyze(both.trace()).findings if one.code == "comm.redundant-gather"]
+    assert [one.title[:41] for one in found] == ["64.0 MiB of parameters are gathered 2 tim"]
+    assert dict(found[0].fixes[0].knobs) == {"fsdp2.reshard_after_forward": False}
+    both.capacity = round(4 * ((1 << 30) + 40 * MIB) / SURELY_HELD)
+    assert of(analyze(both.trace()), "comm.redundant-gather") is None
+
+
+def test_where_the_setting_is_not_told_what_keeping_them_saves_is() -> None:
+    """A first backward, of a loss of its own, gathers the last of eight units only."""
+
+    def units(numbers: Sequence[int], ms: float) -> tuple[Any, ...]:
+        return tuple(
+            part
+            for i in numbers
+            for part in (Call("w", "all_gather", 4 * MIB, "parameter", f"unit {i}"), Wait(f"unit {i}"), Work(ms))
+        )
+
+    def program(rank: int, step: int) -> Program:
+        reduced = Call("w", "reduce_scatter", 16384, "gradient")
+        return (
+            Phase("forward", units(range(8), 1.0)),
+            Phase("backward", (Work(0.1), *units([7], 2.0))),
+            Phase("backward", (Work(0.1), *units(range(8), 2.0), reduced)),
+            Phase("optimizer", (Work(1),)),
+        )
+
+    found = of(analyze(replace(job(ms=1.0), program=program).trace()), "comm.redundant-gather")
+    assert found is not None
+    assert found.title.startswith("32.0 MiB of parameters are gathered 2.1 times in each step")
 
 
 def test_a_lower_stage_does_not_take_offloaded_parameters() -> None:

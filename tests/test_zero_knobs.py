@@ -16,12 +16,12 @@ from dsprof.analyzer.finding import Fix
 from dsprof.analyzer.graph.link import Link
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm.collectives import CODES
-from dsprof.analyzer.rules.comm.shards import links_around
+from dsprof.analyzer.rules.comm.shards import links_around, sharding_ms
 from dsprof.analyzer.study import study
 from dsprof.knobs.predicted import turned
 from dsprof.ondisk import Flag
-from dsprof.schema import Kind
-from dsprof.trace import Trace
+from dsprof.schema import COLUMNS, SHARDING, Kind
+from dsprof.trace import Trace, concat_rows
 from dsprof.trace.capture import Capture
 
 LAYERS = 4
@@ -167,6 +167,56 @@ def test_stage_2_in_the_place_of_3_gathers_once() -> None:
     """Eight gathers of 4.2 ms become one of four times the bytes: 7 latencies and as many bytes as 4 have go."""
     (two,) = saved(job(config("dsprof", **ALONE)), STAGE, 2)
     assert two == pytest.approx(4 * GATHER_MS + 3 * 0.2, rel=0.15)
+
+
+@pytest.mark.parametrize(("backend", "twice"), [("gloo", False), ("nccl", True), ("ucc", True), (None, True)])
+def test_stages_1_and_2_of_deepspeed_reduce_all_gradients_on_all_ranks(backend: str | None, twice: bool) -> None:
+    """Which moves twice the bytes of a reduce-scatter, but on gloo."""
+    trace = job(config("deepspeed", **ALONE)).sharded()
+    for group in trace.rows["group"].dropna().unique():
+        trace.run.groups[str(group)] = {"ranks": [0, 1], **({"backend": backend} if backend else {})}
+    (row,) = ask(study(trace), [[turned(STAGE, 2, "RUN")]]).rows
+    assert (row.notes[-1] == "gradients are all-reduced, which moves twice the bytes of a reduce-scatter") is twice
+
+
+def with_work(trace: Trace, of: pd.Series[bool], ms: float) -> Trace:
+    """The trace with `ms` of DeepSpeed's own work before each of these rows."""
+    rows = trace.rows
+    nothing = dict.fromkeys(("purpose", "group", "seq", "bytes", "issue_ns", "arrival_ns"), pd.NA)
+    start, dur_ns = rows[of]["start_ns"] - round(ms * 1e6), round(ms * 1e6)
+    work = rows[of].assign(kind="module", name=SHARDING, lane="main", start_ns=start, dur_ns=dur_ns, **nothing)
+    joined = concat_rows([rows, work.astype(COLUMNS)])
+    order = ["rank", "start_ns", "dur_ns"]
+    return Trace.of(trace.run, joined.sort_values(order, ascending=[True, True, False], ignore_index=True))
+
+
+def is_gradient(trace: Trace) -> pd.Series[bool]:
+    return (trace.rows["kind"] == "comm") & (trace.rows["purpose"] == "gradient")
+
+
+def test_what_stage_3_works_for_modules_goes_with_it() -> None:
+    trace = job(config("deepspeed", **ALONE)).sharded()
+    gathers = (trace.rows["kind"] == "comm") & (trace.rows["purpose"] == "parameter")
+    plain, worked = (study(one) for one in (trace, with_work(trace, gathers, 1.0)))
+    (before,), (after,) = (ask(one, [[turned(STAGE, 2, "RUN")]]).rows for one in (plain, worked))
+    assert before.gain is not None
+    assert after.gain is not None
+    assert after.gain.ms - before.gain.ms == pytest.approx(sharding_ms(worked), rel=0.1)
+    assert after.gain.high - after.gain.low > before.gain.high - before.gain.low  # how much of it goes is not sure
+
+
+def test_what_deepspeed_works_for_each_bucket_goes_with_all_but_one() -> None:
+    """Two buckets become one; copying their bytes does not become less."""
+    facts = config("deepspeed", stage=2, reduce_bucket_size=8 * ELEMENTS)
+    made = job(facts, gathers=False, reduced=(32 * ELEMENTS, 32 * ELEMENTS), layer_ms=20.0)
+    trace = made.sharded()
+    plain, worked = (study(one) for one in (trace, with_work(trace, is_gradient(trace), 2.0)))
+    (before,), (after,) = (ask(one, [[turned(REDUCED, 16 * ELEMENTS, "RUN")]]).rows for one in (plain, worked))
+    assert before.gain is not None
+    assert after.gain is not None
+    told = after.gain.ms - before.gain.ms
+    assert 0.1 * sharding_ms(worked) < told < 0.8 / 2 * sharding_ms(worked)
+    assert after.gain.low < before.gain.ms  # what it is for is not sure
 
 
 def test_gradients_reduced_once_in_stage_1() -> None:

@@ -43,6 +43,8 @@ AROUND_MODULE: Final = (
 )
 """Methods of its DeepSpeedZeRoOffload: stage 3 fetches and releases the parameters of a module in them."""
 STAGES_1_AND_2: Final = "deepspeed.runtime.zero.stage_1_and_2"
+OF_BUCKET: Final = "reduce_ipg_grads"
+"""Method of its DeepSpeedZeroOptimizer: stages 1 and 2 reduce a bucket of gradients in it."""
 PIPELINES: Final = {
     "deepspeed.runtime.pipe.engine": "PipelineEngine",
     "deepspeed.runtime.pipe.dualpipev": "DualPipeVEngine",
@@ -106,21 +108,23 @@ def _watch_engine(recorder: Recorder, on_step: Callable[[], None], module: Modul
 
 
 def _watch_stage_3(recorder: Recorder, module: ModuleType) -> Uninstall:
-    """What stage 3 works for the parameters of modules is told apart from what these compute, as FSDP2's is."""
-    return _told_apart(recorder, private.find(f"{STAGE_3}:DeepSpeedZeRoOffload"), AROUND_MODULE)
+    """Record what stage 3 works for the parameters of a module, apart from what the module computes."""
+    return _record_sharding(recorder, f"{STAGE_3}:DeepSpeedZeRoOffload", AROUND_MODULE)
 
 
 def _watch_buckets(recorder: Recorder, module: ModuleType) -> Uninstall:
-    """What stages 1 and 2 work for a bucket of gradients, likewise."""
-    return _told_apart(recorder, private.find(f"{STAGES_1_AND_2}:DeepSpeedZeroOptimizer"), ("reduce_ipg_grads",))
+    """Record what stages 1 and 2 work for a bucket of gradients."""
+    return _record_sharding(recorder, f"{STAGES_1_AND_2}:DeepSpeedZeroOptimizer", (OF_BUCKET,))
 
 
-def _told_apart(recorder: Recorder, owner: Any, methods: tuple[str, ...]) -> Uninstall:
+def _record_sharding(recorder: Recorder, path: str, methods: tuple[str, ...]) -> Uninstall:
+    """Record these methods of a class as `module` rows named SHARDING, as those of FSDP2's units are."""
+    owner = private.find(path)
+    there = [name for name in methods if owner is not None and private.find(f"{path}.{name}") is not None]
     begin = functools.partial(recorder.begin, int(Kind.MODULE), recorder.intern(SHARDING))
     return in_reverse(
         replace_attribute(owner, name, timed(getattr(owner, name), begin, recorder.end, "DeepSpeed's ZeRO"))
-        for name in methods
-        if name in getattr(owner, "__dict__", ())
+        for name in there
     )
 
 

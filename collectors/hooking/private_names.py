@@ -53,6 +53,13 @@ _NO_OTHERS: Final = "--deep profiles nothing, as it could not see a torch.profil
 _COMPILED: Final = "torch.compile traces through dsprof's hooks, which splits compiled graphs"
 _NO_PARTS: Final = "what memory is for (parameters, gradients, optimizer states) is not known"
 
+_NO_MODULES_OF_ZERO: Final = (
+    "what DeepSpeed's stage 3 works for the parameters of modules is not told apart from what these compute"
+)
+_NO_BUCKETS_OF_ZERO: Final = (
+    "what DeepSpeed's stages 1 and 2 work for a bucket of gradients is not told apart from computing"
+)
+
 NAMES: Final = (
     # --- the training loop
     PrivateName("torch.autograd:_engine_run_backward", ("phases",), "backward passes are not recorded", True),
@@ -278,15 +285,19 @@ NAMES: Final = (
     PrivateName(
         f"{DEEPSPEED}:DeepSpeedEngine._take_model_step", ("deepspeed",), "DeepSpeed's steps are not recorded", True
     ),
-    PrivateName(
-        f"{STAGE_3}:DeepSpeedZeRoOffload",
-        ("deepspeed",),
-        "what DeepSpeed's stage 3 works for the parameters of modules is not told apart from what these compute",
+    *(
+        PrivateName(f"{STAGE_3}:DeepSpeedZeRoOffload{method}", ("deepspeed",), _NO_MODULES_OF_ZERO)
+        for method in (
+            "",
+            ".pre_sub_module_forward_function",
+            ".post_sub_module_forward_function",
+            ".pre_sub_module_backward_function",
+            ".post_sub_module_backward_function",
+        )
     ),
-    PrivateName(
-        f"{STAGES_1_AND_2}:DeepSpeedZeroOptimizer",
-        ("deepspeed",),
-        "what DeepSpeed's stages 1 and 2 work for a bucket of gradients is not told apart from computing",
+    *(
+        PrivateName(f"{STAGES_1_AND_2}:DeepSpeedZeroOptimizer{method}", ("deepspeed",), _NO_BUCKETS_OF_ZERO)
+        for method in ("", ".reduce_ipg_grads")
     ),
     PrivateName(
         f"{PIPELINE_ENGINE}:PipelineEngine._INSTRUCTION_MAP",

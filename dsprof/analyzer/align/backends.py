@@ -24,7 +24,7 @@ class Backend:
     synchronizing: collectives no rank can leave before the last one has arrived.
     root_sends: nobody gets anything before the root has come, which waits for all: a send waits for its receive.
     root_receives: the root waits for everybody; nobody else for anyone.
-    scatters_whole: a reduce-scatter moves no less than an all-reduce of the same bytes would.
+    scatters_whole: a reduce-scatter moves at least as many bytes as an all-reduce of the same tensor.
     """
 
     workers: int | None
@@ -36,8 +36,8 @@ class Backend:
 
 
 BACKENDS: Final = {
-    # ProcessGroupGloo: two threads a group; unbound buffers. Of two ranks a reduce-scatter of 2 MiB put 2.1 MB of each
-    # on the wire, an all-reduce as many; of four ranks 6.4 and 2.9 MB.
+    # ProcessGroupGloo: two threads a group; unbound buffers. For a tensor of 2.1 MB a rank put on the wire, in a
+    # reduce-scatter and in an all-reduce: 2.1 and 2.1 MB of two ranks, 6.4 and 2.9 MB of four.
     "gloo": Backend(workers=2, messages_queue=False, scatters_whole=True),
     "nccl": Backend(workers=1, messages_queue=False),  # a stream a communicator; batched messages share a kernel
     "stream": Backend(workers=1, messages_queue=True),  # a device's stream, or a lane of dsprof's engine
@@ -57,6 +57,12 @@ def backend_name(group: str, run: RunInfo | None) -> str:
 def backend_of(group: str, run: RunInfo | None) -> Backend:
     """What it does."""
     return BACKENDS.get(backend_name(group, run), BACKENDS[DEFAULT])
+
+
+def captured_backend(group: str, run: RunInfo | None) -> Backend | None:
+    """What it does, if it was captured which one it is; None: torch chose, or it is another one."""
+    about = run.group(group) if run is not None else None
+    return BACKENDS.get(str((about or {}).get("backend")))
 
 
 def by_backend(groups: Words, run: RunInfo | None) -> Iterator[tuple[Backend, Bool]]:

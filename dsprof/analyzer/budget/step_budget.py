@@ -62,7 +62,7 @@ class RankTime:
     device: Intervals = field(default_factory=Intervals.empty)
     """The steps that a device's stream ends."""
     sharding: Intervals = field(default_factory=Intervals.empty)
-    """The part of compute in which parameters are gathered or sharded anew."""
+    """The part of compute that is the framework's own work for shards and buckets: rows named schema.SHARDING."""
     lane_tasks: LaneTasks = field(default_factory=LaneTasks.none)
     """What was issued to lanes of this rank alone."""
     thread: LabelledTime | None = None

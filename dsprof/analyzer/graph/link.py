@@ -36,13 +36,13 @@ class Link:
         return self.latency_ms + size * self.ms_per_byte
 
 
-def with_bytes_of(link: Link, size: float, ms_per_byte: float) -> Link:
-    """The link, which a transfer of `size` bytes takes as long over, and a byte more no longer than it was seen to take
-    where far larger transfers were: small ones vary by more than their bytes take."""
+def capped(link: Link, size: float, ms_per_byte: float, largest: float) -> Link:
+    """The same time for `size` bytes; the time of a further byte is at most what much larger transfers, of up to
+    `largest` bytes, were seen to take. Small ones vary by more than their bytes take."""
     if link.ms_per_byte <= ms_per_byte:
         return link
     whole = float(link.transfer_ms(np.array(size)))
-    return replace(link, latency_ms=max(whole - size * ms_per_byte, 0.0), ms_per_byte=ms_per_byte, largest=math.inf)
+    return replace(link, latency_ms=max(whole - size * ms_per_byte, 0.0), ms_per_byte=ms_per_byte, largest=largest)
 
 
 def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ import numpy as np
 from ... import signals
 from ...align.groups import REPLICATE
 from ...candidate import Candidate, Price
+from ...effect import Effect
 from ...finding import Evidence, Finding, Fix, Gain
 from ...memory.free import least_free
 from ...price.calibration import ModelError
@@ -60,8 +61,10 @@ def redundant_gather(study: Study) -> Found:
             every.append(gathered)
     fit = [gathered for gathered in every if _fit(study, gathered)]
     if _is_zero(study) and fit:
-        return _of_stage(study, fit)
-    return [one for gathered in fit for one in _kept(study, gathered)]
+        return _of_setting(study, fit, lambda: with_stage(study, 2))
+    if fit and len(fit) == len(sharded) and all(_by_setting(study, gathered) for gathered in fit):
+        return _of_setting(study, fit, lambda: with_reshard(study, False))
+    return [_candidate(study, gathered) for gathered in fit]
 
 
 def _is_zero(study: Study) -> bool:
@@ -69,25 +72,16 @@ def _is_zero(study: Study) -> bool:
     return stage_of(study) is not None and not study.facts.get("fsdp")
 
 
-def _of_stage(study: Study, every: Sequence[_Gathered]) -> Found:
-    """What stage 2 would save, which gathers all parameters of all dimensions at once; where that is not told, what
-    keeping them after their first gather would, or nothing."""
+def _of_setting(study: Study, every: Sequence[_Gathered], setting: Callable[[], Effect]) -> Found:
+    """What one setting would save that keeps the parameters of all dimensions: stage 2 of ZeRO, or FSDP2's
+    reshard_after_forward. Where that is not told, what keeping them after their first gather would, or nothing."""
     try:
-        gain = gain_of_all(study, [with_stage(study, 2)])
+        gain = gain_of_all(study, [setting()])
     except NotJudged:
         return [_candidate(study, gathered) for gathered in every]
     domain = every[0].domain if len(every) == 1 else replace(every[0].domain, name="")
     whole = replace(every[0], domain=domain, whole_bytes=sum(gathered.whole_bytes for gathered in every))
     return [_finding(study, whole, gain)] if gain.ms >= LEAST_SHARE * study.step_ms and _fit(study, whole) else []
-
-
-def _kept(study: Study, gathered: _Gathered) -> Found:
-    """What keeping them would save. Where one setting of FSDP2 does that, it is what this saves, with what FSDP2 would
-    not work any more."""
-    if not _by_setting(study, gathered):
-        return [_candidate(study, gathered)]
-    gain = gain_of_all(study, [with_reshard(study, False)])
-    return [_finding(study, gathered, gain)] if gain.ms >= LEAST_SHARE * study.step_ms else []
 
 
 def _by_setting(study: Study, gathered: _Gathered) -> bool:
@@ -154,7 +148,7 @@ def _finding(study: Study, gathered: _Gathered, gain: Gain) -> Finding:
 
     title = (
         f"{size(gathered.whole_bytes)} of parameters are gathered {gathered.times:.2g} times in each step"
-        f"{domain.inside}, and {ms(gain.ms)} of it wait for what could be kept"
+        f"{domain.inside}, and keeping them would save {ms(gain.ms)}"
     )
     fixes = (_fix(study, gathered, gain),)
     return Finding("comm.redundant-gather", title, "info", domain.where(study, "all_gather"), evidence, gain, fixes)

@@ -273,8 +273,8 @@ def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Lin
 
 @once
 def sharding_ms(study: Study) -> float:
-    """What FSDP itself works for its units in a step, or DeepSpeed's stage 3 for modules, mean over ranks and steps; 0
-    where that is not recorded."""
+    """What FSDP itself works for its units in a step, or DeepSpeed for modules (stage 3) or buckets (1 and 2), mean
+    over ranks and steps; 0 where that is not recorded."""
     graph = study.need_graph()
     whole = sum(float(steps.work[..., SHARDING_PART].sum()) for steps in graph.templates)
     return whole / len(graph.numbers) / graph.leads

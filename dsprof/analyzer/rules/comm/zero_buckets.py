@@ -11,7 +11,7 @@ import pandas as pd
 
 from ...effect import Effect, WhatIfs
 from ...finding import NOTHING, Evidence, Finding, Gain, Where
-from ...graph.link import Link, fit_link, with_bytes_of
+from ...graph.link import Link, capped, fit_link
 from ...study import Study
 from ...text import count, ms, size
 from ...whatif.merge import Merge, packed
@@ -22,20 +22,20 @@ from .ddp_buckets import with_buckets_of
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
 from .dimensions import domains, moved_bytes
 from .fetched_parameters import need_larger, with_scatter_bucket
-from .shards import FAR, links_around, sharding_ms
+from .shards import COPY_MS_PER_BYTE, FAR, links_around, sharding_ms
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
 """So many buckets in one are tried."""
 KEY: Final = "reduce_bucket_size"
 GRADIENTS: Final = Communications(purposes=("gradient",))
 OF_A_BUCKET: Final = 0.8
-"""Of what DeepSpeed works for buckets, what it works for each; the rest is for gradients. Of 40 buckets in one, 21.8 ms
-a step became 3.9."""
-WHOLE: Final = 2.0
-"""So many times the bytes of an all-gather does an all-reduce of as much move."""
+"""Share of what DeepSpeed works for buckets, but for copying bytes, that goes with their number; the rest goes with the
+number of gradients. When 40 buckets of 64 KiB became one, 21.8 ms a step became 3.9."""
+OF_ALL_GATHER: Final = 2.0
+"""Bytes that an all-reduce moves, as a multiple of an all-gather of as much."""
 FEWEST_GATHERS: Final = 5
-ORDINARY: Final = 0.95
-"""Of the transfers; what takes longer counts as long as they do."""
+CLIPPED: Final = 0.95
+"""Quantile at which transfer times are clipped."""
 
 
 @dataclass(frozen=True)
@@ -92,23 +92,26 @@ def _link(study: Study, table: pd.DataFrame) -> Link:
     of_kind = study.collectives[study.collectives["step"].isin(study.step_numbers)]
     for column in ("name", "group"):
         of_kind = of_kind[of_kind[column].isin(table[column].unique())]
-    size, took = float(table["bytes"].median()), table["transfer_ns"] / 1e6
-    # Each is waited for, so that what counts is their mean, and many small ones take several times the median.
-    mean = float(took.clip(upper=took.quantile(ORDINARY)).mean())
     link = fit_link(of_kind)
+    if is_own_engine(study):
+        return link
+    # Each is waited for, so their mean counts, which of small ones is several times the median that the fit goes by.
+    took, size = table["transfer_ns"] / 1e6, float(table["bytes"].median())
+    mean = float(took.clip(upper=took.quantile(CLIPPED)).mean())
     link = replace(link, latency_ms=max(link.latency_ms + mean - float(took.median()), 0.0))
     gathers = _gathers_of_update(study, table)
     if len(gathers) < FEWEST_GATHERS:
         return link
-    return with_bytes_of(link, size, WHOLE * float((gathers["transfer_ns"] / gathers["bytes"]).median()) / 1e6)
+    a_byte = float((gathers["transfer_ns"] / gathers["bytes"]).median()) / 1e6
+    return capped(link, size, OF_ALL_GATHER * a_byte, float(gathers["bytes"].max()))
 
 
 def _gathers_of_update(study: Study, table: pd.DataFrame) -> pd.DataFrame:
     """The gathers of updated parameters by the ranks of the gradients, so much larger than these that they tell what
     bytes take."""
     every = study.collectives
-    gathers = every[(every["name"] == "all_gather") & every["step"].isin(study.step_numbers)]
-    gathers = gathers[gathers["group"].isin(table["group"].unique())]
+    gathers = every[(every["name"] == "all_gather") & (every["purpose"] == "parameter") & (every["transfer_ns"] > 0)]
+    gathers = gathers[gathers["step"].isin(study.step_numbers) & gathers["group"].isin(table["group"].unique())]
     return gathers[gathers["bytes"] >= FAR * table["bytes"].max()]
 
 
@@ -160,7 +163,10 @@ def _of_up_to(
     """Buckets of up to `most` bytes (0: as they are), of which there are so many a step."""
     each = _links_around(study, table, link, most)  # of `now` the last may be of larger buckets only
     fewer = 1 - buckets / (len(table) / len(study.step_numbers))
-    pairs = [(present, _up_to(study, one, most, fewer)) for present, one in zip(now, each, strict=False)]
+    left = _work_left(study, table, fewer)
+    pairs = [(present, _up_to(study, one, most, left)) for present, one in zip(now, each, strict=False)]
+    if left < 1:
+        pairs.append((now[0], _up_to(study, each[0], most)))
     (as_it_is, then), *others = pairs
     return Effect(
         "comm.small-messages",
@@ -173,14 +179,23 @@ def _of_up_to(
     )
 
 
-def _up_to(study: Study, link: Link, most: float, fewer: float = 0.0) -> WhatIfs:
-    """fewer: by which share of the buckets"""
+def _up_to(study: Study, link: Link, most: float, left: float = 1.0) -> WhatIfs:
+    """left: of what DeepSpeed works for buckets (`_work_left`)"""
+    # Where the work for buckets was seen, the calls to issue are in it.
+    host_ms = study.host_ms("gradient") if left == 1 else 0.0
     reached = is_own_engine(study)
-    told_apart = not reached and sharding_ms(study) > 0
-    host_ms = 0.0 if told_apart else study.host_ms("gradient")  # where the work for buckets was seen, it is in that
-    left = 1 - OF_A_BUCKET * fewer if told_apart else 1.0
     merge = Merge(GRADIENTS, link, most_bytes=most, reached=reached, host_ms=host_ms, blocking=True, unit_work=left)
     return (merge,)
+
+
+def _work_left(study: Study, table: pd.DataFrame, fewer: float) -> float:
+    """Share of what DeepSpeed works for its buckets that is left where there are `fewer` (a share of them) of the same
+    gradients; 1 where that was not told apart."""
+    worked = 0.0 if is_own_engine(study) else sharding_ms(study)
+    if not worked:
+        return 1.0
+    copied = min(moved_bytes(study, table) * COPY_MS_PER_BYTE / worked, 1.0)
+    return 1 - (1 - copied) * OF_A_BUCKET * fewer
 
 
 def with_bucket_size(study: Study, number: float) -> Effect:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-from ...align.backends import backend_of
+from ...align.backends import captured_backend
 from ...effect import Effect, WhatIfs
 from ...graph.step_graph import Steps
 from ...study import Study
@@ -26,10 +26,11 @@ from .shards import GATHER, gathers_parameters, sharding_ms
 STAGES: Final = (1, 2, 3)
 GRADIENTS: Final = Communications(purposes=("gradient",))
 WHOLE: Final = 2.0
-"""So many times the bytes of a reduce-scatter does an all-reduce of the same gradients move, if it moves no more than
-it must (`Backend.scatters_whole`)."""
+"""Bytes that an all-reduce moves, as a multiple of a reduce-scatter of the same gradients that moves no more than it
+must (`Backend.scatters_whole`)."""
 HOOKS_LEFT: Final = 0.5
-"""Of what stage 3 works for the parameters of modules, what stages 1 and 2 may still work for their gradients."""
+"""Assumed as the other end of what is possible: stages 1 and 2 work half as much for gradients as stage 3 does for the
+parameters of modules. The two were not measured apart."""
 UNDER_WAY: Final = 2
 """Buckets that dsprof's engine leaves under way (`engine/zero/bucket.py`)."""
 
@@ -91,17 +92,25 @@ def _without_shards(study: Study, more: WhatIfs) -> Effect:
                 then.append(FetchedBy(gathers, link, GatheredWhole(), item_bytes(study)))
         pairs.append((tuple(now), tuple(then)))
     notes = ["all parameters are gathered together once a step, and kept"]
-    if not own and not all(backend_of(group, study.run).scatters_whole for of in links.values() for group in of):
-        # Its stages 1 and 2 reduce whole buckets on all ranks.
-        slower = ScaleLink(WHOLE, 1 / WHOLE, Communications(purposes=("gradient",)))
+    if not own and not _scatters_whole(study):  # its stages 1 and 2 reduce whole buckets on all ranks
+        slower = ScaleLink(WHOLE, 1 / WHOLE, GRADIENTS)
         pairs = [(pairs[0][0], (*pairs[0][1], slower)), *((one, (*then, slower)) for one, then in pairs[1:]), pairs[0]]
         notes.append("gradients are all-reduced, which moves twice the bytes of a reduce-scatter")
-    if not own and sharding_ms(study):
+    elif not own and len(study.ranks) > 2:
+        pairs.append((pairs[0][0], (*pairs[0][1], ScaleLink(1 / WHOLE, WHOLE, GRADIENTS))))
+    if not own and not study.on_gpu and sharding_ms(study):
         none, some = (ScaleWork({"sharding": left}) for left in (0.0, HOOKS_LEFT))
         pairs = [*((one, (*then, none)) for one, then in pairs), (pairs[0][0], (*pairs[0][1], some))]
         notes.append("modules fetch and release no parameters")
     (as_it_is, changed), *others = pairs
     return Effect("comm.redundant-gather", changed, as_it_is, tuple(others), counts_cores=True, notes=tuple(notes))
+
+
+def _scatters_whole(study: Study) -> bool:
+    """Whether every group that reduces gradients is known to take no longer for all of them on all ranks."""
+    groups = {group for domain in domains(study) if len(domain.of("gradient").table) for group in domain.groups}
+    backends = [captured_backend(group, study.run) for group in groups]
+    return bool(backends) and not study.on_gpu and all(one is not None and one.scatters_whole for one in backends)
 
 
 def with_overlap(study: Study, value: Any) -> Effect:

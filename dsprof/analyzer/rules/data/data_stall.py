@@ -31,10 +31,10 @@ from .loader import Fact, loader_fact, loader_fix, loading_rows, restarts, train
 
 MOST_WORKERS: Final = 32
 HAND_OVER_MS: Final = (0.5, 5.0)
-HAND_OVER_MS_PER_BYTE: Final = (1e-6, 4e-6)
+HAND_OVER_MS_PER_BYTE: Final = (4e-7, 4e-6)
 """What taking a batch from a worker costs by itself, at best and at worst: a queue, a file descriptor for each tensor,
-and the bytes at memory speed. On a slow machine of two cores that slept meanwhile a batch of one small tensor took 2 ms
-(1.5 to 2.5), one of two 2.7 (1.9 to 5.8), one of 6 MB 4.5."""
+and the bytes at memory speed. Measured on a slow machine of two cores with nothing else to do: 2 ms for a batch of one
+small tensor (1.5 to 2.5), 2.7 for one of two (1.9 to 5.8), 4.5 for one tensor of 6 MB."""
 SLACK: Final = 1.5
 """Batches do not all take the same time: that much more capacity than the mean needs."""
 MOSTLY: Final = 0.75
