@@ -11,16 +11,16 @@ same in forward and backward, the same on all stages, and no single replica's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-import pandas as pd
+import numpy.typing as npt
 
 from ..align.match import PAIR, SEND_RECV
-from ..arrays import Float, Int
+from ..arrays import Bool, Float, Int
 from ..study import Study, once
 from ..whatif.work import Spans
-from .passes import BACKWARD, FORWARD
+from .passes import BACKWARD, FORWARD, WEIGHTS
 
 LEAST_SPREAD: Final = 0.05
 """Standard deviation, of the mean, that forwards and backwards have in common: what differs less is no input's doing
@@ -66,39 +66,74 @@ def can_tell(study: Study) -> bool:
     return _computations(study) is not None
 
 
+@dataclass(frozen=True)
+class _Computations:
+    """Forwards and backwards of micro-batches in the ordinary steps, as arrays by row: of a backward in two parts (B
+    and W) each is one.
+
+    replica: a number of the ranks that the same micro-batches pass
+    back:  whether it is of a backward
+    kind:  number of its stage, pass and micro-batch within the step, the same on all replicas; place: with its rank
+    batch: number of its micro-batch (replica, step and place in it), in the order in which they are met
+    ms, usual: what it computed, and the mean of its place; of a part of a backward, its part of that
+    """
+
+    rank: Int
+    step: Int
+    stage: Int
+    replica: Int
+    back: Bool
+    kind: Int
+    place: Int
+    batch: Int
+    start_ns: Int
+    dur_ns: Int
+    ms: Float
+    usual: Float
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The same with both parts of a backward as one.
+
+    off, beside: what it took of what is usual, and that less the mean of the step's forwards or backwards
+    """
+
+    rank: Int
+    step: Int
+    stage: Int
+    replica: Int
+    back: Bool
+    batch: Int
+    off: Float
+    beside: Float
+
+
 @once
 def unequal_micro_batches(study: Study) -> UnequalMicroBatches | None:
     """None where micro-batches take equally long, differ for another reason, or were not seen."""
-    table = _computations(study)
-    if table is None:
+    each = _computations(study)
+    if each is None:
         return None
-    passes = table.groupby(["place", "batch"], sort=False).agg(
-        ms=("ms", "sum"), usual=("usual", "sum"), name=("name", "first"), step=("step", "first"),
-        replica=("replica", "first"), rank=("rank", "first"),
-    ).reset_index()  # fmt: skip
-    off = (passes["ms"] / passes["usual"]).to_numpy(np.float64)
-    beside = off - passes.assign(off=off).groupby(["step", "name"])["off"].transform("mean").to_numpy(np.float64)
-    passes = passes.assign(off=off, beside=beside)
-    wide = passes.assign(at=passes["rank"].astype(str) + passes["place"].str.rpartition("/")[0]).pivot_table(
-        index=["at", "batch"], columns="name", values="beside"
-    )
-    if not {FORWARD, BACKWARD} <= set(wide.columns):  # one of the two computes nothing
+    passes = _passes(each)
+    both = _forwards_beside_backwards(passes)
+    if both is None:  # one of the two computes nothing
         return None
-    wide = wide.dropna()
+    forward, backward = both
     # A stop of the machine's in one of the two passes says nothing of the micro-batch, and weighs much in a square.
-    apart = (wide[FORWARD] - wide[BACKWARD]).abs()
-    wide = wide[apart <= apart.quantile(1 - STOPPED_IN_ONE)]
-    forward, backward = wide[FORWARD].to_numpy(np.float64), wide[BACKWARD].to_numpy(np.float64)
-    common = float((forward * backward).mean()) if len(wide) else 0.0
-    of_passes = common / max(float(np.sqrt((forward**2).mean() * (backward**2).mean())), 1e-12) if len(wide) else 0.0
-    of_step = float(passes.groupby(["step", "name"])["batch"].nunique().mean())  # so many have their mean taken off
+    apart = np.abs(forward - backward)
+    alike = apart <= np.quantile(apart, 1 - STOPPED_IN_ONE) if len(apart) else np.zeros(0, bool)
+    forward, backward = forward[alike], backward[alike]
+    common = float((forward * backward).mean()) if len(forward) else 0.0
+    of_passes = common / max(float(np.sqrt((forward**2).mean() * (backward**2).mean())), 1e-12) if len(forward) else 0.0
+    of_step = _batches_of_a_step(passes)  # so many have their mean taken off
     spread = float(np.sqrt(max(common, 0.0) * of_step / max(of_step - 1, 1.0)))
-    if len(wide) < FEWEST or spread < LEAST_SPREAD or of_passes < LEAST_PASSES:
+    if len(forward) < FEWEST or spread < LEAST_SPREAD or of_passes < LEAST_PASSES:
         return None
     of_stages = _between_stages(passes)
     if of_stages < LEAST_STAGES or _of_one_replica(passes) or _in_turn(passes) > MOST_IN_TURN:
         return None
-    return _excess(study, table, spread, of_passes, of_stages)
+    return _excess(study, each, spread, of_passes, of_stages)
 
 
 def input_of_steps(study: Study) -> Float | None:
@@ -115,58 +150,140 @@ def micro_batch_counts(study: Study) -> Float | None:
     """How many micro-batches each rank has in each ordinary step, [R, S]. None where that was not seen, or a rank has
     not as many forwards as backwards, which then are of something else."""
     table = study.passes
-    counts = table.groupby(["name", "rank", "step"]).size()
-    if not {FORWARD, BACKWARD} <= set(table["name"]):
+    name = table["name"].to_numpy(object)
+    if not (name == FORWARD).any() or not (name == BACKWARD).any():
         return None
-    wide: list[Float] = []
-    for name in (FORWARD, BACKWARD):
-        of_name = counts[name].unstack(fill_value=0)
-        of_steps = of_name.reindex(index=study.ranks, columns=study.step_numbers, fill_value=0)
-        wide.append(of_steps.to_numpy(np.float64))
-    forward, backward = wide
+    rank, step = (table[column].to_numpy(np.int64) for column in ("rank", "step"))
+    there = np.isin(rank, study.ranks) & np.isin(step, study.step_numbers)
+    shape = len(study.ranks), len(study.step_numbers)
+    forward, backward = np.zeros(shape), np.zeros(shape)
+    for wide, of_name in ((forward, FORWARD), (backward, BACKWARD)):
+        mine = there & (name == of_name)
+        at = np.searchsorted(study.ranks, rank[mine]), np.searchsorted(study.step_numbers, step[mine])
+        np.add.at(wide, at, 1.0)
     return forward if (forward > 0).all() and (forward == backward).all() else None
 
 
-def _computations(study: Study) -> pd.DataFrame | None:
-    """Forwards and backwards of micro-batches in the ordinary steps: rank, step, name (F, or B with W), micro (its
-    place in the step), replica, place (rank, stage, name and micro), batch (replica, step and micro), start_ns, ms,
-    usual: the mean of its place."""
-    table = _passed(study)
-    if table is None or table.empty:
-        return None
-    table = table[table["step"].isin(study.step_numbers) & table["rank"].isin(study.ranks) & (table["ms"] > 0)]
-    if table["step"].nunique() < FEWEST_STEPS:
-        return None
-    replica = _replica_of(study)
-    table = table.assign(name=np.where(table["name"] == FORWARD, FORWARD, BACKWARD), replica=table["rank"].map(replica))
-    micro = table["micro"].astype(str)
-    table = table.assign(
-        place=table["stage"].astype(str) + "." + table["rank"].astype(str) + "." + micro + "/" + table["name"],
-        batch=table["replica"].astype(str) + "." + table["step"].astype(str) + "." + micro,
-    )
-    each = table.groupby(["place", "batch"], sort=False)["ms"].sum()
-    usual = each.groupby(level="place").mean()
-    parts = table.groupby(["place", "batch"])["ms"].transform("size")  # B and W of one micro-batch
-    table = table.assign(usual=table["place"].map(usual).to_numpy(np.float64) / parts.to_numpy(np.float64))
-    return table if table["batch"].nunique() >= FEWEST else None
-
-
-def _passed(study: Study) -> pd.DataFrame | None:
-    """`passes.PASS_COLUMNS` of all ranks, and ms, what each computed."""
-    if study.on_gpu:  # there its host's phases say nothing of what the device takes
-        return None
+@once
+def _computations(study: Study) -> _Computations | None:
     table = study.passes
-    if set(table["rank"]) != set(study.ranks):
+    if study.on_gpu or table.empty:  # on devices their hosts' phases say nothing of what they take
         return None
-    counts = table.groupby(["rank", "step", "name"]).size().unstack(fill_value=0)
-    if not {FORWARD, BACKWARD} <= set(counts.columns):
+    rank, step, stage, micro, start, length, own = (
+        table[column].to_numpy(np.int64)
+        for column in ("rank", "step", "stage", "micro", "start_ns", "dur_ns", "own_ns")
+    )
+    name = table["name"].to_numpy(object)
+    chosen = _as_usual(study, rank, step, name)
+    if chosen is None:
         return None
-    usual = counts.mode().iloc[0]
-    if usual[FORWARD] != usual[BACKWARD]:
+    ms = own / 1e6
+    chosen &= np.isin(step, study.step_numbers) & np.isin(rank, study.ranks) & (ms > 0)
+    there = np.flatnonzero(chosen)
+    rank, step, stage, micro, ms = (of[there] for of in (rank, step, stage, micro, ms))
+    if len(np.unique(step)) < FEWEST_STEPS:
         return None
-    alike = counts.index[(counts == usual).all(axis=1)]
-    table = table[pd.MultiIndex.from_frame(table[["rank", "step"]]).isin(alike)]
-    return table.assign(ms=table["own_ns"] / 1e6)
+    back = name[there] != FORWARD
+    replicas = _replica_of(study)
+    replica = np.array([replicas[one] for one in rank.tolist()], np.int64)
+    kind = _numbered(stage, micro, back)
+    place, batch = _numbered(kind, rank), _as_met(_numbered(replica, step, micro))
+    if batch.max() + 1 < FEWEST:
+        return None
+    pair = _numbered(place, batch)
+    parts = np.bincount(pair)  # B and W of one micro-batch
+    of_place = np.zeros(len(parts), np.int64)
+    of_place[pair] = place
+    usual = np.bincount(place, ms) / np.bincount(of_place)
+    return _Computations(
+        rank,
+        step,
+        stage,
+        replica,
+        back,
+        kind,
+        place,
+        batch,
+        start[there],
+        length[there],
+        ms,
+        usual[place] / parts[pair],
+    )
+
+
+def _as_usual(study: Study, rank: Int, step: Int, name: npt.NDArray[np.object_]) -> Bool | None:
+    """Which computations are of a rank's step that has as many forwards and backwards as most; None where they are not
+    of micro-batches, or not all ranks have any."""
+    if set(rank.tolist()) != set(study.ranks):
+        return None
+    names = (FORWARD, BACKWARD, WEIGHTS)
+    of_step, which = _numbered(rank, step), np.zeros(len(name), np.int64)
+    for number, one in enumerate(names):
+        which[name == one] = number
+    counts = np.bincount(len(names) * of_step + which, minlength=len(names) * (of_step.max() + 1))
+    counts = counts.reshape(-1, len(names))
+    if not counts[:, 0].any() or not counts[:, 1].any():
+        return None
+    usual = np.array([np.bincount(of_name).argmax() for of_name in counts.T])
+    return (counts == usual).all(axis=1)[of_step] if usual[0] == usual[1] else None
+
+
+def _numbered(*columns: npt.NDArray[Any]) -> Int:
+    """A number for each combination of values, from 0 on, in their order."""
+    found = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        values, place = np.unique(column, return_inverse=True)
+        _, found = np.unique(found * max(len(values), 1) + place, return_inverse=True)
+    return found
+
+
+def _as_met(numbers: Int) -> Int:
+    """The same numbers in the order in which they are met."""
+    _, first = np.unique(numbers, return_index=True)
+    return np.argsort(np.argsort(first))[numbers]
+
+
+def _mean_of(numbers: Int, values: Float) -> Float:
+    """The mean of the values of each number, from 0 on."""
+    found: Float = np.bincount(numbers, values) / np.maximum(np.bincount(numbers), 1)
+    return found
+
+
+def _median_of(numbers: Int, values: Float) -> Float:
+    """The median of the values of each number, from 0 on; there are some of each."""
+    order, count = np.lexsort((values, numbers)), np.bincount(numbers)
+    first = np.cumsum(count) - count
+    found: Float = (values[order[first + (count - 1) // 2]] + values[order[first + count // 2]]) / 2
+    return found
+
+
+def _passes(each: _Computations) -> _Passes:
+    pair = _as_met(_numbered(each.place, each.batch))
+    _, first = np.unique(pair, return_index=True)
+    off = np.bincount(pair, each.ms) / np.bincount(pair, each.usual)
+    step, back = each.step[first], each.back[first]
+    of_step = _numbered(step, back)
+    beside = off - _mean_of(of_step, off)[of_step]
+    return _Passes(each.rank[first], step, each.stage[first], each.replica[first], back, each.batch[first], off, beside)
+
+
+def _forwards_beside_backwards(passes: _Passes) -> tuple[Float, Float] | None:
+    """What a rank's forward and its backward of a micro-batch took beside others of their step, of all that have both.
+    None where there are none of either."""
+    if passes.back.all() or not passes.back.any():
+        return None
+    both = _numbered(passes.stage, passes.rank, passes.batch)
+    wide = np.full((2, int(both.max()) + 1), np.nan)
+    wide[passes.back.astype(np.int64), both] = passes.beside
+    wide = wide[:, np.isfinite(wide).all(axis=0)]
+    return wide[0], wide[1]
+
+
+def _batches_of_a_step(passes: _Passes) -> float:
+    """How many micro-batches have a forward, or a backward, in a step, mean."""
+    of_step = _numbered(passes.step, passes.back)
+    _, first = np.unique(_numbered(of_step, passes.batch), return_index=True)
+    return float(np.bincount(of_step[first]).mean())
 
 
 def _replica_of(study: Study) -> dict[int, int]:
@@ -179,7 +296,9 @@ def _replica_of(study: Study) -> dict[int, int]:
         return rank
 
     stage_of = study.topology.stage_of
-    sent = study.collectives["name"] == SEND_RECV
+    sent = (study.collectives["name"] == SEND_RECV).to_numpy(bool)
+    if not sent.any():
+        return parent
     pairs = study.collectives["group"][sent].astype(str).drop_duplicates().str.extract(PAIR).dropna().astype("int64")
     for one, other in pairs.itertuples(index=False):
         if one in parent and other in parent and stage_of.get(one) != stage_of.get(other):
@@ -187,70 +306,74 @@ def _replica_of(study: Study) -> dict[int, int]:
     return {rank: root(rank) for rank in study.ranks}
 
 
-def _between_stages(passes: pd.DataFrame) -> float:
+def _between_stages(passes: _Passes) -> float:
     """Intraclass correlation of what the ranks take that one micro-batch passes; NaN where each passes one only."""
-    each = passes.groupby(["batch", "rank"])["beside"].mean().unstack().to_numpy(np.float64)
-    count = np.isfinite(each).sum(axis=1)
-    each, count = each[count > 1], count[count > 1]
-    if not len(each):
+    on_rank = _numbered(passes.batch, passes.rank)
+    _, first = np.unique(on_rank, return_index=True)
+    mean, batch = _mean_of(on_rank, passes.beside), passes.batch[first]
+    count, total, squares = (np.bincount(batch, of) for of in (np.ones(len(mean)), mean, mean**2))
+    several = count > 1
+    if not several.any():
         return np.nan
-    total, squares = np.nansum(each, axis=1), np.nansum(each**2, axis=1)
+    count, total, squares = count[several], total[several], squares[several]
     between = (total**2 - squares) / (count * (count - 1))
     return float(between.mean() / max(float((squares / count).mean()), 1e-12))
 
 
-def _of_one_replica(passes: pd.DataFrame) -> bool:
+def _of_one_replica(passes: _Passes) -> bool:
     """Whether one replica has more than its part of what differs."""
-    squares = ((passes["off"] - 1) ** 2).groupby(passes["replica"]).sum()
+    squares = np.bincount(_numbered(passes.replica), (passes.off - 1) ** 2)
     replicas = len(squares)
     return replicas > 1 and float(squares.max() / max(float(squares.sum()), 1e-12)) > 1 / replicas + MOST_OF_ONE
 
 
-def _in_turn(passes: pd.DataFrame) -> float:
+def _in_turn(passes: _Passes) -> float:
     """Correlation of micro-batches that follow one another on a replica."""
-    each = passes.groupby(["replica", "batch"], sort=False)["beside"].mean()
-    following = each.groupby(level="replica").shift(-1)
-    known = following.notna()
-    one, next_one = each[known].to_numpy(np.float64), following[known].to_numpy(np.float64)
+    each = _mean_of(passes.batch, passes.beside)  # in the order in which they are met
+    replica = np.empty(len(each), np.int64)
+    replica[passes.batch] = passes.replica
+    order = np.argsort(replica, kind="stable")
+    follows = replica[order][1:] == replica[order][:-1]
+    one, next_one = each[order][:-1][follows], each[order][1:][follows]
     return float((one * next_one).mean() / max(float((each**2).mean()), 1e-12)) if len(one) else 0.0
 
 
-def _by_chance(table: pd.DataFrame, spread: float) -> dict[int, float]:
-    """Replica -> how much longer its micro-batches were than the others' over the whole run, times, where that is no
-    more than chance gives to so many: then it is not slow. 1.0: it was not told, or its ranks are slow or fast."""
-    kind = table["place"].str.replace(r"^(\d+)\.\d+\.", r"\1.", regex=True)  # the same of all replicas
-    alike = table.groupby(kind)["usual"].transform("median")
-    of_rank = table.assign(alike=alike).groupby(["replica", "rank"])[["ms", "alike"]].sum()
-    times = of_rank["ms"] / of_rank["alike"]
-    found = {}
-    for replica, of_replica in times.groupby(level="replica"):
+def _by_chance(each: _Computations, spread: float) -> Float:
+    """Of each computation, how much longer its replica's micro-batches were than the others' over the whole run, times,
+    where that is no more than chance gives to so many: then it is not slow. 1.0: it was not told, or its ranks are slow
+    or fast."""
+    alike = _median_of(each.kind, each.usual)[each.kind]  # the same of all replicas
+    of_rank = _numbered(each.replica, each.rank)
+    times = np.bincount(of_rank, each.ms) / np.bincount(of_rank, alike)
+    _, first = np.unique(of_rank, return_index=True)
+    found = np.ones(len(each.ms))
+    for replica in np.unique(each.replica).tolist():
+        mine = each.replica == replica
         # A rank may be slow by itself: the others of its replica tell how long its micro-batches were.
-        off = of_replica.to_numpy(np.float64)
+        off = times[each.replica[first] == replica]
         least = float(off[np.argsort(np.abs(off - 1), kind="stable")[(len(off) - 1) // 2]])
-        count = table["batch"][table["replica"] == replica].nunique()
-        found[int(replica)] = least if abs(least - 1) <= BY_CHANCE * spread / np.sqrt(count) else 1.0
+        count = len(np.unique(each.batch[mine]))
+        if abs(least - 1) <= BY_CHANCE * spread / np.sqrt(count):
+            found[mine] = least
     return found
 
 
-def _excess(study: Study, table: pd.DataFrame, spread: float, passes: float, stages: float) -> UnequalMicroBatches:
-    chance = table["replica"].map(_by_chance(table, spread)).to_numpy(np.float64)
-    table = table.assign(usual=table["usual"] / chance)
-    of_batch = table.groupby("batch")[["ms", "usual"]].sum()
-    length = table["batch"].map(of_batch["ms"] / of_batch["usual"]).to_numpy(np.float64)
-    of_step = table.assign(length=length * table["usual"]).groupby("step")[["length", "usual"]].sum()
-    lengths = of_step["length"] / of_step["usual"]
-    mean = table["step"].map(lengths).to_numpy(np.float64)
-    share = 1 - mean / length
-    rank: Int = np.searchsorted(study.ranks, table["rank"].to_numpy(np.int64))
-    step: Int = np.searchsorted(study.step_numbers, table["step"].to_numpy(np.int64))
+def _excess(study: Study, each: _Computations, spread: float, passes: float, stages: float) -> UnequalMicroBatches:
+    usual = each.usual / _by_chance(each, spread)
+    length = (np.bincount(each.batch, each.ms) / np.bincount(each.batch, usual))[each.batch]
+    rank: Int = np.searchsorted(study.ranks, each.rank)
+    step: Int = np.searchsorted(study.step_numbers, each.step)
+    whole = np.bincount(step, usual, len(study.step_numbers))
+    lengths = np.ones(len(whole))
+    np.divide(np.bincount(step, length * usual, len(whole)), whole, out=lengths, where=whole > 0)
+    share = 1 - lengths[step] / length
     begin = study.ordinary.groupby("step")["start_ns"].min().reindex(study.step_numbers).to_numpy(np.int64)
-    start_ms = (table["start_ns"].to_numpy(np.int64) - begin[step]) / 1e6
     excess = np.zeros((len(study.ranks), len(study.step_numbers)))
-    np.add.at(excess, (rank, step), table["ms"].to_numpy(np.float64) * share)
+    np.add.at(excess, (rank, step), each.ms * share)
     return UnequalMicroBatches(
         excess=excess,
-        lengths=lengths.reindex(study.step_numbers, fill_value=1.0).to_numpy(np.float64),
-        spans=Spans(rank, step, start_ms, table["dur_ns"].to_numpy(np.float64) / 1e6, share),
+        lengths=lengths,
+        spans=Spans(rank, step, (each.start_ns - begin[step]) / 1e6, each.dur_ns.astype(np.float64) / 1e6, share),
         spread=spread,
         passes=passes,
         stages=stages,
