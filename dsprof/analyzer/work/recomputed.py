@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import Float
-from ..budget.intervals import outermost
 from ..study import Study, once
-from .stream_phases import stream_phases
+from .stream_phases import outermost_rows, stream_phases
 
 RECOMPUTE, BACKWARD = "recompute", "backward"
 
@@ -35,12 +34,7 @@ def _phases(study: Study, name: str) -> pd.DataFrame:
     within that, on the lane of the thread, the modules are recorded by their hooks."""
     phases = study.phases
     phases = phases[(phases["name"] == name) & phases["dur_ns"].notna() & phases["step"].isin(study.step_numbers)]
-    start = phases["start_ns"].to_numpy(np.int64)
-    end = start + phases["dur_ns"].to_numpy(np.int64)
-    found = np.ones(len(phases), bool)
-    for of in phases.groupby("rank", observed=True).indices.values():
-        found[of] = outermost(start[of], end[of])
-    return phases[found]
+    return phases[outermost_rows(phases, ("rank",))]
 
 
 def pieces_a_step(study: Study) -> float:

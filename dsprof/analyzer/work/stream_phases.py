@@ -4,6 +4,7 @@ between their ends but for the waits; where kernels were traced, the kernels tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -34,18 +35,18 @@ def _of_rank(study: Study, rank: int) -> pd.DataFrame:
     rows = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
     streams = on_stream(rows["lane"])
     timed = rows[streams & (rows["kind"] == "kernel") & (rows["source"] == "measured") & rows["name"].isin(PHASES)]
-    timed = timed[_outermost(timed)]
+    timed = timed[outermost_rows(timed, ("name", "lane"))]
     found = _timed(rows[streams], timed) if len(timed) else _launched(rows, rows[streams])
     return found.assign(rank=rank)[list(COLUMNS)].sort_values("start_ns", kind="stable")
 
 
-def _outermost(phases: pd.DataFrame) -> Bool:
-    """Which of some rows of phases, of one rank, lie in no other of the same name on their lane: an engine's span for
-    what it computes again holds those of the modules within it."""
+def outermost_rows(phases: pd.DataFrame, of_same: Sequence[str]) -> Bool:
+    """Which of some rows of phases lie in no other that has the same values in these columns: an engine's span for what
+    it computes again holds those of the modules within it."""
     start = phases["start_ns"].to_numpy(np.int64)
     end = start + phases["dur_ns"].to_numpy(np.int64)
     found = np.ones(len(phases), bool)
-    for of in phases.groupby(["name", "lane"], observed=True).indices.values():
+    for of in phases.groupby(list(of_same), observed=True).indices.values():
         found[of] = outermost(start[of], end[of])
     return found
 
