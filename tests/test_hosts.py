@@ -359,9 +359,9 @@ def line(node: int, port: int, *flags: str, elastic: bool = False) -> list[str]:
             "../train.py"]  # fmt: skip
 
 
-def start(tmp_path: Path, host: str, words: list[str]) -> subprocess.Popen[str]:
+def start(tmp_path: Path, host: str, words: list[str], *, forked: bool = True) -> subprocess.Popen[str]:
     (tmp_path / host).mkdir(exist_ok=True)
-    return launcher.start(words, tmp_path / host, {"DSPROF_HOST": host}, forked=True)
+    return launcher.start(words, tmp_path / host, {"DSPROF_HOST": host}, forked=forked)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -490,7 +490,8 @@ def test_several_hosts_without_a_folder_are_told_of_it(tmp_path: Path) -> None:
 def test_a_killed_runs_folder_is_left_alone_by_a_job_that_is_given_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANK + "print('up', flush=True)\ntime.sleep(600)")
     port = free_port()
-    first = [start(tmp_path, host, line(node, port)) for node, host in enumerate("cd")]
+    # Not forked: the agent of a forked launcher is no child of it, and does not end when it is killed.
+    first = [start(tmp_path, host, line(node, port), forked=False) for node, host in enumerate("cd")]
     for process in first:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
