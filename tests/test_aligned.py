@@ -37,7 +37,8 @@ def test_rows_read_later_are_those_that_ranks_are_compared_by(numbered: bool) ->
         rows = trace.rows
         rows.loc[rows["kind"] == "comm", "seq"] = pd.NA
         trace = Trace.of(trace.run, rows)
-    aligned, arrivals = align(trace)
+    aligned, rows_of_all = align(trace)
+    arrivals = rows_of_all.table
     for rank in trace.ranks:
         compared = arrivals[arrivals["rank"] == rank].reset_index(drop=True)
         read = aligned.trace.read(rank, ARRIVED)

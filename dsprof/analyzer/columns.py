@@ -90,7 +90,13 @@ class RankRows:
 
     def are(self, name: str, *values: str) -> Bool:
         """Which rows have one of these values."""
-        return self._once((name, values), lambda: is_one_of(self.array(name), *values))
+        return self._once((name, values), lambda: self._are(name, values))
+
+    def _are(self, name: str, values: Sequence[str]) -> Bool:
+        if isinstance(self.array(name), pd.Categorical):
+            return is_one_of(self.array(name), *values)
+        codes, words = self.codes(name)  # of words, each is looked at once for all questions
+        return np.isin(codes, np.flatnonzero(np.isin(words, values)))
 
     def codes(self, name: str) -> tuple[Int, Words]:
         """`codes_of` the column."""

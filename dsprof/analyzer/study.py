@@ -26,14 +26,14 @@ from .align.groups import Mesh
 from .align.match import Matches, match_collectives
 from .align.steps import StepTime, completed_steps, step_time
 from .align.topology import Topology
-from .arrays import Bool, Float
+from .arrays import Bool, Float, Int, sums_of
 from .budget.capture_overhead import estimate_overhead, measure_overhead
 from .budget.host_load import Gauges, HostLoad, measure_load
 from .budget.intervals import Intervals
 from .budget.irregular import Irregular, find_irregular, mark_ordinary, profiled_steps
 from .budget.step_budget import step_budget
 from .budget.wait_table import waits_table
-from .columns import is_one_of
+from .columns import RankRows, is_one_of
 from .device import Devices, compare_devices
 from .freed_memory import give_back
 from .graph.build_graph import build_graph
@@ -119,9 +119,14 @@ class Study:
         """What the ranks had after each step (`use_by_step.COLUMNS`)."""
         return self.tables.memory
 
+    @cached_property
+    def acts(self) -> RankRows:
+        """`activity`, column by column."""
+        return RankRows(self.activity)
+
     def of_kind(self, *kinds: str) -> pd.DataFrame:
         """The rows of `activity` of these kinds."""
-        return self.activity[self.activity["kind"].isin(kinds)]
+        return self.activity.take(np.flatnonzero(self.acts.are("kind", *kinds)))
 
     @property
     def topology(self) -> Topology:
@@ -149,19 +154,33 @@ class Study:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        return tuple(int(rank) for rank in np.sort(self.steps["rank"].unique()))
+        return tuple(np.unique(self.steps["rank"].to_numpy(np.int64)).tolist())
 
     @cached_property
     def phases(self) -> pd.DataFrame:
         """PHASE_COLUMNS of every phase, of any thread and also if it did not end, by rank and start."""
-        phases = self.of_kind("phase")[list(PHASE_COLUMNS)]
-        return phases.sort_values(["rank", "start_ns"], kind="stable")
+        there = np.flatnonzero(self.acts.are("kind", "phase"))
+        order = np.lexsort((self.acts.whole("start_ns")[there], self.acts.whole("rank")[there]))
+        return self.acts.take(PHASE_COLUMNS, there[order])
+
+    @cached_property
+    def phase_rows(self) -> RankRows:
+        """`phases`, column by column."""
+        return RankRows(self.phases)
 
     @cached_property
     def training_phases(self) -> pd.DataFrame:
         """Those of `phases` that ended, of the training threads; `dur_ns` is never missing."""
-        chosen = (self.phases["lane"] == "main") & self.phases["dur_ns"].notna()
-        return self.phases[chosen].astype({"dur_ns": "int64"})
+        rows = self.phase_rows
+        chosen = np.flatnonzero(rows.are("lane", "main") & rows.known("dur_ns"))
+        columns = {**rows.take_arrays(PHASE_COLUMNS, chosen), "dur_ns": rows.whole("dur_ns")[chosen]}
+        return pd.DataFrame(columns, index=self.phases.index.take(chosen), copy=False)
+
+    @cached_property
+    def judged_collectives(self) -> RankRows:
+        """`collectives` of the ordinary steps, column by column."""
+        inside = np.isin(self.collectives["step"].to_numpy(np.int64), self.step_numbers)
+        return RankRows(self.collectives.take(np.flatnonzero(inside)))
 
     def replicating(self, purpose: str) -> pd.DataFrame:
         """`budget.activity.REPLICATING` of what the ranks communicated for this purpose, in the order of ranks."""
@@ -257,8 +276,7 @@ class Study:
 
     @cached_property
     def step_numbers(self) -> npt.NDArray[np.int64]:
-        numbers: npt.NDArray[np.int64] = np.sort(self.ordinary["step"].unique()).astype(np.int64)
-        return numbers
+        return np.unique(self.ordinary["step"].to_numpy(np.int64))
 
     @cached_property
     def replayed_steps(self) -> npt.NDArray[np.int64]:
@@ -299,12 +317,18 @@ class Study:
     @cached_property
     def input_sizes(self) -> Float | None:
         """Elements given to forward, [R, S] over the ordinary steps; None where the capture does not tell."""
-        forward = self.phases[(self.phases["name"] == "forward") & self.phases["value"].notna()]
-        if forward.empty:
+        rows = self.phase_rows
+        forward = np.flatnonzero(rows.are("name", "forward") & rows.known("value"))
+        if not len(forward):
             return None
-        table = forward.groupby(["rank", "step"])["value"].sum().unstack()
-        wide: Float = table.reindex(index=self.ranks, columns=self.step_numbers).to_numpy(np.float64)
+        wide = self.by_step(rows, rows.real("value"), forward)
         return None if np.isnan(wide).any() else wide
+
+    def by_step(self, rows: RankRows, value: Float, place: Int) -> Float:
+        """Sums of `value`, one a row, over the rows at these places, [R, S] over the ordinary steps in order; NaN where
+        there is none."""
+        rank, step = rows.whole("rank")[place], rows.whole("step")[place]
+        return sums_of(value[place], (np.array(self.ranks, np.int64), rank), (self.step_numbers, step))
 
     def ranks_where(self, chosen: Bool) -> tuple[int, ...]:
         """The ranks at which `chosen`, [R], holds."""

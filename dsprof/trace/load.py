@@ -120,7 +120,10 @@ class _Held:
         return tuple(sorted(self._tables))
 
     def read(self, rank: int, columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
-        return self._tables[rank][list(columns)] if rank in self._tables else _nothing(columns)
+        if rank not in self._tables:
+            return _nothing(columns)
+        table = self._tables[rank]
+        return table.copy(deep=False) if tuple(columns) == tuple(table.columns) else table[list(columns)]
 
 
 class _Stored:

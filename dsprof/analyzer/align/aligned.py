@@ -105,9 +105,7 @@ class ReadArrivals:
         return rows.take_arrays(ARRIVED, place), place, len(rows)
 
 
-def align(
-    trace: Trace, executor: Executor | None = None, observer: Observer | None = None
-) -> tuple[Aligned, pd.DataFrame]:
+def align(trace: Trace, executor: Executor | None = None, observer: Observer | None = None) -> tuple[Aligned, RankRows]:
     """Find what puts the ranks of a trace beside each other. Also the arrivals of all ranks, by rank, aligned: columns
     ARRIVED."""
     run = trace.run
@@ -132,10 +130,12 @@ def align(
     clocks = find_clocks(numbered, run)
     rows = clocks.correct(numbered)
     del numbered
-    late, renumbered = late_beginnings(rows)
-    rows = renumber_steps(rows, late)
-    jump_us, jumps = find_jumps(rows)
-    topology = find_topology(rows, run)
+    arrivals = RankRows(rows)
+    late, renumbered = late_beginnings(arrivals)
+    if late:
+        arrivals = RankRows(renumber_steps(rows, late))
+    jump_us, jumps = find_jumps(arrivals)
+    topology = find_topology(arrivals, run)
     source = _Corrected(told, last, lengths, places, numbers, clocks, late, topology)
     aligned = Aligned(
         trace=Trace(run, source, trace.memory),
@@ -144,7 +144,8 @@ def align(
         clocks_told=_clocks_told(run),
         warnings=(*clocks.warnings, *renumbered, *jumps),
     )
-    return aligned, name_pipeline_messages(rows, topology)
+    named = name_pipeline_messages(arrivals.table, topology)
+    return aligned, arrivals if named is arrivals.table else RankRows(named)
 
 
 def _places(part: Arrivals) -> dict[int, Int]:

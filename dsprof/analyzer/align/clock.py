@@ -27,7 +27,8 @@ from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import SYNCHRONIZING
 
 from ..arrays import Float, Int
-from .match import numbers
+from ..columns import RankRows, as_rows
+from .match import is_numbered, numbers
 
 LEAST_JUMP_NS: Final = 100_000_000
 """Ends of one collective lie milliseconds apart on a busy host; this is a clock."""
@@ -131,7 +132,7 @@ class Clocks:
         )
 
 
-def find_clocks(rows: pd.DataFrame, run: RunInfo) -> Clocks:
+def find_clocks(rows: pd.DataFrame | RankRows, run: RunInfo) -> Clocks:
     """The clocks of the ranks whose rows these are; only their collectives are looked at."""
     infos = {item.rank: item for item in run.ranks}
     first_on: dict[str, RankInfo] = {}
@@ -142,7 +143,7 @@ def find_clocks(rows: pd.DataFrame, run: RunInfo) -> Clocks:
     number = {clock: i for i, clock in enumerate(first_on)}
     ranks = np.array(sorted(infos), np.int64)
     host_at = np.array([number[infos[rank].clock_name] for rank in ranks.tolist()], np.int64)
-    offsets = _offsets(_collectives_of_hosts(_ends(rows), ranks, host_at), len(first_on))
+    offsets = _offsets(_collectives_of_hosts(_ends(as_rows(rows)), ranks, host_at), len(first_on))
     names = _host_names(list(first_on.values()))
     warnings = tuple(
         f"host {name}: no collective shared with {names[0]}, directly or through other hosts, so its clock could not "
@@ -162,16 +163,14 @@ def _host_names(first: list[RankInfo]) -> list[str]:
     return [item.host if hosts.count(item.host) == 1 else f"{item.host} (of rank {item.rank})" for item in first]
 
 
-def _ends(rows: pd.DataFrame) -> _Ends:
-    ended = (rows["kind"] == "comm") & rows["dur_ns"].notna() & rows["name"].isin(SYNCHRONIZING)
-    numbered = ended & rows["group"].notna() & rows["seq"].notna()
-    table = rows[["group", "seq", "rank", "step", "start_ns", "dur_ns"]][numbered]
-    key, rank = numbers(table), table["rank"].to_numpy(np.int64)
-    end = table["start_ns"].to_numpy(np.int64) + table["dur_ns"].to_numpy(np.int64)
+def _ends(rows: RankRows) -> _Ends:
+    ended = np.flatnonzero(is_numbered(rows) & rows.known("dur_ns") & rows.are("name", *SYNCHRONIZING))
+    key, rank = numbers(rows, ended), rows.whole("rank")[ended]
+    end = rows.whole("start_ns")[ended] + rows.whole("dur_ns")[ended]
     order = np.lexsort((rank, key))
     key, rank = key[order], rank[order]
     once = np.append(True, (np.diff(key) != 0) | (np.diff(rank) != 0))[: len(order)]
-    step = table["step"].to_numpy(np.int64)
+    step = rows.whole("step")[ended]
     return _Ends(key[once], rank[once], step[order][once], end[order][once])
 
 
@@ -290,12 +289,12 @@ def _refined(moments: Float, levels: Float, slope: float, scatter_ns: float) -> 
     return float((centred * levels[near]).sum()) / squares if squares > 0 else slope
 
 
-def find_jumps(rows: pd.DataFrame) -> tuple[float, list[str]]:
+def find_jumps(rows: pd.DataFrame | RankRows) -> tuple[float, list[str]]:
     """By how much the clock of a rank moves against the others' during the run, microseconds, and warnings.
 
     No rank leaves a synchronizing collective before the last has come, so its ends on the ranks stay together.
     """
-    ends = _ends(rows)
+    ends = _ends(as_rows(rows))
     ranks = np.unique(ends.rank)
     if len(ranks) < 2:
         return 0.0, []

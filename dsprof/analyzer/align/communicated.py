@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import pandas as pd
 
 from dsprof.live.waiting import Stall
 from dsprof.run import RunInfo
 
+from ..arrays import Bool
+from ..columns import RankRows, as_rows
 from .groups import EXCHANGE, Mesh, find_mesh
 from .numbering import mismatches
-from .progress import Progress, communications, find_progress, first_disagreement
+from .progress import Progress, find_progress, first_disagreement
 from .topology import Topology
 
 EXCHANGED: Final = ("rank", "step", "group", "bytes")
@@ -36,19 +39,22 @@ class Communicated:
     nothing: bool
 
 
-def summarize_arrivals(arrivals: pd.DataFrame, run: RunInfo, topology: Topology) -> Communicated:
+def summarize_arrivals(arrivals: pd.DataFrame | RankRows, run: RunInfo, topology: Topology) -> Communicated:
     """Of the arrivals of all ranks, aligned (`align.aligned.align`)."""
-    communicates = arrivals["kind"] == "comm"
-    exchanges = communicates & (arrivals["name"] == EXCHANGE)
-    exchanged = arrivals.loc[exchanges, list(EXCHANGED)].astype({"group": str, "bytes": "float64"})
-    mesh, differing = find_mesh(arrivals, run, topology), tuple(mismatches(arrivals, run))
-    numbered = communications(arrivals)
-    ranks = tuple(int(one) for one in arrivals["rank"].unique())
+    rows = as_rows(arrivals)
+    communicates = rows.are("kind", "comm")
     return Communicated(
-        mesh=mesh,
-        mismatches=differing,
-        disagreement=first_disagreement(numbered),
-        progress=find_progress(numbered, ranks, run),
-        exchanged=exchanged.groupby(["rank", "step", "group"], as_index=False)["bytes"].sum(),
+        mesh=find_mesh(rows, run, topology),
+        mismatches=tuple(mismatches(rows, run)),
+        disagreement=first_disagreement(rows),
+        progress=find_progress(rows, run),
+        exchanged=_exchanged(rows, communicates & rows.are("name", EXCHANGE)),
         nothing=not communicates.any(),
     )
+
+
+def _exchanged(rows: RankRows, exchanges: Bool) -> pd.DataFrame:
+    table = rows.take(EXCHANGED, np.flatnonzero(exchanges)).astype({"group": str, "bytes": "float64"})
+    if table.empty:
+        return table.reset_index(drop=True)
+    return table.groupby(["rank", "step", "group"], as_index=False)["bytes"].sum()

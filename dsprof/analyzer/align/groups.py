@@ -15,10 +15,13 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
 import pandas as pd
 
 from dsprof.run import RunInfo
 
+from ..arrays import Int
+from ..columns import RankRows, as_rows
 from .match import is_issued
 from .topology import Topology
 
@@ -158,9 +161,10 @@ class Mesh:
         return max(world_size // shared, 1)
 
 
-def find_mesh(rows: pd.DataFrame, run: RunInfo, topology: Topology) -> Mesh:
+def find_mesh(rows: pd.DataFrame | RankRows, run: RunInfo, topology: Topology) -> Mesh:
     """The dimensions of a job. rows: of all ranks; of these their communications."""
-    ranks = tuple(sorted(int(rank) for rank in rows["rank"].unique()))
+    rows = as_rows(rows)
+    ranks = tuple(np.unique(rows.whole("rank")).tolist())
     teams = _teams(rows, run, topology)
     unnamed = [one for like in _alike(teams) for one in _dimensions(like, ranks)]
     sharded = any({PARAMETER, GRADIENT} <= team.purposes for one in unnamed for team in one)
@@ -184,20 +188,24 @@ class _Team:
     unequal: bool
 
 
-def _teams(rows: pd.DataFrame, run: RunInfo, topology: Topology) -> list[_Team]:
+def _teams(rows: RankRows, run: RunInfo, topology: Topology) -> list[_Team]:
     """Those whose groups have communicated, by their ranks."""
-    chosen = (rows["kind"] == "comm") & rows["group"].notna() & is_issued(rows) & (rows["step"] >= 0)
-    comm = rows[["rank", "group", "name", "purpose", "peer"]][chosen]
-    if comm.empty:
+    issued = rows.are("kind", "comm") & rows.known("group") & is_issued(rows) & (rows.whole("step") >= 0)
+    chosen = np.flatnonzero(issued)
+    if not len(chosen):
         return []
-    comm = comm.assign(message=comm["peer"].notna())
-    kinds = comm.groupby(["group", "name", "purpose", "message"], observed=True, dropna=False)["rank"].unique()
+    (group_of, group_names), (name, operations), (purpose, stated) = (
+        rows.codes(column) for column in ("group", "name", "purpose")
+    )
+    message, rank = rows.known("peer")[chosen].astype(np.int64), rows.whole("rank")[chosen]
     members: dict[str, set[int]] = {}
     purposes: dict[str, set[str]] = {}
-    for (group, name, purpose, message), ranks in kinds.items():
-        members.setdefault(str(group), set()).update(map(int, ranks))
-        purposes.setdefault(str(group), set()).add(_kind(str(name), str(purpose), bool(message)))
-    unequal = _unequal_exchanges(rows[chosen])
+    for of, member in _different(group_of[chosen], rank):
+        members.setdefault(group_names[of], set()).add(member)
+    for of, operation, why, is_message in _different(group_of[chosen], name[chosen], purpose[chosen], message):
+        kind_of = _kind(operations[operation], stated[why] if why >= 0 else "", bool(is_message))
+        purposes.setdefault(group_names[of], set()).add(kind_of)
+    unequal = _unequal_exchanges(rows, np.flatnonzero(issued & rows.are("name", EXCHANGE)))
     for group in topology.pipelines:
         purposes.setdefault(group, set()).add(PIPELINE)
     together: dict[tuple[tuple[int, ...], bool], list[tuple[str, tuple[int, ...]]]] = {}
@@ -232,12 +240,17 @@ def _said(description: str) -> str:
     return description.removeprefix(OF_MESH)
 
 
-def _unequal_exchanges(comm: pd.DataFrame) -> set[str]:
+def _different(*columns: Int) -> list[list[int]]:
+    """The different rows of these columns, in order."""
+    found: list[list[int]] = np.unique(np.stack(columns, axis=1), axis=0).tolist()
+    return found
+
+
+def _unequal_exchanges(rows: RankRows, exchanges: Int) -> set[str]:
     """Groups of which a rank gets more of what is exchanged than another does, as experts do."""
-    exchanged = comm[comm["name"] == EXCHANGE]
-    if exchanged.empty:
+    if not len(exchanges):
         return set()
-    table = exchanged.assign(group=exchanged["group"].astype(str))
+    table = rows.take(("group", "seq", "bytes"), exchanges).astype({"group": str})
     spread = table.groupby(["group", "seq"])["bytes"].agg(["min", "max"])
     return set(spread.index.get_level_values("group")[(spread["min"] < spread["max"]).to_numpy(bool)])
 

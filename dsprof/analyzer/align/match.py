@@ -13,8 +13,8 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..arrays import Int
-from ..columns import RankRows, Words, codes_of
+from ..arrays import Bool, Int
+from ..columns import RankRows, Words, as_rows, codes_of
 from .backends import by_backend
 from .participants import NOT_ENDED, NOT_TOLD, in_order
 from .senders import handed_over, taken_without_receiver
@@ -43,7 +43,7 @@ INFORMATIVE_NS: Final = 200_000
 """A wait for a message that took less says that the message was there already, not when it came."""
 
 
-def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
+def match_collectives(rows: pd.DataFrame | RankRows, run: RunInfo | None = None) -> pd.DataFrame:
     """One row per communication that ended on some captured rank (COLLECTIVE_COLUMNS), ordered by last arrival.
 
     A rank arrives when its chain that runs the communication is ready for it (`arrival_ns`). Where that is not told of
@@ -56,22 +56,26 @@ def match_collectives(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.Data
     `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
     `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
     """
-    numbered = (rows["kind"] == "comm") & rows["group"].notna() & rows["seq"].notna()
-    comm = rows[list(ISSUED)][numbered & is_issued(rows)]
-    message = comm["peer"].notna()
-    if message.any():
-        found = [_collectives(comm[~message], run), _messages(comm[message], rows, run)]
-    else:
-        found = [_collectives(comm, run)]
+    rows = as_rows(rows)
+    chosen, message = is_numbered(rows) & is_issued(rows), rows.known("peer")
+    found = [_collectives(rows.take(ISSUED, np.flatnonzero(chosen & ~message)), run)]
+    if (chosen & message).any():
+        found.append(_messages(rows.take(ISSUED, np.flatnonzero(chosen & message)), rows.table, run))
     found = [table for table in found if len(table)]
     if not found:
         return pd.DataFrame({name: pd.Series(dtype="int64") for name in COLLECTIVE_COLUMNS})
-    return pd.concat(found, ignore_index=True).sort_values("last_ns", ignore_index=True)[list(COLLECTIVE_COLUMNS)]
+    every = found[0] if len(found) == 1 else pd.concat(found, ignore_index=True)
+    return every.sort_values("last_ns", ignore_index=True)[list(COLLECTIVE_COLUMNS)]
 
 
-def is_issued(rows: pd.DataFrame) -> pd.Series[bool]:
+def is_numbered(rows: RankRows) -> Bool:
+    """Which rows are communications that have a number in their group."""
+    return rows.are("kind", "comm") & rows.known("group") & rows.known("seq")
+
+
+def is_issued(rows: RankRows) -> Bool:
     """Of which communications it is told when the host asked for them, or when their chain was ready for them."""
-    return rows["issue_ns"].notna() | rows["arrival_ns"].notna()
+    return rows.known("issue_ns") | rows.known("arrival_ns")
 
 
 def asked_ns(rows: pd.DataFrame) -> pd.Series[int]:
@@ -86,10 +90,11 @@ def when_asked(rows: RankRows) -> Int:
     return found
 
 
-def numbers(comm: pd.DataFrame) -> Int:
-    """The group and the number in it of each row, which has both, as one number; in order of group and number."""
-    codes, _ = codes_of(comm["group"])
-    found: Int = (codes << 32) | comm["seq"].to_numpy(np.int64)
+def numbers(rows: RankRows, place: Int) -> Int:
+    """The group and the number in it of the rows at these places, which have both, as one number; in order of group and
+    number."""
+    codes, _ = rows.codes("group")
+    found: Int = (codes[place] << 32) | rows.whole("seq")[place]
     return found
 
 

@@ -13,24 +13,24 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from ..arrays import Int
-from ..columns import codes_of
-from .match import ISSUED, PAIR, SEND_RECV, asked_ns, is_issued, matched_codes, numbers
+from ..columns import RankRows, as_rows, codes_of
+from .match import ISSUED, PAIR, SEND_RECV, asked_ns, is_issued, is_numbered, matched_codes, numbers
 
 MOST_MISMATCHES: Final = 3
 """Collectives that are named, of those that ranks disagree about."""
 
 
-def mismatches(rows: pd.DataFrame, run: RunInfo | None = None) -> list[str]:
+def mismatches(rows: pd.DataFrame | RankRows, run: RunInfo | None = None) -> list[str]:
     """Warnings of collectives that have one number and are not the same on all ranks, and of those that have none."""
-    numbered = (rows["kind"] == "comm") & rows["peer"].isna() & rows["group"].notna() & rows["seq"].notna()
-    comm = rows[["rank", "group", "seq", "name"]][numbered]
-    key, (names, _) = numbers(comm), codes_of(comm["name"])
+    rows = as_rows(rows)
+    numbered = np.flatnonzero(is_numbered(rows) & ~rows.known("peer"))
+    key, names = numbers(rows, numbered), rows.codes("name")[0][numbered]
     order = np.lexsort((names, key))
     change = (np.diff(key[order]) == 0) & (np.diff(names[order]) != 0)
     differ = np.unique(key[order][1:][change])
     found = []
     for one in differ[:MOST_MISMATCHES]:
-        chosen = comm[key == one].sort_values("rank", kind="stable")
+        chosen = rows.take(("rank", "group", "seq", "name"), numbered[key == one]).sort_values("rank", kind="stable")
         group, seq = chosen["group"].iloc[0], chosen["seq"].iloc[0]
         who = ", ".join(f"{name} on rank {rank}" for rank, name in zip(chosen["rank"], chosen["name"], strict=True))
         found.append(f"collective {seq} of group {group} is not the same on all ranks: {who}")
@@ -49,16 +49,17 @@ def mismatches(rows: pd.DataFrame, run: RunInfo | None = None) -> list[str]:
     return found
 
 
-def number_by_order(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFrame:
+def number_by_order(rows: pd.DataFrame | RankRows, run: RunInfo | None = None) -> pd.DataFrame:
     """Rows in which communications that the capture gave no number have one: the order in which they were issued.
 
     Of one name in a group (or of one pair, tag and direction) the first on one rank is the first on the others, if all
     that take part have issued equally many; what is uneven stays as it is, and `mismatches` tells of it. The numbers of
     a group go on after those that it has, in the order of its lowest rank.
     """
+    rows = as_rows(rows)
     left = _without_number(rows, run)
     if left is None or not left.even.any():
-        return rows
+        return rows.table
     # Of each kind, rank by rank, the first rank's come first: the others' are counted from there.
     reference = left.begin + left.turn
     first = np.flatnonzero(reference == np.arange(len(reference)))
@@ -69,9 +70,9 @@ def number_by_order(rows: pd.DataFrame, run: RunInfo | None = None) -> pd.DataFr
     number = np.full(len(reference), -1)
     number[first] = place + left.free[of_group]
     chosen = left.even
-    seq = rows["seq"].copy()
+    seq = rows.table["seq"].copy()
     seq.iloc[left.row[chosen]] = number[reference[chosen]]
-    return rows.assign(seq=seq)
+    return rows.table.assign(seq=seq)
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,12 @@ class _WithoutNumber:
     counts: list[_Counts]
 
 
-def _without_number(rows: pd.DataFrame, run: RunInfo | None) -> _WithoutNumber | None:
-    issued = (rows["kind"] == "comm") & rows["group"].notna() & is_issued(rows)
-    lacking = (issued & rows["seq"].isna()).to_numpy(bool)
+def _without_number(rows: RankRows, run: RunInfo | None) -> _WithoutNumber | None:
+    issued = rows.are("kind", "comm") & rows.known("group") & is_issued(rows)
+    lacking = issued & ~rows.known("seq")
     if not lacking.any():
         return None
-    comm = rows[list(ISSUED)][issued]
+    comm = rows.take(ISSUED, np.flatnonzero(issued))
     lacks = comm["seq"].isna().to_numpy(bool)
     group, groups = matched_codes(comm, run)
     word, words = codes_of(comm["name"])
@@ -124,7 +125,7 @@ def _without_number(rows: pd.DataFrame, run: RunInfo | None) -> _WithoutNumber |
     of_rank = np.flatnonzero(np.append(True, (np.diff(kind) != 0) | (np.diff(rank) != 0)))
     turn = np.arange(len(row)) - np.repeat(of_rank, np.diff(np.append(of_rank, len(row))))
     even, counts = np.zeros(len(row), bool), []
-    captured = set(rows["rank"].unique().tolist())
+    captured = set(np.unique(rows.whole("rank")).tolist())
     for begin, end in zip(begins.tolist(), np.append(begins[1:], len(row)).tolist(), strict=True):
         name = groups[group[begin]]
         if message[begin]:

@@ -13,19 +13,13 @@ import pandas as pd
 from dsprof.live.waiting import SAME_BYTES, Communication, Stall, mismatch
 from dsprof.run import RunInfo
 
-from ..columns import codes_of
-from .match import asked_ns, global_ranks, numbers
+from ..columns import RankRows, as_rows
+from .match import asked_ns, global_ranks, is_numbered, numbers
 
 COMM: Final = (
     "rank", "name", "group", "seq", "peer", "tag", "root", "start_ns", "dur_ns", "ended", "issue_ns", "arrival_ns",
     "bytes", "dtype", "stage", "source",
 )  # fmt: skip
-
-
-def communications(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those that have a number, with the columns COMM."""
-    numbered = (rows["kind"] == "comm") & rows["group"].notna() & rows["seq"].notna()
-    return rows.loc[numbered, list(COMM)]
 
 
 @dataclass(frozen=True)
@@ -46,12 +40,16 @@ class Progress:
     imported: bool
 
 
-def find_progress(comm: pd.DataFrame, ranks: tuple[int, ...], run: RunInfo) -> Progress:
-    """Of the `communications` of all ranks; ranks: of which anything was seen."""
-    opened = comm[~comm["ended"].fillna(True).astype(bool)]
+def find_progress(rows: pd.DataFrame | RankRows, run: RunInfo) -> Progress:
+    """Of the arrivals of all ranks."""
+    rows = as_rows(rows)
+    numbered = is_numbered(rows)
+    opened = rows.take(COMM, np.flatnonzero(numbered & ~rows.true("ended", True)))
+    ranks = tuple(pd.unique(rows.whole("rank")).tolist())
     issued: dict[int, dict[str, int]] = defaultdict(dict)
     messages: dict[int, dict[tuple[str, int, int, str], int]] = defaultdict(dict)
     if len(opened):
+        comm = rows.take(COMM, np.flatnonzero(numbered))
         collective = comm["peer"].isna()
         last = comm[collective].groupby(["rank", "group"], observed=True)["seq"].max()
         for (rank, group), seq in last.items():
@@ -62,23 +60,25 @@ def find_progress(comm: pd.DataFrame, ranks: tuple[int, ...], run: RunInfo) -> P
         for (rank, group, peer, tag, name), seq in sent["seq"].groupby(keys).max().items():
             messages[int(rank)][group, int(peer), int(tag), name] = int(seq) + 1
     # Of other tools' traces there are no waits.
-    return Progress(ranks, opened, dict(issued), dict(messages), bool((comm["source"] == "imported").any()))
+    imported = bool((numbered & rows.are("source", "imported")).any())
+    return Progress(ranks, opened, dict(issued), dict(messages), imported)
 
 
-def first_disagreement(comm: pd.DataFrame) -> Stall | None:
-    """The first collective, of the `communications` of all ranks, that is not the same on all of them: its name, its
-    type, or its size where that must be."""
+def first_disagreement(rows: pd.DataFrame | RankRows) -> Stall | None:
+    """The first collective, of the arrivals of all ranks, that is not the same on all of them: its name, its type, or
+    its size where that must be."""
+    rows = as_rows(rows)
     # The engine numbers what its lanes do, and tells what the contents differ by itself.
-    comm = comm[comm["peer"].isna() & comm["stage"].isna()]
-    if comm["rank"].nunique() < 2:
+    place = np.flatnonzero(is_numbered(rows) & ~rows.known("peer") & ~rows.known("stage"))
+    rank = rows.whole("rank")[place]
+    if not len(rank) or rank.min() == rank.max():
         return None
-    key = numbers(comm)
-    differ = np.zeros(len(comm), bool)
+    key = numbers(rows, place)
+    differ = np.zeros(len(place), bool)
     order = np.argsort(key, kind="stable")
     begins = np.flatnonzero(np.append(True, np.diff(key[order]) != 0)) if len(order) else np.empty(0, np.int64)
-    bytes_ = comm["bytes"].fillna(-1).to_numpy(np.int64).copy()
-    bytes_[~comm["name"].isin(SAME_BYTES).to_numpy(bool)] = -1
-    for codes in (codes_of(comm["name"])[0], codes_of(comm["dtype"])[0], bytes_):
+    bytes_ = np.where(rows.are("name", *SAME_BYTES), rows.whole("bytes", -1), -1)[place]
+    for codes in (rows.codes("name")[0][place], rows.codes("dtype")[0][place], bytes_):
         values = codes[order]
         known = values >= 0
         low = np.minimum.reduceat(np.where(known, values, np.iinfo(np.int64).max), begins)
@@ -86,6 +86,7 @@ def first_disagreement(comm: pd.DataFrame) -> Stall | None:
         differ[order] |= np.repeat(low < high, np.diff(np.append(begins, len(order))))
     if not differ.any():
         return None
+    comm = rows.take(COMM, place)
     found = comm[differ]
     # Of each, when the last rank was there: that is the moment at which they disagreed.
     first = key[differ][np.argmin(asked_ns(found).fillna(np.iinfo(np.int64).max).to_numpy(np.int64))]

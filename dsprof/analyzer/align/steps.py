@@ -15,7 +15,7 @@ from dsprof.trace import Trace, step_pattern
 
 from ..columns import RankRows, as_rows
 from ..text import count
-from .match import numbers
+from .match import is_numbered, numbers
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,27 @@ NOT_SHARED: Final = np.iinfo(np.int64).min
 """In the place of a difference, where one of the two has no such collective."""
 
 
-def late_beginnings(rows: pd.DataFrame) -> tuple[dict[int, int], list[str]]:
+def late_beginnings(rows: pd.DataFrame | RankRows) -> tuple[dict[int, int], list[str]]:
     """Rank -> by how many steps its numbers lag behind those of the rank that has most steps, where they do; and
     warnings of that.
 
     A rank whose first records are lost counts from a later step. The steps in which it issued the collectives it
     shares with the others tell how far it is off.
     """
-    shared = (rows["kind"] == "comm") & rows["peer"].isna() & rows["group"].notna() & rows["seq"].notna()
-    comm = rows[["rank", "group", "seq", "step"]][shared & (rows["step"] >= 0)]
-    if comm["rank"].nunique() < 2:
+    rows = as_rows(rows)
+    shared = np.flatnonzero(is_numbered(rows) & ~rows.known("peer") & (rows.whole("step") >= 0))
+    key, rank, step = numbers(rows, shared), rows.whole("rank")[shared], rows.whole("step")[shared]
+    if not len(rank) or rank.min() == rank.max():
         return {}, []
-    key, rank, step = numbers(comm), comm["rank"].to_numpy(np.int64), comm["step"].to_numpy(np.int64)
     order = np.lexsort((key, rank))
     key, rank, step = key[order], rank[order], step[order]
     once = np.append(True, (np.diff(key) != 0) | (np.diff(rank) != 0))
     key, rank, step = key[once], rank[once], step[once]
     ranks, begins = np.unique(rank, return_index=True)
-    counts = rows.loc[rows["kind"] == "step", "rank"].value_counts().reindex(ranks, fill_value=0)
-    low, high = np.searchsorted(rank, [counts.idxmax(), counts.idxmax() + 1])
+    stepped = np.sort(rows.whole("rank")[rows.are("kind", "step")])
+    counts = np.searchsorted(stepped, ranks, "right") - np.searchsorted(stepped, ranks)
+    most = int(ranks[counts.argmax()])
+    low, high = np.searchsorted(rank, [most, most + 1])
     reference, known = step[low:high], key[low:high]
     at = np.minimum(np.searchsorted(known, key), len(known) - 1)
     off = np.where(known[at] == key, reference[at] - step, NOT_SHARED)
@@ -72,10 +74,13 @@ def renumber_steps(rows: pd.DataFrame, late: Mapping[int, int]) -> pd.DataFrame:
     return rows.assign(step=rows["step"].where(rows["step"] < 0, rows["step"] + moved))
 
 
-def completed_steps(rows: pd.DataFrame) -> pd.DataFrame:
+def completed_steps(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
     """rank, step, start_ns, dur_ns, by rank and step."""
-    steps = rows[["rank", "step", "start_ns", "dur_ns"]][(rows["kind"] == "step") & rows["dur_ns"].notna()]
-    return steps.astype({"dur_ns": "int64"}).sort_values(["rank", "step"], ignore_index=True)
+    rows = as_rows(rows)
+    steps = np.flatnonzero(rows.are("kind", "step") & rows.known("dur_ns"))
+    steps = steps[np.lexsort((rows.whole("step")[steps], rows.whole("rank")[steps]))]
+    columns = rows.take_arrays(("rank", "step", "start_ns"), steps)
+    return pd.DataFrame({**columns, "dur_ns": rows.whole("dur_ns")[steps]}, copy=False)
 
 
 def early_ends(steps: pd.DataFrame) -> list[str]:

@@ -15,6 +15,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
+from ..columns import RankRows, as_rows
 from .match import asked_ns, global_ranks, is_issued
 
 PIPELINE = "pipeline"
@@ -31,22 +32,25 @@ class Topology:
     pipelines: frozenset[str] = frozenset()
 
 
-def find_topology(rows: pd.DataFrame, run: RunInfo) -> Topology:
+def find_topology(rows: pd.DataFrame | RankRows, run: RunInfo) -> Topology:
     """The pipelines of the run. `rows` of all ranks; their `pipe` rows, forwards, backwards, sends and receives."""
-    acted = rows[(rows["kind"] == "pipe") & rows["stage"].notna()]
-    stage_of: dict[int, tuple[int, ...]] = {
-        int(rank): tuple(sorted(int(stage) for stage in set(found))) for rank, found in acted.groupby("rank")["stage"]
-    }
-    sent = (rows["kind"] == "comm") & rows["peer"].notna() & (rows["name"] == "send") & is_issued(rows)
-    sends = rows[["rank", "group", "peer", "issue_ns", "arrival_ns"]][sent]
-    if sends.empty:
+    rows = as_rows(rows)
+    acted = np.flatnonzero(rows.are("kind", "pipe") & rows.known("stage"))
+    held = np.unique(np.stack([rows.whole("rank")[acted], rows.whole("stage")[acted]], axis=1), axis=0)
+    stages: dict[int, list[int]] = {}
+    for rank, stage in held.tolist():
+        stages.setdefault(rank, []).append(stage)
+    stage_of = {rank: tuple(of_rank) for rank, of_rank in stages.items()}
+    sent = rows.are("kind", "comm") & rows.known("peer") & rows.are("name", "send") & is_issued(rows)
+    if not sent.any():
         return Topology(stage_of)
+    sends = rows.take(("rank", "group", "peer", "issue_ns", "arrival_ns"), np.flatnonzero(sent))
     table = pd.DataFrame(
         {
             "group": sends["group"].astype(str),
             "source": sends["rank"].astype("int64"),
             "target": global_ranks(sends["group"], sends["peer"], run).astype("int64"),
-            "after": _phase_before(sends, rows),
+            "after": _phase_before(sends, rows.table),
         }
     ).drop_duplicates()
     pipelines = set()

@@ -10,6 +10,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS
 
+from ..arrays import Int
 from ..columns import RankRows, as_rows
 
 COLLECTIVE_NS: Final = {True: 3_300.0, False: 52_000.0}
@@ -51,36 +52,40 @@ def estimate_overhead(run: RunInfo, recorded: pd.DataFrame, ordinary: pd.DataFra
     return float(100 * spent / ordinary["dur_ns"].sum())
 
 
-def measure_overhead(rows: pd.DataFrame, ordinary: pd.DataFrame) -> float | None:
+def measure_overhead(rows: pd.DataFrame | RankRows, ordinary: pd.DataFrame) -> float | None:
     """Percent of the ordinary steps that capturing took, mean of the ranks, by their gauges: hooks in the steps in
     which they were timed, samples after steps, and the CPU time of side threads, though other cores may have run them.
     None unless every rank measured it.
     """
     if ordinary.empty:
         return None
-    names = [HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS]
-    gauges = rows.loc[(rows["kind"] == "gauge") & rows["name"].isin(names), ["rank", "name", "start_ns", "value"]]
-    step_s = ordinary.groupby("rank")["dur_ns"].mean() / 1e9
-    of_rank = dict(iter(gauges.groupby("rank")))
+    rows = as_rows(rows)
+    of_capture = rows.are("name", HOOK_SECONDS, SAMPLE_SECONDS, SIDE_THREAD_SECONDS)
+    read = np.flatnonzero(rows.are("kind", "gauge") & of_capture)
+    read = read[np.lexsort((rows.whole("start_ns")[read], rows.whole("rank")[read]))]
+    ranks, rank = np.unique(ordinary["rank"].to_numpy(np.int64), return_inverse=True)
+    step_s = np.bincount(rank, ordinary["dur_ns"].to_numpy(np.float64)) / np.bincount(rank) / 1e9
+    begin, end = (np.searchsorted(rows.whole("rank")[read], ranks, side) for side in ("left", "right"))
     shares = []
-    for rank, mean_s in step_s.items():
-        share = _share(of_rank[rank], float(mean_s)) if rank in of_rank else None
+    for low, high, mean_s in zip(begin.tolist(), end.tolist(), step_s.tolist(), strict=True):
+        share = _share(rows, read[low:high], mean_s)
         if share is None:
             return None
         shares.append(share)
     return 100 * float(np.mean(shares))
 
 
-def _share(gauges: pd.DataFrame, step_s: float) -> float | None:
-    """Of the time of one rank, whose ordinary step takes `step_s`."""
-    hooks = gauges.loc[gauges["name"] == HOOK_SECONDS, "value"]
-    if hooks.empty:
+def _share(rows: RankRows, read: Int, step_s: float) -> float | None:
+    """Of the time of one rank, whose ordinary step takes `step_s`. read: where its gauges are, in order of time."""
+    hooks, when, value = read[rows.are("name", HOOK_SECONDS)[read]], rows.whole("start_ns"), rows.real("value")
+    hooks = hooks[~np.isnan(value[hooks])]
+    if not len(hooks):
         return None
-    share = float(hooks.median()) / step_s
+    share = float(np.median(value[hooks])) / step_s
     for name in (SAMPLE_SECONDS, SIDE_THREAD_SECONDS):
-        told = gauges[gauges["name"] == name].sort_values("start_ns")
-        elapsed_s = float(told["start_ns"].iloc[-1] - told["start_ns"].iloc[0]) / 1e9 if len(told) else 0.0
+        told = read[rows.are("name", name)[read]]
+        elapsed_s = float(when[told[-1]] - when[told[0]]) / 1e9 if len(told) else 0.0
         if elapsed_s <= 0:
             return None
-        share += max(float(told["value"].iloc[-1] - told["value"].iloc[0]), 0.0) / elapsed_s
+        share += max(float(value[told[-1]] - value[told[0]]), 0.0) / elapsed_s
     return share

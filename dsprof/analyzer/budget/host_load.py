@@ -15,6 +15,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from ..arrays import Bool, Float, Int
+from ..columns import RankRows, as_rows
 
 
 class Gauges:
@@ -24,10 +25,13 @@ class Gauges:
     wall_ms:      [R, S], how long each took; NaN where a rank lacks one
     """
 
-    def __init__(self, rows: pd.DataFrame, steps: pd.DataFrame) -> None:
-        ordinary = steps[["rank", "step", "start_ns", "dur_ns"]][steps["ordinary"]]
-        samples = rows[["rank", "name", "start_ns", "value"]][rows["kind"] == "gauge"]
-        self._samples = samples.sort_values(["rank", "start_ns"], kind="stable")
+    def __init__(self, rows: pd.DataFrame | RankRows, steps: pd.DataFrame) -> None:
+        ordinary, rows = steps[["rank", "step", "start_ns", "dur_ns"]][steps["ordinary"]], as_rows(rows)
+        samples = np.flatnonzero(rows.are("kind", "gauge"))
+        rank, when = rows.whole("rank")[samples], rows.whole("start_ns")[samples]
+        order = np.lexsort((when, rank))
+        codes, self._names = rows.codes("name")
+        self._samples = rank[order], codes[samples[order]], when[order], rows.real("value")[samples[order]]
         self._spent: dict[str, Float] = {}
         ranks, self._rank = np.unique(ordinary["rank"].to_numpy(np.int64), return_inverse=True)
         self.steps, self._step = np.unique(ordinary["step"].to_numpy(np.int64), return_inverse=True)
@@ -38,7 +42,7 @@ class Gauges:
 
     def names(self, beginning: str) -> tuple[str, ...]:
         """The gauges whose names begin so."""
-        found = self._samples["name"].drop_duplicates().astype(str)
+        found = (str(self._names[code]) for code in np.unique(self._samples[1]).tolist() if code >= 0)
         return tuple(sorted(name for name in found if name.startswith(beginning)))
 
     def spent(self, gauge: str) -> Float:
@@ -51,10 +55,9 @@ class Gauges:
         return self._spent[gauge]
 
     def _rise(self, gauge: str) -> Float:
-        samples = self._samples[self._samples["name"] == gauge]
-        samples = samples[samples["rank"].isin(self.ranks)]
-        rank = np.searchsorted(self.ranks, samples["rank"].to_numpy(np.int64))
-        when, value = samples["start_ns"].to_numpy(np.int64), samples["value"].to_numpy(np.float64)
+        of_rank, name, when, value = self._samples
+        mine = np.isin(name, np.flatnonzero(self._names == gauge)) & np.isin(of_rank, self.ranks)
+        rank, when, value = np.searchsorted(self.ranks, of_rank[mine]), when[mine], value[mine]
         begin, end = (_read(rank, when, value, self._rank, at) for at in (self._begin, self._end))
         spent = self._wide((end - begin) * 1e3)
         spent[np.bincount(rank, minlength=len(self.ranks)) < 2] = np.nan

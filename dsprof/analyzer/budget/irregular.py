@@ -16,7 +16,8 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..arrays import Bool, Float, Int
+from ..arrays import Bool, Float, Int, sums_of
+from ..columns import RankRows, as_rows
 from .parts import OWN_WORK
 
 KNOWN: Final = ("evaluation", "checkpointing", "compilation")
@@ -110,18 +111,24 @@ def profiled_steps(run: RunInfo) -> frozenset[int]:
     )
 
 
-def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame, profiled: Collection[int] = frozenset()) -> Irregular:
+def find_irregular(
+    steps: pd.DataFrame, rows: pd.DataFrame | RankRows, profiled: Collection[int] = frozenset()
+) -> Irregular:
     """Look at the steps that every rank completed, after warm-up. `steps`: rank, step, dur_ns, the budget's parts, and
     `<kind>_ms` of what is not training (`step_budget.step_budget`). Steps that were `profiled` are none of them."""
-    shared = steps.groupby("step").size()
-    common = np.sort(shared[shared == steps["rank"].nunique()].index.to_numpy(np.int64))
+    rank, step = (steps[name].to_numpy(np.int64) for name in ("rank", "step"))
+    numbers, times = np.unique(step, return_counts=True)
+    every = np.unique(rank)
+    common = numbers[times == len(every)]
     common = common[common >= warm_up(len(common))]
     common = common[~np.isin(common, list(profiled))]
     if len(common) == 0:
         return Irregular()
-    ranks = tuple(int(rank) for rank in np.sort(steps["rank"].unique()))
-    looked_at = steps[steps["step"].isin(common)]
-    at = np.searchsorted(ranks, looked_at["rank"].to_numpy()), np.searchsorted(common, looked_at["step"].to_numpy())
+    ranks: tuple[int, ...] = tuple(every.tolist())
+    inside = np.flatnonzero(np.isin(step, common))
+    looked_at = steps.take(inside)
+    at = np.searchsorted(every, rank[inside]), np.searchsorted(common, step[inside])
+    rows = as_rows(rows)
 
     def wide(column: str) -> Float:
         table = np.zeros((len(ranks), len(common)))
@@ -159,18 +166,19 @@ def find_irregular(steps: pd.DataFrame, rows: pd.DataFrame, profiled: Collection
     return Irregular(common, ranks, own, excess, ~irregular, mean, _table(own, excess, common, ranks, begun))
 
 
-def _restarted(rows: pd.DataFrame, ranks: tuple[int, ...], common: Int) -> Bool:
+def _restarted(rows: RankRows, ranks: tuple[int, ...], common: Int) -> Bool:
     """Whether a loader was started in each step, [R, S]."""
-    started = rows[["rank", "step"]][(rows["kind"] == "phase") & (rows["name"] == "loader_start")].drop_duplicates()
-    found = np.zeros((len(ranks), len(common)), bool)
-    started = started[started["rank"].isin(ranks) & started["step"].isin(common)]
-    found[np.searchsorted(ranks, started["rank"].to_numpy()), np.searchsorted(common, started["step"].to_numpy())] = (
-        True
-    )
-    return found
+    started = np.flatnonzero(rows.are("kind", "phase") & rows.are("name", "loader_start"))
+    return ~np.isnan(_by_step(rows, started, np.ones(len(started)), ranks, common))
 
 
-def _stops(own: Float, typical: float, rows: pd.DataFrame, ranks: tuple[int, ...], common: Int) -> Float:
+def _by_step(rows: RankRows, place: Int, value: Float, ranks: tuple[int, ...], common: Int) -> Float:
+    """`sums_of` a value of the rows at these places, [R, S]."""
+    rank, step = rows.whole("rank")[place], rows.whole("step")[place]
+    return sums_of(value, (np.array(ranks, np.int64), rank), (common, step))
+
+
+def _stops(own: Float, typical: float, rows: RankRows, ranks: tuple[int, ...], common: Int) -> Float:
     """Own work beyond a rank's typical step, where that is a stop; else 0; ms, [R, S]."""
     middle, upper = np.percentile(own, [50, 75], axis=1)
     beyond: Float = own - middle[:, None]
@@ -182,11 +190,9 @@ def _stops(own: Float, typical: float, rows: pd.DataFrame, ranks: tuple[int, ...
         falling = -np.sort(-mine)
         gaps = np.flatnonzero((falling[:-1] >= APART * np.maximum(falling[1:], 0)) & found[np.argsort(-mine)][:-1])
         found &= mine >= (falling[gaps[-1]] if len(gaps) else np.inf)
-    forwards = (rows["kind"] == "phase") & (rows["name"] == "forward") & rows["value"].notna()
-    forward = rows[["rank", "step", "value"]][forwards]
-    if len(forward):
-        size = forward.groupby(["rank", "step"])["value"].sum().unstack().reindex(index=list(ranks), columns=common)
-        table = size.to_numpy(np.float64)
+    forward = np.flatnonzero(rows.are("kind", "phase") & rows.are("name", "forward") & rows.known("value"))
+    if len(forward) and stops.any():
+        table = _by_step(rows, forward, rows.real("value")[forward], ranks, common)
         with np.errstate(invalid="ignore"):
             stops &= ~(table > LARGER_INPUT * np.nanmedian(np.where(np.isnan(table), 0.0, table), axis=1)[:, None])
     often = stops.sum(axis=1) > max(FEWEST_RARE, RARE_SHARE * own.shape[1])

@@ -216,9 +216,10 @@ def step_budget(times: dict[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame
     columns: dict[str, Float] = {part: np.zeros(len(steps)) for part in BUDGET_PARTS}
     columns |= {f"{name}_ms": np.zeros(len(steps)) for name in ("apart", *sorted(names))}
     starts, lengths = steps["start_ns"].to_numpy(np.int64), steps["dur_ns"].to_numpy(np.int64)
-    of_rank = steps.groupby("rank").indices
+    of = steps["rank"].to_numpy(np.int64)
+    by_rank = np.argsort(of, kind="stable")
     for rank, time in times.items():
-        chosen = of_rank.get(rank, np.empty(0, np.int64))
+        chosen = by_rank[slice(*np.searchsorted(of[by_rank], [rank, rank + 1]))]
         start = starts[chosen]
         end = start + lengths[chosen]
         upto_start, upto_end = time.before(start), time.before(end)

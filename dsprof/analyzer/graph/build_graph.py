@@ -74,9 +74,13 @@ def _builder(
     beside = [(i, chain) for i, rank in enumerate(ranks) for chain in of_ranks[rank].chains[1:]]
     if not len(numbers):
         return None
-    inside = steps[steps["step"].isin(numbers)]
-    begin: Int = inside.pivot(index="rank", columns="step", values="start_ns").to_numpy(np.int64, copy=True)
-    end: Int = begin + inside.pivot(index="rank", columns="step", values="dur_ns").to_numpy(np.int64)
+    rank, step = (steps[name].to_numpy(np.int64) for name in ("rank", "step"))
+    inside = np.flatnonzero(np.isin(step, numbers) & np.isin(rank, ranks))
+    at_step = np.searchsorted(ranks, rank[inside]), np.searchsorted(numbers, step[inside])
+    begin: Int = np.zeros((len(ranks), len(numbers)), np.int64)
+    begin[at_step] = steps["start_ns"].to_numpy(np.int64)[inside]
+    end: Int = begin.copy()
+    end[at_step] += steps["dur_ns"].to_numpy(np.int64)[inside]
     for i, chain in enumerate(of_ranks[rank].chains[0] for rank in ranks):
         if len(chain.numbers):
             at = np.searchsorted(chain.numbers, numbers)
@@ -97,9 +101,10 @@ def _builder(
 
 def _chosen(steps: pd.DataFrame, ranks: int) -> tuple[Int, npt.NDArray[np.bool_]]:
     """Numbers of the steps of the graph, and which of them are judged."""
-    judged = np.sort(steps.loc[steps["ordinary"], "step"].unique()).astype(np.int64)
-    counts = steps.groupby("step").size()
-    complete = np.sort(counts[counts == ranks].index.to_numpy(np.int64))
+    step = steps["step"].to_numpy(np.int64)
+    judged = np.unique(step[steps["ordinary"].to_numpy(bool)])
+    every, counts = np.unique(step, return_counts=True)
+    complete = every[counts == ranks]
     judged = judged[np.isin(judged, complete)]
     if not len(judged):
         return judged, np.zeros(0, bool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -56,12 +57,12 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
 
     if collectives.empty:
         return Link(0.0, 0.0, False)
-    table = collectives[collectives["bytes"] > 0]
+    moved, took = collectives["bytes"].to_numpy(np.float64), collectives["transfer_ns"].to_numpy(np.float64)
+    table = _Table(moved[moved > 0], took[moved > 0] / 1e6)
     # Octaves rather than sizes: a run with 200 different parameters has too few samples of each.
-    octave = np.floor(np.log2(np.maximum(table["bytes"].to_numpy(np.float64), 1)))
-    grouped = table.groupby(octave)
-    size = grouped["bytes"].median().to_numpy(np.float64)
-    transfer = grouped["transfer_ns"].median().to_numpy(np.float64) / 1e6
+    octave = np.floor(np.log2(np.maximum(table.bytes, 1)))
+    alike = [octave == one for one in np.unique(octave)]
+    size, transfer = (np.array([np.median(of[one]) for one in alike]) for of in (table.bytes, table.ms))
     usable = transfer > 0
     size, transfer = size[usable], transfer[usable]
     if len(size) == 0:
@@ -82,8 +83,14 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     return _with_spread(Link(float(latency), float(per_byte), True, largest=float(size.max())), table)
 
 
-def _with_spread(link: Link, table: pd.DataFrame) -> Link:
+class _Table(NamedTuple):
+    """Of each collective."""
+
+    bytes: Float
+    ms: Float
+
+
+def _with_spread(link: Link, table: _Table) -> Link:
     """With the error that its predictions for these collectives have."""
-    every = table["transfer_ns"].to_numpy(np.float64) / 1e6
-    predicted = np.maximum(link.transfer_ms(table["bytes"].to_numpy(np.float64)), 1e-9)
-    return replace(link, spread=max(float(np.median(np.abs(every / predicted - 1))), LEAST_SPREAD))
+    predicted = np.maximum(link.transfer_ms(table.bytes), 1e-9)
+    return replace(link, spread=max(float(np.median(np.abs(table.ms / predicted - 1))), LEAST_SPREAD))

@@ -21,7 +21,8 @@ def recomputed_ms(study: Study) -> Float | None:
         again = again[again["name"] == RECOMPUTE]
     else:
         again = _phases(study, RECOMPUTE)
-        again = again.assign(ms=again["dur_ns"].astype("float64") / 1e6)
+        if len(again):
+            again = again.assign(ms=again["dur_ns"].astype("float64") / 1e6)
     if again.empty:
         return None
     table = again.groupby(["rank", "step"])["ms"].sum().unstack()
@@ -32,9 +33,10 @@ def recomputed_ms(study: Study) -> Float | None:
 def _phases(study: Study, name: str) -> pd.DataFrame:
     """The phases of a name that lie in no other of that name: dsprof's engine records what it computes again, and
     within that, on the lane of the thread, the modules are recorded by their hooks."""
-    phases = study.phases
-    phases = phases[(phases["name"] == name) & phases["dur_ns"].notna() & phases["step"].isin(study.step_numbers)]
-    return phases[outermost_rows(phases, ("rank",))]
+    rows = study.phase_rows
+    there = rows.are("name", name) & rows.known("dur_ns") & np.isin(rows.whole("step"), study.step_numbers)
+    phases = rows.table.take(np.flatnonzero(there))
+    return phases[outermost_rows(phases, ("rank",))] if len(phases) else phases
 
 
 def pieces_a_step(study: Study) -> float:

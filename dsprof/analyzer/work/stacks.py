@@ -78,8 +78,8 @@ def _is_line(frame: str) -> bool:
 @once
 def stacks_of(study: Study) -> Mapping[int, Stacks]:
     """Rank -> its samples; without ranks that have none."""
-    rows = study.of_kind("gauge")[["rank", "name", "start_ns", "value"]]
-    rows = rows[rows["name"] == STACK]
+    samples = np.flatnonzero(study.acts.are("kind", "gauge") & study.acts.are("name", STACK))
+    rows = study.acts.take(("rank", "name", "start_ns", "value"), samples)
     paths: dict[int, dict[int, Path]] = defaultdict(dict)
     for fact in study.facts.get(STACK_FACT, []):
         paths[int(fact["rank"])][int(fact["number"])] = tuple(str(frame) for frame in fact.get("frames") or ())

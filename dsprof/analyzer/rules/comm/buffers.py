@@ -31,10 +31,11 @@ bytes take longer is that ranks wait for one another, and without them they may 
 
 def broadcast_buffers(study: Study) -> Found:
     """The broadcasts of buffers, and what is copied for them, gone."""
-    table = study.collectives
-    table = table[table["step"].isin(study.step_numbers) & (table["purpose"] == BUFFER) & (table["ranks"] > 1)]
-    if table.empty:
+    rows = study.judged_collectives
+    chosen = rows.are("purpose", BUFFER) & (rows.whole("ranks") > 1)
+    if not chosen.any():
         return []
+    table = rows.table.take(np.flatnonzero(chosen))
     moved = float(table["bytes"].sum()) / len(study.step_numbers)
     if _statistics(study) and moved < SMALL:  # to have them alike on all ranks costs a message
         return []

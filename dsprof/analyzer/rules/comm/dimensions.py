@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -10,7 +11,7 @@ import pandas as pd
 
 from ...align.groups import TENSOR_PARALLEL, Dimension
 from ...align.match import SEND_RECV
-from ...columns import codes_of
+from ...columns import RankRows
 from ...finding import Where
 from ...graph.link import Link, fit_link
 from ...study import Study, once
@@ -48,18 +49,27 @@ class Domain:
 
     def of(self, *purposes: str) -> Domain:
         """The part of it that is for these purposes."""
-        chosen = self.table[self.table["purpose"].isin(purposes)]
-        return Domain(self.dimension, self.name, chosen, self.alone, self.on_device)
+        chosen = self.rows.are("purpose", *purposes)
+        if chosen.all():
+            return self
+        table = self.table.take(np.flatnonzero(chosen))
+        return Domain(self.dimension, self.name, table, self.alone, self.on_device)
+
+    @cached_property
+    def rows(self) -> RankRows:
+        """The table, column by column."""
+        return RankRows(self.table)
 
     @property
     def groups(self) -> tuple[str, ...]:
         """Of the table, in order of their first collective."""
-        return tuple(dict.fromkeys(self.table["group"].astype(str)))
+        codes, names = self.rows.codes("group")
+        return tuple(names[list(dict.fromkeys(codes.tolist()))])
 
     def links(self) -> dict[str, Link]:
         """Each group's link, fitted to its own collectives of the table."""
-        rows_of = self.table.groupby(self.table["group"].astype(str)).indices
-        tables = {group: self.table.take(rows_of[group]) for group in self.groups}
+        columns = self.table[["bytes", "transfer_ns"]]
+        tables = {group: columns.take(np.flatnonzero(self.rows.are("group", group))) for group in self.groups}
         return {group: fit_link(table, on_device=self.on_device) for group, table in tables.items()}
 
     def a_step(self, study: Study) -> float:
@@ -80,8 +90,8 @@ def need_every_rank(study: Study) -> None:
 @once
 def domains(study: Study) -> list[Domain]:
     """Of the collectives of the ordinary steps, those with most bytes first."""
-    every = study.collectives
-    table = every[every["step"].isin(study.step_numbers) & (every["name"] != SEND_RECV)]
+    rows = study.judged_collectives
+    table = rows.table.take(np.flatnonzero(~rows.are("name", SEND_RECV)))
     parts_of_it = table["group"].nunique()
     together = table["ranks"] > 1
     # A group of one rank moves nothing: shards of a mesh whose shard dimension has size 1 are gathered in such.
@@ -111,10 +121,10 @@ def _of_one_rank(study: Study) -> set[str]:
 @once
 def _waited(study: Study) -> pd.DataFrame:
     """group, purpose, ms that ranks wait in a step for collectives of it once all were there, mean over all ranks."""
-    issued = study.collectives[study.collectives["step"].isin(study.step_numbers)]
-    (group, groups), (purpose, purposes) = codes_of(issued["group"]), codes_of(issued["purpose"])
+    issued = study.judged_collectives
+    (group, groups), (purpose, purposes), seq = issued.codes("group"), issued.codes("purpose"), issued.whole("seq")
     # Of many ranks there are many waits: numbers take less room than names.
-    waits, seq = study.waits, issued["seq"].to_numpy(np.int64)
+    waits = study.waits
     waited_for = waits["seq"].to_numpy(np.int64, na_value=NOWHERE)
     of_wait = pd.Index(groups).get_indexer(waits["group"].to_numpy(object))
     least, most = (int(bound) for bound in (seq.min(initial=0), seq.max(initial=0)))
@@ -122,12 +132,16 @@ def _waited(study: Study) -> pd.DataFrame:
     start, arrival, end = (waits[name].to_numpy(np.float64, na_value=np.nan)[chosen] for name in MOMENTS)
     exposed = np.maximum(end - np.fmax(start, arrival), 0.0) / 1e6
     span = most - least + 1
-    table = pd.DataFrame({"key": of_wait[chosen] * span + waited_for[chosen] - least, "ms": exposed})
-    theirs = pd.DataFrame({"key": group * span + seq - least, "kind": group * (len(purposes) + 1) + purpose})
-    table = table.merge(theirs[purpose >= 0], "inner", on="key")
-    each = table.groupby("kind")["ms"].sum()
-    at, of = np.divmod(each.index.to_numpy(np.int64), len(purposes) + 1)
-    ms = each.to_numpy() / max(len(study.step_numbers) * len(study.ranks), 1)
+    key, theirs = of_wait[chosen] * span + waited_for[chosen] - least, group * span + seq - least
+    known = np.flatnonzero(purpose >= 0)
+    known = known[np.argsort(theirs[known], kind="stable")]
+    # A number that was used again has several rows: what waits for it counts for each.
+    begin, end = (np.searchsorted(theirs[known], key, side) for side in ("left", "right"))
+    times = end - begin
+    row = known[np.repeat(end - np.cumsum(times), times) + np.arange(times.sum())]
+    kinds, kind = np.unique(group[row] * (len(purposes) + 1) + purpose[row], return_inverse=True)
+    at, of = np.divmod(kinds, len(purposes) + 1)
+    ms = np.bincount(kind, np.repeat(exposed, times), len(kinds)) / max(len(study.step_numbers) * len(study.ranks), 1)
     return pd.DataFrame({"group": groups[at], "purpose": purposes[of], "ms": ms})
 
 

@@ -105,6 +105,6 @@ def _groups_of_a_rank(study: Study, gathers: Communications) -> float:
 def _spared_ms(study: Study, again: float) -> float:
     """What FSDP works for gathers that are not needed, as much as for any of its collectives; 0 on devices, whose
     kernels the replay moves."""
-    table = study.collectives[study.collectives["step"].isin(study.step_numbers)]
+    table = study.judged_collectives.table
     a_step = int(np.sum(is_of_shards(table))) / len(study.step_numbers)
     return 0.0 if study.on_gpu or not a_step else sharding_ms(study) * min(again / a_step, 1.0)

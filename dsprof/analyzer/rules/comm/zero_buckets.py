@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import pandas as pd
 
 from ...effect import Effect, WhatIfs
@@ -89,7 +90,7 @@ def blocking_buckets(study: Study) -> list[Finding]:
 def _link(study: Study, table: pd.DataFrame) -> Link:
     """Fitted to all collectives of the kind and groups of the gradients': buckets are of one size, the all-reduce of
     their norm is a small one."""
-    of_kind = study.collectives[study.collectives["step"].isin(study.step_numbers)]
+    of_kind = study.judged_collectives.table
     for column in ("name", "group"):
         of_kind = of_kind[of_kind[column].isin(table[column].unique())]
     link = fit_link(of_kind)
@@ -116,8 +117,8 @@ def _gathers_of_update(study: Study, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _gradients(study: Study) -> pd.DataFrame:
-    table = study.collectives
-    return table[(table["purpose"] == "gradient") & table["step"].isin(study.step_numbers)]
+    rows = study.judged_collectives
+    return rows.table.take(np.flatnonzero(rows.are("purpose", "gradient")))
 
 
 def _larger(study: Study, table: pd.DataFrame, link: Link) -> list[_Larger]:

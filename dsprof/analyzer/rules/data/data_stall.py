@@ -16,6 +16,7 @@ from ...arrays import Float
 from ...budget.host_load import SharedCores
 from ...budget.parts import WAITING
 from ...candidate import Between, Candidate, Excess, Price
+from ...columns import RankRows, is_one_of
 from ...finding import LOW_PERCENT, Evidence, Finding, Gain, Where
 from ...price.calibration import ModelError
 from ...price.effects import replayed
@@ -86,8 +87,8 @@ def supply(study: Study) -> Supply | None:
     loading = loading_rows(study)
     if loading.empty:
         return None
-    anew = restarts(study).pivot_table(index="rank", columns="step", values="excess_ms", aggfunc="sum")
-    starting = anew.reindex(index=study.ranks, columns=study.step_numbers).fillna(0.0).to_numpy(np.float64)
+    anew = RankRows(restarts(study))
+    starting = np.nan_to_num(study.by_step(anew, anew.real("excess_ms"), np.arange(len(anew))))
     waited = np.clip(study.work("data") - starting, 0, None)
     worst = int(waited.mean(axis=1).argmax())
     wait_ms = float(waited[worst].mean())
@@ -101,8 +102,8 @@ def supply(study: Study) -> Supply | None:
     # takes what it waited.
     one_batch = now * step_ms if now else wait_ms
     wanted = min(max(math.ceil(SLACK * one_batch / rest), now + 1, 2), MOST_WORKERS)
-    fetched = loading[(loading["name"] == "data") & loading["step"].isin(study.step_numbers)]
-    batches = max(len(fetched) / len(study.ranks) / len(study.step_numbers), 1.0)
+    fetched = is_one_of(loading["name"], "data") & np.isin(loading["step"].to_numpy(np.int64), study.step_numbers)
+    batches = max(float(fetched.sum()) / len(study.ranks) / len(study.step_numbers), 1.0)
     hand_over, at_worst = (
         of_batch * batches + of_byte * _input_bytes(study)
         for of_batch, of_byte in zip(HAND_OVER_MS, HAND_OVER_MS_PER_BYTE, strict=True)
@@ -167,9 +168,9 @@ def _rest_ms(study: Study, waited: Float, host_ms: float) -> float:
 
 def _input_bytes(study: Study) -> float:
     """Bytes given to forward, mean of a rank's step."""
-    phases = study.phases
-    size = phases["bytes"][(phases["name"] == "forward") & phases["step"].isin(study.step_numbers)]
-    return float(size.fillna(0).sum()) / max(len(study.ranks) * len(study.step_numbers), 1)
+    rows = study.phase_rows
+    forward = rows.are("name", "forward") & np.isin(rows.whole("step"), study.step_numbers)
+    return float(rows.whole("bytes")[forward].sum()) / max(len(study.ranks) * len(study.step_numbers), 1)
 
 
 def _per_rank(study: Study, gauge: str) -> Float | None:
@@ -331,7 +332,7 @@ def _restarted(study: Study) -> list[Candidate]:
     fact = loader_fact(study, rank, number) or {}
     by_step = anew.groupby("step")["excess_ms"]
     # Ranks that communicate wait for the last of them.
-    together = study.collectives["step"].isin(study.step_numbers).any()
+    together = len(study.judged_collectives) > 0
     costs = by_step.max() if together else by_step.sum() / len(study.ranks)
     steps = len(study.irregular.steps)
     between = int(np.median(np.diff(costs.index.to_numpy()))) if len(costs) > 1 else steps

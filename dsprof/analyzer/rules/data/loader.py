@@ -10,6 +10,8 @@ import pandas as pd
 
 from dsprof.schema import LOADING
 
+from ...arrays import Int
+from ...columns import RankRows
 from ...finding import Fix, Gain
 from ...study import Study, once
 from ...text import count
@@ -29,38 +31,47 @@ def loading_rows(study: Study) -> pd.DataFrame:
     A DataLoader feeds training if most of its batches are followed by a forward with gradients, a backward or an
     optimizer's step before the next one is loaded. Of an evaluation's loader that is only what it says when it ends.
     """
-    phases = study.training_phases
-    used = phases["name"].isin([*LOADING, "forward", "backward", "optimizer"])
+    rows = RankRows(study.training_phases)
+    used = rows.are("name", *LOADING, "forward", "backward", "optimizer")
     if not study.run.imported:  # another tool's trace tells of loading, and forward and backward are derived from it
-        used &= phases["source"] == "measured"
-    phases = phases[used]
-    loads = phases["name"].isin(LOADING).to_numpy(bool)
-    with_gradients = phases["grad"].fillna(True).to_numpy(bool)  # captures of before format 3 do not tell
-    trains = np.where((phases["name"] == "forward").to_numpy(bool), with_gradients, ~loads)
-    load, other, rank = np.flatnonzero(loads), np.flatnonzero(~loads), phases["rank"].to_numpy(np.int64)
+        used = used & rows.are("source", "measured")
+    place = np.flatnonzero(used)
+    loads = rows.are("name", *LOADING)[place]
+    with_gradients = rows.true("grad", missing=True)[place]  # captures of before format 3 do not tell
+    trains = np.where(rows.are("name", "forward")[place], with_gradients, ~loads)
+    load, other, rank = np.flatnonzero(loads), np.flatnonzero(~loads), rows.whole("rank")[place]
     # Of each loading: what comes after it and is none, and the next loading after that, or the end of its rank's.
     end = np.searchsorted(rank, rank[load], "right")
     after = np.minimum(np.append(other, len(rank))[np.searchsorted(other, load)], end)
     until = np.minimum(np.append(load, len(rank))[np.searchsorted(load, after)], end)
     so_far = np.concatenate([[0], np.cumsum(trains)])
-    found = phases[["rank", "step", "name"]].iloc[load].assign(
-        number=phases["value"].iloc[load].fillna(UNNUMBERED).astype("int64"), ms=phases["dur_ns"].iloc[load] / 1e6
-    )  # fmt: skip
-    followed = pd.Series(so_far[until] > so_far[after], index=found.index)
-    return found[followed.groupby([found["rank"], found["number"]]).transform("mean") > 0.5]
+    number = np.nan_to_num(rows.real("value")[place[load]], nan=UNNUMBERED).astype(np.int64)
+    of = _numbered(rank[load], number)[1]
+    followed = np.bincount(of, so_far[until] > so_far[after]) / np.maximum(np.bincount(of), 1)
+    chosen = followed[of] > 0.5
+    found = rows.take(("rank", "step", "name"), place[load[chosen]])
+    return found.assign(number=number[chosen], ms=rows.whole("dur_ns")[place[load[chosen]]] / 1e6)
+
+
+def _numbered(rank: Int, number: Int) -> tuple[Int, Int]:
+    """The different DataLoaders, rank and number of each, and which of them is meant where."""
+    loaders, of = np.unique(np.stack([rank, number], axis=1), axis=0, return_inverse=True)
+    return loaders, of.reshape(-1)
 
 
 @once
 def training_loader(study: Study) -> Fact | None:
     """What the DataLoader that training waits for most said of itself; None where that is not known."""
     loading = loading_rows(study)
-    waited = loading[loading["step"].isin(study.step_numbers)]
-    if waited.empty:
-        waited = loading
-    if waited.empty:
+    if loading.empty:
         return None
-    rank, number = waited.groupby(["rank", "number"])["ms"].sum().idxmax()
-    return loader_fact(study, int(rank), int(number))
+    rank, number, step = (loading[name].to_numpy(np.int64) for name in ("rank", "number", "step"))
+    inside = np.isin(step, study.step_numbers)
+    loaders, of = _numbered(rank, number)
+    waited = np.bincount(of, loading["ms"].to_numpy(np.float64) * (inside if inside.any() else 1.0))
+    there = np.bincount(of, inside if inside.any() else None) > 0
+    most = loaders[np.where(there, waited, -1.0).argmax()].tolist()
+    return loader_fact(study, *most)
 
 
 def loader_fact(study: Study, rank: int, number: int) -> Fact | None:
@@ -85,8 +96,8 @@ def _facts(study: Study) -> dict[int | None, dict[int | None, Fact]]:
 @once
 def _left(study: Study) -> dict[int | None, Fact]:
     """By rank, what a DataLoader said of itself whose number no row has, if there is only one."""
-    phases = study.phases
-    seen = set(phases["value"][phases["name"].isin(LOADING)].dropna().astype("int64"))
+    rows = study.phase_rows
+    seen = set(rows.real("value")[rows.are("name", *LOADING) & rows.known("value")].astype(np.int64).tolist())
     left = [fact for fact in study.facts.get("dataloader", []) if fact.get("number") not in seen]
     if len({fact.get("site") for fact in left}) != 1:
         return {}
@@ -106,12 +117,12 @@ def restarts(study: Study) -> pd.DataFrame:
     """
     loading = loading_rows(study)
     key = ["rank", "number"]
-    loaders = loading[key].drop_duplicates()
-    facts = [loader_fact(study, rank, number) for rank, number in loaders.itertuples(index=False)]
-    ending = [bool(fact and fact.get("num_workers") and not fact.get("persistent_workers")) for fact in facts]
-    if not any(ending):
+    loaders, of = _numbered(*(loading[name].to_numpy(np.int64) for name in key))
+    facts = [loader_fact(study, rank, number) for rank, number in loaders.tolist()]
+    ending = np.array([bool(fact and fact.get("num_workers") and not fact.get("persistent_workers")) for fact in facts])
+    if not ending.any():
         return loading[["rank", "step", "number"]].iloc[:0].assign(excess_ms=0.0, start_ms=0.0)
-    loading = loading.merge(loaders[np.array(ending, bool)], on=key)
+    loading = loading.take(np.flatnonzero(ending[of])).reset_index(drop=True)
     started = loading["name"] == "loader_start"
     anew = started & loading[key].where(started).duplicated()  # the first start is no restart
     by_step = (

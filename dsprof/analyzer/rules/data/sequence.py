@@ -133,9 +133,9 @@ def sequence_teams(study: Study) -> list[Team]:
     be anything. In Ulysses every rank has all positions, of some of the heads."""
     if study.in_stages:
         return []
-    table = study.collectives
-    sent = table["group"][(table["name"] == SEND_RECV) & table["step"].isin(study.step_numbers)]
-    found = [Team(ring) for ring in rings(sent.astype(str))]
+    rows = study.judged_collectives
+    sent = rows.are("name", SEND_RECV)
+    found = [Team(ring) for ring in rings(rows.table["group"][sent].astype(str))] if sent.any() else []
     said = [one for one in study.mesh.dimensions if one.role == CP and (one.stated or CONTEXT_PARALLEL in one.purposes)]
     return found or [
         Team(team, one.groups) for one in said if not one.name.lower().startswith("ulysses") for team in one.teams

@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from ... import signals
 from ...budget.lanes import MAIN, on_stream
 from ...candidate import Between, Candidate, Price
+from ...columns import RankRows
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...memory.free import least_free
 from ...price.calibration import ModelError
@@ -59,8 +62,11 @@ def offloaded(study: Study) -> Offloaded | None:
     waits = study.work("offload").mean(axis=1)
     place = int(waits.argmax())
     rank = study.ranks[place]
-    rows = study.trace.read(rank, ("kind", "name", "lane", "purpose", "step", "dur_ns", "bytes"))
-    copies = rows[(rows["kind"] == "copy") & rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
+    rows = RankRows(study.trace.read(rank, ("kind", "name", "lane", "purpose", "step", "dur_ns", "bytes")))
+    copied = rows.are("kind", "copy") & np.isin(rows.whole("step"), study.step_numbers) & rows.known("dur_ns")
+    if not copied.any():
+        return None
+    copies = rows.table.take(np.flatnonzero(copied))
     copies = copies[~copies["name"].astype(str).str.startswith("checkpoint")]
     copies = copies[~on_stream(copies["lane"])]  # of a device's stream, by whatever launched it
     if copies.empty:

@@ -19,6 +19,7 @@ from ... import signals
 from ...arrays import Float, Int
 from ...budget.irregular import warm_up
 from ...candidate import Candidate, Excess, Price
+from ...columns import RankRows
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...study import Study, once
 from ...text import percent
@@ -76,12 +77,11 @@ def overflows(study: Study) -> Overflows | None:
 
 def _marks(study: Study) -> pd.DataFrame:
     """step and value of each skipped step: ranks agree about them, as they have the same gradients."""
-    rows = study.trace.read(study.ranks[0], ("kind", "name", "step", "value")) if study.ranks else pd.DataFrame()
-    if rows.empty:
+    if not study.ranks:
         return pd.DataFrame({"step": [], "value": []})
-    return rows[(rows["kind"] == "mark") & (rows["name"] == OVERFLOW)][["step", "value"]].sort_values(
-        "step", kind="stable"
-    )
+    rows = RankRows(study.trace.read(study.ranks[0], ("kind", "name", "step", "value")))
+    skipped = np.flatnonzero(rows.are("kind", "mark") & rows.are("name", OVERFLOW))
+    return rows.take(("step", "value"), skipped).sort_values("step", kind="stable")
 
 
 def _wasted(study: Study, skipped: Int) -> tuple[Float, bool]:
