@@ -22,6 +22,7 @@ from dsprof.analyzer.price.gains import mean_gain
 from dsprof.analyzer.price.unseen_idle import with_unseen_idle
 from dsprof.analyzer.study import study
 from dsprof.analyzer.whatif.without_flows import WithoutFlows
+from dsprof.analyzer.work.device_idle import idle_of_early_devices_ms, unseen_idle_ms
 
 HEALTHY = DeviceJob()
 
@@ -136,8 +137,8 @@ def test_idle_time_that_was_not_seen_does_not_matter_where_the_host_is_waited_fo
     saved = step_ms - job.with_(item_every=100).run()[1]
     assert saved == pytest.approx(saved_ms, abs=0.1)
     found = study(trace)
-    assert found.unseen_idle_ms == pytest.approx(2 * launch, abs=1)
-    assert found.idle_of_early_devices_ms == 0.0
+    assert unseen_idle_ms(found) == pytest.approx(2 * launch, abs=1)
+    assert idle_of_early_devices_ms(found) == 0.0
     sync = first_of(analyze(trace), "compute.host-sync")
     assert sync.gain.ms == pytest.approx(saved, abs=0.1)
     assert sync.gain.high - sync.gain.low < 0.1 * step_ms
@@ -153,7 +154,7 @@ def test_idle_time_that_was_not_seen_may_go_where_the_device_is_waited_for() -> 
     before, change = replayed(found), WithoutFlows(SYNC)
     gain = mean_gain(found, before - replayed(found, change))
     assert gain.ms == pytest.approx(99 - 74, abs=0.1)
-    assert (found.unseen_idle_ms, found.idle_of_early_devices_ms) == (
+    assert (unseen_idle_ms(found), idle_of_early_devices_ms(found)) == (
         pytest.approx(30, abs=1),
         pytest.approx(10, abs=1),
     )
@@ -207,9 +208,9 @@ def test_kernels_of_a_few_steps_bound_what_was_not_seen_in_the_others() -> None:
     """The device is in phases that its host still launches for 18 ms of a step. In two steps whose kernels were traced
     it stood idle for 0.3 and 0.5."""
     found = study(HEALTHY.with_(launch=always(9.0), item_every=1).run()[0])
-    assert found.unseen_idle_ms > 5
+    assert unseen_idle_ms(found) > 5
     traced = SimpleNamespace(steps=pd.DataFrame({"idle_ms": [0.3, 0.5]}))
-    assert replace(found, device=SimpleNamespace(ranks={0: traced})).unseen_idle_ms == pytest.approx(0.4)
+    assert unseen_idle_ms(replace(found, device=SimpleNamespace(ranks={0: traced}))) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(("on_device", "spread"), [(True, 0.1), (False, 0.5)])

@@ -29,7 +29,6 @@ from .align.topology import Topology
 from .arrays import Bool, Float, Int, sums_of
 from .budget.capture_overhead import estimate_overhead, measure_overhead
 from .budget.host_load import Gauges, HostLoad, measure_load
-from .budget.intervals import Intervals
 from .budget.irregular import Irregular, find_irregular, mark_ordinary, profiled_steps
 from .budget.step_budget import step_budget
 from .budget.wait_table import waits_table
@@ -223,33 +222,6 @@ class Study:
         if self.device is not None:
             return "the device's kernels were traced, but not how they depend on their host"
         return "the job ran on a device, and what that did was not timed in every step"
-
-    @cached_property
-    def unseen_idle_ms(self) -> float:
-        """How long a step the devices may stand idle at most where that is not seen: inside of phases of which the host
-        has not launched the last yet. Mean over ranks and ordinary steps, ms. Where `--deep` traced the kernels of some
-        steps, it is no more than what the devices stood idle in those."""
-        unseen = self._mean_in_ordinary({rank: one.launching for rank, one in self.summaries.items()})
-        if self.device is None:
-            return unseen
-        idle = pd.concat([one.steps["idle_ms"] for one in self.device.ranks.values()])
-        return min(unseen, float(idle.mean())) if len(idle) else unseen
-
-    @cached_property
-    def idle_of_early_devices_ms(self) -> float:
-        """How long a step the devices may stand idle more, at most, were they never late where their hosts launch
-        phases: one that begins a phase as soon as it may has done all its standing idle. As `unseen_idle_ms`."""
-        return self._mean_in_ordinary({rank: one.behind for rank, one in self.summaries.items()})
-
-    def _mean_in_ordinary(self, spans: Mapping[int, Intervals]) -> float:
-        """What lies in ordinary steps of each rank's spans, mean over them, ms."""
-        ordinary, found = self.ordinary, 0
-        for rank, mine in ordinary.groupby("rank"):
-            begin = mine["start_ns"].to_numpy(np.int64)
-            end = begin + mine["dur_ns"].to_numpy(np.int64)
-            of_rank = spans[int(str(rank))]
-            found += int((of_rank.before(end) - of_rank.before(begin)).sum())
-        return found / 1e6 / max(len(ordinary), 1)
 
     @property
     def contended(self) -> HostLoad | None:

@@ -194,17 +194,14 @@ def _teams(rows: RankRows, run: RunInfo, topology: Topology) -> list[_Team]:
     chosen = np.flatnonzero(issued)
     if not len(chosen):
         return []
-    (group_of, group_names), (name, operations), (purpose, stated) = (
-        rows.codes(column) for column in ("group", "name", "purpose")
-    )
-    message, rank = rows.known("peer")[chosen].astype(np.int64), rows.whole("rank")[chosen]
+    (group_of, group_names), (name, operations), (purpose, stated) = map(rows.codes, ("group", "name", "purpose"))
+    columns = group_of, name, purpose, rows.known("peer").astype(np.int64), rows.whole("rank")
     members: dict[str, set[int]] = {}
     purposes: dict[str, set[str]] = {}
-    for of, member in _different(group_of[chosen], rank):
-        members.setdefault(group_names[of], set()).add(member)
-    for of, operation, why, is_message in _different(group_of[chosen], name[chosen], purpose[chosen], message):
-        kind_of = _kind(operations[operation], stated[why] if why >= 0 else "", bool(is_message))
-        purposes.setdefault(group_names[of], set()).add(kind_of)
+    for of, operation, why, message, rank in _different(*(column[chosen] for column in columns)):
+        members.setdefault(group_names[of], set()).add(rank)
+        told = _kind(operations[operation], stated[why] if why >= 0 else "", bool(message))
+        purposes.setdefault(group_names[of], set()).add(told)
     unequal = _unequal_exchanges(rows, np.flatnonzero(issued & rows.are("name", EXCHANGE)))
     for group in topology.pipelines:
         purposes.setdefault(group, set()).add(PIPELINE)
@@ -242,8 +239,7 @@ def _said(description: str) -> str:
 
 def _different(*columns: Int) -> list[list[int]]:
     """The different rows of these columns, in order."""
-    found: list[list[int]] = np.unique(np.stack(columns, axis=1), axis=0).tolist()
-    return found
+    return list(np.unique(np.stack(columns, axis=1), axis=0).tolist())
 
 
 def _unequal_exchanges(rows: RankRows, exchanges: Int) -> set[str]:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..finding import MEASURED_ON_DEVICE, REPLAYED_ON_DEVICE, UPPER_BOUND, Gain
 from ..study import Study
+from ..work.device_idle import unseen_idle_ms
 from .calibration import ModelError, with_model_error
 from .contention import busy
 
@@ -22,7 +23,7 @@ def with_all_errors(study: Study, gain: Gain, error: ModelError | None, contenti
     seen = None if study.checked is None else study.checked.held_out
     gain = with_model_error(gain, error, study.step_ms, busy(study), contention_ms, seen)
     if gain.method == "replay" and gain.ms > 0:  # as much idle time may go, or turn up
-        fewer, more = gain.unseen or (study.unseen_idle_ms, study.unseen_idle_ms)
+        fewer, more = gain.unseen or (unseen_idle_ms(study), unseen_idle_ms(study))
         gain = replace(gain, low=gain.low - fewer, high=gain.high + more, unseen=None)
     return gain
 

@@ -21,6 +21,7 @@ from ..study import Study, once
 from ..whatif import WhatIf, apply
 from ..whatif.device_work import DeviceWork
 from ..whatif.work import OF_DEVICE
+from ..work.device_idle import idle_of_early_devices_ms, unseen_idle_ms
 
 
 def with_unseen_idle(study: Study, graph: StepGraph, before: Float, change: WhatIf, gain: Gain) -> Gain:
@@ -32,8 +33,8 @@ def with_unseen_idle(study: Study, graph: StepGraph, before: Float, change: What
     goes, turns_up = shares
     variants = [apply(graph, [DeviceWork(factors), change]) for factors in (1 + turns_up, 1 - goes)]
     least, most = (float((before - one.durations).mean()) for one in replay_all(variants))
-    fewer = min(max(gain.ms - least, 0.0), study.idle_of_early_devices_ms)
-    more = min(max(most - gain.ms, 0.0), study.unseen_idle_ms)
+    fewer = min(max(gain.ms - least, 0.0), idle_of_early_devices_ms(study))
+    more = min(max(most - gain.ms, 0.0), unseen_idle_ms(study))
     return replace(gain, unseen=(fewer, more))
 
 
@@ -41,10 +42,10 @@ def with_unseen_idle(study: Study, graph: StepGraph, before: Float, change: What
 def _unseen_shares(study: Study) -> tuple[Float, Float] | None:
     """As shares of what each rank's device computes, [R]: for how long it may have stood idle unseen, and for how much
     longer it may; None where all idle time was seen."""
-    if not study.led_by_devices or study.unseen_idle_ms <= 0:
+    if not study.led_by_devices or unseen_idle_ms(study) <= 0:
         return None
     graph = study.need_graph()
     works = np.sum([chain_work(graph, part)[: graph.leads] for part in OF_DEVICE], axis=0).mean(axis=1)
     works = np.maximum(works, 1e-9)
-    goes, turns_up = (np.minimum(ms / works, 1.0) for ms in (study.unseen_idle_ms, study.idle_of_early_devices_ms))
+    goes, turns_up = (np.minimum(ms / works, 1.0) for ms in (unseen_idle_ms(study), idle_of_early_devices_ms(study)))
     return goes, turns_up

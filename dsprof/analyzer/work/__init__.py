@@ -5,6 +5,7 @@ peaks         what devices can compute at most
 module_times  what each module takes
 passes        each forward and backward of a micro-batch on a rank
 micro_batches whether micro-batches are of unequal length, by what they take
+device_idle   how long devices may stand idle where that is not seen
 stream_phases what devices took for each phase that their hosts launched
 core_wait     how long training threads wait for a core, and what has it (taken_cores)
 recomputed    what backward computes again of forward

@@ -27,6 +27,7 @@ from ...text import count, ms, percent
 from ...whatif.faster_hosts import FasterHosts
 from ...whatif.without_flows import TransfersAtOnce
 from ...whatif.work import Change, LessWork
+from ...work.device_idle import unseen_idle_ms
 from ..base import NotJudged, code_fix, script_of
 from ..rule import Found, Look, Rule
 
@@ -117,7 +118,7 @@ def _refuse_phases(study: Study) -> None:
     """Raises NotJudged where only whole phases were timed, in which the device may stand idle."""
     if study.device is not None or not study.led_by_devices:
         return
-    share = study.unseen_idle_ms / study.step_ms if study.step_ms else 0.0
+    share = unseen_idle_ms(study) / study.step_ms if study.step_ms else 0.0
     if share > MOST_UNSEEN:
         raise NotJudged(
             f"for {percent(100 * share)} of the step the device is in phases that its host is still launching, and how "

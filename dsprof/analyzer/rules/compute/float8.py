@@ -27,6 +27,7 @@ from ...price.gains import by_shapes
 from ...study import Study
 from ...text import clean, count, ms, percent
 from ...whatif.work import Change, LessWork
+from ...work.device_idle import unseen_idle_ms
 from ..base import OWN_ENGINE, NotConcerned, NotJudged, code_fix, engine_config, script_of
 from ..rule import Look, Rule
 
@@ -74,7 +75,7 @@ def layers_in_float8(study: Study) -> list[Finding]:
     share = _shares(study, by_rank, expected)
     sums = [[sum(one.saved_ms(rates) for one in layers) for layers in gaining.values()] for rates in every]
     # A device that its host keeps waiting does not end the step sooner by what it computes sooner.
-    idle = min(study.unseen_idle_ms, study.step_ms) / study.step_ms if study.led_by_devices else 1.0
+    idle = min(unseen_idle_ms(study), study.step_ms) / study.step_ms if study.led_by_devices else 1.0
     mean = sum(sums[1]) / len(sums[1])
     low = max(min(sums[0]), 0.0) * (1 - idle)
     gain = by_shapes(study, low, mean, max(sums[2]))
