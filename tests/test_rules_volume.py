@@ -191,3 +191,19 @@ def test_shards_that_take_longer_than_the_computation() -> None:
     assert dict(found.fixes[0].knobs) == {"fsdp2.param_dtype": "bfloat16", "fsdp2.reduce_dtype": "bfloat16"}
     assert "(train.py:30)" in found.fixes[0].title
     assert of(analyze(on_hosts(shards(12).trace(), "a", "b")), "comm.volume") is None
+
+
+@pytest.mark.parametrize(("ms_per_mib", "part"), [(50.0, 0.6), (1.0, 0.0)])
+def test_a_link_that_is_much_slower_than_idle_cores_is_slow_inside_of_a_host_too(
+    ms_per_mib: float, part: float
+) -> None:
+    """20 MB/s are no cores' doing that have time for more; 1 GB/s may be."""
+    job = one_tensor(ms_per_mib=ms_per_mib, cpus=lambda rank: list(range(8)))
+    measured, untold = (
+        ask(study(one.trace()), [[turned("ddp.comm_hook", "fp16", "RUN")]]).rows[0].gain
+        for one in (job, one_tensor(ms_per_mib=ms_per_mib))
+    )
+    assert measured is not None
+    assert untold is not None
+    assert untold.low <= 0
+    assert (measured.low > part * measured.ms) if part else (measured.low <= 0)

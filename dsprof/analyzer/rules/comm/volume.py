@@ -15,7 +15,7 @@ from ...effect import Effect, WhatIfs
 from ...finding import NOTHING, Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...price.calibration import ModelError
-from ...price.effects import effect_gains
+from ...price.effects import effect_gains, part_of_cores
 from ...study import Study, once
 from ...text import ms, percent, size
 from ...whatif import WhatIf
@@ -205,14 +205,19 @@ def _short_numbers(
     and parameters. again: dimensions in which what was reduced there is reduced once more, as it is."""
     every = [*parts, *((part, part.links()) for part in again)]
 
-    def halved(certain: bool, of: Sequence[tuple[Domain, Mapping[str, Link]]] = every) -> WhatIfs:
-        return tuple(one for part, links in of for one in with_fewer_bytes(part, links, certain, purposes=purposes))
+    def halved(certain: bool) -> WhatIfs:
+        return tuple(one for part, links in every for one in with_fewer_bytes(part, links, certain, purposes=purposes))
 
     others: list[tuple[WhatIfs, WhatIfs]] = [((), halved(False))]
-    over_a_network = [one for one in every if _over_a_network(study, one[0])]
-    if not study.on_gpu and len(over_a_network) < len(every):
-        # Inside of a host cores move and add the bytes: of short numbers that takes longer.
-        others.append(((), halved(True, over_a_network)))
+    inside = [part for part, _ in every if not _over_a_network(study, part)]
+    if not study.on_gpu and inside:
+        # Inside of a host cores move and add the bytes: as many bytes of short numbers take twice as long.
+        least: list[WhatIf] = []
+        for part, links in every:
+            for group, link in links.items():
+                cores = part_of_cores(study, link.ms_per_byte) if part in inside else 0.0
+                least += with_fewer_bytes(part, {group: link}, True, 2 / (1 + cores), purposes)
+        others.append(((), tuple(least)))
     cast_bytes = 0.0 if study.on_gpu else sum(_cast_bytes(study, part, purposes) for part, _ in parts)
     return Effect(
         "comm.volume", halved(True), others=tuple(others), costs_ms=cast_bytes * CAST_MS_PER_BYTE,
