@@ -57,8 +57,7 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
 
     if collectives.empty:
         return Link(0.0, 0.0, False)
-    moved, took = collectives["bytes"].to_numpy(np.float64), collectives["transfer_ns"].to_numpy(np.float64)
-    table = _Table(moved[moved > 0], took[moved > 0] / 1e6)
+    table = _transfers(collectives)
     # Octaves rather than sizes: a run with 200 different parameters has too few samples of each.
     octave = np.floor(np.log2(np.maximum(table.bytes, 1)))
     alike = [octave == one for one in np.unique(octave)]
@@ -83,14 +82,25 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     return _with_spread(Link(float(latency), float(per_byte), True, largest=float(size.max())), table)
 
 
-class _Table(NamedTuple):
-    """Of each collective."""
+def same_sizes(link: Link, collectives: pd.DataFrame) -> Link:
+    """`link`, of which nothing is asked but what these take, or as many of them at other times: it errs as much as they
+    vary, whatever it would miss another size by."""
+    return _with_spread(link, _transfers(collectives))
+
+
+class _Transfers(NamedTuple):
+    """Of each collective that moves anything."""
 
     bytes: Float
     ms: Float
 
 
-def _with_spread(link: Link, table: _Table) -> Link:
+def _transfers(collectives: pd.DataFrame) -> _Transfers:
+    moved, took = collectives["bytes"].to_numpy(np.float64), collectives["transfer_ns"].to_numpy(np.float64)
+    return _Transfers(moved[moved > 0], took[moved > 0] / 1e6)
+
+
+def _with_spread(link: Link, table: _Transfers) -> Link:
     """With the error that its predictions for these collectives have."""
     predicted = np.maximum(link.transfer_ms(table.bytes), 1e-9)
     return replace(link, spread=max(float(np.median(np.abs(table.ms / predicted - 1))), LEAST_SPREAD))
