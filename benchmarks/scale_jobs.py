@@ -173,7 +173,8 @@ def _draw_flat(drawn: np.random.Generator, cause: str, ranks: int, who: np.ndarr
     else:
         link[host, while_] = drawn.uniform(100, 150)
         truth = replace(truth, when="transient", steps=spell)
-    return Job(cause, replace(healthy, link=link), healthy, truth)
+    mended = None if truth.when == "rotating" else healthy  # each link is a finding of its own
+    return Job(cause, replace(healthy, link=link), mended, truth)
 
 
 def _ranks_of(host: int, ranks: int) -> tuple[int, ...]:
