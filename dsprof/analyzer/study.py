@@ -357,7 +357,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
 
     # The step graph, and whether to believe it.
     waits = waits_table(times, collectives, steps)
-    chains = {rank: of_rank.chains for rank, of_rank in measured.items()}
+    chains = {rank: of_rank.chains.without_waits() for rank, of_rank in measured.items()}
     del measured, times  # what was issued and waited for is in the waits, and in the graph
     give_back()
     graph = build_graph(chains, collectives, steps, run)

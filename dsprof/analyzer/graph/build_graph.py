@@ -10,7 +10,7 @@ there, is joined to it by an edge across steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -46,9 +46,10 @@ def build_graph(
     steps:    rank, step, start_ns, dur_ns, ordinary
     """
     own_copies = any(len(of_rank.own) for of_rank in ranks.values())
-    builder = _builder(ranks, collectives, steps, run)
+    chains = dict(ranks)
     if not own_copies:
         ranks.clear()
+    builder = _builder(chains, collectives, steps, run)
     graph = builder.build() if builder is not None else None
     del builder
     if graph is None or not own_copies or _alike(graph) >= LEAST_ALIKE:
@@ -63,14 +64,15 @@ def _alike(graph: StepGraph) -> float:
 
 
 def _builder(
-    of_ranks: Mapping[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None
+    of_ranks: dict[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None
 ) -> _Builder | None:
-    """All that a graph takes of the chains; None where no step is judged."""
+    """All that a graph takes of the chains; None where no step is judged. of_ranks: is emptied."""
     ranks = tuple(sorted(set(of_ranks) & set(steps["rank"].tolist())))
     numbers, judged = _chosen(steps, len(ranks))
     every = [chain for rank in ranks for chain in of_ranks[rank].chains]
     if not all(np.isin(numbers, chain.numbers).all() for chain in every if len(chain.numbers)):
-        of_ranks = {rank: of_host(of_ranks[rank]) for rank in ranks}  # what devices did was not seen in every step
+        # What devices did was not seen in every step.
+        of_ranks.update({rank: of_host(of_ranks[rank]) for rank in ranks})
     beside = [(i, chain) for i, rank in enumerate(ranks) for chain in of_ranks[rank].chains[1:]]
     if not len(numbers):
         return None
@@ -88,10 +90,13 @@ def _builder(
     leads = np.array([*range(len(ranks)), *(i for i, _ in beside)], np.int64)
     follows = np.append(False, np.diff(numbers) == 1)
     first_own = len(collectives) + np.cumsum([0, *(of_ranks[rank].own_tasks for rank in ranks)])[:-1]
-    events = find_events([chain.program for chain in chains], begin, end, first_own[leads])
-    tasks = find_tasks(collectives, [of_ranks[rank] for rank in ranks], events, ranks, leads, run)
-    times = [chain.time for chain in chains]
+    own = [replace(of_ranks[rank], chains=()) for rank in ranks]
+    programs, times = [chain.program for chain in chains], [chain.time for chain in chains]
     names = tuple(chain.name for chain in chains)
+    of_ranks.clear()  # and with it all that they issued and waited for, which is among the events now
+    del every, beside, chains
+    events = find_events(programs, begin, end, first_own[leads])
+    tasks = find_tasks(collectives, own, events, ranks, leads, run)
     return _Builder(ranks, names, leads, numbers, judged, follows, begin, end, events, times, tasks)
 
 
@@ -142,9 +147,10 @@ class _Builder:
         self.awaited: dict[int, set[tuple[int, int]]] = defaultdict(set)
         waits = np.flatnonzero((events.what == WAIT) & (home >= 0))
         target = events.target[waits].astype(np.int64)
-        awaited = np.stack([home[waits], target, tasks.views(target, leads[events.rank[waits]])], axis=1)
-        for step, row, view in np.unique(awaited, axis=0).tolist():
-            self.awaited[step].add((row, view))
+        awaited = target * (len(ranks) + 1) + tasks.views(target, leads[events.rank[waits]])
+        for row, view in zip(*(of.tolist() for of in np.divmod(np.unique(awaited), len(ranks) + 1)), strict=True):
+            self.awaited[int(tasks.home[row])].add((row, view))
+        del home, waits, target, awaited
         # Tasks that keep a worker of their lane beyond their own step: step -> lane -> until when, ns.
         self.overhanging: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         after = np.append(self.reference, np.iinfo(np.int64).max)[tasks.home + 1]
