@@ -72,11 +72,15 @@ class RankTime:
     for_lane_tasks: Intervals = field(default_factory=Intervals.empty)
     """The waits for `lane_tasks`."""
 
-    @cached_property
+    @property
     def of_thread(self) -> RankTime:
         """The training thread's time, whatever the device does meanwhile."""
-        if self.thread is None:
-            return self
+        # Not kept where it is this one: what refers to itself stays until Python's garbage collector comes by.
+        return self if self.thread is None else self._beside_device
+
+    @cached_property
+    def _beside_device(self) -> RankTime:
+        assert self.thread is not None
         sharding, device = self.sharding & self.thread.spans(COMPUTE), Intervals.empty()
         unbound, for_lane_tasks = _waited(self.waits, device)
         return replace(

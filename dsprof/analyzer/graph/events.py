@@ -49,7 +49,7 @@ class ProgramEvents:
     step:   index of the step, -1: in none of the graph's; rank: index of the chain; what: ISSUE, ...
     target: row of `tasks.Tasks`, -1: none. These four are narrow: of many ranks there are millions of events
     when, ended: ns, the latter when the rank saw its task end (-1: unknown)
-    action: of a event at either end of one, which: `action_code`
+    action: of a event at either end of one, which: `action_code`; narrow where there is none
     """
 
     step: Narrow
@@ -99,7 +99,8 @@ def find_events(programs: list[Program], begin: Int, end: Int, first_own: Int) -
     first = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)  # of each chain's in each step, in this order
     step, rank, target = (np.empty(total, np.int32) for _ in range(3))
     what = np.empty(total, np.int8)
-    moment, ended, action = (np.empty(total, np.int64) for _ in range(3))
+    moment, ended = (np.empty(total, np.int64) for _ in range(2))
+    action = np.empty(total, np.result_type(*(columns[ACTION] for columns in programs)))
     programs.reverse()
     for i, mine in enumerate(steps):
         columns = programs.pop()
@@ -168,7 +169,7 @@ def action_code(op: Int, stage: Int, microbatch: Int) -> Int:
 
 def without_microbatch(code: Int) -> Int:
     """What an action is, whichever micro-batch it is of."""
-    found: Int = code % (len(ACTIONS) * _STAGES)
+    found: Int = code.astype(np.int64) % (len(ACTIONS) * _STAGES)
     return found
 
 
