@@ -349,6 +349,7 @@ ELSEWHERE = {
     "bf16.enabled": ("test_number_formats.py", "bf16__enabled=True)"),
     "fsdp2.param_dtype": ("test_number_formats.py", 'fsdp2__param_dtype="bfloat16")'),
     "fsdp2.reduce_dtype": ("test_number_formats.py", 'saved(run(), fsdp2__reduce_dtype="bfloat16")'),
+    "loader.prefetch_factor": ("test_rules_data.py", "prefetch_factor=8, num_workers=9"),
     "loader.persistent_workers": ("test_rules_data.py", 'turned("loader.persistent_workers", True, "RUN")'),
     "optimizer.type": ("test_zero_knobs.py", '"optimizer.type", "OneBitAdam")'),
     "optimizer.params.freeze_step": ("test_zero_knobs.py", "FREEZE, 10)"),

@@ -15,6 +15,7 @@ from dsprof.analyzer.graph.step_graph import PARTS, StepGraph, Task
 from dsprof.analyzer.stage_costs import WeightShare, divided_alike, stage_ms, weight_share
 from dsprof.analyzer.whatif import Refused, apply
 from dsprof.analyzer.whatif.lowering import Lower, Stages
+from dsprof.analyzer.whatif.lowering.messages import by_table, overlapped
 from dsprof.analyzer.whatif.schedule import makespan, schedule_graph
 from dsprof.analyzer.whatif.work import ScaleWork
 from dsprof.engine import schedule
@@ -121,6 +122,35 @@ def test_dual_pipe_v_is_what_torch_runs(ranks: int, more: int) -> None:
         ]
         assert list(actions) == wanted
     assert plan.places_its_actions
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(1, 3), (2, 0), (2, 1), (3, 4), (4, 1)])
+def test_messages_of_dual_pipe_v_are_asked_for_and_sent_as_torch_does(ranks: int, more: int) -> None:
+    """By torch's own table: `RECV_F` stands where a receive is posted, `SEND_F` where a result is sent."""
+    from torch.distributed.pipelining.schedules import ScheduleDualPipeV, _add_send_recv
+
+    plan = schedule.dual_pipe_v(ranks, 2 * ranks + more)
+    torchs = object.__new__(ScheduleDualPipeV)
+    torchs.pp_group_size, torchs._n_microbatches = ranks, 2 * ranks + more
+    computed = {rank: torchs._calculate_single_rank_operations(rank) for rank in range(ranks)}
+    table = _add_send_recv(computed, plan.owner, plan.stages)
+    asked, sent = {}, {}
+    for rank, actions in table.items():
+        done = 0
+        for action in actions:
+            kind, _, op = action.computation_type.name.partition("_")
+            if kind == "RECV":
+                asked[Action(op, action.stage_index, action.microbatch_index)] = done
+            elif kind == "SEND":
+                sent[Action(op, action.stage_index, action.microbatch_index)] = plan.actions[rank][done - 1]
+            else:
+                done += len(action.sub_actions or (action,))
+    assert by_table(plan) == asked
+    assert {action: overlapped(plan).get(action, action) for action in sent} == sent
+
+
+def test_in_plans_that_are_not_v_shaped_nothing_is_sent_late() -> None:
+    assert overlapped(schedule.make_plan("interleaved", 2, 6, 2)) == {}
 
 
 def test_of_dual_pipe_v_neighbours_on_one_rank_send_nothing() -> None:

@@ -74,6 +74,7 @@ class _Assembly:
         self._habits = how
         self._waited = waited
         self._posted: Posted = {} if self._habits.posted is None else self._habits.posted(plan)
+        self._sent = self._habits.sent(plan)
         # Of each new segment.
         self._source: list[int] = []
         self._factor: list[float] = []
@@ -225,10 +226,11 @@ class _Assembly:
                 need = need_elsewhere(plan, action)
                 if need is None:
                     continue
-                sent, here = self._placed[which, need], self._placed[which, action]
+                last = self._sent.get(need, need)
+                sent, here = self._placed[which, last], self._placed[which, action]
                 turn = self._posted.get(action, 0)
                 post = ends[turn - 1] if turn else begins - 1
-                following = self._following(need)
+                following = self._following(last)
                 for source, task in self._message_sources(which, need):
                     number = self._new_task(task, source, (self._thread[sent.sends], sent.sends))
                     carrying[need].append(number)
@@ -236,10 +238,10 @@ class _Assembly:
                     if post >= 0 and self._posted:
                         self._edges.append((0, post, 1, number))
                     self._edges.append((1, number, 0, here.waits))
-                    if following is not None and (need.op, following.op) in self._habits.waits_for_send:
+                    if following is not None and (last.op, following.op) in self._habits.waits_for_send:
                         self._edges.append((1, number, 0, self._placed[which, following].waits))
                         over[need].append(number)
-                if following is not None and (need.op, following.op) in self._habits.waits_for_hand_over:
+                if following is not None and (last.op, following.op) in self._habits.waits_for_hand_over:
                     goes_on = self._placed[which, following].waits
                     over[need] += self._hand_overs(which, need, sent.sends, post, goes_on)
         self._asked_after(over, carrying)

@@ -3,7 +3,8 @@ with the same habits.
 
 A framework posts a receive right before it waits for it (torch's pipelines of one stage a rank), a few receives early
 (the engine), or when the sender is about to send by a table made beforehand (torch's pipelines of several stages a
-rank). And it may go on computing once what it sent is under way, or wait until the other side has taken it.
+rank). It sends what an action has made right after it, or after another one that it runs as one with it (torch's
+DualPipeV). And it may go on computing once what it sent is under way, or wait until the other side has taken it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ from .program import MeasuredPlan, need_elsewhere, needed_by
 Posted = Mapping[Action, int]
 """Of each action that needs something of another rank: before which of its rank's actions the receive is posted, 0:
 before the first."""
+Sent = Mapping[Action, Action]
+"""Of each action whose result is sent after another one of its rank: that one."""
+
+
+def at_once(plan: Plan) -> Sent:
+    """Each right after it was made."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -34,12 +42,14 @@ class Habits:
                     with the other rank
     waits_for_hand_over: likewise, until it has handed that over
     asks_after_send: likewise, between which it only asks for what the second needs when it has waited so, as blocking
-                    sends make it"""
+                    sends make it
+    sent:           of a plan, which actions' results are sent after another action"""
 
     posted: Callable[[Plan], Posted] | None
     waits_for_send: frozenset[tuple[str, str]]
     waits_for_hand_over: frozenset[tuple[str, str]] = frozenset()
     asks_after_send: frozenset[tuple[str, str]] = frozenset()
+    sent: Callable[[Plan], Sent] = at_once
 
     def of(self, ran: Plan, plan: Plan) -> Habits:
         """The habits with another plan: of ranks with several stages, where they had one, those of torch, which runs
@@ -47,12 +57,13 @@ class Habits:
         if (ran.virtual_stages > 1) == (plan.virtual_stages > 1):
             return self
         if plan.virtual_stages > 1:
-            return Habits(by_table if self.posted is in_turn else self.posted, frozenset())
+            sent = at_once if self.posted is None else overlapped
+            return Habits(by_table if self.posted is in_turn else self.posted, frozenset(), sent=sent)
         return Habits(in_turn if self.posted is by_table else self.posted, frozenset())
 
     def eager(self) -> Habits:
         """Nobody waits for what it has sent, and receives are posted early: habits with which every plan can finish."""
-        return Habits(None if self.posted is None else by_table, frozenset())
+        return Habits(None if self.posted is None else by_table, frozenset(), sent=self.sent)
 
 
 def habits(structure: Structure, measured: MeasuredPlan) -> Habits:
@@ -62,12 +73,16 @@ def habits(structure: Structure, measured: MeasuredPlan) -> Habits:
     handed: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
     asked: dict[tuple[str, str], Counter[bool]] = defaultdict(Counter)
     posted: list[tuple[Action, int]] = []
+    sent: list[tuple[Action, Action]] = []
     plan = measured.plan
     for pipeline, messages, hand_overs in zip(measured.pipelines, measured.messages, measured.hand_overs, strict=True):
         for action, tasks in messages.items():
             stage = needed_by(plan, action)
             assert stage is not None  # it was sent to it
-            receiver = pipeline.programs[plan.owner(stage)]
+            receiver, sender = (pipeline.programs[plan.owner(of)] for of in (stage, action.stage))
+            begun = [s for task in tasks for s in issues.get((sender.thread, task), ())]
+            computed = [block.action for block in sender.blocks if begun and block.ends <= min(begun)]
+            sent += [(action, computed[-1])] if computed else []
             at = [s for task in tasks for s in issues.get((receiver.thread, task), ())]
             if at:
                 done = sum(block.ends <= min(at) for block in receiver.blocks)
@@ -89,7 +104,10 @@ def habits(structure: Structure, measured: MeasuredPlan) -> Habits:
                 asks = [s for t in messages.get(need, ()) for s in issues.get((program.thread, t), ())] if need else []
                 if asks:
                     asked[pair][bool(over) and min(asks) >= max(over)] += 1
-    return Habits(_like(plan, posted) if posted else None, _mostly(waited), _mostly(handed), _mostly(asked))
+    return Habits(
+        _posted_like(plan, posted) if posted else None, _mostly(waited), _mostly(handed), _mostly(asked),
+        _sent_like(plan, sent) if posted else at_once,
+    )  # fmt: skip
 
 
 def _mostly(seen: Mapping[tuple[str, str], Counter[bool]]) -> frozenset[tuple[str, str]]:
@@ -132,23 +150,27 @@ def early(plan: Plan, more: int) -> Posted:
 
 def by_table(plan: Plan) -> Posted:
     """As torch puts sends and receives into a table of computations: in rounds in which each rank does its next action
-    if it can, a receive comes to stand where the receiver is when the sender has computed."""
+    if it can, or the two that it runs as one if it can do both, a receive comes to stand where the receiver is when the
+    sender has computed."""
     found: dict[Action, int] = {}
     consumers = {need: action for action in in_turn(plan) if (need := need_elsewhere(plan, action)) is not None}
+    beside = overlapped(plan)
     done: set[Action] = set()
     at = [0] * plan.ranks
     progress = True
     while progress:
         progress = False
         for rank, actions in enumerate(plan.actions):
-            if at[rank] == len(actions) or not done.issuperset(plan.needs(actions[at[rank]])):
+            turn = actions[at[rank] : at[rank] + 1]
+            turn += tuple(beside[action] for action in turn if action in beside)
+            if not turn or not done.issuperset(need for action in turn for need in plan.needs(action)):
                 continue
-            action = actions[at[rank]]
-            done.add(action)
-            at[rank] += 1
+            done.update(turn)
+            at[rank] += len(turn)
             progress = True
-            if action in consumers:
-                found[consumers[action]] = at[plan.owner(consumers[action].stage)]
+            for action in turn:
+                if action in consumers:
+                    found[consumers[action]] = at[plan.owner(consumers[action].stage)]
     return found
 
 
@@ -157,7 +179,7 @@ RULES: Final[tuple[Callable[[Plan], Posted], ...]] = (
 )  # fmt: skip
 
 
-def _like(plan: Plan, seen: list[tuple[Action, int]]) -> Callable[[Plan], Posted]:
+def _posted_like(plan: Plan, seen: Sequence[tuple[Action, int]]) -> Callable[[Plan], Posted]:
     """The rule by which the most receives were posted when they were seen to be."""
 
     def agreeing(rule: Callable[[Plan], Posted]) -> int:
@@ -165,6 +187,38 @@ def _like(plan: Plan, seen: list[tuple[Action, int]]) -> Callable[[Plan], Posted
         return sum(told.get(action) == at for action, at in seen)
 
     return max(RULES, key=agreeing)
+
+
+# --- when is sent what an action has made
+
+
+def overlapped(plan: Plan) -> Sent:
+    """The forwards that torch's DualPipeV runs as one with the backward behind them, of the rank's other stage, and
+    that backward. Of plans that are not v-shaped, none. The last rank's first pair is two actions there, too
+    (`torch.distributed.pipelining.schedules.ScheduleDualPipeV`, `OVERLAP_F_B`)."""
+    if not plan.v_shaped:
+        return {}
+    found: dict[Action, Action] = {}
+    for rank, actions in enumerate(plan.actions):
+        pairs = [
+            (action, following)
+            for action, following in pairwise(actions)
+            if (action.op, following.op) == ("F", "B") and action.stage != following.stage
+            and following[1:] not in plan.split
+        ]  # fmt: skip
+        found.update(pairs[1:] if rank == plan.ranks - 1 else pairs)
+    return found
+
+
+def _sent_like(plan: Plan, seen: Sequence[tuple[Action, Action]]) -> Callable[[Plan], Sent]:
+    """The rule by which the most results were sent when they were seen to be; where both are alike, torch's, which is
+    another one in v-shaped plans alone."""
+
+    def agreeing(rule: Callable[[Plan], Sent]) -> int:
+        told = rule(plan)
+        return sum(told.get(action, action) == after for action, after in seen)
+
+    return max((overlapped, at_once), key=agreeing)
 
 
 # --- how long messages are under way

@@ -215,8 +215,9 @@ def _pipeline(
     programs = []
     carried: dict[Action, tuple[int, ...]] = {}
     handed: dict[Action, tuple[int, ...]] = {}
+    asked = {one.task: _asked_for(structure, plan, order.index(one.receiver), raw[one.receiver], one) for one in mine}
     for position, thread in enumerate(order):
-        program, made = _program(structure, plan, position, thread, order, raw[thread], mine)
+        program, made = _program(structure, plan, position, thread, order, raw[thread], mine, asked)
         programs.append(program)
         carried.update(made)
         handed.update(_hand_overs(structure, thread, made, mine))
@@ -274,8 +275,14 @@ def _program(
     order: Sequence[int],
     acted: Sequence[_Acted],
     sent: Sequence[_Sent],
+    asked: Mapping[int, Action | None],
 ) -> tuple[RankProgram, Mapping[Action, tuple[int, ...]]]:
-    """A rank's program, and what it sends."""
+    """A rank's program, and what it sends. asked: of each message, what its receiver waits for with it.
+
+    A message carries what its receiver needs next when it waits for it, where this rank has made that; else what this
+    rank has made last of what the receiver needs. What is made last alone would not do: torch's DualPipeV sends what a
+    forward has made after the backward that it runs beside it.
+    """
     mine = structure.of_thread(thread)
     actions = plan.actions[position]
     ends = [one.ends for one in acted]
@@ -286,11 +293,13 @@ def _program(
             continue
         to = order.index(one.receiver)
         made = int(np.searchsorted(ends, one.segment + 1, "right")) - 1
-        while made >= 0 and not _is_needed_on(plan, actions[made], to):
-            made -= 1
-        if made < 0:
+        needed = asked[one.task]
+        of = next((at for at in range(made, -1, -1) if actions[at] == needed), made)
+        while of >= 0 and not _is_needed_on(plan, actions[of], to):
+            of -= 1
+        if of < 0:
             raise NotLowered("the pipeline's ranks send each other what no action has made")
-        carried[actions[made]].append(one.task)
+        carried[actions[of]].append(one.task)
         following = acted[made + 1].begins if made + 1 < len(acted) else mine.stop
         if one.segment < following:
             stop[made] = max(stop[made], one.segment + 1)
@@ -305,6 +314,13 @@ def _program(
         RankProgram(thread, mine.start, mine.stop, tuple(blocks)),
         {action: tuple(tasks) for action, tasks in carried.items()},
     )
+
+
+def _asked_for(structure: Structure, plan: Plan, position: int, acted: Sequence[_Acted], one: _Sent) -> Action | None:
+    """What the receiver of a message needs of another rank for the action before which it first waits for it."""
+    waits = structure.first_waits.get((one.receiver, one.task))
+    turn = next((at for at, action in enumerate(acted) if waits is not None and waits < action.ends), None)
+    return None if turn is None else need_elsewhere(plan, plan.actions[position][turn])
 
 
 def needed_by(plan: Plan, action: Action) -> int | None:
