@@ -6,7 +6,6 @@ import ctypes
 from functools import cache
 from typing import Final
 
-
 M_MMAP_THRESHOLD: Final = -3
 LARGE_BYTES: Final = 1 << 20
 
