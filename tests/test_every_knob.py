@@ -346,6 +346,7 @@ ELSEWHERE = {
     "ddp.comm_hook": ("test_rules_volume.py", 'turned("ddp.comm_hook", "bf16", "RUN")'),
     "ddp.broadcast_buffers": ("test_rules_redundant.py", "ddp.broadcast_buffers"),
     "communication_data_type": ("test_rules_volume.py", 'turned("communication_data_type", "bf16", "RUN")'),
+    "bf16.check_grad_overflow": ("test_overflow_check.py", 'KEY, SITE = "bf16.check_grad_overflow"'),
     "bf16.enabled": ("test_number_formats.py", "bf16__enabled=True)"),
     "fsdp2.param_dtype": ("test_number_formats.py", 'fsdp2__param_dtype="bfloat16")'),
     "fsdp2.reduce_dtype": ("test_number_formats.py", 'saved(run(), fsdp2__reduce_dtype="bfloat16")'),

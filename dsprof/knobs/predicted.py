@@ -28,6 +28,8 @@ from dsprof.analyzer.rules.comm.volume import with_short_gradients, with_short_s
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.comm.zero_stage import with_overlap, with_stage
 from dsprof.analyzer.rules.compute.float8 import with_float8
+from dsprof.analyzer.rules.compute.host_sync import CHECK_KEY
+from dsprof.analyzer.rules.compute.overflow_check import with_overflow_check
 from dsprof.analyzer.rules.data.sequence import with_order
 from dsprof.analyzer.rules.memory.offload_knobs import with_offload
 from dsprof.analyzer.rules.run.unequal_shares import with_speeds
@@ -150,6 +152,7 @@ BESIDE: Final[Mapping[str, Callable[[Study, str, Any, Mapping[str, Any]], Effect
     **dict.fromkeys(GRADIENTS_IN.values(), _travel_in),
     OPTIMIZER: _optimizer,
     FREEZE_STEP: _freeze_step,
+    CHECK_KEY: with_overflow_check,
     WORKERS: with_workers,
     AHEAD: with_batches_ahead,
     STAY: with_workers_that_stay,

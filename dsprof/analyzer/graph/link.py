@@ -81,7 +81,7 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
 
 def _not_negative(design: Float, wanted: Float) -> Float:
     """The least squares of `wanted` by two columns, [N, 2], with nothing below 0, [2]. scipy.optimize does this for any
-    number of columns, and takes longer to import than most runs to analyze, and 25 MB."""
+    number of columns, and its import takes 40 MB."""
     both: Float = np.asarray(np.linalg.lstsq(design, wanted)[0], np.float64)
     if (both >= 0).all():
         return both
@@ -90,6 +90,12 @@ def _not_negative(design: Float, wanted: Float) -> Float:
     missed = ((design @ alone - wanted[:, None]) ** 2).sum(axis=0)
     found: Float = alone[:, int(missed.argmin())]
     return found
+
+
+def same_sizes(link: Link, collectives: pd.DataFrame) -> Link:
+    """`link`, of which nothing is asked but what these take, or as many of them at other times: it errs as much as they
+    vary, whatever it would miss another size by."""
+    return _with_spread(link, collectives[collectives["bytes"] > 0])
 
 
 def _with_spread(link: Link, table: pd.DataFrame) -> Link:
