@@ -7,10 +7,10 @@ Two ranks (gloo, CPU) train a small model. What torch's allocator holds is count
 (`memory_counted.c`, preloaded): `allocated`, as torch.cuda.max_memory_allocated has it of a GPU. Memory does not depend
 on how busy the machine is. dsprof's own sampler reads that count in the place of the resident memory, and
 `dsprof whatif`'s prediction for the changed knobs (`dsprof.knobs.memory`) is made from that run, before the changed job
-runs. Jobs and changes are drawn from a seed; those from UNSEEN on from another one, after the
-formulas were last changed. Of FSDP2 the changed job runs three times, and the median counts: a thread of gloo lets go of
-its buffers when it comes to it, which moves the peak by a unit or two from run to run (`runs` has all of them). A case is written as soon as it has run; a benchmark that was broken off
-goes on where it was.
+runs. Jobs and changes are drawn from a seed; those from UNSEEN on from another one, after the formulas last changed.
+Of FSDP2 the changed job runs three times, and the median counts: a thread of gloo lets go of its buffers when it comes
+to it, which moves the peak by a unit or two from run to run (`runs` has all of them). A case is written as soon as it
+has run; a benchmark that was broken off goes on where it was.
 """
 
 from __future__ import annotations

@@ -104,32 +104,47 @@ def _moments(
     """Of each module, from the last one to the first: computing, and the most of the other moments."""
     sizes = [unit.size for unit in units.inner]
     trained = [unit.trained for unit in units.inner]
+    saves = _saving(units.inner)
+    saved = [sum(of_blocks) for of_blocks in saves]
     kept = _kept(reshard, ranks)
     gather = units.times + units.cast
     for at in range(len(sizes) - 1, -1, -1):
         following = sizes[at - 1] if at and kept < 1 else 0.0
         there = sum(sizes[: at + 1]) * kept + (sizes[at] if kept < 1 else 0.0)
         before = trained[at + 1] if at + 1 < len(trained) else 0.0
-        left, reduced = _part(sizes[: at + 1], sizes), gradients * _part(trained[at + 1 :], trained)
+        left, reduced = _part(saved[: at + 1], saved), gradients * _part(trained[at + 1 :], trained)
         gathering = there + following * gather + before
         others = gathering + activations * left + reduced
         if at + 1 == len(sizes):  # nothing computes while the first is gathered
             first = sizes[at] * gather + sum(sizes) * kept + activations if kept < 1 else 0.0
-            others = max(others, first, _forward(sizes, kept, gather, activations))
+            others = max(others, first, _forward(sizes, saved, kept, gather, activations))
         own, made = 0.0, 0.0
-        for size, of_it in reversed(units.inner[at].blocks):
-            still = activations * (left - _part([own], sizes))
+        for (_, of_it), of_block in zip(reversed(units.inner[at].blocks), reversed(saves[at]), strict=True):
+            still = activations * (left - _part([own], saved))
             yield there + following + before + made + still + reduced, others
-            own, made = own + size, made + of_it
-        after = activations * _part(sizes[:at], sizes)
+            own, made = own + of_block, made + of_it
+        after = activations * _part(saved[:at], saved)
         yield 0.0, there - sizes[at] + following + 2 * made + after + reduced
 
 
-def _forward(sizes: Sequence[float], kept: float, gather: float, activations: float) -> float:
+def _saving(units: Sequence[Unit]) -> list[list[float]]:
+    """What parts of all activations modules save for backward, taken to be as their sizes: those from the first on of
+    which something is trained, since there is no backward of those before it."""
+    found, begun = list[list[float]](), not any(unit.trained for unit in units)
+    for unit in units:
+        of_blocks = []
+        for size, trained in unit.blocks:
+            begun = begun or trained > 0
+            of_blocks.append(size if begun else 0.0)
+        found.append(of_blocks)
+    return found
+
+
+def _forward(sizes: Sequence[float], saved: Sequence[float], kept: float, gather: float, activations: float) -> float:
     """At the end of forward: while the last unit computes, and while it is gathered."""
     last, rest = sizes[-1], sum(sizes[:-1]) * kept
     before = sizes[-2] if len(sizes) > 1 else 0.0
-    while_gathered = rest + before + last * gather + activations * _part(sizes[:-1], sizes)
+    while_gathered = rest + before + last * gather + activations * _part(saved[:-1], saved)
     return max(rest + 2 * last + activations, while_gathered)
 
 
