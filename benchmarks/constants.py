@@ -1,7 +1,8 @@
 """What some predictions of rules rest on that no run tells: measured by CPU time, with one thread of torch, in
 interleaved turns.
 
-    python benchmarks/constants.py        # writes benchmarks/results/constants.json; a minute
+    python benchmarks/constants.py             # writes benchmarks/results/constants.json; two minutes
+    python benchmarks/constants.py fixed       # of that, this alone; the rest stays
 
 fused      the part of a step of Adam, which loops over tensors, that `fused=True` spares
            (`rules/compute/fused_optimizer.py`, SAVED)
@@ -9,6 +10,8 @@ cast       ms a byte of gradients that a CPU turns into bfloat16 and back, as bf
            (`rules/comm/volume.py`, CAST_MS_PER_BYTE)
 recompute  ms of a block that activation checkpointing takes beside computing it again
            (`rules/compute/recompute.py`, BESIDE_MS)
+fixed      what the forward and the backward of a micro-batch take whatever its size, by what they take for a quarter of
+           the samples (`stage_costs.py`, FIXED)
 
 tests/test_constants.py holds the rules against the result.
 """
@@ -21,6 +24,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -133,8 +137,85 @@ def recompute(width: int) -> float:
     return (with_it - whole - again) / BLOCKS
 
 
+class Block(nn.Module):
+    """Of a GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.between = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.asks, self.answers = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wider, self.narrower = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, tokens, width = x.shape
+        of_heads = self.asks(self.before(x)).view(samples, tokens, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(*of_heads, is_causal=True)
+        x = x + self.answers(seen.transpose(1, 2).reshape(x.shape))
+        found: torch.Tensor = x + self.narrower(nn.functional.gelu(self.wider(self.between(x))))
+        return found
+
+
+def gpt(width: int, blocks: int) -> nn.Module:
+    return nn.Sequential(*(Block(width) for _ in range(blocks)))
+
+
+def perceptron(width: int, count: int) -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(count) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+
+def convolutions(channels: int, count: int) -> nn.Module:
+    return nn.Sequential(*(
+        layer for _ in range(count)
+        for layer in (nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU())
+    ))  # fmt: skip
+
+
+MODELS: Final[dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]] = {
+    "gpt, 4 blocks of width 128, 8 x 64 tokens": (lambda: gpt(128, 4), (8, 64, 128)),
+    "gpt, 12 blocks of width 64, 16 x 32 tokens": (lambda: gpt(64, 12), (16, 32, 64)),
+    "gpt, 2 blocks of width 384, 8 x 64 tokens": (lambda: gpt(384, 2), (8, 64, 384)),
+    "gpt, 4 blocks of width 64, 4 x 16 tokens": (lambda: gpt(64, 4), (4, 16, 64)),
+    "mlp, 8 layers of width 256, 1024 samples": (lambda: perceptron(256, 8), (1024, 256)),
+    "mlp, 2 layers of width 1024, 128 samples": (lambda: perceptron(1024, 2), (128, 1024)),
+    "mlp, 16 layers of width 64, 256 samples": (lambda: perceptron(64, 16), (256, 64)),
+    "convolutions, 4 of 16 channels, 8 images of 32 x 32": (lambda: convolutions(16, 4), (8, 16, 32, 32)),
+    "convolutions, 4 of 32 channels, 16 images of 32 x 32": (lambda: convolutions(32, 4), (16, 32, 32, 32)),
+}
+"""A stage of a pipeline, and the shape of a micro-batch."""
+
+
+def fixed(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> dict[str, dict[str, float]]:
+    """ms of a forward, and of a backward into gradients that are there, as those of a second micro-batch."""
+    model = make()
+    whole = torch.randn(shape, requires_grad=True)
+    quarter = torch.randn((shape[0] // 4, *shape[1:]), requires_grad=True)
+    turns = [
+        turn for x in (whole, quarter)
+        for turn in (lambda x=x: model(x), lambda x=x: model(x).backward(x))
+    ]  # fmt: skip
+    forward, both, short, short_both = median_ms(turns)
+    pairs = {"forward": (forward, short), "backward": (both - forward, short_both - short)}
+    return {
+        name: {"ms": round(every, 2), "fixed_ms": round((few - every / 4) / 0.75, 2)}
+        for name, (every, few) in pairs.items()
+    }
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if sys.argv[1:] == ["fixed"]:
+        found: dict[str, Any] = json.loads(RESULTS.read_text()) | {"fixed": every_fixed()}
+    else:
+        found = everything()
+    write_atomically(RESULTS, json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+
+
+def every_fixed() -> dict[str, Any]:
+    return {name: fixed(*model) for name, model in MODELS.items()}
+
+
+def everything() -> dict[str, Any]:
     found: dict[str, Any] = {
         "torch": torch.__version__, "machine": platform.machine(), "cpus": os.cpu_count(),
         "load": round(os.getloadavg()[0], 1), "fused": {}, "recompute_ms": {},
@@ -145,8 +226,7 @@ def main() -> None:
     found["cast_ms_per_byte"] = casts()
     for width in WIDTHS:
         found["recompute_ms"][f"width {width}"] = round(recompute(width), 4)
-    write_atomically(RESULTS, json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    return found | {"fixed": every_fixed()}
 
 
 if __name__ == "__main__":

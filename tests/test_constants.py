@@ -12,6 +12,7 @@ import pytest
 from dsprof.analyzer.rules.comm.volume import CAST_MS_PER_BYTE
 from dsprof.analyzer.rules.compute.fused_optimizer import LOOPED, SAVED
 from dsprof.analyzer.rules.compute.recompute import BESIDE_MS
+from dsprof.analyzer.work.fixed_part import FIXED, FIXED_BETWEEN
 
 RESULT = Path(__file__).parent.parent / "benchmarks" / "results" / "constants.json"
 
@@ -38,3 +39,14 @@ def test_what_short_gradients_cost_to_make(measured: dict[str, Any]) -> None:
 
 def test_what_checkpointing_takes_beside_computing_again(measured: dict[str, Any]) -> None:
     assert all(0 < one <= BESIDE_MS for one in measured["recompute_ms"].values()), measured["recompute_ms"]
+
+
+def test_what_a_micro_batch_takes_whatever_its_size(measured: dict[str, Any]) -> None:
+    """Of 18 forwards and backwards: nine in ten lie between the ends, and the middle is what is taken."""
+    actions = [one for model in measured["fixed"].values() for one in model.values()]
+    assert len(actions) == 18
+    parts = [(one["fixed_ms"] / one["ms"], one["ms"]) for one in actions]
+    least, most = FIXED_BETWEEN
+    assert sum(least.of(ms) <= part <= most.of(ms) for part, ms in parts) >= 17, parts
+    assert statistics.median(one["fixed_ms"] for one in actions) == pytest.approx(FIXED.ms, abs=0.3)
+    assert 0.9 < statistics.median(part / FIXED.of(ms) for part, ms in parts) < 1.3

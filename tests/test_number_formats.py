@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from findings import of
+from meshes import Call, MeshJob, Phase, Program, Work
 from synthetic import Job
 from test_rules_volume import on_hosts, shards
 
@@ -123,3 +124,84 @@ def test_what_fully_shard_has_not_divided_takes_no_policy_of_its(key: str) -> No
     first = run(facts=[{**fact, "version": 1} for fact in of_fsdp2()])
     assert answered(first, **{key: "bfloat16"}).reason == "no call of fully_shard was seen in this run"
     assert answered(first, **{key: "float32"}).reason.endswith("and not float32")
+
+
+# --- shards with replicas (HSDP): scattered gradients are reduced once more, in the same numbers
+
+SHARDS = {"s0": ((0, 1), ""), "s1": ((2, 3), "")}
+REPLICAS = {"r0": ((0, 2), ""), "r1": ((1, 3), "")}
+UNITS, SIZE = 4, 8 * 2**20
+
+
+def with_replicas(
+    gradients: float = 1.0, again: float = 1.0, hosts: tuple[str, ...] = ("a", "b", "c", "d"), **told: Any
+) -> MeshJob:
+    """2 x 2 ranks; gradients, again: how large those are that are scattered, and that are reduced once more, times what
+    they are of float32."""
+
+    def program(rank: int, step: int) -> Program:
+        shard, replica = f"s{rank // 2}", f"r{rank % 2}"
+        gather = Call(shard, "all_gather", SIZE, "parameter")
+        reduce = (
+            Call(shard, "reduce_scatter", int(SIZE * gradients), "gradient"),
+            Call(replica, "all_reduce", int(SIZE / 2 * again), "gradient"),
+        )
+        return (
+            Phase("forward", (gather, Work(2)) * UNITS),
+            Phase("backward", (gather, Work(4), *reduce) * UNITS),
+            Phase("optimizer", (Work(1),)),
+        )
+
+    facts = [{**of_fsdp2(**told)[0], "rank": rank} for rank in range(4)]
+    return MeshJob(4, {**SHARDS, **REPLICAS}, program, latency_ms=0.1, facts=facts, hosts=hosts)
+
+
+def in_formats(job: MeshJob, **formats: str) -> Trace:
+    """formats: of `parameter`, and of what groups that begin so communicate as gradients."""
+    trace = job.trace()
+    rows = trace.rows.astype({"dtype": object})
+    for name, dtype in formats.items():
+        mine = rows["purpose"].eq(name) | (
+            rows["purpose"].eq("gradient") & rows["group"].astype(str).str.startswith(name)
+        )
+        rows.loc[(rows["kind"] == "comm") & mine, "dtype"] = dtype
+    return Trace.of(trace.run, rows.astype({"dtype": "category"}))
+
+
+WHOLE = {"parameter": "float32", "s": "float32", "r": "float32"}
+
+
+def test_both_reductions_of_shards_with_replicas_have_half_the_bytes() -> None:
+    true = with_replicas().step_ms() - with_replicas(0.5, 0.5).step_ms()
+    assert true == pytest.approx(UNITS * (4 + 2), abs=1)  # ms: at 1 ms a MiB
+    found = answered(in_formats(with_replicas(), **WHOLE), fsdp2__reduce_dtype="bfloat16")
+    assert found.gain is not None
+    assert found.gain.ms + CAST_MS == pytest.approx(true, rel=0.03)  # what is reduced once more is turned already
+    silent = in_formats(with_replicas(reduce_dtype=None), **WHOLE)
+    assert saved(silent, fsdp2__param_dtype="bfloat16") == pytest.approx(true + 2 * UNITS * 4, rel=0.03)
+    whole = in_formats(with_replicas(reduce_dtype="float32"), **WHOLE)
+    assert saved(whole, fsdp2__param_dtype="bfloat16") == pytest.approx(2 * UNITS * 4 - CAST_MS, abs=2)
+
+
+def test_what_replicas_reduce_in_short_numbers_already_is_not_told_to_shrink() -> None:
+    row = answered(in_formats(with_replicas(again=0.5), **{**WHOLE, "r": "bfloat16"}), fsdp2__reduce_dtype="bfloat16")
+    assert (row.gain, row.reason) == (
+        None, "gradients that replicas reduce travel in short numbers already, or their number format was not captured"
+    )  # fmt: skip
+
+
+def test_over_the_network_between_replicas_alone_that_much_is_sure() -> None:
+    """Shards are of one host, whose cores have no less to do; of the four all-reduces of 4 MiB half is saved."""
+    apart = with_replicas(hosts=("a", "a", "b", "b"))
+    row = answered(in_formats(apart, **WHOLE), fsdp2__param_dtype="bfloat16", fsdp2__reduce_dtype="bfloat16")
+    assert row.gain is not None
+    sure = UNITS * 2
+    assert 0.3 * sure < row.gain.low < sure
+
+
+def test_the_gradients_of_replicas_may_be_those_of_another_wrapper() -> None:
+    job = with_replicas()
+    job.facts.append({"fact": "ddp", "rank": 0, "site": "train.py:9", "gradient_bytes": [4 << 20]})
+    row = answered(in_formats(job, **WHOLE), fsdp2__reduce_dtype="bfloat16")
+    assert row.gain is None
+    assert "which DistributedDataParallel's, was not captured" in row.reason

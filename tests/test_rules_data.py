@@ -16,7 +16,7 @@ from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
-from dsprof.analyzer.ask import ask
+from dsprof.analyzer.ask import Answered, ask
 from dsprof.analyzer.finding import Finding, Gain
 from dsprof.analyzer.price.excess import widened
 from dsprof.analyzer.rules.base import at, ddp_argument_fix, settings_fix
@@ -439,3 +439,65 @@ def test_a_call_in_an_installed_package_is_not_for_the_user_to_change() -> None:
     assert fix.patch == ({"file": None, "line": None, "argument": "num_workers", "value": 2},)
     own = settings_fix("DataLoader(num_workers=2)", {"num_workers": 2}, "/home/me/train.py:7")
     assert (own.title, own.patch[0]["file"]) == ("DataLoader(num_workers=2)", "/home/me/train.py")
+
+
+# --- several of its knobs at once -----------------------------------------------------------------
+
+
+def asked(trace: Trace, **knobs: Any) -> Answered:
+    questions = [turned(f"loader.{key}", value, "RUN") for key, value in knobs.items()]
+    return ask(study(trace), [questions]).rows[0]
+
+
+def epochs(**settings: Any) -> Job:
+    """Loads 30 ms on the training thread, which has cores to spare; an epoch has ten steps."""
+    starts: dict[str, Any] = {"restart": lambda rank, step: 1 * (step % 10 == 0), "first_wait": 30.0}
+    return job(data=constant(30), cpus=bound_to(0, each=16), **{**starts, **settings})
+
+
+def test_workers_that_stay_are_more_workers_and_nothing_else() -> None:
+    trace = epochs().trace()
+    (workers,) = {value for (_, value) in stalls(analyze(trace))[0].fixes[0].knobs if value is not True}
+    alone = asked(trace, num_workers=workers)
+    assert alone.gain is not None
+    (note,) = alone.notes
+    assert f"begun again in 9 of 90 steps, in each of which {workers} workers would be started anew" in note
+    for beside in ({"persistent_workers": True}, {"persistent_workers": True, "prefetch_factor": 4}):
+        both = asked(trace, num_workers=workers, **beside)
+        assert both.gain is not None
+        assert both.gain.ms == pytest.approx(alone.gain.ms)
+        assert not any("anew: what that takes" in one for one in both.notes)
+        assert both.asked[0] == f"loader.num_workers={workers}"
+
+
+def test_in_one_epoch_no_workers_are_started_anew() -> None:
+    trace = epochs(restart=constant(0)).trace()
+    (workers,) = {value for (_, value) in stalls(analyze(trace))[0].fixes[0].knobs if value is not True}
+    assert asked(trace, num_workers=workers).notes == ()
+
+
+@pytest.mark.parametrize("beside", [{"persistent_workers": True}, {"prefetch_factor": 4}])
+def test_a_loader_without_workers_has_none_that_stay_or_load_ahead(beside: dict[str, Any]) -> None:
+    row = asked(epochs().trace(), **beside)
+    assert (row.gain, row.reason) == (None, "the DataLoader has no workers; ask with loader.num_workers, too")
+    assert asked(epochs().trace(), num_workers=0, **beside).gain is None
+
+
+def test_loading_further_ahead_alone_is_not_predicted() -> None:
+    few = job(data=constant(12), data_cpu_share=0.0, cpus=bound_to(0, each=16), facts=[dataloader(num_workers=4)])
+    row = asked(few.trace(), prefetch_factor=8)
+    assert row.gain is None
+    assert "how long each takes in its worker was not captured" in row.reason
+    assert asked(few.trace(), prefetch_factor=8, num_workers=9).gain is not None
+
+
+def test_more_workers_that_stay_save_in_ordinary_steps_and_between_them() -> None:
+    """Two workers are too few, and are started anew every tenth step, for 400 ms."""
+    trace = restarting(data=constant(12), cpus=bound_to(0, each=16)).trace()
+    offered = [one for one in stalls(analyze(trace)) if "waits" in one.title]
+    (workers,) = {value for (_, value) in offered[0].fixes[0].knobs if value is not True}
+    row = asked(trace, num_workers=workers, persistent_workers=True)
+    assert row.gain is not None
+    assert 5 < row.gain.ms < 13
+    (note,) = row.notes
+    assert note.startswith("this is of ordinary steps; between them workers that stay save what starting them anew")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -12,6 +13,7 @@ from synthetic import Accumulating, Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.ask import ask
+from dsprof.analyzer.price.effects import part_of_cores
 from dsprof.analyzer.study import study
 from dsprof.knobs.predicted import turned
 from dsprof.trace import Trace
@@ -191,3 +193,18 @@ def test_shards_that_take_longer_than_the_computation() -> None:
     assert dict(found.fixes[0].knobs) == {"fsdp2.param_dtype": "bfloat16", "fsdp2.reduce_dtype": "bfloat16"}
     assert "(train.py:30)" in found.fixes[0].title
     assert of(analyze(on_hosts(shards(12).trace(), "a", "b")), "comm.volume") is None
+
+
+@pytest.mark.parametrize(("ms_per_mib", "part"), [(50.0, 0.6), (1.0, 0.0)])
+def test_a_link_that_is_much_slower_than_idle_cores_is_slow_inside_of_a_host_too(
+    ms_per_mib: float, part: float
+) -> None:
+    """20 MB/s are no cores' doing that have time for more; 1 GB/s may be."""
+    job = one_tensor(ms_per_mib=ms_per_mib, cpus=lambda rank: list(range(8)))
+    whole = study(job.trace())
+    gain = ask(whole, [[turned("ddp.comm_hook", "fp16", "RUN")]]).rows[0].gain
+    assert gain is not None
+    assert (gain.low > part * gain.ms) if part else (gain.low <= 0)
+    assert part_of_cores(whole, ms_per_mib / MIB) < 0.3 if part else part_of_cores(whole, ms_per_mib / MIB) == 1.0
+    on_unknown_cores = replace(whole, load=None)
+    assert part_of_cores(on_unknown_cores, ms_per_mib / MIB) == 1.0

@@ -23,6 +23,8 @@ from .study import Study, once
 from .text import number
 from .whatif import apply
 from .whatif.lowering import Lower, NotLowered, Stages, measured_plan
+from .whatif.lowering.recipe import source_stage
+from .work.fixed_part import FIXED, FIXED_BETWEEN, SAID, FixedPart
 from .work.stage_layers import StageLayer, stage_layers
 
 AUTO: Final = "auto"
@@ -178,9 +180,10 @@ def restructured(study: Study, wanted: PipelineStructure, least_weight: float = 
         notes.append("layers were not timed: parts of a stage are taken to be as long as each other, give or take 15 %")
     if plan.microbatches != ran.microbatches:
         if wanted.same_batch:
-            # Smaller micro-batches take less, but each has what it takes whatever its size.
-            part, whole = ran.microbatches / plan.microbatches, stages[0]
-            stages = (*(_times(one, plan, part) for one in stages), _times(whole, plan, (1 + part) / 2))
+            size = ran.microbatches / plan.microbatches
+            pairs = [(one, FIXED) for one in stages] + [(stages[0], end) for end in FIXED_BETWEEN]
+            stages = tuple(_of_size(one, ran, plan, taken, size, fixed) for one, fixed in pairs)
+            notes.append(SAID)
         else:
             notes.append(
                 f"{plan.microbatches} micro-batches of the size that they have: the batch is "
@@ -269,10 +272,15 @@ def _boundaries(study: Study, wanted: PipelineStructure, ran: Plan, plan: Plan, 
     return best_boundaries(layers, plan.stages, step_ms)
 
 
-def _times(stages: Stages, plan: Plan, part: float) -> Stages:
-    """The same stages, of smaller micro-batches."""
-    every = {(stage, op): 1.0 for stage in range(plan.stages) for op in "FB"}
-    return replace(stages, factors={key: times * part for key, times in {**every, **stages.factors}.items()})
+def _of_size(stages: Stages, ran: Plan, plan: Plan, taken: Taken, size: float, fixed: FixedPart) -> Stages:
+    """The same stages, of micro-batches that are so many times as large."""
+    factors = {}
+    for stage in range(plan.stages):
+        source = source_stage(ran, plan, stage)
+        for op in "FB":
+            of = stages.factors.get((stage, op), 1.0)
+            factors[stage, op] = of * fixed.times(of * taken[source, op], size)
+    return replace(stages, factors=factors)
 
 
 def _of_boundaries(study: Study, bounds: tuple[int, ...]) -> str:

@@ -5,6 +5,8 @@ registry     all of them, and how `KEY=VALUE` is read and written
 ddp fsdp2 loader pipelining optimizer compilation host trainers
              the knobs of a framework
 predicted    those whose effect on a run's steps is predicted
+loader_whatifs
+             of those the DataLoader's, beside one another
 memory       what values hold of each rank's memory
 unit_memory  the most that FSDP2's units hold in a step
 structures   those that change the plan of a pipeline

@@ -28,16 +28,16 @@ from dsprof.analyzer.rules.comm.volume import with_short_gradients, with_short_s
 from dsprof.analyzer.rules.comm.zero_buckets import with_bucket_size
 from dsprof.analyzer.rules.comm.zero_stage import with_overlap, with_stage
 from dsprof.analyzer.rules.compute.float8 import with_float8
-from dsprof.analyzer.rules.data.data_stall import supply
-from dsprof.analyzer.rules.data.loader import restarts
+from dsprof.analyzer.rules.compute.host_sync import CHECK_KEY
+from dsprof.analyzer.rules.compute.overflow_check import with_overflow_check
 from dsprof.analyzer.rules.data.sequence import with_order
 from dsprof.analyzer.rules.memory.offload_knobs import with_offload
 from dsprof.analyzer.rules.run.unequal_shares import with_speeds
 from dsprof.analyzer.study import Study
-from dsprof.analyzer.text import ms
 from dsprof.redact import redact_words
 
 from .knob import KnobError
+from .loader_whatifs import AHEAD, STAY, WORKERS, with_batches_ahead, with_workers, with_workers_that_stay
 from .memory import has_memory
 from .registry import FACT_OF, find, typed
 from .structures import STRUCTURES
@@ -61,32 +61,6 @@ def _freeze(study: Study, value: Any) -> Effect:
     if not value:
         raise NotJudged("it is what a job does that never freezes; ask with gc.freeze=true")
     return Without("pause.gc").effect(study)
-
-
-def _workers(study: Study, value: Any) -> Effect:
-    supplied = supply(study)
-    if supplied is None:
-        raise NotJudged("no DataLoader was waited for")
-    if value != supplied.workers or supplied.workers == supplied.now:
-        told = "" if supplied.workers == supplied.now else f"; {supplied.workers} can be predicted"
-        raise NotJudged(f"what {value} workers would do cannot be told from the run's {supplied.now}{told}")
-    return Without("data.stall").effect(study)
-
-
-def _persistent(study: Study, value: Any) -> Effect:
-    if not value:
-        raise NotJudged("how long workers take to start anew is only told by a job in which they do")
-    anew = restarts(study)
-    if not anew.empty:
-        cost = ms(float(anew.groupby("step")["excess_ms"].max().mean()))
-        raise NotJudged(
-            f"workers start anew during training, {cost} each time, which what-ifs of ordinary steps leave out: what "
-            "keeping them saves is in the finding data.stall; ask for other settings, such as loader.num_workers, alone"
-        )
-    if supply(study) is None:
-        raise NotJudged("no DataLoader was waited for")
-    note = "workers that stay need not start anew when an epoch begins, which is outside of ordinary steps"
-    return Effect("data.stall", notes=(note,))
 
 
 def _accumulate(study: Study, value: Any) -> Effect:
@@ -178,6 +152,10 @@ BESIDE: Final[Mapping[str, Callable[[Study, str, Any, Mapping[str, Any]], Effect
     **dict.fromkeys(GRADIENTS_IN.values(), _travel_in),
     OPTIMIZER: _optimizer,
     FREEZE_STEP: _freeze_step,
+    CHECK_KEY: with_overflow_check,
+    WORKERS: with_workers,
+    AHEAD: with_batches_ahead,
+    STAY: with_workers_that_stay,
 }
 """Of knobs that mean something else beside one another: key -> (study, key, value, all that is turned) -> what that
 changes."""
@@ -206,8 +184,6 @@ CHANGES: Final[Mapping[str, Callable[[Study, Any], Effect]]] = {
     "compile.dynamic": _dynamic,
     "gc.freeze": _freeze,
     "gc.every": _collect_every,
-    "loader.num_workers": _workers,
-    "loader.persistent_workers": _persistent,
     "heterogeneous.speeds": with_speeds,
     "context_parallel.order": with_order,
     "fp8": with_float8,

@@ -31,6 +31,16 @@ def pace(sender: int, receiver: int, bytes_per_s: int) -> int:
 def _connections() -> Iterator[tuple[int, tuple[int, int]]]:
     """Descriptor of each of this process's TCP connections, with its port and that of the other side."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+        with suppress(OSError), _socket(int(name)) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 yield int(name), (connection.getsockname()[1], connection.getpeername()[1])
+
+
+def _socket(number: int) -> socket.socket:
+    """Another descriptor of the same socket. Raises OSError where it is none."""
+    copy = os.dup(number)
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

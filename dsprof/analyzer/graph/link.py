@@ -82,6 +82,12 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     return _with_spread(Link(float(latency), float(per_byte), True, largest=float(size.max())), table)
 
 
+def same_sizes(link: Link, collectives: pd.DataFrame) -> Link:
+    """`link`, of which nothing is asked but what these take, or as many of them at other times: it errs as much as they
+    vary, whatever it would miss another size by."""
+    return _with_spread(link, collectives[collectives["bytes"] > 0])
+
+
 def _with_spread(link: Link, table: pd.DataFrame) -> Link:
     """With the error that its predictions for these collectives have."""
     every = table["transfer_ns"].to_numpy(np.float64) / 1e6

@@ -24,6 +24,7 @@ from ..graph.replay import replay
 from ..graph.segment_work import no_work
 from ..graph.step_graph import PARTS, Costs, Edges, Measured, StepGraph, Steps, Structure, Task
 from ..structure import named_plan
+from ..work.fixed_part import FIXED, FixedPart
 from .job_layout import Layout
 from .layout_costs import LayoutCosts
 from .stage_work import StageWork, stage_work
@@ -47,7 +48,7 @@ class Assumed:
     tensor: of the computation, what tensor-parallel ranks do not share
     """
 
-    fixed: float = 0.2
+    fixed: FixedPart = FIXED
     weight: float | None = None
     uneven: float = 0.0
     links: float = 1.0
@@ -70,7 +71,10 @@ class StageTimes:
 
 def stage_times(costs: LayoutCosts, layout: Layout, plan: Plan, work: StageWork, assumed: Assumed) -> StageTimes:
     """What everything in the step of a layout takes."""
-    size = assumed.fixed + (1 - assumed.fixed) * layout.micro_batch if layout.micro_batch != 1 else 1.0
+    size = {
+        op: assumed.fixed.times(sum(of_stages) / costs.stage_count, layout.micro_batch)
+        for op, of_stages in (("F", work.forward), ("B", work.backward))
+    }
     shared = _tensor_share(costs, layout, assumed)
     weight = costs.weight.typical if assumed.weight is None else assumed.weight
     replicas, handed = costs.replicas.times(assumed.links), costs.stages.times(assumed.links)
@@ -78,7 +82,7 @@ def stage_times(costs: LayoutCosts, layout: Layout, plan: Plan, work: StageWork,
     every = sum(work.layers)
     for stage in range(plan.stages):
         calls = _tensor_ms(costs, layout, assumed) * work.layers[stage] / every
-        forward, backward = (times[stage] * size * shared for times in (work.forward, work.backward))
+        forward, backward = work.forward[stage] * size["F"] * shared, work.backward[stage] * size["B"] * shared
         again = costs.computed_again * (forward + calls / 2) if layout.recompute else 0.0
         forward, backward = forward + calls / 2, backward + calls / 2 + again
         actions.append({"F": forward, "B": backward, "W": backward * weight})

@@ -12,5 +12,6 @@ stacks        in which lines training threads were: where ranks differ, and what
 stack_difference  the samples of some ranks beside those of their peers, as a tree
 pipeline_step one step of a pipeline, measured and ideal
 layer_costs   what each layer of the engine's pipelines takes
+fixed_part    what of a forward or backward does not depend on the size of its micro-batch
 stage_layers  the layers of any pipeline's stages, at which they can be divided
 """

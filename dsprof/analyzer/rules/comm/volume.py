@@ -10,12 +10,12 @@ from typing import Any, Final
 import numpy as np
 
 from ... import signals
-from ...align.groups import PARAMETER, PP, TP
+from ...align.groups import PARAMETER, PP, REPLICATE, TP
 from ...effect import Effect, WhatIfs
 from ...finding import NOTHING, Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...price.calibration import ModelError
-from ...price.effects import effect_gains
+from ...price.effects import effect_gains, part_of_cores
 from ...study import Study, once
 from ...text import ms, percent, size
 from ...whatif import WhatIf
@@ -172,22 +172,52 @@ def _halved(study: Study, moved: _Volume) -> Gain | None:
     stated = sum(moved.ddp["gradient_bytes"]) if moved.ddp is not None else 0
     if not purposes or moved.moved_bytes < AS_STATED * stated:
         return None
-    (gain,) = effect_gains(study, [_short_numbers(study, [(moved.domain, moved.links)], purposes)])
+    parts = [(moved.domain, moved.links)]
+    again = _reduced_again(study) if moved.of_shards and GRADIENT in purposes else []
+    (gain,) = effect_gains(study, [_short_numbers(study, parts, purposes, again=again)])
     return gain
 
 
+def _reduced_again(study: Study) -> list[Domain]:
+    """The dimensions of replicas in which scattered gradients are reduced once more, in the number format in which they
+    were scattered (HSDP). Raises NotJudged where some may be reduced there by DistributedDataParallel."""
+    found = [
+        part for whole, part in of_replicas(study, GRADIENT)
+        if whole.role == REPLICATE and not gathers_parameters(whole)
+    ]  # fmt: skip
+    if found and study.facts.get("ddp"):
+        raise NotJudged(
+            "which of the gradients that replicas reduce are of sharded layers, and which DistributedDataParallel's, "
+            "was not captured"
+        )
+    return found
+
+
 def _short_numbers(
-    study: Study, parts: Sequence[tuple[Domain, Mapping[str, Link]]], purposes: tuple[str, ...], *, note: str = ""
+    study: Study,
+    parts: Sequence[tuple[Domain, Mapping[str, Link]]],
+    purposes: tuple[str, ...],
+    *,
+    again: Sequence[Domain] = (),
+    note: str = "",
 ) -> Effect:
     """Numbers of half the size travel for these purposes in these dimensions, each with all that it moves of gradients
-    and parameters."""
+    and parameters. again: dimensions in which what was reduced there is reduced once more, as it is."""
+    every = [*parts, *((part, part.links()) for part in again)]
 
     def halved(certain: bool) -> WhatIfs:
-        return tuple(one for part, links in parts for one in with_fewer_bytes(part, links, certain, purposes=purposes))
+        return tuple(one for part, links in every for one in with_fewer_bytes(part, links, certain, purposes=purposes))
 
     others: list[tuple[WhatIfs, WhatIfs]] = [((), halved(False))]
-    if not study.on_gpu and not all(_over_a_network(study, part) for part, _ in parts):
-        others.append(((), ()))  # inside of a host cores move and add the bytes: of short numbers that takes longer
+    inside = [part for part, _ in every if not _over_a_network(study, part)]
+    if not study.on_gpu and inside:
+        # Inside of a host cores move and add the bytes: as many bytes of short numbers take twice as long.
+        least: list[WhatIf] = []
+        for part, links in every:
+            for group, link in links.items():
+                cores = part_of_cores(study, link.ms_per_byte) if part in inside else 0.0
+                least += with_fewer_bytes(part, {group: link}, True, 2 / (1 + cores), purposes)
+        others.append(((), tuple(least)))
     cast_bytes = 0.0 if study.on_gpu else sum(_cast_bytes(study, part, purposes) for part, _ in parts)
     return Effect(
         "comm.volume", halved(True), others=tuple(others), costs_ms=cast_bytes * CAST_MS_PER_BYTE,
@@ -257,7 +287,10 @@ def with_short_shards(study: Study, *purposes: str, note: str = "") -> Effect:
     whole = _whole(study, parts, purposes)
     if purposes[0] not in whole:
         raise NotJudged(f"{purposes[0]}s of sharded layers {SHORT}")
-    return _short_numbers(study, [(part, part.links()) for part in parts], whole, note=note)
+    again = _reduced_again(study) if GRADIENT in whole else []
+    if again and GRADIENT not in _whole(study, again, (GRADIENT,)):
+        raise NotJudged(f"gradients that replicas reduce {SHORT}")
+    return _short_numbers(study, [(part, part.links()) for part in parts], whole, again=again, note=note)
 
 
 def _whole(study: Study, parts: Sequence[Domain], purposes: tuple[str, ...]) -> tuple[str, ...]:

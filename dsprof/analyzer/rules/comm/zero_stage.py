@@ -7,6 +7,7 @@ from typing import Any, Final, Literal
 
 from ...align.backends import captured_backend
 from ...effect import Effect, WhatIfs
+from ...graph.link import same_sizes
 from ...graph.step_graph import Steps
 from ...study import Study
 from ...whatif import WhatIf
@@ -157,4 +158,8 @@ def with_overlap(study: Study, value: Any) -> Effect:
 
 
 def _links_of_gradients(reducing: list[Domain]) -> dict[str, Any]:
-    return {group: link for domain in reducing for group, link in domain.links().items()}
+    """Of buckets that stay as large as they are."""
+    return {
+        group: same_sizes(link, domain.table[domain.table["group"].astype(str) == group])
+        for domain in reducing for group, link in domain.links().items()
+    }  # fmt: skip

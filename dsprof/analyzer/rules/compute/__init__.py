@@ -3,6 +3,7 @@ without a core: compute.no-core; and what is done for nothing: compute.recompile
 
 device_kernels   kernels too small for their launches; a device that comes late to collectives (rank.straggler)
 host_sync        the host waits for the device
+overflow_check   what looking for gradients that are not finite costs (a knob)
 host_work        the device waits for a host that does something else
 recompile        the same code compiled again and again
 recompute        activations computed again though memory would hold them

@@ -206,10 +206,7 @@ def _finding(study: Study, found: pd.DataFrame, by_rank: pd.Series[float]) -> Fi
     gain = idle_at_most(study, most)
     ranks = study.ranks_where(by_rank.to_numpy(np.float64) > 0.5 * float(by_rank.max()))
     where = Where(ranks=ranks, op=call, steps=study.step_range)
-    # In half precision the engine's step also waits, at its own line, for whether a script has written to weights.
-    own = {
-        str(site) for (site, call), line in lines.iterrows() if call == "Event.synchronize" and line["updating"] > 0.5
-    }
+    own = _sites_of_engine(lines)
     every = [
         _fix(study, site, call, of_engine=site in own and line["updating"] > 0.5)
         for site, call, line in listed[:MENDED]
@@ -217,6 +214,28 @@ def _finding(study: Study, found: pd.DataFrame, by_rank: pd.Series[float]) -> Fi
     # What the finding gains is told of the first: without one for the line that waits longest there is none.
     fixes = () if every[0] is None else tuple({fix.title: fix for fix in every if fix is not None}.values())
     return Finding(CODE, title, "info", where, tuple(evidence), gain, fixes)
+
+
+def _sites_of_engine(lines: pd.DataFrame) -> set[str]:
+    """Where dsprof's engine waits in its step: in half precision at its own line, also for whether a script has written
+    to weights. lines: by site and call, whether it was `updating`."""
+    return {
+        str(site) for (site, call), line in lines.iterrows() if call == "Event.synchronize" and line["updating"] > 0.5
+    }
+
+
+def waits_of_engine(study: Study) -> tuple[list[str], list[str]]:
+    """The lines at which, in ordinary steps, hosts wait for the norm in the step of dsprof's engine, and those at which
+    they wait for their devices otherwise, but for what else the engine waits for there. Raises Missing."""
+    signals.device_used(study)
+    found = _stops(study)
+    lines = found[found["ordinary"]].groupby(["site", "call"])[["updating"]].mean()
+    own = _sites_of_engine(lines)
+    in_step = {
+        (str(site), str(call)): str(site) in own and of["updating"] > 0.5 for (site, call), of in lines.iterrows()
+    }
+    norm = [_short(site) for (site, call), inside in in_step.items() if inside and call == "item"]
+    return norm, [f"{call} at {_short(site)}" for (site, call), inside in in_step.items() if not inside]
 
 
 def _fix(study: Study, site: str, call: str, *, of_engine: bool) -> Fix | None:

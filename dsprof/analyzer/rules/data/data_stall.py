@@ -313,7 +313,7 @@ def loaders(study: Study) -> Found:
     """Workers that are started anew again and again; and a wait for input that workers would not shorten."""
     signals.steps(study)
     signals.replay(study)
-    found: list[Candidate | Finding] = [*_restarted(study)]
+    found: list[Candidate | Finding] = [*started_anew(study)]
     # Where kernels were traced, `host_work.loads_or_saves` tells what of the wait their device stands idle for.
     wait = supply(study) if study.device is None else None
     if wait is not None and not _worth(study, wait) and wait.worst_ms >= LOW_PERCENT / 100 * study.step_ms:
@@ -321,7 +321,7 @@ def loaders(study: Study) -> Found:
     return found
 
 
-def _restarted(study: Study) -> list[Candidate]:
+def started_anew(study: Study) -> list[Candidate]:
     """Workers of the training's loader that end with each epoch and are started anew, where epochs are short."""
     anew = restarts(study)
     if anew.empty:

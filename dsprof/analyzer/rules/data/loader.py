@@ -125,6 +125,14 @@ def restarts(study: Study) -> pd.DataFrame:
     return judged.assign(excess_ms=excess_ms)[judged["anew"]][["rank", "step", "number", "excess_ms", "start_ms"]]
 
 
+def begun_again(study: Study) -> int:
+    """In how many steps after warm-up training's loaders are entered once more, as at the start of an epoch."""
+    loading = loading_rows(study)
+    started = loading[loading["name"] == "loader_start"]
+    again = started[started[["rank", "number"]].duplicated()]
+    return int(np.isin(study.irregular.steps, again["step"]).sum())
+
+
 def made_by_user(study: Study, fact: Fact) -> Fact | None:
     """The DataLoader in the user's own code that a framework made `fact`'s from: it kept the user's settings."""
     if not fact.get("framework"):

@@ -1,0 +1,86 @@
+"""The same batch cut into other micro-batches: each action keeps a part of what it takes, whatever its size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from made_up_layout import costs
+from made_up_pipeline import MadeUpPipeline
+
+from dsprof.analyzer.ask import Answered, ask
+from dsprof.analyzer.layout import Layout
+from dsprof.analyzer.layout.alternatives import in_words
+from dsprof.analyzer.layout.stage_work import stage_work
+from dsprof.analyzer.layout.step_lowered import Assumed, stage_times
+from dsprof.analyzer.study import study
+from dsprof.analyzer.work.fixed_part import FIXED, FIXED_BETWEEN, SAID, FixedPart
+from dsprof.engine.schedule import make_plan
+from dsprof.knobs.predicted import turned
+
+SCHEDULES = pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+
+
+def job(microbatches: int, fixed: float, schedule: str = "1f1b") -> MadeUpPipeline:
+    """A batch whose forwards take 40 ms together and whose backwards 80, and `fixed` ms more each."""
+    return MadeUpPipeline(
+        stages=2, microbatches=microbatches, schedule=schedule,
+        forward=lambda stage, step: fixed + 40 / microbatches, backward=lambda stage, step: fixed + 80 / microbatches,
+    )  # fmt: skip
+
+
+def asked(ran: MadeUpPipeline, microbatches: Any) -> Answered:
+    return ask(study(ran.trace()), [[turned("pipelining.microbatches", microbatches, "RUN")]]).rows[0]
+
+
+@SCHEDULES
+@pytest.mark.parametrize(("now", "then"), [(2, 8), (4, 8), (8, 2)])
+def test_a_step_of_as_much_that_is_fixed_as_is_taken_is_told(schedule: str, now: int, then: int) -> None:
+    fixed = FIXED.ms if now <= then else FIXED.ms / 2
+    before, after = (job(count, fixed, schedule).step_ms() for count in (now, then))
+    row = asked(job(now, fixed, schedule), then)
+    assert row.gain is not None
+    if fixed == FIXED.ms:
+        assert before - row.gain.ms == pytest.approx(after, rel=0.02)
+    assert row.gain.low <= before - after <= row.gain.high
+    assert SAID in row.notes
+
+
+@SCHEDULES
+@pytest.mark.parametrize("fixed", [0.1, 1.0, 4.0, 6.0])
+def test_what_a_run_does_not_tell_is_in_the_interval(schedule: str, fixed: float) -> None:
+    before, after = (job(count, fixed, schedule).step_ms() for count in (2, 8))
+    row = asked(job(2, fixed, schedule), 8)
+    assert row.gain is not None
+    assert row.gain.low <= before - after <= row.gain.high
+    assert row.gain.low < 0 < row.gain.high
+
+
+def test_more_micro_batches_of_the_same_size_take_what_these_take() -> None:
+    ran = job(2, 2.0)
+    row = ask(study(ran.trace()), [[turned("gradient_accumulation_steps", 8, "RUN")]]).rows[0]
+    assert row.gain is not None
+    assert SAID not in row.notes
+    assert row.gain.low > 0
+
+
+@pytest.mark.parametrize(
+    ("fixed", "ms", "part"),
+    [(FIXED, 100, 0.02), (FIXED, 10, 0.2), (FIXED, 1, 0.5), (FIXED, 0, 0.5), (FIXED_BETWEEN[0], 3, 0.0),
+     (FIXED_BETWEEN[1], 100, 0.3), (FIXED_BETWEEN[1], 10, 0.6), (FIXED_BETWEEN[1], 3, 1.0)],
+)  # fmt: skip
+def test_the_part_that_is_fixed(fixed: FixedPart, ms: float, part: float) -> None:
+    assert fixed.of(ms) == pytest.approx(part)
+    assert fixed.times(ms, 1.0) == pytest.approx(1.0)
+    assert fixed.times(ms, 0.25) == pytest.approx(part + (1 - part) / 4)
+    assert fixed.times(ms, 2.0) == pytest.approx(2 - part)
+
+
+def test_other_layouts_assume_the_same() -> None:
+    """10 ms forward and 20 ms backward of the whole model, of which 2 do not double."""
+    layout, of = Layout(micro_batch=2.0, micro_batches=4), costs()
+    plan = make_plan("1f1b", 1, 4)
+    times = stage_times(of, layout, plan, stage_work(of, 1), Assumed())
+    assert times.actions[0]["F"] == pytest.approx(2 + 2 * 8)
+    assert times.actions[0]["B"] == pytest.approx(2 + 2 * 18)
+    assert SAID in in_words(of, layout)
