@@ -26,7 +26,7 @@ Blocks = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True)
-class Unit:
+class ShardedUnit:
     blocks: Blocks
 
     @property
@@ -39,29 +39,29 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Units:
+class ShardedUnits:
     """root: the model's own; inner: the others, as they were made, which is the order of forward.
 
     cast:  what goes into a gather beside the parameters themselves, times what it gives
     times: what a gather takes while it is under way, times what it gives
     """
 
-    root: Unit | None
-    inner: tuple[Unit, ...]
+    root: ShardedUnit | None
+    inner: tuple[ShardedUnit, ...]
     cast: float
     times: int
 
-    def merged(self, count: float) -> Units | None:
+    def merged(self, count: float) -> ShardedUnits | None:
         """With so many neighbours in one. None: they would have to be divided, of which nothing is known."""
         if count < 1 or count != int(count):
             return None
         step = int(count)
         together = [self.inner[at : at + step] for at in range(0, len(self.inner), step)]
-        merged = tuple(Unit(tuple(block for unit in units for block in unit.blocks)) for units in together)
-        return Units(self.root, merged, self.cast, self.times)
+        merged = tuple(ShardedUnit(tuple(block for unit in units for block in unit.blocks)) for units in together)
+        return ShardedUnits(self.root, merged, self.cast, self.times)
 
 
-def units_of(fact: Mapping[str, Any], modules: int, share: float, on_host: bool) -> Units | None:
+def units_of(fact: Mapping[str, Any], modules: int, share: float, on_host: bool) -> ShardedUnits | None:
     """From a run's fact, which lists the units where they are few; else they are taken to be equal. modules: in each of
     them; share: a rank's part."""
     listed = [(float(size), float(trained)) for size, trained in fact.get("of_units") or ()]
@@ -72,14 +72,14 @@ def units_of(fact: Mapping[str, Any], modules: int, share: float, on_host: bool)
         # The model's own unit may be small: as many as the largest goes into all.
         count = max(round(every / float(fact["largest"])), 1) if fact.get("largest") else int(count)
         listed = [(every / count, every / count)] * count + [(0.0, 0.0)]
-    units = [Unit(((size / modules, trained / modules),) * modules) for size, trained in listed]
+    units = [ShardedUnit(((size / modules, trained / modules),) * modules) for size, trained in listed]
     mixed = fact.get("param_dtype") is not None and fact.get("gathered") != fact.get("bytes")
     root, inner = (units[-1], units[:-1]) if len(units) > 1 else (None, units)
-    return Units(root, tuple(inner), share if mixed else 0.0, 2 if on_host else 1)
+    return ShardedUnits(root, tuple(inner), share if mixed else 0.0, 2 if on_host else 1)
 
 
 @dataclass(frozen=True)
-class Moments:
+class UnitPeaks:
     """The most of what is known, while a unit computes and at other moments; bytes."""
 
     computing: float
@@ -90,16 +90,16 @@ class Moments:
         return max(self.computing + work, self.others)
 
 
-def moments(units: Units, reshard: bool | int, ranks: int, activations: float, gradients: float) -> Moments:
+def moments(units: ShardedUnits, reshard: bool | int, ranks: int, activations: float, gradients: float) -> UnitPeaks:
     """reshard: whether parameters are freed after forward, or on how many ranks they stay; activations: without any
     parameters; gradients: reduced, of all units."""
     computing, others = zip(*_moments(units, reshard, ranks, activations, gradients), strict=True)
     root = units.root.size if units.root is not None else 0.0
-    return Moments(root + max(computing), root + max(others))
+    return UnitPeaks(root + max(computing), root + max(others))
 
 
 def _moments(
-    units: Units, reshard: bool | int, ranks: int, activations: float, gradients: float
+    units: ShardedUnits, reshard: bool | int, ranks: int, activations: float, gradients: float
 ) -> Iterator[tuple[float, float]]:
     """Of each module, from the last one to the first: computing, and the most of the other moments."""
     sizes = [unit.size for unit in units.inner]
@@ -127,7 +127,7 @@ def _moments(
         yield 0.0, there - sizes[at] + following + 2 * made + after + reduced
 
 
-def _saving(units: Sequence[Unit]) -> list[list[float]]:
+def _saving(units: Sequence[ShardedUnit]) -> list[list[float]]:
     """What parts of all activations modules save for backward, taken to be as their sizes: those from the first on of
     which something is trained, since there is no backward of those before it."""
     found, begun = list[list[float]](), not any(unit.trained for unit in units)
@@ -159,7 +159,7 @@ def _part(some: Sequence[float], every: Sequence[float]) -> float:
     return sum(some) / sum(every) if sum(every) else 0.0
 
 
-def whole_after_forward(units: Units, reshard: bool | int, ranks: int) -> float:
+def whole_after_forward(units: ShardedUnits, reshard: bool | int, ranks: int) -> float:
     """Parameters that are there when backward begins, and count as activations where those were measured."""
     every = sum(unit.size for unit in units.inner) + (units.root.size if units.root is not None else 0.0)
     return every * _kept(reshard, ranks)
