@@ -10,6 +10,7 @@ activity     what a rank did in each step, a few rows of it
 step_budget  the parts of each rank's step
 parts        which parts are a rank's own work, waiting, training
 irregular    ordinary steps, and those that are not
+rhythm       what comes again after a fixed number of steps
 wall_time    what the run's wall time went into
 wait_table   every wait of the training threads as a table
 host_load    how busy the hosts' cores are

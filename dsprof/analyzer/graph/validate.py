@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from ..arrays import Int
+from ..budget.rhythm import period
 from ..text import percent
 from .evaluation_order import Cyclic
 from .replay import replay, replay_all
@@ -135,9 +136,9 @@ def hold_out(graph: StepGraph) -> HeldOut | None:
     """Give half of the judged steps of each template what the other half took, step by step and not in the mean: the
     longest of several paths is longer in the mean than that of mean costs. None where too few are alike.
 
-    The halves are drawn step by step. How far a host is ahead of its device depends on the steps before, so that what
-    collections of garbage cost, say, is another thing in another order: there halves that are of steps in a row are
-    asked too, and what fits better counts.
+    The halves are drawn step by step, or by whole periods of a fixed rhythm. How far a host is ahead of its device
+    depends on the steps before, so that what collections of garbage cost, say, is another thing in another order: there
+    halves that are of steps in a row are asked too, and what fits better counts.
     """
     draw = np.random.default_rng(0)
     found = _held_out(graph, draw.permutation)
@@ -150,10 +151,12 @@ def hold_out(graph: StepGraph) -> HeldOut | None:
 
 
 def _held_out(graph: StepGraph, ordered: Callable[[Int], Int]) -> HeldOut | None:
-    """ordered: of the judged steps of a template, those that are given what others took come first."""
+    """ordered: of the numbers of a template's judged steps, or periods of them, those that are given what others took
+    come first."""
     graph = _of_one_part(graph)
     columns = [graph.columns_of(index) for index in range(len(graph.templates))]
-    drawn = [[_halves(ordered(np.flatnonzero(graph.judged[of]))) for of in columns] for _ in range(DRAWS)]
+    periods = [_periods(graph, of) for of in columns]
+    drawn = [[_halves(of[ordered(np.arange(len(of)))]) for of in periods] for _ in range(DRAWS)]
     places = np.cumsum(graph.judged) - 1
     halves, others = (
         [np.concatenate([places[of[half[side]]] for of, half in zip(columns, one, strict=True)]) for one in drawn]
@@ -175,9 +178,20 @@ Halves = tuple[Int, Int]
 """Columns of a template that are given what others took, and those others."""
 
 
+def _periods(graph: StepGraph, columns: Int) -> Int:
+    """The judged ones among the columns of a template, [N, P]: each by itself, or, where long steps come in a fixed
+    rhythm, as whole periods, so that halves have as many of them and each is given what a like one took."""
+    judged = np.flatnonzero(graph.judged[columns])
+    each = period(graph.duration[: graph.leads, columns[judged]].mean(axis=0))
+    whole = len(judged) // each
+    found: Int = judged[: whole * each].reshape(whole, each)
+    return found
+
+
 def _halves(ordered: Int) -> Halves:
-    half = len(ordered) // 2 if len(ordered) >= FEWEST_HELD_OUT else 0
-    return ordered[:half], ordered[half : 2 * half]
+    """ordered: [N, P]"""
+    half = len(ordered) // 2 if ordered.size >= FEWEST_HELD_OUT else 0
+    return ordered[:half].ravel(), ordered[half : 2 * half].ravel()
 
 
 def _of_one_part(graph: StepGraph) -> StepGraph:
