@@ -11,9 +11,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from dsprof.run import RankInfo
 
 RANKS_A_HOST = 8
 US, MS = 1_000, 1_000_000
@@ -138,25 +141,101 @@ class Timeline:
             setattr(self, name, getattr(self, name) + base[:, None])
         self.finish = self.done + self.optimizer
 
+    def lasted_ms(self) -> np.ndarray:
+        """Each step, [S]: from when the last rank had its last bucket of the one before."""
+        done = self.done.max(axis=0)
+        return np.diff(done, prepend=FIRST_NS) / MS
 
-def rank_rows(line: Timeline, rank: int) -> Any:
-    """The rows of one rank as a table of Arrow, in order of start, on the clock of its host."""
-    import pandas as pd
-    import pyarrow as pa
 
-    from dsprof.schema import COLUMNS
+class Rows:
+    """The rows of one rank, of which every step has as many."""
 
-    steps, layers, buckets, modules = line.steps, line.layers, line.buckets, line.modules
-    begin, finish = line.begin[rank], line.finish[rank]
-    parts: list[dict[str, Any]] = []
+    def __init__(self, steps: int) -> None:
+        self._steps, self._parts = steps, list[dict[str, Any]]()
 
-    def add(kind: str, name: str, start: np.ndarray, end: np.ndarray, **columns: Any) -> None:
+    def add(self, kind: str, name: str, start: np.ndarray, end: np.ndarray, **columns: Any) -> None:
         """Rows of every step: `start` and `end` are [S] or [S, n]; columns are one value or [n]."""
         start, end = (np.atleast_2d(x.T).T if x.ndim == 1 else x for x in (start, end))
         count = start.shape[1]
-        filled = {key: np.broadcast_to(np.asarray(value), start.shape) for key, value in columns.items()}
-        parts.append({"kind": kind, "name": name, "count": count, "start": start, "end": end, **filled})
+        self._parts.append({"kind": kind, "name": name, "count": count, "start": start, "end": end, **columns})
 
+    def _column(self, key: str, fill: Any, dtype: Any) -> np.ndarray:
+        found = np.full((self._steps, sum(part["count"] for part in self._parts)), fill, dtype)
+        first = 0
+        for part in self._parts:
+            if key in part:
+                found[:, first : first + part["count"]] = part[key]
+            first += part["count"]
+        return found.ravel()
+
+    def _words(self, key: str, fill: str, order: np.ndarray) -> Any:
+        """Words of which each part has one."""
+        import pandas as pd
+
+        each = [part.get(key, fill) for part in self._parts]
+        found = sorted({*each} - {""})
+        code = {word: number for number, word in enumerate(found)} | {"": -1}
+        codes = np.repeat([code[word] for word in each], [part["count"] for part in self._parts])
+        return pd.Categorical.from_codes(np.tile(codes, self._steps)[order], pd.Index(found, dtype=object))
+
+    def table(self, rank: int, plant: Plant) -> Any:
+        """All of them as a table of Arrow, in order of start, on the clock of the rank's host."""
+        import pandas as pd
+        import pyarrow as pa
+
+        from dsprof.schema import COLUMNS
+
+        start = self._column("start", 0, np.float64)
+        order = np.lexsort((-self._column("end", 0, np.float64), start))
+        ahead, drift = plant.clock(rank // RANKS_A_HOST)
+        total = len(start)
+
+        def shown(when: np.ndarray) -> np.ndarray:
+            """By the clock of the host, in whole ns: what ends where something else begins does so on it, too."""
+            seen: np.ndarray = (when + ahead + (when - FIRST_NS) * drift).astype(np.int64)
+            return seen
+
+        def whole(key: str, dtype: str, missing: int = -1) -> Any:
+            values = self._column(key, missing, np.int64)[order]
+            return pd.array(values, "Int64").astype(dtype) if (values != missing).all() else masked(values, dtype)
+
+        def masked(values: np.ndarray, dtype: str, missing: int = -1) -> Any:
+            found = pd.array(values, "Int64")
+            found[values == missing] = pd.NA
+            return found.astype(dtype)
+
+        module = self._column("module", -1, np.int64)[order]
+        names = [f"blocks.{i // 16}.part{i % 16}" for i in range(int(module.max()) + 1)]
+        start_ns = shown(start)[order]
+        length = shown(self._column("end", 0, np.float64))[order] - start_ns
+        issued = self._column("issue", -1, np.float64)
+        issue_ns = np.where(issued >= 0, shown(issued), -1)[order]
+        named = self._words("name", "", order)
+        module_names = pd.Categorical.from_codes(module, pd.Index(names, dtype=object))
+        data = {
+            "rank": rank, "restart": 0, "step": np.repeat(np.arange(self._steps), total // self._steps)[order],
+            "kind": self._words("kind", "", order), "lane": self._words("lane", "main", order), "thread": 7 + rank,
+            "name": pd.Categorical(pd.Series(named, dtype=object).fillna(pd.Series(module_names, dtype=object))),
+            "depth": self._column("depth", 0, np.int64)[order],
+            "start_ns": start_ns, "dur_ns": length, "ended": True, "issue_ns": masked(issue_ns, "Int64"),
+            "host_ns": masked(np.where(issue_ns >= 0, 40 * US, -1), "Int64"), "module": module_names,
+            "stage": whole("stage", "Int16"), "microbatch": whole("microbatch", "Int16"),
+            "purpose": self._words("purpose", "", order), "group": self._words("group", "", order),
+            "seq": whole("seq", "Int32"), "peer": whole("peer", "Int32"), "tag": whole("tag", "Int32"),
+            "bytes": whole("bytes", "Int64"), "value": self._column("value", np.nan, np.float64)[order],
+            "grad": masked(self._column("grad", -1, np.int64)[order], "Int64").astype("boolean"),
+            "source": self._words("source", "measured", order),
+        }  # fmt: skip
+        table = pd.DataFrame(data, index=range(total)).reindex(columns=list(COLUMNS)).astype(COLUMNS)
+        return pa.Table.from_pandas(table, preserve_index=False)
+
+
+def rank_rows(line: Timeline, rank: int) -> Any:
+    """The rows of one rank as a table of Arrow, in order of start, on the clock of its host."""
+    steps, layers, buckets, modules = line.steps, line.layers, line.buckets, line.modules
+    begin, finish = line.begin[rank], line.finish[rank]
+    rows = Rows(steps)
+    add = rows.add
     add("step", "step", begin, finish, source="derived")
     add("phase", "data", begin, line.forward[rank], value=1.0)
     add("phase", "forward", line.forward[rank], line.loss[rank], value=line.elements[rank][:, None], grad=True)
@@ -192,61 +271,7 @@ def rank_rows(line: Timeline, rank: int) -> Any:
     spent = np.cumsum(finish - begin) / 1e9
     for gauge, share in (("cpu_seconds", 1.2), ("training_thread_cpu_seconds", 0.8), ("core_wait_seconds", 0.01)):
         add("gauge", gauge, finish, finish, value=(spent * share)[:, None])
-
-    def column(key: str, fill: Any, dtype: Any) -> np.ndarray:
-        missing = [np.full((steps, part["count"]), fill, dtype) for part in parts]
-        found = [part.get(key, empty) for part, empty in zip(parts, missing, strict=True)]
-        return np.concatenate(found, axis=1).astype(dtype).ravel()
-
-    start = column("start", 0, np.float64)
-    order = np.lexsort((-column("end", 0, np.float64), start))
-    ahead, drift = line.plant.clock(host)
-    total = len(start)
-
-    def shown(when: np.ndarray) -> np.ndarray:
-        """By the clock of the host, in whole ns: what ends where something else begins does so on it, too."""
-        seen: np.ndarray = (when + ahead + (when - FIRST_NS) * drift).astype(np.int64)
-        return seen
-
-    def whole(key: str, dtype: str, missing: int = -1) -> Any:
-        values = column(key, missing, np.int64)[order]
-        return pd.array(values, "Int64").astype(dtype) if (values != missing).all() else masked(values, missing, dtype)
-
-    def masked(values: np.ndarray, missing: int, dtype: str) -> Any:
-        found = pd.array(values, "Int64")
-        found[values == missing] = pd.NA
-        return found.astype(dtype)
-
-    def words(key: str, fill: str) -> Any:
-        values = np.concatenate(
-            [np.broadcast_to(np.asarray(part.get(key, fill), dtype="U40"), (steps, part["count"])) for part in parts], 1
-        ).ravel()[order]
-        found, codes = np.unique(values, return_inverse=True)
-        codes = codes - (found[0] == "")
-        return pd.Categorical.from_codes(codes, pd.Index(found[found != ""], dtype=object))
-
-    module = column("module", -1, np.int64)[order]
-    names = [f"blocks.{i // 16}.part{i % 16}" for i in range(int(module.max()) + 1)]
-    start_ns = shown(start)[order]
-    length = shown(column("end", 0, np.float64))[order] - start_ns
-    issued = column("issue", -1, np.float64)
-    issue_ns = np.where(issued >= 0, shown(issued), -1)[order]
-    named = words("name", "")
-    module_names = pd.Categorical.from_codes(module, pd.Index(names, dtype=object))
-    data = {
-        "rank": rank, "restart": 0, "step": np.repeat(np.arange(steps), total // steps)[order],
-        "kind": words("kind", ""), "lane": words("lane", "main"), "thread": 7 + rank,
-        "name": pd.Categorical(pd.Series(named, dtype=object).fillna(pd.Series(module_names, dtype=object))),
-        "depth": column("depth", 0, np.int64)[order],
-        "start_ns": start_ns, "dur_ns": length, "ended": True, "issue_ns": masked(issue_ns, -1, "Int64"),
-        "host_ns": masked(np.where(issue_ns >= 0, 40 * US, -1), -1, "Int64"), "module": module_names,
-        "purpose": words("purpose", ""), "group": words("group", ""), "seq": whole("seq", "Int32"),
-        "bytes": whole("bytes", "Int64"), "value": column("value", np.nan, np.float64)[order],
-        "grad": masked(column("grad", -1, np.int64)[order], -1, "Int64").astype("boolean"),
-        "source": words("source", "measured"),
-    }  # fmt: skip
-    table = pd.DataFrame(data, index=range(total)).reindex(columns=list(COLUMNS)).astype(COLUMNS)
-    return pa.Table.from_pandas(table, preserve_index=False)
+    return rows.table(rank, line.plant)
 
 
 def make_run(
@@ -260,10 +285,7 @@ def make_run(
 ) -> Timeline:
     """A run folder with its run.json and traces, and no captures. Of ranks that are missing there is no trace; those
     that were made already, by a call that was interrupted, stay."""
-    import pyarrow.parquet as pq
-
     from dsprof.run import RankInfo, RunInfo
-    from dsprof.trace.group_facts import pack
 
     line = Timeline(ranks, steps, rows, seed, plant)
     (folder / "trace").mkdir(parents=True, exist_ok=True)
@@ -283,11 +305,19 @@ def make_run(
             {"fact": "group", "rank": rank, "name": "0", "ranks": list(range(ranks)), "desc": "default_pg"},
             {"fact": "group", "rank": rank, "name": f"tp{host}", "ranks": team, "desc": "tp"},
         ]  # fmt: skip
-        summary = {"ranks": [vars(about)], "facts": pack(facts), "versions": {}, "world_size": ranks, "problems": [],
-                   "errors": [], "cuda": False}  # fmt: skip
-        table = rank_rows(line, rank)
-        metadata = {**(table.schema.metadata or {}), b"dsprof.rank": json.dumps(summary).encode()}
-        begun = target.with_suffix(".part")
-        pq.write_table(table.replace_schema_metadata(metadata), begun, compression="zstd")
-        begun.replace(target)
+        write_rank(target, rank_rows(line, rank), about, facts, ranks)
     return line
+
+
+def write_rank(target: Path, table: Any, about: RankInfo, facts: list[dict[str, Any]], ranks: int) -> None:
+    """A rank's trace of so many ranks, with what it tells of itself."""
+    import pyarrow.parquet as pq
+
+    from dsprof.trace.group_facts import pack
+
+    summary = {"ranks": [vars(about)], "facts": pack(facts), "versions": {}, "world_size": ranks, "problems": [],
+               "errors": [], "cuda": False}  # fmt: skip
+    metadata = {**(table.schema.metadata or {}), b"dsprof.rank": json.dumps(summary).encode()}
+    begun = target.with_suffix(".part")
+    pq.write_table(table.replace_schema_metadata(metadata), begun, compression="zstd")
+    begun.replace(target)

@@ -3,10 +3,12 @@
     python benchmarks/scale.py                                   # 64 and 512 ranks, twenty jobs each
     python benchmarks/scale.py --ranks 4096,10000 --processes 2 --keep /data/made-up
     python benchmarks/scale.py --ranks 10000 --seeds 0,7 --processes 2
+    python benchmarks/scale.py --layout mesh                     # pipelines, and experts: dp x tp x pp x ep
 
-Each job is drawn (`draw`): its cause, who has it, clocks of hosts that are up to 50 ms apart and drift by up to 50 ppm,
-paths that are unequal, ranks without a trace, and ranks whose trace is torn. It is made as `dsprof run` leaves it,
-twenty steps of fifty rows a rank, and analyzed in a fresh process. `load` is what else the machine had to do when that
+Each job is drawn (`scale_jobs`): its cause, who has it, clocks of hosts that are up to 50 ms apart and drift by up to
+50 ppm, paths that are unequal, ranks without a trace, and ranks whose trace is torn. It is made as `dsprof run` leaves
+it, twenty steps of fifty rows a rank (`--layout mesh`: of about 360), and analyzed in a fresh process. Of `saves` what
+is true was told by making the job without its cause. `load` is what else the machine had to do when that
 began: CPU seconds are more beside other work, and the clock's are worth nothing. What was measured is kept after each
 job: a run that was interrupted goes on where it was, and with --keep the traces stay, too.
 """
@@ -23,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -31,117 +32,31 @@ from typing import Any
 import numpy as np
 from analysis import peak_mb
 from analysis_plot import draw as draw_plot
-from made_up_run import FIRST_NS, LATER_OF_ALL, RANKS_A_HOST, Plant, make_run
+from made_up_mesh import MeshPlant, make_mesh_run
+from made_up_run import FIRST_NS, RANKS_A_HOST, Plant, make_run
+from scale_jobs import FLAT, MESH, ROWS, STEPS, Job, Truth, draw
 
+LAYOUTS = {"flat": FLAT, "mesh": MESH}
 RESULTS = Path(__file__).parent / "results" / "scale.json"
-STEPS, ROWS = 20, 50
-CAUSES = (
-    "straggler", "two stragglers", "lengths", "slow loader", "garbage collector", "straggler for a while",
-    "stragglers in turn", "slow link", "slow link for a while", "slow links in turn", "straggler and slow loader",
-)  # fmt: skip
-CODES = {
-    "lengths": "data.imbalance", "slow loader": "data.stall", "garbage collector": "pause.gc",
-    "slow link": "comm.slow-link", "slow link for a while": "comm.slow-link", "slow links in turn": "comm.slow-link",
-}  # fmt: skip
-"""Of the findings that are to come first; of the others it is rank.straggler."""
-TAKING_TURNS = 3
-"""Ranks that are slow one after the other."""
-ONE_IN = 500
-"""Ranks, of which one has no trace and one a torn one."""
 
 
-@dataclass(frozen=True)
-class Truth:
-    """code: of the finding that is to come first; ranks: who it is to name, none: whoever, several: one of these; when:
-    what it is to say of when, `transient` or `rotating`, empty: nothing, and steps: which it is to name; missing: ranks
-    without a trace; torn: with half of one; tail_us: by how much one rank may leave what hosts share later than
-    another, as paths are unequal, at most; others: codes of what else is wrong, which is to come next."""
-
-    code: str
-    ranks: tuple[int, ...] | tuple[tuple[int, ...], ...]
-    when: str
-    steps: tuple[int, int] | None
-    missing: tuple[int, ...]
-    torn: tuple[int, ...]
-    tail_us: float
-    others: tuple[str, ...] = ()
-
-
-def draw(ranks: int, seed: int) -> tuple[Plant, Truth]:
-    """A job of so many ranks."""
-    drawn = np.random.default_rng([ranks, seed])
-    cause = CAUSES[seed % len(CAUSES)]
-    hosts = -(-ranks // RANKS_A_HOST)
-    who = drawn.choice(ranks, TAKING_TURNS, replace=False)
-    others = np.setdiff1d(drawn.permutation(ranks)[: 2 * (ranks // ONE_IN) + 2], who)[: 2 * (ranks // ONE_IN)]
-    work, elements = np.ones((ranks, STEPS)), np.full((ranks, STEPS), 4096.0)
-    data_ms, pause_ms = np.zeros((1, 1)), np.zeros((ranks, 1))
-    link = np.ones((hosts, STEPS))
-    named: tuple[int, ...] | tuple[tuple[int, ...], ...] = ()
-    first = int(drawn.integers(5, 9))
-    spell = first, first + int(drawn.integers(6, 9))  # a while: of the steps that are judged less than half
-    while_ = slice(spell[0], spell[1] + 1)
-    when, steps = "", None
-    also: tuple[str, ...] = ()
-    if cause == "straggler":
-        work[who[0]], named = drawn.uniform(1.1, 1.4), (int(who[0]),)
-    elif cause == "straggler for a while":
-        work[who[0], while_], named, when, steps = drawn.uniform(1.3, 1.5), (int(who[0]),), "transient", spell
-    elif cause == "two stragglers":
-        work[who[:2]], named = drawn.uniform(1.2, 1.3, (2, 1)), tuple(sorted(who[:2].tolist()))
-    elif cause == "stragglers in turn":
-        work[who[np.arange(STEPS) % TAKING_TURNS], np.arange(STEPS)] = drawn.uniform(1.3, 1.4, STEPS)
-        named, when = tuple(sorted(who.tolist())), "rotating"
-    elif cause == "lengths":
-        elements = 512.0 * drawn.integers(2, 16, (ranks, STEPS))
-        work = elements / elements.mean()
-    elif cause == "slow loader":
-        data_ms = np.full((1, 1), drawn.uniform(40, 90))
-    elif cause == "straggler and slow loader":
-        work[who[0]], named, also = drawn.uniform(1.3, 1.4), (int(who[0]),), ("data.stall",)
-        data_ms = np.full((1, 1), drawn.uniform(40, 60))
-    elif cause == "garbage collector":
-        pause_ms[who[0]], named = drawn.uniform(40, 90), (int(who[0]),)
-    else:
-        host = int(who[0]) // RANKS_A_HOST
-        others = others[:0]  # without every rank's capture, waiting for a late peer looks like a slow link
-        named = _ranks_of(host, ranks)
-        if cause == "slow links in turn":
-            turns = np.append(host, drawn.choice(np.setdiff1d(np.arange(hosts), host), TAKING_TURNS - 1, replace=False))
-            link[turns[np.arange(STEPS) % TAKING_TURNS], np.arange(STEPS)] = drawn.uniform(100, 150, STEPS)
-            named, when = tuple(_ranks_of(int(one), ranks) for one in turns), "rotating"
-        elif cause == "slow link":
-            link[host] = drawn.uniform(60, 120)
-        else:
-            link[host, while_], when, steps = drawn.uniform(100, 150), "transient", spell
-    tail_ns = drawn.uniform(5e3, 40e3, (ranks, 1))
-    offset, drift = drawn.uniform(-50e6, 50e6, hosts), drawn.uniform(-50, 50, hosts)
-    offset[0] = drift[0] = 0.0  # what the others are compared with
-    plant = Plant(work, elements, data_ms, pause_ms, offset, drift, tail_ns, link)
-    half = len(others) // 2
-    return plant, Truth(
-        CODES.get(cause, "rank.straggler"), named, when, steps, tuple(others[:half].tolist()),
-        tuple(others[half:].tolist()), LATER_OF_ALL * float(tail_ns.max()) / 1e3, also,
-    )  # fmt: skip
-
-
-def _ranks_of(host: int, ranks: int) -> tuple[int, ...]:
-    return tuple(range(host * RANKS_A_HOST, min((host + 1) * RANKS_A_HOST, ranks)))
-
-
-def make(folder: Path, ranks: int, seed: int) -> None:
+def make(folder: Path, ranks: int, seed: int, layout: str = FLAT) -> None:
     """Where it is not made yet."""
     if (folder / "made").exists():
         return
-    plant, truth = draw(ranks, seed)
-    make_run(folder, ranks, STEPS, ROWS, seed, plant, truth.missing)
-    for rank in truth.torn:
+    job = draw(ranks, seed, layout)
+    if job.mesh is None:
+        make_run(folder, ranks, STEPS, ROWS, seed, job.plant, job.truth.missing)
+    else:
+        assert isinstance(job.plant, MeshPlant)
+        make_mesh_run(folder, job.mesh, STEPS, seed, job.plant, job.truth.missing)
+    for rank in job.truth.torn:
         path = folder / "trace" / f"rank{rank:05d}.parquet"
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     (folder / "made").touch()
 
 
-def analyze_and_tell(folder: Path, processes: int, ranks: int, seed: int) -> None:
+def analyze_and_tell(folder: Path, processes: int, ranks: int, seed: int, layout: str) -> None:
     """Runs in a fresh process: prints a JSON object."""
     from dsprof import reports, trace
     from dsprof.run import RunFolder
@@ -151,22 +66,25 @@ def analyze_and_tell(folder: Path, processes: int, ranks: int, seed: int) -> Non
     wall = time.perf_counter() - wall
     forkserver._forkserver._stop()  # whose children the pool's processes are: they count when it was waited for
     cpu = spent_s() - before
-    plant, truth = draw(ranks, seed)
+    job = draw(ranks, seed, layout)
+    truth = job.truth
     first = analysis.findings[0] if analysis.findings else None
     captured = ranks - len(truth.missing) - len(truth.torn)
     found = first is not None and finds(first, truth)
+    found |= truth.may_decline and truth.code in analysis.not_judged
     found &= {one.code for one in analysis.findings[1 : 1 + len(truth.others)]} == {*truth.others}
     largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e6
     print(
         json.dumps(
             {
-                "ranks": ranks, "seed": seed, "cause": CAUSES[seed % len(CAUSES)], "processes": processes,
+                "ranks": ranks, "layout": layout, "seed": seed, "cause": job.cause, "processes": processes,
                 "right": bool(found and len(analysis.ranks_captured) == captured),
-                "said": analysis.verdict.headline, "ranks_captured": len(analysis.ranks_captured),
+                "said": analysis.verdict.headline, "found": [one.code for one in analysis.findings if one.is_problem],
+                "saves": saves(analysis, job, ranks, seed), "ranks_captured": len(analysis.ranks_captured),
                 "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "peak_mb": round(peak_mb()),
                 "largest_worker_mb": round(largest) if processes > 1 else 0,
                 "together_mb": round(peak_mb() + (processes * largest if processes > 1 else 0)),
-                "clock_error_us": clock_errors(analysis, trace.load(RunFolder(folder)), plant),
+                "clock_error_us": clock_errors(analysis, trace.load(RunFolder(folder)), job.plant),
                 "clock_error_stated_us": round(analysis.capture.clock_error_us or 0.0, 1),
                 "unequal_paths_us": round(truth.tail_us, 1),
                 "load": round(load, 1),
@@ -178,12 +96,30 @@ def analyze_and_tell(folder: Path, processes: int, ranks: int, seed: int) -> Non
 def finds(finding: Any, truth: Truth) -> bool:
     """Whether a finding names the planted cause: its code, its ranks and, of one that is not there all along, when."""
     said = " ".join(str(one.value) for one in finding.evidence if one.metric == "when")
+    ranks = finding.where.ranks or ()
+    named = truth.ranks in ((), ranks) or ranks in truth.ranks or (truth.among and ranks and {*ranks} <= {*truth.ranks})
     return bool(
         finding.code == truth.code
-        and (truth.ranks in ((), finding.where.ranks) or finding.where.ranks in truth.ranks)
+        and named
         and said.startswith(truth.when)
         and truth.steps in (None, finding.where.steps)
+        and truth.stage in (None, finding.where.stage)
     )
+
+
+def saves(analysis: Any, job: Job, ranks: int, seed: int) -> dict[str, Any] | None:
+    """What mending the first finding is said to save, and truly saves in the steps that were judged, ms; None where
+    that is not told."""
+    if job.mended is None or not analysis.findings or analysis.findings[0].code != job.truth.code:
+        return None
+    steps = np.sort(analysis.steps["step"][analysis.steps["ordinary"]].unique())
+    now, then = (job.line(ranks, seed, plant).lasted_ms()[steps].mean() for plant in (job.plant, job.mended))
+    gain = analysis.findings[0].gain
+    return {
+        "true": round(float(now - then), 1), "said": round(gain.ms, 1), "low": round(gain.low, 1),
+        "high": round(gain.high, 1), "within": bool(gain.low <= now - then <= gain.high),
+        "of_step": round(float(now), 1),
+    }  # fmt: skip
 
 
 def spent_s() -> float:
@@ -212,13 +148,15 @@ def clock_errors(analysis: Any, raw: Any, plant: Plant) -> dict[str, float]:
     }
 
 
-def measure(ranks: int, seed: int, processes: int, keep: Path | None) -> dict[str, Any]:
-    folder = (keep or Path(tempfile.mkdtemp())) / f"scale-{ranks}-{seed}"
+def measure(ranks: int, layout: str, seed: int, processes: int, keep: Path | None) -> dict[str, Any]:
+    kind = "" if layout == FLAT else "-mesh"
+    folder = (keep or Path(tempfile.mkdtemp())) / f"scale-{ranks}{kind}-{seed}"
     try:
         begun = time.perf_counter()
-        make(folder, ranks, seed)
+        make(folder, ranks, seed, layout)
         print(f"{folder.name}: made in {time.perf_counter() - begun:.0f} s", file=sys.stderr)
-        child = [sys.executable, __file__, "--child", str(folder), "--ranks", str(ranks), "--seed", str(seed)]
+        child = [sys.executable, __file__, "--child", str(folder), "--ranks", str(ranks), "--seed", str(seed),
+                 "--layout", "flat" if layout == FLAT else "mesh"]  # fmt: skip
         ended = subprocess.run(
             [*child, "--processes", str(processes)], stdout=subprocess.PIPE, text=True, check=True,
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -232,7 +170,9 @@ def measure(ranks: int, seed: int, processes: int, keep: Path | None) -> dict[st
 
 def plot(jobs: list[dict[str, Any]], processes: int, file: Path) -> None:
     """CPU seconds and memory over the number of ranks, the medians of the jobs of each that so many processes did."""
-    chosen = [one for one in jobs if one["processes"] == processes]
+    chosen = [one for one in jobs if one["processes"] == processes and one["layout"] == FLAT]
+    if not chosen:
+        return
     ranks = sorted({one["ranks"] for one in chosen})
 
     def medians(name: str) -> list[float]:
@@ -247,9 +187,14 @@ def plot(jobs: list[dict[str, Any]], processes: int, file: Path) -> None:
     draw_plot(ranks, panels, f"ranks, of {STEPS} steps of {ROWS} rows each, in {processes} processes{beside}", file)
 
 
+def key(job: dict[str, Any]) -> tuple[int, str, int, int]:
+    return job["ranks"], job["layout"], job["seed"], job["processes"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="64,512", help="numbers of ranks")
+    parser.add_argument("--layout", choices=LAYOUTS, default="flat", help="whether with pipelines and experts")
     parser.add_argument("--jobs", type=int, default=20, help="of each number of ranks")
     parser.add_argument("--seeds", help="these jobs, and not the first ones")
     parser.add_argument("--processes", type=int, default=1, help="that a job is analyzed in")
@@ -259,20 +204,21 @@ def main() -> int:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    layout = LAYOUTS[args.layout]
     if args.child:
-        analyze_and_tell(args.child, args.processes, int(args.ranks), args.seed)
+        analyze_and_tell(args.child, args.processes, int(args.ranks), args.seed, layout)
         return 0
     known = json.loads(args.output.read_text())["jobs"] if args.output.exists() else []
     for ranks in map(int, args.ranks.split(",")):
         for seed in map(int, args.seeds.split(",")) if args.seeds else range(args.jobs):
-            case = ranks, seed, args.processes
-            kept = [one for one in known if (one["ranks"], one["seed"], one["processes"]) != case]
+            case = ranks, layout, seed, args.processes
+            kept = [one for one in known if key(one) != case]
             if len(kept) < len(known) and not args.force:
                 continue
             found = measure(*case, args.keep)
-            known = sorted([*kept, found], key=lambda one: (one["ranks"], one["seed"], one["processes"]))
+            known = sorted([*kept, found], key=key)
             result = {
-                "what": f"made-up jobs of {STEPS} steps of {ROWS} rows a rank, from Parquet files to the ranking",
+                "what": f"made-up jobs of {STEPS} steps, from Parquet files to the ranking",
                 "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
                 "right": f"{sum(one['right'] for one in known)} of {len(known)}",
                 "jobs": known,

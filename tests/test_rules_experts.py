@@ -26,8 +26,11 @@ def groups() -> dict[str, tuple[tuple[int, ...], str]]:
     return {**rows, **columns, "w": ((0, 1, 2, 3), "")}
 
 
-def job(share: Share, slower: Share = lambda rank, step: 1.0, works: Share | None = None, **more: Any) -> MeshJob:
-    """Two layers: dense work, tokens there, the experts' work, tokens back; backward takes twice as long.
+def job(
+    share: Share, slower: Share = lambda rank, step: 1.0, works: Share | None = None, batches: int = 1, **more: Any
+) -> MeshJob:
+    """Two layers: dense work, tokens there, the experts' work, tokens back; backward takes twice as long. The same of
+    each of several micro-batches.
 
     slower: by how much a rank is, in everything; works: the part of the experts' work, where it is not the tokens'.
     """
@@ -42,9 +45,10 @@ def job(share: Share, slower: Share = lambda rank, step: 1.0, works: Share | Non
 
         gradients = Call("w", "all_reduce", 65536, "gradient"), Call(f"c{rank % 2}", "all_reduce", 16384, "gradient")
         forward, backward = (*layer(10), *layer(10)), (*layer(20), *layer(20))
-        return (Phase("forward", forward), Phase("backward", backward), *gradients, Phase("optimizer", (Work(1),)))
+        passes = (Phase("forward", forward), Phase("backward", backward)) * batches
+        return (*passes, *gradients, Phase("optimizer", (Work(1),)))
 
-    return MeshJob(4, groups(), program, steps=40, **more)
+    return MeshJob(4, groups(), program, **{"steps": 40, **more})
 
 
 def drawn(seed: int, spread: float) -> Share:
@@ -53,10 +57,10 @@ def drawn(seed: int, spread: float) -> Share:
     return lambda rank, step: 1 + table[step][rank // 2] * (1 if rank % 2 == 0 else -1)
 
 
-def always(rank_most: int, by: float, seed: int = 1) -> Share:
+def always(rank_most: int, by: float, seed: int = 1, spread: float = 0.02) -> Share:
     """One rank's experts are asked more than its neighbour's, by about the same in each step."""
     draw = random.Random(seed)
-    table = [draw.uniform(-0.02, 0.02) for _ in range(40)]
+    table = [draw.uniform(-spread, spread) for _ in range(40)]
 
     def share(rank: int, step: int) -> float:
         if rank // 2 != rank_most // 2:
@@ -104,6 +108,27 @@ def test_one_rank_has_the_experts_that_are_asked_most() -> None:
     )
     assert any("place experts anew" in fix.title for fix in first.fixes)
     assert of(analysis, "rank.straggler") is None
+
+
+def test_experts_of_many_micro_batches_are_told_from_a_slow_rank() -> None:
+    """Each piece of work is a small part of the step, and shares hardly change from step to step."""
+    share = always(2, 0.4, spread=0.01)
+    analysis = analyze(job(share, batches=8, steps=24).trace())
+    first = analysis.findings[0]
+    assert (first.code, first.where.ranks) == ("moe.imbalance", (2,))
+    check_gain(first, share, batches=8, steps=24)
+    slow = analyze(job(always(2, 0.06, spread=0.01), lambda rank, step: 1.5 if rank == 2 else 1.0, works=equal,
+                       batches=8, steps=24).trace())  # fmt: skip
+    assert (slow.findings[0].code, slow.findings[0].where.ranks) == ("rank.straggler", (2,))
+
+
+@pytest.mark.plants("moe.imbalance")
+def test_all_ranks_with_the_experts_that_are_asked_most_are_named() -> None:
+    both = always(2, 0.4), always(0, 0.4, seed=2)
+    analysis = analyze(job(lambda rank, step: both[rank < 2](rank, step)).trace())
+    first = analysis.findings[0]
+    assert (first.code, first.where.ranks) == ("moe.imbalance", (0, 2))
+    assert first.title.endswith("ranks 0, 2 (ep 0) get 40 % more than the mean")
 
 
 def test_megatron_is_told_its_own_flags() -> None:

@@ -101,6 +101,32 @@ def test_links_that_are_slow_in_turn_are_each_named_with_when() -> None:
         assert one.gain.ms == pytest.approx(a_slow_step * struck / judged, rel=0.15)
 
 
+@pytest.mark.plants("comm.slow-link")
+def test_groups_of_a_host_that_are_all_slow_have_one_link() -> None:
+    """Eight ranks on two hosts, whose layers are shared in pairs. Mending one pair's saves nothing: the other waits."""
+    pairs = {f"r{row}": ((2 * row, 2 * row + 1), "") for row in range(4)}
+    columns = {f"c{column}": (tuple(range(column, 8, 2)), "") for column in (0, 1)}
+
+    def program(rank: int, step: int) -> Program:
+        layers = [part for _ in range(8) for part in (Work(5), Call(f"r{rank // 2}", "all_reduce", 8192))]
+        reduced = (Call(f"c{rank % 2}", "all_reduce", 2**20, "gradient"),)
+        return Phase("forward", tuple(layers)), Phase("backward", reduced), Phase("optimizer", (Work(2),))
+
+    def of(slow: tuple[str, ...]) -> MeshJob:
+        return MeshJob(
+            8, {**pairs, **columns}, program, steps=24, hosts=(*("a",) * 4, *("b",) * 4), latency_ms=0.2,
+            slower=lambda group, number: 20.0 if group in slow else 1.0,
+        )  # fmt: skip
+
+    links = [one for one in analyze(of(("r2", "r3")).trace()).findings if one.code == "comm.slow-link"]
+    assert [one.where.ranks for one in links] == [(4, 5, 6, 7)]
+    assert links[0].title.endswith("; 2 groups on these hosts are slow")
+    true = of(("r2", "r3")).step_ms() - of(()).step_ms()
+    assert links[0].gain.ms == pytest.approx(true, rel=0.1)
+    alone = [one for one in analyze(of(("r2",)).trace()).findings if one.code == "comm.slow-link"]
+    assert [one.where.ranks for one in alone] == [(4, 5)]
+
+
 @pytest.mark.parametrize("spell", [(8, 14), None], ids=["for a while", "all along"])
 def test_who_wants_cores_while_it_is_slow_has_no_slow_link(spell: tuple[int, int] | None) -> None:
     """Ranks 1 and 3 wait for a core for 8 % of a step in those steps in which they are slow, and in no others."""

@@ -45,6 +45,16 @@ def test_the_link_between_two_stages_is_slow(handed: bool) -> None:
     assert beside.gain.low < slow.step_ms() - slow.with_(early=True).step_ms() < beside.gain.high
 
 
+def test_a_link_between_hosts_that_is_slow_both_ways_is_one() -> None:
+    sound = SOUND.with_(stages=4, hosts=("a", "a", "b", "b"))
+    slow = sound.with_(link=lambda a, b: 12.0 if {a, b} == {1, 2} else 0.3)
+    found = [one for one in analyze(slow.trace()).findings if one.code == "pipeline.stall"]
+    assert [one.where.ranks for one in found] == [(1, 2)]
+    assert found[0].title.endswith("; so are those of all 2 pairs of ranks between these hosts")
+    true = slow.step_ms() - sound.step_ms()
+    assert found[0].gain.low <= true <= found[0].gain.high
+
+
 def test_of_two_stages_the_other_way_is_what_it_is_compared_with() -> None:
     found = first(slow_link(0, 1, 12.0).with_(stages=2))
     assert found.title == (

@@ -71,6 +71,7 @@ class _Computations:
     """Forwards and backwards of micro-batches in the ordinary steps, as arrays by row: of a backward in two parts (B
     and W) each is one.
 
+    micro: which of the step's micro-batches of its replica
     replica: a number of the ranks that the same micro-batches pass
     back:  whether it is of a backward
     kind:  number of its stage, pass and micro-batch within the step, the same on all replicas; place: with its rank
@@ -81,6 +82,7 @@ class _Computations:
     rank: Int
     step: Int
     stage: Int
+    micro: Int
     replica: Int
     back: Bool
     kind: Int
@@ -199,6 +201,7 @@ def _computations(study: Study) -> _Computations | None:
         rank,
         step,
         stage,
+        micro,
         replica,
         back,
         kind,
@@ -341,21 +344,34 @@ def _in_turn(passes: _Passes) -> float:
 def _by_chance(each: _Computations, spread: float) -> Float:
     """Of each computation, how much longer its replica's micro-batches were than the others' over the whole run, times,
     where that is no more than chance gives to so many: then it is not slow. 1.0: it was not told, or its ranks are slow
-    or fast."""
+    or fast. The same of those at its place in the step, beside the others of its replica: of the few steps of a run
+    these differ even more."""
     alike = _median_of(each.kind, each.usual)[each.kind]  # the same of all replicas
-    of_rank = _numbered(each.replica, each.rank)
+    every, of_replica = np.zeros_like(each.replica), _longer(each, alike, each.replica)
+    of_place = _longer(each, alike, _numbered(each.replica, each.micro)) / of_replica
+    return _if_by_chance(each, of_replica, spread, every) * _if_by_chance(each, of_place, spread, each.micro)
+
+
+def _longer(each: _Computations, alike: Float, group: Int) -> Float:
+    """How many times as long as `alike` the computations of the same group are. A rank may be slow by itself: the
+    others of its replica tell how long its micro-batches were."""
+    of_rank = _numbered(group, each.rank)
     times = np.bincount(of_rank, each.ms) / np.bincount(of_rank, alike)
     _, first = np.unique(of_rank, return_index=True)
-    found = np.ones(len(each.ms))
-    for replica in np.unique(each.replica).tolist():
-        mine = each.replica == replica
-        # A rank may be slow by itself: the others of its replica tell how long its micro-batches were.
-        off = times[each.replica[first] == replica]
-        least = float(off[np.argsort(np.abs(off - 1), kind="stable")[(len(off) - 1) // 2]])
-        count = len(np.unique(each.batch[mine]))
-        if abs(least - 1) <= BY_CHANCE * spread / np.sqrt(count):
-            found[mine] = least
-    return found
+    group = _numbered(group)
+    order = np.lexsort((np.abs(times - 1), group[first]))
+    count = np.bincount(group[first])
+    least: Float = times[order[np.cumsum(count) - count + (count - 1) // 2]]
+    return least[group]
+
+
+def _if_by_chance(each: _Computations, times: Float, spread: float, place: Int) -> Float:
+    """`times` where that many micro-batches, those of a replica at a place, differ by so much; else 1.0."""
+    group = _numbered(each.replica, place)
+    pair = _numbered(group, each.batch)
+    _, first = np.unique(pair, return_index=True)
+    count = np.bincount(group[first])[group]
+    return np.where(np.abs(times - 1) <= BY_CHANCE * spread / np.sqrt(count), times, 1.0)
 
 
 def _excess(study: Study, each: _Computations, spread: float, passes: float, stages: float) -> UnequalMicroBatches:

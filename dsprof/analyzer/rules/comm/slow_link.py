@@ -37,13 +37,14 @@ switches that are busy now and then make some slow, a slow link all."""
 WANTED: Final = 0.05
 """Of the step: what ranks wait longer for a core than others do, from which on that may be why their link is slow."""
 UNEVEN: Final = ("all_to_all",)
-"""What takes as long as the shares that ranks get of it, which sizes do not tell."""
+"""What takes as long as the shares that ranks get of it, which sizes do not tell unless all are alike."""
 
 
 @dataclass(frozen=True)
 class SlowLink:
-    """times: what it takes longer than its peers; bytes, own_ms, peers_ms: of what most of its time goes to; steps: in
-    which it is slow, None: all along; in_turn: whether others of its dimension are so in the other steps."""
+    """times: what it takes longer than its peers, spent_ms: altogether; bytes, own_ms, peers_ms: of what most of its
+    time goes to; steps: in which it is slow, None: all along; in_turn: whether others of its dimension are so in the
+    other steps; others: groups on the same hosts that are as slow in the same steps, over the same link."""
 
     domain: Domain
     group: str
@@ -53,8 +54,10 @@ class SlowLink:
     bytes: float
     own_ms: float
     peers_ms: float
+    spent_ms: float = 0.0
     steps: Int | None = None
     in_turn: bool = False
+    others: tuple[SlowLink, ...] = ()
 
     @property
     def spell(self) -> tuple[int, int] | None:
@@ -78,15 +81,17 @@ def slow_links(study: Study) -> list[SlowLink]:
     for domain in domains(study):
         if domain.dimension is None or len(domain.dimension.teams) < 2:
             continue
-        table = domain.table[(domain.table["needs"] == "all") & ~domain.table["name"].isin(UNEVEN)]
+        comparable = ~domain.table["name"].isin(UNEVEN) | _all_exchange_alike(study, domain)
+        table = domain.table[(domain.table["needs"] == "all") & comparable]
         table = table[table["ranks"] == domain.dimension.size].assign(
             group=table["group"].astype(str), ms=table["transfer_ns"].to_numpy(np.float64) / 1e6
         )
         rows_of, peers = table.groupby("group").indices, _Alike(table)
         now_and_then: list[SlowLink] = []
+        beside = _beside(study, domain)
         for group in domain.groups:
             own = table.take(rows_of.get(group, np.empty(0, np.int64)))
-            one = _compared(study, domain, own, peers, group)
+            one = _compared(study, domain, own, peers, group, beside[group])
             if one is not None:
                 found.append(one)
                 continue
@@ -100,13 +105,21 @@ def slow_links(study: Study) -> list[SlowLink]:
             if own["ms"][then].median() < MORE_THAN_ELSE * own["ms"][~then].median():
                 continue
             all_then = _Alike(table[table["step"].isin(chosen)])
-            one = _compared(study, domain, own[then], all_then, group, chosen)
+            one = _compared(study, domain, own[then], all_then, group, beside[group], chosen)
             if one is not None:
                 (now_and_then if spell is None else found).append(one)
         each = [np.isin(study.step_numbers, one.steps) for one in now_and_then if one.steps is not None]
         if len(each) > 1 and in_turn(np.array(each)):
             found += [replace(one, in_turn=True) for one in now_and_then]
     return found
+
+
+def _all_exchange_alike(study: Study, domain: Domain) -> bool:
+    """Whether all ranks of a dimension exchange as much as each other in each step: then they have equal shares."""
+    every = study.communicated.exchanged
+    mine = every[every["group"].isin(domain.groups) & every["step"].isin(study.step_numbers)]
+    of_step = mine.groupby("step")["bytes"].agg(["min", "max"])
+    return bool(len(of_step) and (of_step["min"] >= (1 - ALIKE) * of_step["max"]).all())
 
 
 def _longer(study: Study, own: pd.DataFrame, every: _Alike, group: str) -> Float:
@@ -151,25 +164,40 @@ class _Alike:
         return self._found[key]
 
 
+def _beside(study: Study, domain: Domain) -> dict[str, list[str]]:
+    """Each group -> those on the same hosts, which may have its link, and itself: with these it is not compared. Itself
+    alone where there are no others."""
+    of_hosts = _on_hosts(study, domain)
+    if len(of_hosts) < 2:
+        return {group: [group] for group in domain.groups}
+    return {group: groups if hosts else [group] for hosts, groups in of_hosts.items() for group in groups}
+
+
 def _compared(
-    study: Study, domain: Domain, own: pd.DataFrame, every: _Alike, group: str, steps: Int | None = None
+    study: Study,
+    domain: Domain,
+    own: pd.DataFrame,
+    every: _Alike,
+    group: str,
+    beside: list[str],
+    steps: Int | None = None,
 ) -> SlowLink | None:
     """A group beside its peers; None where it is not sure to be slower, or where that is not the link's. own: its
-    collectives; every: those of all groups; steps: that these are of, None: all"""
+    collectives; every: those of all groups; beside: groups that are no peers; steps: that these are of, None: all"""
     whole, peers_whole, most = 0.0, 0.0, None
     for (name, purpose), mine in own.groupby(["name", "purpose"], dropna=False, observed=True):
         for bytes_, alike in _by_size(mine):
             if bytes_ <= 0:  # not told, as in tables that have times alone: nobody knows whether peers move as much
                 continue
             same = every.of(str(name), purpose, bytes_)
-            others = (same.medians.index != group) & (same.counts > 0).to_numpy(bool)
+            others = ~same.medians.index.isin(beside) & (same.counts > 0).to_numpy(bool)
             if len(alike) < FEWEST or not others.any() or same.counts[others].min() < FEWEST:
                 continue
             usual, typical = float(same.medians[others].median()), float(alike["ms"].median())
             # Both last from an arrival by one clock to an end by another.
             if typical < SLOWER * usual or typical - usual <= 2 * study.clock_error_ms:
                 return None  # one that is as fast as elsewhere: it is no matter of the link
-            if not _surely(alike["ms"], same.table["ms"][same.table["group"] != group]):
+            if not _surely(alike["ms"], same.table["ms"][~same.table["group"].isin(beside)]):
                 return None
             whole, peers_whole = whole + float(alike["ms"].sum()), peers_whole + usual * len(alike)
             if most is None or alike["ms"].sum() > most[0]:
@@ -178,7 +206,7 @@ def _compared(
         return None
     members = study.mesh.of_group(group)
     ranks = _ranks_of(study, group) if members is not None else ()
-    return SlowLink(domain, group, ranks, whole / peers_whole, *most[1:], steps)
+    return SlowLink(domain, group, ranks, whole / peers_whole, *most[1:], whole, steps)
 
 
 def _by_size(mine: pd.DataFrame) -> list[tuple[float, pd.DataFrame]]:
@@ -224,12 +252,52 @@ def slow_link(study: Study) -> Found:
         raise NotConcerned
     if not any((one.table["bytes"] > 0).any() for one in domains(study)):
         raise NotJudged("the sizes of collectives are not known, so which of them are the same is not, either")
-    return [_candidate(study, one) for one in slow_links(study)]
+    return [_candidate(study, one) for one in _by_hosts(study, slow_links(study))]
+
+
+def _by_hosts(study: Study, links: list[SlowLink]) -> list[SlowLink]:
+    """The same with groups as one that are on the same hosts and slow in the same steps, where all groups of their
+    dimension that are on these are: they have the link in common, and to mend it for one of them saves nothing as long
+    as the others hold the step up."""
+    hosts = {link.group: frozenset(hosts_of(study, link.ranks)) for link in links}
+    slow = {(link.group, link.when(study)) for link in links}
+    found: dict[object, list[SlowLink]] = {}
+    for link in links:
+        mine, when = hosts[link.group], link.when(study)
+        groups = _on_hosts(study, link.domain).get(mine, ()) if mine else ()
+        elsewhere = len(groups) < len(link.domain.groups)
+        alike = elsewhere and all((group, when) in slow for group in groups)
+        found.setdefault((mine, when) if alike else link.group, []).append(link)
+    return [_as_one(each) for each in found.values()]
+
+
+def _on_hosts(study: Study, domain: Domain) -> dict[frozenset[str], list[str]]:
+    """The groups of a dimension by the hosts that they are on."""
+    found: dict[frozenset[str], list[str]] = {}
+    for group in domain.groups:
+        found.setdefault(frozenset(hosts_of(study, _ranks_of(study, group))), []).append(group)
+    return found
+
+
+def _as_one(links: list[SlowLink]) -> SlowLink:
+    """Of several groups the one that spends most, with the ranks of all."""
+    worst, *others = sorted(links, key=lambda link: -link.spent_ms)
+    if not others:
+        return worst
+    spent = sum(link.spent_ms for link in links)
+    return replace(
+        worst,
+        ranks=tuple(sorted({rank for link in links for rank in link.ranks})),
+        times=spent / sum(link.spent_ms / link.times for link in links),
+        spent_ms=spent,
+        others=tuple(others),
+    )
 
 
 def as_its_peers(link: SlowLink) -> ScaleLink:
-    """The transfers of a slow group as fast as those of its peers, while it is slow."""
-    of = Communications(groups=(link.group,))
+    """The transfers of a slow group, and of those that have its link, as fast as those of its peers, while it is
+    slow."""
+    of = Communications(groups=(link.group, *(one.group for one in link.others)))
     steps = None if link.steps is None else frozenset(link.steps.tolist())
     return ScaleLink(latency=1 / link.times, bandwidth=link.times, of=of, steps=steps)
 
@@ -247,7 +315,7 @@ def _candidate(study: Study, link: SlowLink) -> Candidate:
         who = ranks_in_words(link.ranks) if link.ranks else f"process group {link.group}"
         title = (
             f"{who}{study.mesh.words(link.ranks)}: {link.op} of {size(link.bytes)} takes {ms(link.own_ms)}{when}, "
-            f"and {ms(link.peers_ms)} over the links of their peers{link.domain.inside}"
+            f"and {ms(link.peers_ms)} over the links of their peers{link.domain.inside}{_and_others(link)}"
         )
         where = Where(
             ranks=link.ranks or None, group=link.group, op=link.op, steps=link.spell or study.step_range,
@@ -258,6 +326,16 @@ def _candidate(study: Study, link: SlowLink) -> Candidate:
         )
 
     return Candidate("comm.slow-link", change, say)
+
+
+def _and_others(link: SlowLink) -> str:
+    """What else is slow over the same link."""
+    if not link.others:
+        return ""
+    dimensions = sorted({one.domain.name for one in link.others} - {link.domain.name, ""})
+    return f"; {count(1 + len(link.others), 'group')} on these hosts are slow" + (
+        f", of {' and '.join(dimensions)} too" if dimensions else ""
+    )
 
 
 def _fixes(study: Study, link: SlowLink, price: Price) -> tuple[Fix, ...]:

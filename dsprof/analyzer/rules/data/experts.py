@@ -22,6 +22,7 @@ from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent
+from ...text import ranks as ranks_in_words
 from ...whatif.work import Change
 from ..base import NotConcerned, NotJudged, at, place_fix, settings_fix
 from ..rule import Rule, fault
@@ -33,6 +34,8 @@ LEAST_CHANGE: Final = 0.002
 never change are of something that was divided unevenly for good, such as tables of embeddings."""
 SENT_ALIKE: Final = 0.01
 """Standard deviation of the smallest exchange of a step, of its mean, up to which it is what every rank sends."""
+AS_MUCH: Final = 0.5
+"""Of what the rank with most gets beyond the mean, from which on another gets as much: replicas share experts."""
 CAPACITY: Final = 1.25
 COEFFICIENT: Final = 0.01
 """What is usual: tokens that an expert takes at most, times the mean; weight of the balancing loss."""
@@ -126,7 +129,8 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     each = part.mean(axis=1)
     hot = int(each.argmax())
     always = _always_the_same(part)
-    ranks = (study.ranks[hot],) if always else tuple(rank for team in routed.dimension.teams for rank in team)
+    asked_most = study.ranks_where(each - 1 >= AS_MUCH * (each[hot] - 1))
+    ranks = asked_most if always else tuple(rank for team in routed.dimension.teams for rank in team)
     evidence = (
         Evidence("largest share of the tokens a step, of the mean", round(float(part.max(axis=0).mean()), 2), "", 1.0),
         Evidence(f"share of rank {study.ranks[hot]}, of the mean", round(float(each[hot]), 2), "", 1.0),
@@ -134,8 +138,9 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
         Evidence("correlation of a rank's extra compute with its share", round(work.told, 2), ""),
     )
     if always:
-        more = percent(100 * (float(each[hot]) - 1))
-        who = f"rank {study.ranks[hot]}{study.mesh.words(ranks)} gets {more} more than the mean"
+        more = percent(100 * (float(each[np.isin(study.ranks, ranks)].mean()) - 1))
+        gets = "gets" if len(ranks) == 1 else "get"
+        who = f"{ranks_in_words(ranks)}{study.mesh.words(ranks)} {gets} {more} more than the mean"
     else:
         more = percent(100 * (float(part.max(axis=0).mean()) - 1))
         who = f"the largest of a step is {more} above the mean, on another rank each step"

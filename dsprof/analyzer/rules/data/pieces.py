@@ -25,7 +25,7 @@ DENSE: Final = 0.25
 """Where shares hardly change, ranks are compared with each other: there must be other work, in which who has more
 tokens is slower by less than this part of what he is among the experts; else it is a slow rank."""
 MUCH: Final = 0.05
-"""Of a step's compute, from which on a piece of it counts as other work."""
+"""Of a step's compute, from which on pieces of it count as other work."""
 MOST_OF_SHARE: Final = 2.0
 """Times the part by which a rank's exchange is above the mean, that its work in a piece can be more: an exchange is as
 large as what was sent or what came, so a rank that gets little seems to have the mean."""
@@ -124,12 +124,15 @@ def _slope(beside: Float, given: Float) -> tuple[Float, Bool, Float]:
 
 
 def _in_some_only(beside: Float, beyond: Float, work: Float) -> bool:
-    """Whether who is given most is slower in some pieces, and in others is not."""
+    """Whether who is given most is slower in some pieces, and in others is not. A step of many micro-batches has many
+    small ones: either has to have MUCH of its compute, in one piece or in several."""
     hot = int(beyond.mean(axis=1).argmax())
     mean = work.mean(axis=(0, 2))
     slower = beside[hot].mean(axis=1) / np.maximum(mean, 1e-9)
-    large = mean >= MUCH * mean.sum()
-    return bool(large.any()) and float(slower[large].min()) < DENSE * float(slower[large].max())
+    order = np.argsort(-slower, kind="stable")
+    enough = np.cumsum(mean[order]) >= MUCH * mean.sum()
+    level = float(slower[order][enough].max(initial=0.0))
+    return float(mean[slower < DENSE * level].sum()) >= MUCH * float(mean.sum()) > 0
 
 
 def _spans(

@@ -174,6 +174,9 @@ def unequal(study: Study) -> Change | None:
     each = micro_batches_by_size(study)
     if each is not None:
         return Change({"compute": each.excess}, spans=each.spans)
+    counts = micro_batch_counts(study)
+    if counts is not None and counts.max() > 1 and unequal_micro_batches(study) is not None:
+        _need_no_experts(study)  # of several micro-batches a step, what a whole step is given tells next to nothing
     pieces = pieces_by_size(study)
     if pieces is not None:
         return pieces.change

@@ -43,8 +43,7 @@ VIRTUAL: Final = 2
 def unbalanced(study: Study) -> Change | None:
     """Every stage computes as long as the mean of them: what an ideal division of the layers would give."""
     signals.stages(study)
-    if study.ranks_missing:
-        raise NotJudged("not every stage of the pipeline was captured")
+    need_every_stage(study)
     compute, of_team = _compute_of_stages(study)
     target = float(of_team.mean())
     removed = np.zeros_like(compute)
@@ -230,7 +229,7 @@ def _interleaved(shape: _Shape, now: Float, waited: float) -> Excess | None:
 
 def _shape(study: Study) -> _Shape:
     """The pipeline's schedule, from what its ranks did in a step. Raises NotJudged where it is none that is known."""
-    _need_every_stage(study)
+    need_every_stage(study)
     names = sorted({str(fact.get("schedule")) for fact in _schedule_facts(study)})
     if len(names) > 1:
         raise NotJudged(f"the job has several schedules ({', '.join(names)}), and which one runs a step is not known")
@@ -260,7 +259,7 @@ def _shape(study: Study) -> _Shape:
     return _Shape(schedule, ranks, microbatches, virtual, forward, backward, weight, of_stage)
 
 
-def _need_every_stage(study: Study) -> None:
+def need_every_stage(study: Study) -> None:
     """Raises NotJudged where ranks of a stage were not captured, by what is said of the schedule and by the numbers of
     the stages that were."""
     held = {stage for stages in study.topology.stage_of.values() for stage in stages}

@@ -30,6 +30,7 @@ from ...work.core_wait import lacks_cores
 from ..base import NotJudged, at, hosts_of
 from ..comm.slow_link import wants_cores
 from ..rule import Found, Look, Rule
+from .bubble_and_imbalance import need_every_stage
 
 SLOWER: Final = 1.5
 """So many times what the messages of the other pairs take, in the median."""
@@ -170,13 +171,12 @@ def stall(study: Study) -> Found:
     """Each pair whose link is slow; where none is, what all stages lose by waiting for messages that could go beside
     the computation."""
     signals.stages(study)
-    if study.ranks_missing:
-        raise NotJudged("not every stage of the pipeline was captured")
+    need_every_stage(study)
     if not pairs_of(study):
         raise NotJudged("no message between stages was seen on both of its ranks")
     slow = slow_pairs(study)
     if slow:
-        return [_slow(study, one) for one in slow]
+        return [_slow(study, one) for one in by_hosts(study, slow)]
     waited = lacks_cores(study)
     if waited is not None:
         raise NotJudged(
@@ -220,12 +220,51 @@ def _messages(study: Study) -> Communications:
     return Communications(groups=tuple(dict.fromkeys(pair.lane for pair in pairs_of(study))))
 
 
-def _slow(study: Study, slow: SlowPair) -> Candidate:
-    pair = slow.pair
-    change = ScaleLink(latency=1 / slow.times, bandwidth=slow.times, of=Communications(groups=(pair.lane,)))
+def by_hosts(study: Study, slow: list[SlowPair]) -> list[tuple[SlowPair, ...]]:
+    """The slow pairs, those between the same two hosts together where all between these are slow: they have the link in
+    common, and to mend it for one of them saves nothing as long as the others hold the step up."""
+
+    def hosts(pair: Pair) -> tuple[str, str] | None:
+        source, target = (sorted(hosts_of(study, (rank,))) for rank in (pair.source, pair.target))
+        return (source[0], target[0]) if source and target and source != target else None
+
+    lanes = {(one.pair.lane, one.pair.source) for one in slow}
+    every: dict[tuple[str, str], bool] = {}
+    for pair in pairs_of(study):
+        if (between := hosts(pair)) is not None and len(pair.took) >= FEWEST:
+            every[between] = every.get(between, True) and (pair.lane, pair.source) in lanes
+    found: dict[object, list[SlowPair]] = {}
+    for one in slow:
+        between = hosts(one.pair)
+        together = between is not None and every[between]
+        found.setdefault(frozenset(between or ()) if together else id(one), []).append(one)
+    return [tuple(each) if len(each) < 2 else _beside_others(study, each) for each in found.values()]
+
+
+def _beside_others(study: Study, alike: list[SlowPair]) -> tuple[SlowPair, ...]:
+    """Slow pairs over one link, of which each may become as the pairs over other links are, and not as its own are."""
+    mine, least_bytes = {one.pair for one in alike}, (1 - ALIKE) * min(one.pair.bytes for one in alike)
+    others = [pair.took for pair in pairs_of(study) if pair not in mine and len(pair.took) >= FEWEST
+              and pair.bytes >= least_bytes]  # fmt: skip
+    least = min((float(np.quantile(took, SURE)) for took in others), default=np.inf)
+    most = max((float(np.quantile(took, 1 - SURE)) for took in others), default=0.0)
+    return tuple(replace(one, fast_ms=min(one.usual_ms, least), late_ms=max(one.usual_ms, most)) for one in alike)
+
+
+def _slow(study: Study, alike: tuple[SlowPair, ...]) -> Candidate:
+    """Pairs over one link; the worst is the first."""
+    slow, pair = alike[0], alike[0].pair
+    spent, usual = (sum(of * one.pair.count for one, of in zip(alike, each, strict=True)) for each in (
+        [one.pair.typical_ms for one in alike], [one.usual_ms for one in alike],
+    ))  # fmt: skip
+    times = spent / max(usual, 1e-3)
+    lanes = tuple(dict.fromkeys(one.pair.lane for one in alike))
+    change = ScaleLink(latency=1 / times, bandwidth=times, of=Communications(groups=lanes))
+    betweens = [one.between(study.step_ms) for one in alike]
+    between = Between(min(of.part for of in betweens), max(of.multiple for of in betweens), study.step_ms)
     evidence = (
         Evidence(f"a message of {size(pair.bytes)}", round(pair.typical_ms, 3), "ms", round(slow.usual_ms, 3)),
-        Evidence("such messages a step", round(pair.count, 1), "count"),
+        Evidence("such messages a step", round(sum(one.pair.count for one in alike), 1), "count"),
         Evidence("waiting for another stage, mean of the ranks", round(_bubble_ms(study), 3), "ms"),
     )
 
@@ -236,12 +275,15 @@ def _slow(study: Study, slow: SlowPair) -> Candidate:
             f"{_stage(study, pair.target)} waits for what {_stage(study, pair.source)} sends: {size(pair.bytes)} are "
             f"{ms(pair.typical_ms)} on their way, and {ms(slow.usual_ms)} {elsewhere}"
         )
+        if len(alike) > 1:
+            title += f"; so are those of all {len(alike)} pairs of ranks between these hosts"
         fixes = (_network(study, pair, price.gain), *_beside_if_sure(study), _smaller())
         return Finding(
-            "pipeline.stall", title, "info", _where(study, pair), evidence, price.gain, fixes, share=price.share
-        )
+            "pipeline.stall", title, "info", _where(study, *(one.pair for one in alike)), evidence, price.gain, fixes,
+            share=price.share,
+        )  # fmt: skip
 
-    return Candidate("pipeline.stall", change, say, between=slow.between(study.step_ms))
+    return Candidate("pipeline.stall", change, say, between=between)
 
 
 def _blocked(study: Study, price: Price) -> Finding:
@@ -272,10 +314,11 @@ def _stage(study: Study, rank: int) -> str:
     return f"stage {held[0]}" + (f" (rank {rank})" if replicas > 1 else "")
 
 
-def _where(study: Study, pair: Pair) -> Where:
+def _where(study: Study, pair: Pair, *others: Pair) -> Where:
     held = study.topology.stage_of.get(pair.target, ())
+    ranks = {rank for one in (pair, *others) for rank in (one.source, one.target)}
     return Where(
-        ranks=tuple(sorted((pair.source, pair.target))), stage=held[0] if len(held) == 1 else None, group=pair.lane,
+        ranks=tuple(sorted(ranks)), stage=held[0] if len(held) == 1 else None, group=pair.lane,
         op="send_recv", steps=study.step_range,
     )  # fmt: skip
 
