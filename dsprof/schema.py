@@ -181,6 +181,9 @@ MEMORY_COUNTS: Final = ("retries", "ooms")
 MEMORY_PARTS: Final = ("parameters", "gradients", "optimizer_states", "buffers", "activations")
 """What tensors are for, in some steps only. Activations: what was allocated, or the process had grown by, when backward
 began, beyond what there was when the step before had ended."""
+BETWEEN_STEPS: Final = "between_steps"
+"""Name of a `mem` row beside the activations: what there was when the step before had ended, without gradients that
+were gone when backward began. Older captures have none."""
 SNAPSHOT_NAME: Final = "memory.pickle"
 OOM_SNAPSHOT_NAME: Final = "memory-oom.pickle"
 """In a capture: snapshots of the devices' allocators, as `torch.cuda.memory._dump_snapshot` writes them; of the end,

@@ -113,16 +113,22 @@ def test_ranks_of_unequal_memory_hold_their_shares() -> None:
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        ({"fsdp2__reshard_after_forward": False}, 52.5),  # all eight units, and not two
-        ({"fsdp2__reshard_after_forward": 2}, 35),  # half of the seven that are left
+        # Of 67.5 MiB, when the second unit computes, the third is gathered and the first reduced (30), activations are
+        # 35 of 40 and gradients 2.5 of 20, and 130 at the end of forward: eight units, what the last came in, and 40.
+        ({"fsdp2__reshard_after_forward": False}, 62.5),
+        (
+            {"fsdp2__reshard_after_forward": 2},
+            37.5,
+        ),  # 105 when the first is through: eight halves, the next, its gradients twice, 35
         ({"fsdp2__reshard_after_forward": True}, 0),
         ({"fsdp2__forward_prefetch": 3}, 20),
         ({"fsdp2__backward_prefetch": 0}, -10),
         ({"fsdp2__forward_prefetch": 100}, 60),  # the six beside the one that computes and the next
-        ({"fsdp2__modules_per_unit": 2}, 30),  # two units, and the gradients of one
-        ({"fsdp2__modules_per_unit": 4}, 90),
-        ({"fsdp2__modules_per_unit": 8}, 130),  # all eight with their gradients, and not two with one's
-        ({"fsdp2__modules_per_unit": 100}, 130),
+        # 100: three units of 20, the second of which is half through, with its gradients of 10, and 25 and 5 MiB.
+        ({"fsdp2__modules_per_unit": 2}, 32.5),
+        ({"fsdp2__modules_per_unit": 4}, 72.5),  # 140 when the first is through: the next, its gradients twice, and 20
+        ({"fsdp2__modules_per_unit": 8}, 132.5),  # 200, at the end of forward: all, what they came in, and 40
+        ({"fsdp2__modules_per_unit": 100}, 132.5),
     ],
 )
 def test_of_fsdp2(knobs: dict[str, Any], expected: float) -> None:
@@ -162,8 +168,54 @@ def test_of_deepspeed(zero: dict[str, Any], stage: int, knobs: dict[str, Any], e
 def test_of_fsdp2_in_mixed_precision() -> None:
     """80 MiB of float32 compute as 40, in units of which the largest has 10."""
     mixed = {"fsdp": [{**FSDP, "param_dtype": "bfloat16", "gathered": 40 * MIB, "largest": 10 * MIB}]}
-    assert more(mixed, fsdp2__reshard_after_forward=False) == 20
-    assert more(mixed, fsdp2__modules_per_unit=2) == 30
+    # 67.5: the second of four computes, the first is reduced, the third gathered from a quarter of it; 30 and 5 MiB.
+    assert more(mixed, fsdp2__reshard_after_forward=False) == 90 - 67.5
+    assert (
+        more(mixed, fsdp2__modules_per_unit=2) == 85 - 67.5
+    )  # units of 20, one beside the next, a quarter of it, and 40
+
+
+def test_of_fsdp2_what_computing_takes_is_what_was_measured() -> None:
+    """Of a peak of 200 MiB, 100 last from step to step: 32.5 more than 67.5 are of computing, which changes nothing of
+    what is kept whole: 130 at the end of forward, 120 and 32.5 when backward begins."""
+    uses = [replace(USES[0], between=100 * MIB)]
+    (rank,) = memory_with({"fsdp2.reshard_after_forward": False}, uses, {"fsdp": [FSDP]}, 4)
+    assert rank.then - rank.now == (152.5 - 100) * MIB
+
+
+def test_of_fsdp2_units_are_as_they_are_listed() -> None:
+    """Two frozen units of 10 MiB save nothing for backward; of the third, 20 MiB, half is trained; the last is the
+    model's own. Backward begins with 20 that compute, 10 that are gathered, 5 of its own and 40 MiB of activations;
+    forward ends with 20, what they came in, 5 and 40: 85. Whole: 20 more."""
+    listed = [[10 * MIB, 0], [10 * MIB, 0], [20 * MIB, 10 * MIB], [5 * MIB, 5 * MIB]]
+    assert more({"fsdp": [{**FSDP, "units": 4, "of_units": listed}]}, fsdp2__reshard_after_forward=False) == 20
+
+
+def test_a_larger_micro_batch_takes_more_for_gradients_of_activations() -> None:
+    """Of a peak of 200 MiB 100 last and 40 are activations: of the rest 2 are the largest gradient, and 58 double."""
+    uses = [replace(use, between=100 * MIB) for use in USES[:1]]
+    (rank,) = memory_with({"train_micro_batch_size_per_gpu": 8}, uses, configured({}, 2, "dsprof"), 4)
+    assert rank.then - rank.now == (40 + 58) * MIB
+
+
+def test_where_the_step_was_the_peak_the_rest_is_not_of_backward() -> None:
+    """Gradients are summed in bf16 and become fp32 in the step: 10 MiB of a quarter of 10 Mi elements, 110 of the peak
+    of 112. Backward, with 1 MiB of activations and no known rest, would have to grow by more before it is the peak."""
+    facts = configured({"allgather_bucket_size": 1, "overlap_comm": False}, 2, "dsprof")
+    for fact in facts["config"]:
+        fact["content"]["data_types"] = {"grad_accum_dtype": "bf16"}
+    parts = {**PARTS, "activations": MIB}
+    uses = [replace(USES[0], peak=112 * MIB, between=100 * MIB, parts=parts)]
+    (rank,) = memory_with({"train_micro_batch_size_per_gpu": 8}, uses, facts, 4)
+    assert rank.then == rank.now
+
+
+def test_buckets_close_with_the_parameter_that_reaches_their_size() -> None:
+    """Of ten parameters of a Mi, buckets of 4 Mi and of 3.5 Mi are the same."""
+    facts = configured({"reduce_bucket_size": 4 * MIB, "overlap_comm": False}, 2, "dsprof")
+    for fact in facts["trained"]:
+        fact["of_parameters"] = [MIB] * 10
+    assert more(facts, zero_optimization__reduce_bucket_size=7 * MIB // 2) == 0
 
 
 @pytest.mark.parametrize(

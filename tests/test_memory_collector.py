@@ -254,6 +254,7 @@ def test_activations_are_what_there_is_more_when_backward_begins(watched: Callab
     run.step(4)
     (seen,) = [row for row in run.rows("memory.cuda.0", "activations") if row.start_ns == 2_000_000]
     assert seen.bytes == 30 * MiB
+    assert [row.bytes for row in run.rows("memory.cuda.0", "between_steps")][:1] == [100 * MiB]
     parts = [row.name for row in run.rows("memory.host") if row.start_ns == 1_000_000]
     assert {"parameters", "gradients", "buffers"} <= set(parts)
     del optimizer, live

@@ -44,6 +44,10 @@ def test_each_unit_is_seen_before_and_after_its_forward_and_its_backward(native:
     (fact,) = (fact for fact in found.facts if fact["fact"] == "fsdp")
     assert (fact["version"], fact["units"], fact["parameters"]) == (2, 3, 6)
     assert (fact["reshard_after_forward"], fact["param_dtype"], fact["reduce_dtype"]) == (True, None, "bfloat16")
+    assert len(fact["of_units"]) == 3
+    assert (
+        sum(size for size, _ in fact["of_units"]) == sum(trained for _, trained in fact["of_units"]) == fact["gathered"]
+    )
     lines = [int(site.rpartition(":")[2]) for site in fact["sites"]]
     assert [TRAIN.splitlines()[line - 1].strip() for line in lines] == [
         "fully_shard(layer, mp_policy=policy)", "fully_shard(model, mp_policy=policy)",

@@ -39,6 +39,8 @@ OF_FIRST: Final = (
 AROUND_UNIT: Final = ("pre_forward", "post_forward", "pre_backward", "post_backward")
 """Methods of FSDP2's FSDPParamGroup."""
 MOST_SITES: Final = 16
+MOST_UNITS: Final = 1000
+"""Whose sizes are told one by one."""
 DTYPES: Final = ("param_dtype", "reduce_dtype")
 """Fields of its MixedPrecisionPolicy."""
 PURPOSES: Final = {"foreach_all_gather": "parameter", "foreach_reduce": "gradient"}
@@ -69,8 +71,10 @@ class Sharded:
     """Bytes of all units in the type that they compute in: `bytes` without mixed precision."""
     largest: int = 0
     """The same of the largest unit."""
+    of_units: list[tuple[int, int]] = field(default_factory=list)
+    """The same of each of the first units, in the order in which they were made, and of that what is trained."""
 
-    def add(self, parameters: int, size: int, gathered: int) -> None:
+    def add(self, parameters: int, size: int, gathered: int, trained: int) -> None:
         site, framework = caller()
         if not self.units:
             self.site = site
@@ -81,6 +85,8 @@ class Sharded:
         self.bytes += size
         self.gathered += gathered
         self.largest = max(self.largest, gathered)
+        if len(self.of_units) < MOST_UNITS:
+            self.of_units.append((gathered, trained))
 
     def state(self) -> None:
         if self.stated == self.units:
@@ -95,6 +101,7 @@ class Sharded:
                 "bytes": self.bytes,
                 "gathered": self.gathered,
                 "largest": self.largest,
+                **({"of_units": self.of_units} if len(self.of_units) == self.units else {}),
                 "site": self.site,
                 "sites": list(self.sites),
                 **self.settings,
@@ -126,8 +133,9 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
         # Taken from the arguments: the group itself has shards only.
         size = sum(param.numel() * param.element_size() for param in params)
         computes = getattr(policy, "param_dtype", None)
-        gathered = size if computes is None else sum(param.numel() for param in params) * computes.itemsize
-        sharded.add(len(params), size, gathered)
+        each = [param.numel() * (param if computes is None else computes).itemsize for param in params]
+        trained = sum(one for one, param in zip(each, params, strict=True) if param.requires_grad)
+        sharded.add(len(params), size, sum(each), trained)
 
     def hooks() -> Iterator[Uninstall]:
         group, name = private.find(f"{SECOND}:FSDPParamGroup"), recorder.intern(SHARDING)
@@ -167,7 +175,7 @@ def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
         flat = getattr(unit._handle, "flat_param", None)
         if flat is not None:  # a unit without parameters of its own communicates nothing
             size = sum(flat._numels) * flat.element_size()
-            sharded.add(len(flat._numels), size, size)
+            sharded.add(len(flat._numels), size, size, size if flat.requires_grad else 0)
 
     if not all(private.has(name) for name in OF_FIRST):
         return lambda: None

@@ -27,6 +27,8 @@ KINDS: Final = {kind.name.lower(): int(kind) for kind in Kind}
 DTYPE_NUMBERS: Final[dict[str | None, int]] = {name: number for number, name in enumerate(DTYPES)}
 INSTANTS: Final = ("mark", "gauge", "mem")
 """Kinds that are told at their end alone."""
+MOST_PARAMETERS: Final = 2000
+"""Whose sizes are told one by one."""
 TOLD: Final = int(Flag.ENGINE)
 TOLD_BESIDE: Final = int(Flag.ENGINE | Flag.START_MEASURED | Flag.ASYNC)
 """A communication's that runs beside the computation."""
@@ -128,8 +130,9 @@ class EngineEvents:
                 every = sizes()
                 trained = [elements for elements, is_trained in every if is_trained]
                 frozen = sum(elements for elements, is_trained in every if not is_trained)
+                each = {"of_parameters": trained} if len(trained) <= MOST_PARAMETERS else {}
                 facts.state({"fact": "trained", "elements": sum(trained), "largest": max(trained, default=0),
-                             "frozen": frozen})  # fmt: skip
+                             "frozen": frozen, **each})  # fmt: skip
         elif phase == "checkpoint":
             checkpoints.leave()
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from dsprof.schema import HOST, MEMORY_EVERY, MEMORY_LANE, Kind
+from dsprof.schema import BETWEEN_STEPS, HOST, MEMORY_EVERY, MEMORY_LANE, Kind
 
 from ..capture.open_capture import OpenCapture
 from ..hooking.errors import count_error
@@ -89,6 +89,8 @@ class Sampler:
         """While a step is looked at: what there was when it began, by place."""
         self._gradients: Parts = {}
         self._activations: dict[str, int] = {}
+        self._between: dict[str, int] = {}
+        """What there was without gradients that have gone since, by place, when the step's first backward began."""
         self._observed = False
         self._ooms = 0
         self._process = os.getpid()
@@ -141,7 +143,9 @@ class Sampler:
         if self._edge is not None:
             for place, size in self._activations.items():
                 self._write(now, place, "activations", size)
-            self._edge, self._activations = None, {}
+            for place, size in self._between.items():
+                self._write(now, place, BETWEEN_STEPS, size)
+            self._edge, self._activations, self._between = None, {}, {}
         if looks:
             self._next_look = 2 * self._steps
             began = self._cpu_clock()
@@ -205,6 +209,7 @@ class Sampler:
             else:
                 continue
             gone = self._gradients.get((place, "gradients"), 0) - gradients.get((place, "gradients"), 0)
+            self._between.setdefault(place, max(before - gone, 0))
             held = max(level - before + gone, 0)
             self._activations[place] = max(held, self._activations.get(place, 0))
         self._looking += self._cpu_clock() - began

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from functools import cache
+from typing import Final
+
+M_MMAP_THRESHOLD: Final = -3
+LARGE_BYTES: Final = 1 << 20
+
+
+def large_apart() -> None:
+    """Let what is large lie apart from the rest, so that it is the operating system's again as soon as it is freed.
+
+    That is how glibc begins. But with each large array that is freed it takes larger ones for small, up to 32 MB, and
+    arrays as large as a graph's come to lie between others, which keep the room of those that were freed.
+    """
+    library = _library()
+    if library is not None and hasattr(library, "mallopt"):
+        library.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def give_back() -> None:
@@ -14,15 +28,14 @@ def give_back() -> None:
     glibc gives back when it is asked to, and not before: of 512 ranks that is a quarter of all that is held. Other C
     libraries give it back by themselves.
     """
-    trim = _trim()
-    if trim is not None:
-        trim(0)
+    library = _library()
+    if library is not None and hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 @cache
-def _trim() -> Callable[[int], int] | None:
+def _library() -> ctypes.CDLL | None:
     try:
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):
+        return ctypes.CDLL(None)
+    except (OSError, TypeError):
         return None
-    return found

@@ -34,7 +34,7 @@ from .budget.step_budget import step_budget
 from .budget.wait_table import waits_table
 from .columns import RankRows, is_one_of
 from .device import Devices, compare_devices
-from .freed_memory import give_back
+from .freed_memory import give_back, large_apart
 from .graph.build_graph import build_graph
 from .graph.chain_work import chain_work, hosts
 from .graph.step_graph import StepGraph
@@ -328,6 +328,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     observer: told what is done, for how many ranks it is done and how many there are.
     """
     run = trace.run
+    large_apart()
 
     # First pass. One clock, one numbering of steps, one name for each communication on all ranks.
     aligned, arrivals = align(trace, executor, observer)
@@ -353,7 +354,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
 
     # The step graph, and whether to believe it.
     waits = waits_table(times, collectives, steps)
-    chains = {rank: of_rank.chains for rank, of_rank in measured.items()}
+    chains = {rank: of_rank.chains.without_waits() for rank, of_rank in measured.items()}
     del measured, times  # what was issued and waited for is in the waits, and in the graph
     give_back()
     graph = build_graph(chains, collectives, steps, run)

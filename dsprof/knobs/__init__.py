@@ -8,6 +8,7 @@ predicted    those whose effect on a run's steps is predicted
 loader_whatifs
              of those the DataLoader's, beside one another
 memory       what values hold of each rank's memory
+unit_memory  the most that FSDP2's units hold in a step
 structures   those that change the plan of a pipeline
 layouts      another layout of a job, and what ranks would hold in another structure
 questions    how `dsprof whatif`'s words are read

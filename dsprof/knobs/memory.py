@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dsprof.analyzer.memory.rank_memory import RankMemory, in_words, most
 from dsprof.analyzer.memory.use_by_step import MemoryUse, main_place
 
 from .knob import Facts
 from .registry import find
+from .unit_memory import moments, units_of, whole_after_forward
+
+if TYPE_CHECKING:
+    from dsprof.engine.config import Held
 
 FOREACH: Final = "optimizer.foreach"
 MICRO_BATCH: Final = "train_micro_batch_size_per_gpu"
@@ -30,6 +34,8 @@ HELD_BY_CONFIGURATION: Final = frozenset(
     )
 )  # fmt: skip
 """Keys of a JSON configuration whose memory is known, by `dsprof.engine.config.held`."""
+NEARLY: Final = 0.97
+"""Of a peak: what reaches so much of it was its moment. Another thread may let go of a buffer late."""
 AUTO: Final = "auto"
 MODEL_PARALLEL: Final = ("tensor_parallel", "pipeline")
 """Facts of jobs that divide a model otherwise than over data-parallel ranks."""
@@ -37,14 +43,31 @@ MODEL_PARALLEL: Final = ("tensor_parallel", "pipeline")
 
 @dataclass(frozen=True)
 class _Rank:
-    """What is known of the rank `number`. facts: its own; ranks: of the job; parts: schema.MEMORY_PARTS -> bytes;
-    on_host: its tensors are in host memory."""
+    """What is known of the rank `number`. facts: its own; ranks: of the job; use: where its tensors are."""
 
     number: int
     facts: Facts
     ranks: int
-    parts: Mapping[str, int]
-    on_host: bool
+    use: MemoryUse
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """schema.MEMORY_PARTS -> bytes."""
+        return self.use.parts
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its tensors are in host memory."""
+        return self.use.on_host
+
+    @property
+    def peak(self) -> float:
+        return float(self.use.peak)
+
+    @property
+    def between(self) -> float | None:
+        """What lasts from step to step; None: not known."""
+        return None if self.use.between is None else float(self.use.between)
 
     def last(self, kind: str) -> Mapping[str, Any] | None:
         """The last fact of a kind."""
@@ -76,26 +99,6 @@ def _bucket_cap(rank: _Rank, value: Any) -> float | None:
     return _gradients_of_ddp(rank)
 
 
-def _whole_parameters(rank: _Rank, value: Any) -> float | None:
-    """Of FSDP2, beside what each rank has all the time: the most while backward goes from the last unit to the first.
-    There are the unit that computes and the one that is gathered meanwhile, or all that are not through, or a part of
-    all that `value` ranks share; what the unit before is reduced from; activations, which go; and gradients, which
-    come."""
-    fact, unit = rank.last("fsdp"), _unit(rank)
-    if fact is None or unit is None:
-        return None
-    whole, count = _all_units(rank), int(fact["units"])
-    kept = 0.0 if value in (True, False) else whole / int(value)
-    activations, gradients = (float(rank.parts.get(part, 0)) for part in ("activations", "gradients"))
-    if _stay_whole(rank):
-        activations = max(activations - whole, 0.0)  # what is whole was there when they were measured
-    return max(
-        (min(unit * left, whole) if value is False else unit * min(left, 2) + kept * left / count)
-        + (unit if left < count else 0.0) + (activations * left + gradients * (count - left)) / count
-        for left in range(count, 0, -1)
-    )  # fmt: skip
-
-
 def _unit(rank: _Rank) -> float | None:
     """The largest of FSDP2, as it computes."""
     fact = rank.last("fsdp")
@@ -123,15 +126,29 @@ def _prefetched(rank: _Rank, value: Any) -> float | None:
     return 0.0 if _stay_whole(rank) else min(int(value) * unit, max(_all_units(rank) - unit, 0.0))
 
 
-def _coarser(rank: _Rank, value: Any) -> float | None:
-    """The unit that computes, the one that is gathered meanwhile, where there is another, or all of them; and the
-    gradients of the first."""
-    now, unit = rank.now("fsdp2.modules_per_unit", 1), _unit(rank)
-    if unit is None or not now:
+def _in_units(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
+    """What other units of FSDP2 hold more, or what stays of them after forward: of the most in a step. What computing
+    takes beyond parameters, gradients and activations is what was measured, where its moment was the step's peak."""
+    fact, modules = rank.last("fsdp"), rank.now("fsdp2.modules_per_unit", 1)
+    reshard = rank.now("fsdp2.reshard_after_forward", True)
+    if fact is None or not modules or reshard is None:
         return None
-    every = _all_units(rank)
-    unit = min(unit * int(value) / int(now), every)
-    return (every if _stay_whole(rank) else min(2 * unit, every)) + unit
+    units = units_of(fact, int(modules), 1 / rank.ranks, rank.on_host)
+    if units is None:
+        return None
+    then = units.merged(int(knobs.get("fsdp2.modules_per_unit", modules)) / int(modules))
+    if then is None:
+        return None
+    activations, gradients = (float(rank.parts.get(part, 0)) for part in ("activations", "gradients"))
+    activations = max(activations - whole_after_forward(units, reshard, rank.ranks), 0.0)
+    was, will = (
+        moments(of, value, rank.ranks, activations, gradients)
+        for of, value in ((units, reshard), (then, knobs.get("fsdp2.reshard_after_forward", reshard)))
+    )
+    work = 0.0
+    if rank.between is not None and rank.peak - rank.between > max(was.computing, was.others):
+        work = rank.peak - rank.between - was.computing
+    return will.peak(work) - was.peak(work)
 
 
 def _foreach(rank: _Rank, value: Any) -> float | None:
@@ -152,8 +169,6 @@ def _was_foreach(rank: _Rank) -> bool | None:
 MEMORY: Final[Mapping[str, tuple[Callable[[_Rank, Any], float | None], Any]]] = {
     "ddp.bucket_cap_mb": (_bucket_cap, 25),
     "ddp.gradient_as_bucket_view": (_bucket_view, False),
-    "fsdp2.reshard_after_forward": (_whole_parameters, True),
-    "fsdp2.modules_per_unit": (_coarser, 1),
     "fsdp2.forward_prefetch": (_prefetched, 1),
     "fsdp2.backward_prefetch": (_prefetched, 1),
     FOREACH: (_foreach, None),
@@ -162,6 +177,8 @@ MEMORY: Final[Mapping[str, tuple[Callable[[_Rank, Any], float | None], Any]]] = 
 does not state its own."""
 
 
+UNITS: Final = frozenset(("fsdp2.reshard_after_forward", "fsdp2.modules_per_unit"))
+"""Keys whose memory is that of FSDP2's units (`unit_memory`)."""
 NOTHING: Final = frozenset(
     (
         "affinity.cores", "ddp.accumulate", "ddp.broadcast_buffers", "ddp.find_unused_parameters", "gc.every",
@@ -173,7 +190,7 @@ NOTHING: Final = frozenset(
 
 def has_memory(key: str) -> bool:
     """Whether it is known what values of a knob hold."""
-    return key in MEMORY or key in HELD_BY_CONFIGURATION
+    return key in MEMORY or key in UNITS or key in HELD_BY_CONFIGURATION
 
 
 def _all_known(knobs: Mapping[str, Any]) -> bool:
@@ -198,7 +215,7 @@ def memory_with(
     for number in sorted(places):
         main = main_place(places[number], number)
         assert main is not None
-        more = _more(_Rank(number, told[number], world_size, main.parts, main.on_host), knobs)
+        more = _more(_Rank(number, told[number], world_size, main), knobs)
         if more is None or not math.isfinite(more):
             return ()
         found.append(RankMemory(number, main.place, main.peak, max(main.peak + more, 0.0), main.capacity))
@@ -239,6 +256,12 @@ def _more(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
         if now is None or then is None:
             return None
         more += then - now
+    of_units = {key: value for key, value in knobs.items() if key in UNITS}
+    if of_units:
+        units = _in_units(rank, of_units)
+        if units is None:
+            return None
+        more += units
     of_configuration = {key: value for key, value in knobs.items() if key in HELD_BY_CONFIGURATION}
     if of_configuration:
         rest = _by_configuration(rank, of_configuration)
@@ -250,7 +273,7 @@ def _more(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
 
 def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
     """What another configuration holds more."""
-    from dsprof.engine.config import as_far_as_known, data_parallel_ranks, held
+    from dsprof.engine.config import ELEMENT_BYTES, as_far_as_known, data_parallel_ranks, held
 
     fact = rank.last("config")
     if fact is None or not isinstance(fact.get("content"), Mapping):
@@ -265,33 +288,68 @@ def _by_configuration(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
     deepspeed = fact.get("dialect") == "deepspeed"
     if deepspeed and any(rank.facts.get(kind) for kind in MODEL_PARALLEL):
         return None  # its configuration does not tell how many ranks share what
-    more = 0.0
+    before, after, largest = None, None, 0.0
     # Of a batch that stays, other micro-batches are more or fewer, which dsprof's engine adds up.
-    if set(knobs) - {MICRO_BATCH} or (now.train_batch_size is not None and not deepspeed):
+    if set(knobs) - {MICRO_BATCH} or not deepspeed:
         optimizer = rank.last("optimizer" if deepspeed else "trained")
+        needed = bool(set(knobs) - {MICRO_BATCH}) or now.train_batch_size is not None
         if optimizer is None or not optimizer.get("elements"):
-            return None
-        was, will = (one.held_share(rank.number, rank.ranks) for one in (now, then))
-        if was is None or will is None or (deepspeed and not was):
-            return None
-        # From stage 1 on, an optimizer of DeepSpeed's has its rank's part.
-        elements = float(optimizer["elements"]) / (was if deepspeed and now.zero_optimization.stage >= 1 else 1)
-        largest, frozen = (float(optimizer.get(name) or 0) for name in ("largest", "frozen"))
-        before, after = (
-            held(
-                one, elements, share, data_parallel_ranks(one, rank.ranks), deepspeed=deepspeed, largest=largest,
-                frozen=frozen, on_host=rank.on_host,
-            ).total
-            for one, share in ((now, was), (then, will))
-        )  # fmt: skip
-        more += after - before
+            if needed:
+                return None
+        else:
+            was, will = (one.held_share(rank.number, rank.ranks) for one in (now, then))
+            if was is None or will is None or (deepspeed and not was):
+                return None
+            # From stage 1 on, an optimizer of DeepSpeed's has its rank's part.
+            elements = float(optimizer["elements"]) / (was if deepspeed and now.zero_optimization.stage >= 1 else 1)
+            largest, frozen = (float(optimizer.get(name) or 0) for name in ("largest", "frozen"))
+            before, after = (
+                held(
+                    one, elements, share, data_parallel_ranks(one, rank.ranks), deepspeed=deepspeed, largest=largest,
+                    frozen=frozen, on_host=rank.on_host, sizes=optimizer.get("of_parameters") or (),
+                )
+                for one, share in ((now, was), (then, will))
+            )  # fmt: skip
+    times = 1.0
     if MICRO_BATCH in knobs:
         size, wanted = now.train_micro_batch_size_per_gpu, knobs[MICRO_BATCH]
-        activations = rank.parts.get("activations")
-        if size is None or wanted is None or activations is None:
+        if size is None or wanted is None or "activations" not in rank.parts:
             return None
-        more += activations * (float(wanted) / size - 1)
-    return more
+        times = float(wanted) / size
+    gradient = largest * ELEMENT_BYTES[now.trained_type]
+    return _in_a_step(rank, before, after, times, gradient)
+
+
+def _in_a_step(rank: _Rank, before: Held | None, after: Held | None, times: float, gradient: float) -> float:
+    """What a step takes more at its peak, which is when backward begins, with the first gradient; or when the optimizer
+    steps. What is there beyond what is known then (gradients of activations, what is computed again) is for the
+    micro-batch too: where the peak was in backward, it is the rest of it.
+
+    before, after: None: they are the same; times: what a micro-batch is of the one that was; gradient: bytes of the
+    largest one
+    """
+    from dsprof.engine.config import Held
+
+    activations = float(rank.parts.get("activations", 0))
+    if before is None or after is None:
+        before = after = Held(0.0, 0.0, 0.0, 0.0, 0.0)
+    # Parameters of stage 3 that are whole were there when activations were measured, unless there are more of them:
+    # what is computed again fetches its own.
+    own = activations - before.whole if before.whole <= activations else activations
+    if rank.between is None:
+        return after.total - before.total + own * (times - 1)
+    lasting = rank.between + after.lasting - before.lasting
+    rest = rank.peak - rank.between - before.sums - activations
+    if rank.between + before.update >= rank.peak * NEARLY:
+        rest = 0.0  # it was the optimizer's peak
+    fixed = min(gradient, max(rest, 0.0))
+    work = fixed + max(rest - fixed, 0.0) * times
+    was = max(rank.between + before.sums + activations + max(rest, 0.0), rank.between + before.update)
+    will = max(
+        lasting + after.sums + own * times + (activations - own) + after.whole - before.whole + work,
+        lasting + after.update,
+    )
+    return will - was
 
 
 def _with(content: Mapping[str, Any], knobs: Mapping[str, Any]) -> dict[str, Any]:

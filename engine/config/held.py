@@ -7,6 +7,7 @@ the ranks from the stage on that shards it. Beside these there are the buffers t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -27,10 +28,11 @@ class Held:
 
     optimizer_states: masters, which are a wider copy of the parameters, and moments
     buckets:          what gradients are reduced from
-    gathered:         what parameters are gathered into, beyond what the module that computes needs itself
+    gathered:         what parameters are gathered into after a step, and in stage 3 ahead of their use, several at once
     whole:            parameters of stage 3 that modules have used, or are about to, and that stay whole meanwhile
     scratch:          what arrives from other ranks, before it is added up
     sums:             gradients of micro-batches, before the last one's, where those are not reduced
+    update:           while the optimizer steps, and not while backward runs
     """
 
     parameters: float
@@ -41,10 +43,17 @@ class Held:
     whole: float = 0.0
     scratch: float = 0.0
     sums: float = 0.0
+    update: float = 0.0
 
     @property
     def total(self) -> float:
-        return float(sum(vars(self).values()))
+        """While backward runs."""
+        return float(sum(vars(self).values())) - self.update
+
+    @property
+    def lasting(self) -> float:
+        """From step to step."""
+        return self.total - self.whole - self.sums
 
 
 def held(
@@ -57,11 +66,13 @@ def held(
     largest: float = 0.0,
     frozen: float = 0.0,
     on_host: bool = False,
+    sizes: Sequence[int] = (),
 ) -> Held:
     """What a data-parallel rank holds of a model that trains so many elements. share: its part of what is sharded, of
     equal ranks 1 / `ranks`, their number; deepspeed: DeepSpeed trains it, and not dsprof's engine; largest: elements of
     the largest parameter, 0 where that is not known; frozen: elements that are not trained; on_host: ranks communicate
-    in host memory (gloo)."""
+    in host memory (gloo); sizes: elements of each parameter that is trained, in the model's order, where that is known:
+    buckets are then as the engine divides them."""
     zero, item = config.zero_optimization, ELEMENT_BYTES[config.trained_type]
     of_gradients, of_states = (elements * (share if zero.stage >= least else 1) for least in (2, 1))
     states = of_states * ((MASTER if item < MASTER else 0) + MASTER * _moments(config))
@@ -86,14 +97,19 @@ def held(
     if ranks > 1:
         common = replace(
             common,
-            buckets=_buckets(config, elements, largest),
-            scratch=_scratch(config, elements, largest, share, ranks, on_host=on_host),
+            buckets=_buckets(config, elements, largest, sizes),
+            scratch=_scratch(config, _bucket(config, elements, largest, sizes), share, ranks, on_host=on_host),
             sums=_sums(config, elements, ranks),
         )
     if ranks == 1 and not away:
         return common  # its parameters are whole
-    gathered = min(_ahead(config), every) if zero.stage == 3 else _published(config, elements, largest)
-    return replace(common, gathered=gathered * item, whole=_whole(config, every, largest) * item)
+    ahead = min(_ahead(config), every)
+    # Parameters that are gathered one by one need no buffer.
+    fetched = (ahead, ahead) if ahead >= largest else (0.0, 0.0)
+    kept, passing = fetched if zero.stage == 3 else _published(config, elements, largest, sizes)
+    widened = of_states * MASTER if zero.stage and item < MASTER and _sum_bytes(config) < MASTER else 0.0
+    whole = _whole(config, every, largest) * item
+    return replace(common, gathered=kept * item, whole=whole, update=(passing - kept) * item + widened)
 
 
 def _moments(config: Config) -> int:
@@ -117,16 +133,38 @@ def _deepspeed_buckets(config: Config) -> float:
     return float(zero.reduce_bucket_size) * item * (2 if zero.overlap_comm and zero.stage < 3 else 1)
 
 
-def _buckets(config: Config, elements: float, largest: float) -> float:
+def _buckets(config: Config, elements: float, largest: float, sizes: Sequence[int]) -> float:
     """dsprof's engine takes no more than all gradients, and has two on their way while it fills a third."""
     zero, item = config.zero_optimization, ELEMENT_BYTES[config.communication_type]
     if zero.stage == 0 and item == MASTER:
         return 0.0  # gradients stay where they were reduced
-    return min(_bucket(config, elements, largest) * (3 if zero.overlap_comm else 1), elements) * item
+    at_once = 3 if zero.overlap_comm else 1
+    if sizes:
+        return _largest(_divided(config, sizes), at_once) * item
+    return min(_bucket(config, elements, largest, sizes) * at_once, elements) * item
 
 
-def _bucket(config: Config, elements: float, largest: float) -> float:
-    """Elements of one of dsprof's engine, which the parameter closes that reaches the size: half of it is beyond."""
+def _divided(config: Config, sizes: Sequence[int]) -> list[int]:
+    """Elements of the buckets of dsprof's engine: gradients come from the last parameter to the first."""
+    found, filled = list[int](), 0
+    for size in reversed(sizes):
+        filled += size
+        if filled >= config.zero_optimization.reduce_bucket_size:
+            found.append(filled)
+            filled = 0
+    return [*found, filled] if filled else found
+
+
+def _largest(sizes: Sequence[int], count: int) -> int:
+    """Elements of so many buffers, each of which has come to be as large as what it was once needed for."""
+    return sum(sorted(sizes)[-count:])
+
+
+def _bucket(config: Config, elements: float, largest: float, sizes: Sequence[int]) -> float:
+    """Elements of the largest one of dsprof's engine, which the parameter closes that reaches the size. Where the
+    parameters are not known, half of the largest is beyond it."""
+    if sizes:
+        return float(max(_divided(config, sizes)))
     size = float(config.zero_optimization.reduce_bucket_size)
     return min(size + largest / 2 if size >= largest else largest, elements)
 
@@ -163,13 +201,13 @@ def _sums(config: Config, elements: float, ranks: int) -> float:
     return elements * _sum_bytes(config)
 
 
-def _scratch(config: Config, elements: float, largest: float, share: float, ranks: int, *, on_host: bool) -> float:
+def _scratch(config: Config, bucket: float, share: float, ranks: int, *, on_host: bool) -> float:
     """dsprof's engine adds up in host memory what all ranks have sent of this one's part; a device's backend does that
     itself, and where the sum has another type, or is added to what there is, brings it in the gradients' own type."""
     zero, item = config.zero_optimization, ELEMENT_BYTES[config.communication_type]
     adds = item != _sum_bytes(config) or (zero.stage >= 2 and _accumulates(config, ranks))
     times = ranks if on_host else int(adds)
-    return _bucket(config, elements, largest) * share * item * times if zero.stage else 0.0
+    return bucket * share * item * times if zero.stage else 0.0
 
 
 def _ahead(config: Config) -> float:
@@ -178,12 +216,23 @@ def _ahead(config: Config) -> float:
     return float(min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters)) if zero.stage == 3 else 0.0
 
 
-def _published(config: Config, elements: float, largest: float) -> float:
+def _published(config: Config, elements: float, largest: float, sizes: Sequence[int]) -> tuple[float, float]:
     """Elements of the buffers into which dsprof's engine gathers after a step, as many whole parameters in each as they
-    hold. DeepSpeed gathers in place."""
+    hold: those that it keeps, and those that there are meanwhile, one more of two that are on their way. DeepSpeed
+    gathers in place."""
     zero = config.zero_optimization
     if zero.stage == 0:
-        return 0.0
+        return 0.0, 0.0
+    kept, passing = (2, 3) if zero.overlap_comm else (1, 1)
+    if sizes:
+        batches, filled = list[int](), 0
+        for one in sizes:
+            if filled and filled + one > zero.allgather_bucket_size:
+                batches.append(filled)
+                filled = 0
+            filled += one
+        batches.append(filled)
+        return float(_largest(batches, kept)), float(_largest(batches, passing))
     size = float(zero.allgather_bucket_size)
     each = max(size - largest / 2 if size < elements else size, largest)
-    return min(each * (2 if zero.overlap_comm else 1), elements)
+    return min(each * kept, elements), min(each * passing, elements)

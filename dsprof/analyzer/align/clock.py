@@ -13,6 +13,7 @@ of the collectives than the other is in the offset, and nobody can see it but by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -202,30 +203,29 @@ def _offsets(ended: list[tuple[Int, Float]], count: int) -> list[_Offset | None]
     Of the ways from host to host that along which the errors are least, as they shrink with the root of the number of
     collectives that two hosts share.
     """
-    from scipy.sparse import csr_array
-
-    host = np.repeat(np.arange(count), [len(keys) for keys, _ in ended])
-    _, column = np.unique(np.concatenate([keys for keys, _ in ended]), return_inverse=True)
-    has = csr_array((np.ones(len(host)), (host, column)), shape=(count, int(column.max(initial=0)) + 1))
     found: list[_Offset | None] = [None] * count
     found[0] = _Offset()
-    for this, before in _ways(has):
+    for this, before in _ways([keys for keys, _ in ended]):
         nearer = found[before]
         assert nearer is not None  # those that are nearer come first
         found[this] = _apart(ended[this], ended[before]).through(nearer)
     return found
 
 
-def _ways(has: Any) -> list[tuple[int, int]]:
+def _ways(took_part: Sequence[Int]) -> list[tuple[int, int]]:
     """The hosts that something joins to the first, nearest first, each with the one before it on its shortest way.
 
-    has: [hosts, collectives], sparse, 1 where a host took part. From a host on a way is looked for only where it may be
-    shorter than those that are known, and few hosts are: of a thousand hosts that all share the same collectives, each
-    pair would have to be looked at else.
+    took_part: of each host in which collectives. From a host on a way is looked for only where it may be shorter than
+    those that are known, and few hosts are: of a thousand hosts that all share the same collectives, each pair would
+    have to be looked at else.
     """
-    count = has.shape[0]
-    of_collective = has.T.tocsr()
-    least = 1 / np.sqrt(np.maximum(np.diff(has.indptr), 1))  # of any way from each
+    count = len(took_part)
+    _, collective = np.unique(np.concatenate(took_part), return_inverse=True)
+    of_host = np.cumsum([0, *map(len, took_part)])
+    order = np.argsort(collective, kind="stable")
+    hosts = np.repeat(np.arange(count), np.diff(of_host))[order]  # of the first collective, of the second, ...
+    of_collective = np.searchsorted(collective[order], np.arange(int(collective.max(initial=-1)) + 2))
+    least = 1 / np.sqrt(np.maximum(np.diff(of_host), 1))  # of any way from each
     length, before, open_ = np.full(count, np.inf), np.full(count, -1), np.ones(count, bool)
     length[0] = 0.0
     waiting, found = [(0.0, 0)], []
@@ -238,8 +238,12 @@ def _ways(has: Any) -> list[tuple[int, int]]:
             found.append((this, int(before[this])))
         if not open_.any() or length[open_].max() <= so_far + least[this]:
             continue
-        shared = has[[this]] @ of_collective
-        other, way = shared.indices, so_far + 1 / np.sqrt(shared.data)
+        mine = collective[of_host[this] : of_host[this + 1]]
+        first, each = of_collective[mine], of_collective[mine + 1] - of_collective[mine]
+        there = np.repeat(first - (np.cumsum(each) - each), each) + np.arange(int(each.sum()))
+        shared = np.bincount(hosts[there], minlength=count)
+        other = np.flatnonzero(shared)
+        way = so_far + 1 / np.sqrt(shared[other])
         shorter = open_[other] & (way < length[other])
         other, way = other[shorter], way[shorter]
         length[other], before[other] = way, this

@@ -38,6 +38,9 @@ SENDER_GOES_ON: Final = ("handed", "eager")
 BOTH_SIDES: Final = ("all", *SENDER_GOES_ON)
 """What `needs` says where nothing arrives anywhere before all have come."""
 
+NEEDS: Final = ("all", "root", "to-root", "none")
+"""What `needs` says of a collective."""
+
 NEVER: Final = np.iinfo(np.int64).max
 INFORMATIVE_NS: Final = 200_000
 """A wait for a message that took less says that the message was there already, not when it came."""
@@ -117,7 +120,8 @@ def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
     )
     matched = matched[matched["end_ns"] != NOT_ENDED].reset_index(drop=True)
     known = (matched["root_ns"] >= 0).to_numpy(bool)
-    needs = np.full(len(matched), "none", object)
+    words = np.array(NEEDS, object)  # and not a string of its own for each
+    needs = np.full(len(matched), len(NEEDS) - 1)
     for backend, mine in by_backend(matched["group"].to_numpy(object), run):
         name = matched["name"][mine]
         needs[mine] = np.select(
@@ -126,10 +130,10 @@ def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
                 name.isin(backend.root_sends) & known[mine],
                 name.isin(backend.root_receives) & known[mine],
             ],
-            ["all", "root", "to-root"],
-            "none",
+            range(len(NEEDS) - 1),
+            len(NEEDS) - 1,
         )
-    matched["needs"] = needs
+    matched["needs"] = words[needs]
     matched["transfer_ns"] = _transfer(matched, run)
     return matched
 

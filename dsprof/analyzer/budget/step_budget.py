@@ -67,30 +67,30 @@ class RankTime:
     """What was issued to lanes of this rank alone."""
     thread: LabelledTime | None = None
     """Where a device ends steps, `labelled` of the training thread alone; else none, as `labelled` is."""
+    unbound: Intervals = field(default_factory=Intervals.empty)
+    """The waits of which it is not known what for."""
+    for_lane_tasks: Intervals = field(default_factory=Intervals.empty)
+    """The waits for `lane_tasks`."""
 
-    @cached_property
+    @property
     def of_thread(self) -> RankTime:
         """The training thread's time, whatever the device does meanwhile."""
-        if self.thread is None:
-            return self
-        sharding = self.sharding & self.thread.spans(COMPUTE)
-        return replace(self, labelled=self.thread, device=Intervals.empty(), sharding=sharding, thread=None)
+        # Not kept where it is this one: what refers to itself stays until Python's garbage collector comes by.
+        return self if self.thread is None else self._beside_device
 
     @cached_property
-    def unbound(self) -> Intervals:
-        """The waits of which it is not known what for."""
-        waits = self.waits
-        known = (waits["collective"].to_numpy() != NOTHING) | (waits["lane"].to_numpy() != NOTHING)
-        return self._spans(~known & ~waits["derived"].to_numpy(bool))
+    def _beside_device(self) -> RankTime:
+        assert self.thread is not None
+        sharding, device = self.sharding & self.thread.spans(COMPUTE), Intervals.empty()
+        unbound, for_lane_tasks = _waited(self.waits, device)
+        return replace(
+            self, labelled=self.thread, device=device, sharding=sharding, thread=None, unbound=unbound,
+            for_lane_tasks=for_lane_tasks,
+        )  # fmt: skip
 
-    @cached_property
-    def for_lane_tasks(self) -> Intervals:
-        """The waits for those."""
-        return self._spans(self.waits["lane_task"].to_numpy() != NOTHING)
-
-    def _spans(self, chosen: Bool) -> Intervals:
-        start, end = (self.waits[name].to_numpy(np.int64)[chosen] for name in ("start_ns", "end_ns"))
-        return Intervals.union(start, end) - self.device
+    def without_waits(self) -> RankTime:
+        """All but the table of waits, which is large."""
+        return replace(self, waits=pd.DataFrame())
 
     def before(self, when: Int, within: Intervals | None = None) -> dict[str, Int]:
         """Layer -> time of that layer before each moment, ns; `other` not among them. `within`: only that in it."""
@@ -130,7 +130,22 @@ def label_time(
         own = {part: (own[part] - device) | (theirs.get(part, Intervals.empty()) & device) for part in LAYERS}
     time = _labelled(own)
     sharding = _when(rows, main & rows.are("kind", "module") & rows.are("name", SHARDING)) & time.spans(COMPUTE)
-    return RankTime(rank, time, waits, dict(outside_training or {}), device, sharding, lanes.tasks, thread)
+    return RankTime(
+        rank, time, waits, dict(outside_training or {}), device, sharding, lanes.tasks, thread, *_waited(waits, device)
+    )
+
+
+def _waited(waits: pd.DataFrame, device: Intervals) -> tuple[Intervals, Intervals]:
+    """When the thread waited and the device did not end the step: for what is not known, and for its own lanes."""
+    start, end, collective, lane, task = (
+        waits[name].to_numpy() for name in ("start_ns", "end_ns", "collective", "lane", "lane_task")
+    )
+    unknown = (collective == NOTHING) & (lane == NOTHING) & ~waits["derived"].to_numpy(bool)
+    unbound, own = (
+        Intervals.union(start[chosen].astype(np.int64), end[chosen].astype(np.int64)) - device
+        for chosen in (unknown, task != NOTHING)
+    )
+    return unbound, own
 
 
 def _when(rows: RankRows, chosen: Bool) -> Intervals:

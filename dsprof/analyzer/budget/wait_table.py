@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from pandas.arrays import IntegerArray
 
-from ..arrays import Bool, Float, Int
+from ..arrays import Int
 from .label import NOTHING
 from .step_budget import RankTime
 
@@ -17,46 +17,44 @@ WAIT_COLUMNS: Final = ("rank", "start_ns", "end_ns", "arrival_ns", "group", "seq
 
 
 def waits_table(times: Mapping[int, RankTime], collectives: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """WAIT_COLUMNS, as `Analysis.waits` says."""
+    """WAIT_COLUMNS, as `Analysis.waits` says. Of many ranks there are millions: numbers are as narrow as in the trace,
+    and what is worked out is worked out rank by rank."""
     if not times:
         return pd.DataFrame(columns=list(WAIT_COLUMNS))
-
-    def every(name: str) -> Int:
-        return np.concatenate([time.waits[name].to_numpy(np.int64) for time in times.values()])
-
-    rank = np.repeat(np.array([*times], np.int64), [len(time.waits) for time in times.values()])
-    start, collective = every("start_ns"), every("collective")
-    unknown = collective == NOTHING
-    number = np.append(collectives["step"].to_numpy(np.int64), 0)[collective]
-    known = ~unknown & (number < _step_begun_last(rank, start, steps))
+    ends = np.cumsum([len(time.waits) for time in times.values()]).tolist()
+    start, end, arrival = (np.empty(ends[-1], np.int64) for _ in range(3))
+    rank, seq, step, group = (np.empty(ends[-1], np.int32) for _ in range(4))
+    untold, unknown, elsewhere = (np.empty(ends[-1], bool) for _ in range(3))
+    number, of_group = (np.append(collectives[name].to_numpy(np.int32), 0) for name in ("step", "seq"))
+    codes, names = pd.factorize(collectives["group"].to_numpy(object))
+    codes = np.append(codes, NOTHING).astype(np.int32)
+    at, begun = steps.groupby("rank").indices, steps["start_ns"].to_numpy(np.int64)
+    counted = steps["step"].to_numpy(np.int64)
+    for (one, time), first, last in zip(times.items(), [0, *ends], ends, strict=False):
+        mine, waits = slice(first, last), time.waits
+        bound = waits["collective"].to_numpy(np.int64)
+        rank[mine], start[mine], end[mine] = one, waits["start_ns"], waits["end_ns"]
+        arrival[mine], untold[mine] = waits["arrival_ns"], waits["lane"].to_numpy() != NOTHING
+        step[mine], seq[mine], group[mine], unknown[mine] = number[bound], of_group[bound], codes[bound], bound < 0
+        of_rank = at.get(one, np.empty(0, np.int64))
+        reached = _begun_last(start[mine], begun[of_rank], counted[of_rank])
+        elsewhere[mine] = unknown[mine] | (number[bound] >= reached)
     return pd.DataFrame(
         {
             "rank": rank,
             "start_ns": start,
-            "end_ns": every("end_ns"),
-            "arrival_ns": _whole(every("arrival_ns"), every("lane") == NOTHING),
-            "group": np.append(collectives["group"].to_numpy(object), np.nan)[collective],
-            "seq": _whole(np.append(collectives["seq"].to_numpy(np.int64), 0)[collective], ~unknown),
-            "issued_step": _whole(number, known),
+            "end_ns": end,
+            "arrival_ns": IntegerArray(arrival, untold),
+            "group": pd.Categorical.from_codes(group, pd.Index(names, dtype=object)),
+            "seq": IntegerArray(seq, unknown),
+            "issued_step": IntegerArray(step, elsewhere),
         },
         copy=False,
     )
 
 
-def _whole(values: Int, known: Bool) -> IntegerArray:
-    return IntegerArray(values, ~known)
-
-
-def _step_begun_last(of_waits: Int, begun_ns: Int, steps: pd.DataFrame) -> Float:
-    """The step that the rank of each wait had begun last when that began; NaN: none. Of all ranks at once."""
-    rank = np.concatenate([steps["rank"].to_numpy(np.int64), of_waits])
-    when = np.concatenate([steps["start_ns"].to_numpy(np.int64), begun_ns])
-    of_wait = np.arange(len(rank)) >= len(steps)
-    order = np.lexsort((of_wait, when, rank))
-    last = np.maximum.accumulate(np.where(of_wait[order], -1, np.arange(len(order))))
-    begun = order[np.maximum(last, 0)]
-    known = (last >= 0) & (rank[begun] == rank[order]) & ~of_wait[begun]
-    number = np.append(steps["step"].to_numpy(np.float64), np.nan)
-    found = np.empty(len(order))
-    found[order] = number[np.where(known, begun, len(steps))]
-    return found[len(steps) :]
+def _begun_last(when: Int, begun_ns: Int, number: Int) -> Int:
+    """The step that a rank had begun last at each moment, of those that begin at `begun_ns`; the least number: none."""
+    order = np.argsort(begun_ns, kind="stable")
+    found: Int = np.append(np.iinfo(np.int64).min, number[order])[np.searchsorted(begun_ns[order], when, "right")]
+    return found

@@ -10,7 +10,7 @@ there, is joined to it by an edge across steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -30,6 +30,8 @@ from .template import END, ISSUED, StepTemplate, find_template
 
 LEAST_ALIKE: Final = 0.5
 """Of the judged steps, those of one template, with the ranks' own copies among the tasks."""
+AT_ONCE: Final = 250_000
+"""Segments whose costs are worked out at once, of some of the steps: arrays of as many numbers are made for it."""
 MOST_BRIDGED: Final = 8
 """So many steps that are not judged, between two that are, are in the graph too: a delay reaches through them."""
 
@@ -46,9 +48,10 @@ def build_graph(
     steps:    rank, step, start_ns, dur_ns, ordinary
     """
     own_copies = any(len(of_rank.own) for of_rank in ranks.values())
-    builder = _builder(ranks, collectives, steps, run)
+    chains = dict(ranks)
     if not own_copies:
         ranks.clear()
+    builder = _builder(chains, collectives, steps, run)
     graph = builder.build() if builder is not None else None
     del builder
     if graph is None or not own_copies or _alike(graph) >= LEAST_ALIKE:
@@ -63,14 +66,15 @@ def _alike(graph: StepGraph) -> float:
 
 
 def _builder(
-    of_ranks: Mapping[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None
+    of_ranks: dict[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None
 ) -> _Builder | None:
-    """All that a graph takes of the chains; None where no step is judged."""
+    """All that a graph takes of the chains; None where no step is judged. of_ranks: is emptied."""
     ranks = tuple(sorted(set(of_ranks) & set(steps["rank"].tolist())))
     numbers, judged = _chosen(steps, len(ranks))
     every = [chain for rank in ranks for chain in of_ranks[rank].chains]
     if not all(np.isin(numbers, chain.numbers).all() for chain in every if len(chain.numbers)):
-        of_ranks = {rank: of_host(of_ranks[rank]) for rank in ranks}  # what devices did was not seen in every step
+        # What devices did was not seen in every step.
+        of_ranks.update({rank: of_host(of_ranks[rank]) for rank in ranks})
     beside = [(i, chain) for i, rank in enumerate(ranks) for chain in of_ranks[rank].chains[1:]]
     if not len(numbers):
         return None
@@ -92,10 +96,14 @@ def _builder(
     leads = np.array([*range(len(ranks)), *(i for i, _ in beside)], np.int64)
     follows = np.append(False, np.diff(numbers) == 1)
     first_own = len(collectives) + np.cumsum([0, *(of_ranks[rank].own_tasks for rank in ranks)])[:-1]
-    events = find_events([chain.program for chain in chains], begin, end, first_own[leads])
-    tasks = find_tasks(collectives, [of_ranks[rank] for rank in ranks], events, ranks, leads, run)
-    times = [chain.time for chain in chains]
+    own = [replace(of_ranks[rank], chains=()) for rank in ranks]
+    programs, times = [chain.program for chain in chains], [chain.time for chain in chains]
     names = tuple(chain.name for chain in chains)
+    of_ranks.clear()  # and with it all that they issued and waited for, which is among the events now
+    del every, beside, chains
+    events = find_events(programs, begin, end, first_own[leads])
+    tasks = find_tasks(collectives, own, events, ranks, leads, run)
+    events = replace(events, ended=events.when)  # what ended when is known of the tasks now
     return _Builder(ranks, names, leads, numbers, judged, follows, begin, end, events, times, tasks)
 
 
@@ -139,17 +147,20 @@ class _Builder:
         self.tasks = tasks
         issues = events.what == ISSUE
         home = np.where(events.target >= 0, self.tasks.home[events.target], -1) if len(self.tasks.home) else events.step
-        # Issued in another step than the one the task belongs to.
+        # Issued in another step than the one the task belongs to: those events, and where they are among all.
+        self.elsewhere_at = np.flatnonzero(issues & (home >= 0) & (home != events.step))
+        self.elsewhere = events.take(self.elsewhere_at)
         self.issued_elsewhere: dict[int, list[int]] = defaultdict(list)
-        for index in np.flatnonzero(issues & (home >= 0) & (home != events.step)).tolist():
-            self.issued_elsewhere[int(home[index])].append(index)
+        for i, step in enumerate(home[self.elsewhere_at].tolist()):
+            self.issued_elsewhere[step].append(i)
         # What is waited for from elsewhere, by the step it belongs to.
         self.awaited: dict[int, set[tuple[int, int]]] = defaultdict(set)
         waits = np.flatnonzero((events.what == WAIT) & (home >= 0))
         target = events.target[waits].astype(np.int64)
-        awaited = np.stack([home[waits], target, tasks.views(target, leads[events.rank[waits]])], axis=1)
-        for step, row, view in np.unique(awaited, axis=0).tolist():
-            self.awaited[step].add((row, view))
+        awaited = target * (len(ranks) + 1) + tasks.views(target, leads[events.rank[waits]])
+        for row, view in zip(*(of.tolist() for of in np.divmod(np.unique(awaited), len(ranks) + 1)), strict=True):
+            self.awaited[int(tasks.home[row])].add((row, view))
+        del issues, home, waits, target, awaited
         # Tasks that keep a worker of their lane beyond their own step: step -> lane -> until when, ns.
         self.overhanging: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         after = np.append(self.reference, np.iinfo(np.int64).max)[tasks.home + 1]
@@ -159,10 +170,8 @@ class _Builder:
             while later < len(numbers) and follows[later] and until > self.reference[later]:
                 self.overhanging[later][str(tasks.lane[index])].append(until)
                 later += 1
-        self.all_events = events
-        first = int(np.searchsorted(events.step, 0))
-        self.events = events.take(slice(first, None))
-        self.first_point = np.searchsorted(self.events.step, np.arange(len(numbers) + 1))
+        self.events = events
+        self.first_event = np.searchsorted(events.step, np.arange(len(numbers) + 1))
         self.templates: list[StepTemplate] = []
         self.place: dict[int, tuple[int, int]] = {}
 
@@ -178,9 +187,10 @@ class _Builder:
             template.steps.append(step)
             template.targets.append(targets)
         alike = [template.steps for template in self.templates]
-        segments = find_segments(self.times, self.all_events, self.begin, self.end, alike)
-        self.times = ()
+        segments = find_segments(self.times, self.events, self.begin, self.end, alike)
         of_template = zip(self.templates, segments.began, segments.work, strict=True)
+        self.times, self.events = (), self.elsewhere  # of many ranks there is not room for all that is known at once
+        del by_key, segments
         gap = np.zeros(self.begin.shape)
         gap[:, 1:] = np.where(self.follows[1:], (self.begin[:, 1:] - self.end[:, :-1]) / 1e6, 0.0)
         return StepGraph(
@@ -200,13 +210,13 @@ class _Builder:
         )
 
     def _mine(self, step: int) -> ProgramEvents:
-        return self.events.take(slice(int(self.first_point[step]), int(self.first_point[step + 1])))
+        return self.events.take(slice(int(self.first_event[step]), int(self.first_event[step + 1])))
 
     def _describe(self, step: int) -> tuple[Int, object]:
         """The step's targets in the order in which they are met, and what it has in common with steps alike."""
         mine = self._mine(step)
         here = mine.target[mine.target >= 0]
-        beyond = [int(self.all_events.target[i]) for i in self.issued_elsewhere.get(step, ())]
+        beyond = [int(self.elsewhere.target[i]) for i in self.issued_elsewhere.get(step, ())]
         asked = sorted(target for target, _ in self.awaited.get(step, ()))
         met, first = np.unique(np.concatenate([here, beyond, asked]).astype(np.int64), return_index=True)
         targets: Int = met[np.argsort(first)]
@@ -215,7 +225,7 @@ class _Builder:
         local = np.where(mine.target >= 0, number[mine.target] if len(number) else -1, -1)
         tasks = self.tasks
         awaited = frozenset((int(number[target]), view) for target, view in self.awaited.get(step, ()))
-        target, rank = self.all_events.target, self.all_events.rank
+        target, rank = self.elsewhere.target, self.elsewhere.rank
         elsewhere = self.issued_elsewhere.get(step, ())
         issued_elsewhere = tuple(sorted((int(number[target[i]]), int(rank[i])) for i in elsewhere))
         key = (
@@ -227,7 +237,7 @@ class _Builder:
         return targets, key
 
     def _template(self, step: int, targets: Int) -> StepTemplate:
-        mine, events = self._mine(step), self.all_events
+        mine, events = self._mine(step), self.elsewhere
         number = {target: i for i, target in enumerate(targets.tolist())}
         return find_template(
             replace(mine, target=np.array([number.get(target, -1) for target in mine.target.tolist()], np.int64)),
@@ -251,10 +261,16 @@ class _Builder:
         picks = picks.reshape(len(template.tasks), len(steps))
         ended = (self.tasks.end[picks] - reference) / 1e6 if picks.size else np.zeros(picks.shape)
         outside = self._outside(template, steps)
-        over = began + work.sum(axis=-1)
-        ended = no_later_than_seen(structure, began, ended)
-        transfer, ended = transfers(structure, over, outside, ended, self._busy(steps))
-        work[..., WAKE_UP_DELAY] = wake_up_delays(structure, began, over, outside, ended)
+        busy, transfer = self._busy(steps), np.empty(picks.shape)
+        at_once = max(AT_ONCE // max(structure.segments, 1), 1)
+        for first in range(0, len(steps), at_once):  # no step tells anything of another one
+            some = slice(first, first + at_once)
+            seen, supplied = began[:, some], outside[:, some]
+            over = seen + work[:, some].sum(axis=-1)
+            over_at = no_later_than_seen(structure, seen, ended[:, some])
+            kept = {lane: until[:, some] for lane, until in busy.items()}
+            transfer[:, some], ended[:, some] = transfers(structure, over, supplied, over_at, kept)
+            work[:, some, WAKE_UP_DELAY] = wake_up_delays(structure, seen, over, supplied, ended[:, some])
         return Steps(
             structure=structure,
             numbers=self.numbers[steps],
@@ -280,7 +296,7 @@ class _Builder:
         """When what other steps supply had ended, [O, S] ms from each step's reference."""
         found = np.empty((len(template.outside), len(steps)))
         issued = {
-            (int(self.all_events.target[i]), int(self.all_events.rank[i])): int(self.all_events.when[i])
+            (int(self.elsewhere.target[i]), int(self.elsewhere.rank[i])): int(self.elsewhere.when[i])
             for step in template.steps
             for i in self.issued_elsewhere.get(step, ())
         }
@@ -294,12 +310,11 @@ class _Builder:
     def _crossings(self) -> CrossStepEdges:
         found: list[tuple[int, int, int, int, int, int]] = []
         at_issue = {}
-        events = self.all_events
-        first = len(events.step) - len(self.events.step)
+        events = self.elsewhere
         for indices in self.issued_elsewhere.values():
             for i in indices:
                 if events.step[i] >= 0:
-                    in_step = i - first - int(self.first_point[events.step[i]])
+                    in_step = int(self.elsewhere_at[i] - self.first_event[events.step[i]])
                     at_issue[int(events.target[i]), int(events.rank[i])] = (
                         int(events.step[i]), in_step + int(events.rank[i]),
                     )  # fmt: skip

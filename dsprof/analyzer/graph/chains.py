@@ -68,6 +68,9 @@ class StreamTime:
         found[:, PARTS.index("compute")] += rest / 1e6
         return found
 
+    def without_waits(self) -> StreamTime:
+        return self
+
 
 @dataclass(frozen=True)
 class ThreadTime:
@@ -95,6 +98,9 @@ class ThreadTime:
         compute, sharding = PARTS.index("compute"), PARTS.index("sharding")
         found[:, sharding] += np.minimum(found[:, compute], 0.0)
         return np.maximum(found, 0.0)
+
+    def without_waits(self) -> ThreadTime:
+        return replace(self, time=self.time.without_waits())
 
 
 ChainTime = StreamTime | ThreadTime
@@ -133,6 +139,11 @@ class RankChains:
     @property
     def own_tasks(self) -> int:
         return len(self.own) + len(self.flows)
+
+    def without_waits(self) -> RankChains:
+        """All that a graph is made of: what was waited for is in the programs."""
+        chains = tuple(replace(chain, time=chain.time.without_waits()) for chain in self.chains)
+        return replace(self, chains=chains, time=self.time.without_waits())
 
 
 def of_thread(time: RankTime, program: Program) -> RankChains:

@@ -16,7 +16,7 @@ from dsprof.run import RunInfo
 
 from ..align.match import Matches, when_asked
 from ..align.participants import NOT_TOLD
-from ..arrays import Bool, Float, Int
+from ..arrays import Float, Int
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import BEHIND, RankTime
 from ..columns import RankRows, as_rows
@@ -49,7 +49,7 @@ class ProgramEvents:
     step:   index of the step, -1: in none of the graph's; rank: index of the chain; what: ISSUE, ...
     target: row of `tasks.Tasks`, -1: none. These four are narrow: of many ranks there are millions of events
     when, ended: ns, the latter when the rank saw its task end (-1: unknown)
-    action: of a event at either end of one, which: `action_code`
+    action: of a event at either end of one, which: `action_code`; narrow where there is none
     """
 
     step: Narrow
@@ -80,31 +80,38 @@ class Segments:
     work: tuple[Float, ...]
 
 
-def find_events(programs: Sequence[Program], begin: Int, end: Int, first_own: Int) -> ProgramEvents:
+def find_events(programs: list[Program], begin: Int, end: Int, first_own: Int) -> ProgramEvents:
     """The events of these chains. begin, end: [T, N] of the graph's steps, ns; `first_own`: [T] the row of
-    `tasks.Tasks` that the first of the own tasks of each one's rank is."""
-    targets: list[Int] = []
-    steps: list[Int] = []
+    `tasks.Tasks` that the first of the own tasks of each one's rank is.
+
+    programs: is emptied: of many ranks there is not room for them and for the events twice
+    """
+    chains, number = len(programs), begin.shape[1]
+    steps: list[Narrow] = []
+    counts = np.zeros((number + 1, chains), np.int64)
     for i, columns in enumerate(programs):
         when = columns[WHEN]
-        targets.append(columns[TARGET] + np.where(columns[OWN] == 1, first_own[i], 0))
         at = np.searchsorted(begin[i], when, "right") - 1
         within = (at >= 0) & (when < end[i][np.maximum(at, 0)])
-        steps.append(np.where(within, at, -1))
-    what, when = (np.concatenate([columns[k] for columns in programs]) for k in (WHAT, WHEN))
-    rank_of = np.repeat(np.arange(len(programs)), [len(columns[WHEN]) for columns in programs])
-    target, step = np.concatenate(targets), np.concatenate(steps)
-    del targets, steps
-    order = np.lexsort((_turn(rank_of, what, target, when), when, rank_of, step))
-    # One after the other: of many ranks each column is large.
-    narrow = [of.astype(np.int32)[order] for of in (step, rank_of, target)]
-    del step, rank_of, target
-    what, when = what.astype(np.int8)[order], when[order]
-    ended, action = (
-        np.concatenate([columns[k] for columns in programs])[order].astype(np.int64, copy=False)
-        for k in (ENDED, ACTION)
-    )
-    return ProgramEvents(narrow[0], narrow[1], what, narrow[2], when, ended, action)
+        steps.append(np.where(within, at, -1).astype(np.int32))
+        counts[:, i] = np.bincount(steps[i] + 1, minlength=number + 1)
+    total = int(counts.sum())
+    first = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)  # of each chain's in each step, in this order
+    step, rank, target = (np.empty(total, np.int32) for _ in range(3))
+    what = np.empty(total, np.int8)
+    moment, ended = (np.empty(total, np.int64) for _ in range(2))
+    action = np.empty(total, np.result_type(*(columns[ACTION] for columns in programs)))
+    programs.reverse()
+    for i, mine in enumerate(steps):
+        columns = programs.pop()
+        turn = _turn(columns[WHAT], columns[TARGET], columns[OWN], columns[WHEN])
+        order = np.lexsort((turn, columns[WHEN], mine))
+        place = _places(first[:, i], counts[:, i])
+        step[place], rank[place] = mine[order], i
+        target[place] = (columns[TARGET] + np.where(columns[OWN] == 1, first_own[i], 0))[order]
+        for column, into in ((WHAT, what), (WHEN, moment), (ENDED, ended), (ACTION, action)):
+            into[place] = columns[column][order]
+    return ProgramEvents(step, rank, what, target, moment, ended, action)
 
 
 def find_program(
@@ -162,7 +169,7 @@ def action_code(op: Int, stage: Int, microbatch: Int) -> Int:
 
 def without_microbatch(code: Int) -> Int:
     """What an action is, whichever micro-batch it is of."""
-    found: Int = code % (len(ACTIONS) * _STAGES)
+    found: Int = code.astype(np.int64) % (len(ACTIONS) * _STAGES)
     return found
 
 
@@ -198,19 +205,17 @@ def _waits(waits: pd.DataFrame, backward_at: Int) -> Program:
     return what, target, when, when, np.zeros_like(when), own[last].astype(np.int64)
 
 
-def _turn(rank: Int, what: Int, target: Int, when: Int) -> Int:
-    """Which of the events of one moment comes first."""
+def _turn(what: Int, target: Int, own: Int, when: Int) -> Int:
+    """Which of a chain's events of one moment comes first."""
     turn = TURN[what]
-    width = int(target.max(initial=0)) + 1
     issued, waited = np.flatnonzero(what == ISSUE), np.flatnonzero(what == WAIT)
-    key = rank[issued] * width + target[issued]
-    order = np.argsort(key, kind="stable")
-    awaited = rank[waited] * width + target[waited]
-    at = np.searchsorted(key[order], awaited)
-    known = at < len(key)
-    known[known] = key[order][at[known]] == awaited[known]
-    own = issued[order][at[known]]
-    turn[waited[known][when[own] == when[waited[known]]]] = WAIT_FOR_OWN
+    key = 2 * target.astype(np.int64) + own
+    order = issued[np.argsort(key[issued], kind="stable")]
+    at = np.searchsorted(key[order], key[waited])
+    known = at < len(order)
+    known[known] = key[order[at[known]]] == key[waited[known]]
+    issue = order[at[known]]
+    turn[waited[known][when[issue] == when[waited[known]]]] = WAIT_FOR_OWN
     return turn
 
 
@@ -226,50 +231,61 @@ def find_segments(
 ) -> Segments:
     """What lies between the events, from the beginning of each step to its end. alike: indices of steps that have as
     many events of each chain, in groups; each step is in one."""
-    steps = begin.shape[1]
-    number: list[npt.NDArray[np.int32]] = []
-    moments: list[Int] = []
-    insides: list[Bool] = []
-    within = np.flatnonzero(events.step >= 0)
-    within = within[np.argsort(events.rank[within], kind="stable")]
-    edges = np.searchsorted(events.rank[within], np.arange(len(times) + 1))
-    for i, (low, high) in enumerate(pairwise(edges.tolist())):
-        mine = within[low:high]
-        edge_step = np.concatenate([np.arange(steps), events.step[mine], np.arange(steps)])
-        edge_kind = np.repeat([0, 1, 2], [steps, len(mine), steps])
-        when = np.concatenate([begin[i], events.when[mine], end[i]])
-        order = np.lexsort((when, edge_kind, edge_step))
-        when, edge_step, edge_kind = when[order], edge_step[order], edge_kind[order]
-        inside = edge_kind[:-1] < 2  # from the end of a step to the next one's start is no segment
-        moments.append(when)
-        insides.append(inside)
-        number.append(edge_step[:-1][inside].astype(np.int32))
-    every = np.concatenate(number)
-    counts = np.bincount(every, minlength=steps)
+    steps, chains = begin.shape[1], len(times)
+    key = events.step.astype(np.int64)
+    key *= chains
+    key += events.rank
+    low = np.searchsorted(key, np.arange(steps * chains)).reshape(steps, chains)
+    counts = np.searchsorted(key, np.arange(steps * chains), "right").reshape(steps, chains) - low
+    del key
+    # A segment of a chain begins with the step, and one with each of its events.
+    segments = (np.cumsum(counts + 1, axis=1) - counts - 1).astype(np.int64)
+    began = tuple(_beginnings(group, events, begin, low, counts) for group in alike)
     # What each chain's are goes where it belongs at once: of many chains there is room for one such table.
     first, apart, ends = np.empty(steps, np.int64), np.empty(steps, np.int64), [0]
-    for group in alike:
+    for group, beginnings in zip(alike, began, strict=True):
         first[group], apart[group] = ends[-1] + np.arange(len(group)), len(group)
-        ends.append(ends[-1] + int(counts[group].sum()))
-    order = np.argsort(every, kind="stable")
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
-    place *= apart[every]
-    place += first[every]
-    del order, every
-    began, work = np.empty(len(place), np.int64), no_work(len(place), 1)[:, 0]
-    done = 0
-    for time, when, inside in zip(times, moments, insides, strict=True):
-        mine = place[done : done + int(inside.sum())]
-        began[mine], spent = when[:-1][inside], time.work_between(when)[inside]
+        ends.append(ends[-1] + beginnings.size)
+    work = no_work(ends[-1], 1)[:, 0]
+    for i, time in enumerate(times):
+        count = counts[:, i]
+        edges = np.cumsum(count + 2)
+        when = np.empty(int(edges[-1]), np.int64)
+        begins, finishes = edges - count - 2, edges - 1
+        when[begins], when[finishes] = begin[i], end[i]
+        is_event = np.ones(len(when), bool)
+        is_event[begins] = is_event[finishes] = False
+        when[is_event] = events.when[_places(low[:, i], count)]
+        inside = np.ones(len(when) - 1, bool)
+        inside[finishes[:-1]] = False  # from the end of a step to the next one's start is no segment
+        spent = time.work_between(when)[inside]
+        mine = _places(segments[:, i], count + 1)
+        mine *= np.repeat(apart, count + 1)
+        mine += np.repeat(first, count + 1)
         for part in np.flatnonzero(spent.any(axis=0)).tolist():
             work[mine, part] = spent[:, part]
-        done += len(mine)
     parts = [(slice(low, high), len(group)) for (low, high), group in zip(pairwise(ends), alike, strict=True)]
-    return Segments(
-        tuple(began[part].reshape(-1, count) for part, count in parts),
-        tuple(work[part].reshape(-1, count, len(PARTS)) for part, count in parts),
-    )
+    return Segments(began, tuple(work[part].reshape(-1, count, len(PARTS)) for part, count in parts))
+
+
+def _beginnings(group: Sequence[int], events: ProgramEvents, begin: Int, low: Int, counts: Int) -> Int:
+    """When the segments of steps that are alike begin, [W, S] ns. low, counts: [N, T] where the events of each chain in
+    each step begin, and how many they are."""
+    chains = begin.shape[0]
+    found = np.empty((int(counts[group[0]].sum()) + chains, len(group)), np.int64)
+    for column, step in enumerate(group):
+        firsts = np.cumsum(counts[step] + 1) - counts[step] - 1
+        is_event = np.ones(len(found), bool)
+        is_event[firsts] = False
+        found[firsts, column] = begin[:, step]
+        found[is_event, column] = events.when[low[step, 0] : low[step, 0] + len(found) - chains]
+    return found
+
+
+def _places(first: Int, count: Int) -> Int:
+    """`count` places from each `first` on."""
+    found: Int = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
+    return found
 
 
 def work_between(time: RankTime, when: Int) -> Float:
@@ -294,7 +310,9 @@ def work_between(time: RankTime, when: Int) -> Float:
 
 def actions_of(events: ProgramEvents, segments: int) -> tuple[npt.NDArray[np.object_], Int]:
     """The action that each segment of one step is of, one that has begun and not ended: its name, and its stage and
-    micro-batch, [W, 2]."""
+    micro-batch, [W, 2]. Where none has, what is returned takes no room."""
+    if not (events.what == ACTION_BEGINS).any():
+        return np.broadcast_to(np.array("", object), segments), np.broadcast_to(np.array(NOWHERE), (segments, 2))
     found = np.full(segments, "", object)
     places = np.full((segments, 2), NOWHERE)
     none = "", NOWHERE

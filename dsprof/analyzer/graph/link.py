@@ -53,8 +53,6 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     measured is what devices took and not what threads did that wanted a core, so a prediction for the same size errs
     as much as transfers were seen to vary; else that is not known where no two sizes tell.
     """
-    from scipy.optimize import nnls
-
     if collectives.empty:
         return Link(0.0, 0.0, False)
     table = _transfers(collectives)
@@ -75,11 +73,23 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
         return _with_spread(found, table) if on_device else found
     design = np.stack([1 / transfer, size / transfer], axis=1)
     scale = np.abs(design).max(axis=0)
-    solution, _ = nnls(design / scale, np.ones(len(size)))
-    latency, per_byte = solution / scale
+    latency, per_byte = _not_negative(design / scale, np.ones(len(size))) / scale
     if size.max() < LARGE_BYTES:
         per_byte = max(per_byte, LEAST_MS_PER_BYTE)
     return _with_spread(Link(float(latency), float(per_byte), True, largest=float(size.max())), table)
+
+
+def _not_negative(design: Float, wanted: Float) -> Float:
+    """The least squares of `wanted` by two columns, [N, 2], with nothing below 0, [2]. scipy.optimize does this for any
+    number of columns, and its import takes 40 MB."""
+    both: Float = np.asarray(np.linalg.lstsq(design, wanted)[0], np.float64)
+    if (both >= 0).all():
+        return both
+    # Else one of the two is 0: where the sum of squares has its least on the edge of what is allowed.
+    alone = np.diag(np.maximum(design.T @ wanted / np.maximum((design**2).sum(axis=0), 1e-300), 0.0))
+    missed = ((design @ alone - wanted[:, None]) ** 2).sum(axis=0)
+    found: Float = alone[:, int(missed.argmin())]
+    return found
 
 
 def same_sizes(link: Link, collectives: pd.DataFrame) -> Link:

@@ -20,8 +20,8 @@ from .step_graph import Costs, StepGraph, Steps
 
 SETTLED: Final = 1e-9
 """Of the mean step: what moves by less between two sweeps has settled."""
-MOST_NUMBERS: Final = 2_000_000
-"""Evaluated at once: 16 MB of them, and several arrays of as many."""
+MOST_NUMBERS: Final = 500_000
+"""Evaluated at once: 4 MB of them, and several arrays of as many; a graph of more is replayed by itself."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class _Sweeps:
         self.graph = graph
         self.count = count = len(weights)
         self.columns = [graph.columns_of(index) for index in range(len(graph.templates))]
-        self.weights = [np.stack([of[index] for of in weights], axis=1) for index in range(len(graph.templates))]
+        self.weights = [_side_by_side([of[index] for of in weights]) for index in range(len(graph.templates))]
         steps = graph.start.shape[1]
         self.start = np.repeat(graph.start[:, None], count, axis=1)  # [T, V, N]
         self.end = self.start + graph.duration[:, None]
@@ -232,6 +232,11 @@ class _Sweeps:
         row[is_task], weight[is_task] = plan.task_row[task], plan.task_weight[task]
         end: Float = rows[row, :, column] + self.weights[index][weight, :, column]
         return end + self.reference[:, self.columns[index][column]].T
+
+
+def _side_by_side(weights: Sequence[Float]) -> Float:
+    """[.., V, S]. One alone is not copied: of many ranks it is large."""
+    return np.stack(weights, axis=1) if len(weights) > 1 else weights[0][:, None]
 
 
 def weights_of(steps: Steps) -> Float:

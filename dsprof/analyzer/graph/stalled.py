@@ -53,9 +53,10 @@ def find_stalls(graph: StepGraph) -> tuple[TemplateStalls, ...]:
     lanes = [_own_lanes(steps) for steps in graph.templates]
     found = []
     for index, steps in enumerate(graph.templates):
-        before = np.zeros(steps.work.shape[:2])
+        before: Float = np.broadcast_to(0.0, steps.work.shape[:2])  # which takes no room
         waits = []
         if any((lane != SHARED).any() for lane in lanes):
+            before = before.copy()
             over = steps.began + steps.work.sum(axis=-1) - steps.work[..., WAKE_UP_DELAY]
             for segment, columns, template, task, task_columns in _waits(graph, index, lanes):
                 ends, source = steps.began[segment, columns], graph.templates[template]

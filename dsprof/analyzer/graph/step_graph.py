@@ -104,7 +104,7 @@ class Structure:
             object.__setattr__(self, "ids", np.arange(operations))
             object.__setattr__(self, "ids_used", operations)
         if not len(self.place):
-            object.__setattr__(self, "place", np.full((len(self.thread), 2), -1))
+            object.__setattr__(self, "place", np.broadcast_to(-1, (len(self.thread), 2)))
         if len(self.ids) != operations:
             raise ValueError(f"{operations} operations, {len(self.ids)} ids")
 

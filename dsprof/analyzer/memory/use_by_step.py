@@ -12,6 +12,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo, last_processes
 from dsprof.schema import (
+    BETWEEN_STEPS,
     HOST,
     MEMORY_COUNTS,
     MEMORY_EVERY,
@@ -26,7 +27,7 @@ from ..columns import may_hold
 
 MOST_POINTS: Final = 200
 """Steps of a rank that are kept: of more, neighbours are joined by their maximum."""
-NUMBERS: Final = (*MEMORY_NOW, *MEMORY_PEAKS, *MEMORY_LIMITS, *MEMORY_COUNTS, *MEMORY_PARTS)
+NUMBERS: Final = (*MEMORY_NOW, *MEMORY_PEAKS, *MEMORY_LIMITS, *MEMORY_COUNTS, *MEMORY_PARTS, BETWEEN_STEPS)
 COLUMNS: Final = ("rank", "place", "step", *NUMBERS)
 """Of the table: rank, place (`host`, `cuda.0`), the step that had ended, and a column a number, NaN where it was not
 written: bytes, but for schema.MEMORY_COUNTS. `step` is that of the last of those that were joined."""
@@ -96,6 +97,7 @@ class MemoryUse:
     capacity: what there is for it
     share:    of the capacity, what this rank and all others that have it in common used, each at its own peak; 0 to 1
     parts:    schema.MEMORY_PARTS -> the most of it that was seen
+    between:  what lasts from step to step: schema.BETWEEN_STEPS, the most of it that was seen
     """
 
     rank: int
@@ -107,6 +109,7 @@ class MemoryUse:
     retries: int
     ooms: int
     parts: Mapping[str, int] = field(default_factory=dict)
+    between: int | None = None
 
     @property
     def on_host(self) -> bool:
@@ -116,7 +119,7 @@ class MemoryUse:
         return {
             "rank": self.rank, "place": self.place, "peak": self.peak, "reserved": self.reserved,
             "capacity": self.capacity, "share": self.share, "retries": self.retries, "ooms": self.ooms,
-            "parts": dict(self.parts),
+            "parts": dict(self.parts), "between": self.between,
         }  # fmt: skip
 
 
@@ -138,7 +141,7 @@ def _use(rank: int, place: str, part: pd.DataFrame) -> MemoryUse:
     parts = {name: int(part[name].max()) for name in MEMORY_PARTS if part[name].notna().any()}
     return MemoryUse(
         rank, place, peak, reserved, int(capacity.iloc[-1]) if len(capacity) else None, None, int(counts["retries"]),
-        int(counts["ooms"]), parts,
+        int(counts["ooms"]), parts, int(part[BETWEEN_STEPS].max()) if part[BETWEEN_STEPS].notna().any() else None,
     )  # fmt: skip
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..arrays import Int
 from ..graph.step_graph import Costs, CrossStepEdges, Edges, Measured, StepGraph, Steps, Structure
 
 GONE: Final = -1
+Kind = TypeVar("Kind", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,13 @@ class Recut:
     structure: Structure
     operations: Int
     costs: Callable[[Steps], Costs]
+
+
+def taken(of: npt.NDArray[Kind], chosen: Int) -> npt.NDArray[Kind]:
+    """`of[chosen]`, which takes no room where `of` takes none, as it says the same of all."""
+    if not len(of) or of.strides[0]:
+        return of[chosen]
+    return np.broadcast_to(of[0], (len(chosen), *of.shape[1:]))
 
 
 def with_tasks(structure: Structure, kept: Int, source: Int | None = None) -> tuple[Structure, Int]:

@@ -12,9 +12,10 @@ import numpy as np
 
 from ..arrays import Bool, Float, Int
 from ..graph.link import Link
+from ..graph.segment_work import take_work
 from ..graph.step_graph import PARTS, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf
-from .edit import GONE, Recut, Restructure
+from .edit import GONE, Recut, Restructure, taken
 
 LEAST_COVERED: Final = 0.5
 """Share of the steps that a division must apply to for what it gains to stand for the run."""
@@ -193,8 +194,8 @@ def recut(
         structure,
         thread=structure.thread[like],
         backward=structure.backward[like] & (~is_made | begins),
-        action=structure.action[like],
-        place=structure.place[like],
+        action=taken(structure.action, like),
+        place=taken(structure.place, like),
         tasks=tuple(tasks),
         edges=Edges(pairs[0], pairs[1]),
         ids=np.concatenate([segment_ids, task_ids]),
@@ -202,7 +203,7 @@ def recut(
     )
 
     def costs(steps: Steps) -> Costs:
-        work = steps.work[like]
+        work = take_work(steps.work, like)
         for was, is_now in made:
             work[is_now] = pieces(steps.work[was])
         sized = np.repeat(np.array(sizes, np.float64)[:, None], len(steps.numbers), axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -146,7 +147,7 @@ class LessWork(WhatIf):
     def __init__(self, what: str, removed: Change, peer_groups: Sequence[Bool]) -> None:
         """what: whose work it is, in words: its name. peer_groups: [R] each, ranks that are to do the same work."""
         self._what, self.removed, self.peer_groups = what, removed, peer_groups
-        self._gone: tuple[StepGraph, list[_Gone]] | None = None
+        self._gone: tuple[weakref.ref[StepGraph], list[_Gone]] | None = None
 
     @property
     def name(self) -> str:
@@ -158,7 +159,7 @@ class LessWork(WhatIf):
 
     def _of(self, origin: StepGraph) -> list[_Gone]:
         """Of each template, what goes."""
-        if self._gone is None or self._gone[0] is not origin:
+        if self._gone is None or self._gone[0]() is not origin:
             found = [_Gone({}, np.zeros(steps.transfer.shape)) for steps in origin.templates]
             removed, groups = _on_chains(origin, self.removed), self.peer_groups
             if groups and len(groups[0]) < len(origin.ranks):
@@ -172,7 +173,8 @@ class LessWork(WhatIf):
                 for wait in stood.waits:
                     gone = wait.spent * shares.stood[wait.segment, wait.columns]
                     np.add.at(found[wait.template].transfer, (wait.tasks[:, None], wait.task_columns), gone)
-            self._gone = origin, found
+            self._gone = weakref.ref(origin), found  # of many ranks a graph is too large to be kept for this
+            return found
         return self._gone[1]
 
 
@@ -191,8 +193,9 @@ class _Gone:
     def less(self, steps: Steps) -> Steps:
         """The steps without it."""
         work = copy_work(steps.work)
-        for part in np.flatnonzero((work < 0).any(axis=(0, 1))).tolist():
-            work[..., part] = np.maximum(work[..., part], 0.0)
+        for part in range(work.shape[-1]):
+            if (work[..., part] < 0).any():
+                work[..., part] = np.maximum(work[..., part], 0.0)
         for part, (some, gone) in self.work.items():
             work[some, :, part] = np.maximum(steps.work[some, :, part] - gone, 0.0)
         return steps.with_costs(work=work, transfer=np.maximum(steps.transfer - self.transfer, 0.0))
