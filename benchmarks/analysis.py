@@ -70,6 +70,7 @@ def analyze_and_tell(folder: Path) -> None:
     """Runs in the fresh process: prints a JSON object."""
     from dsprof import trace
     from dsprof.analyzer import study as measuring
+    from dsprof.analyzer.freed_memory import large_apart
     from dsprof.analyzer.judge import judge
     from dsprof.analyzer.rules.registry import all_rules
     from dsprof.analyzer.verdict.answer import answer
@@ -77,6 +78,7 @@ def analyze_and_tell(folder: Path) -> None:
     from dsprof.trace.strings import plain_strings
 
     all_rules()  # else the first question imports them
+    large_apart()  # as `reports.measure` does
     before = peak_mb()
     wall, cpu = time.perf_counter(), time.process_time()
     spent: dict[str, float] = dict.fromkeys(["load", *STAGES, "rules", "answer"], 0.0)

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def measure(
-    folder: RunFolder, jobs: int | None = None, observer: Observer | None = None, executor: Executor | None = None
+    folder: RunFolder,
+    jobs: int | None = None,
+    observer: Observer | None = None,
+    executor: Executor | None = None,
+    own_process: bool = True,
 ) -> Study:
     """Load a run, merging it first where that is needed, and measure it: what what-ifs begin at. Raises RunError if it
     cannot be read.
@@ -28,13 +32,17 @@ def measure(
     jobs: in how many processes; None: one for a small trace, one a core for a large one. The result is the same.
     observer: told of progress: what is done, for how many ranks it is done and how many there are.
     executor: does what is of one rank alone, in the place of processes of this machine.
+    own_process: whether nothing else goes on in this process, such as training.
     """
     from dsprof import trace
+    from dsprof.analyzer.freed_memory import large_apart
     from dsprof.analyzer.study import study
     from dsprof.trace.merge import size_of
     from dsprof.trace.process_pool import processes
     from dsprof.trace.strings import plain_strings
 
+    if own_process:
+        large_apart()
     with plain_strings(), ExitStack() as stack:
         if executor is None:
             ranks, traced_bytes = size_of(folder)

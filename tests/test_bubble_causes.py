@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from made_up_pipeline import MadeUpPipeline
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.price.bubble_shares import bubble_shares
+from dsprof.analyzer.rules.base import NotJudged
+from dsprof.analyzer.rules.pipeline.bubble_and_imbalance import need_two_of
 from dsprof.analyzer.study import study
 
 SOUND = MadeUpPipeline(jitter=0.0, link=lambda source, target: 0.01)
@@ -58,3 +63,17 @@ def test_a_stage_that_was_not_captured_is_no_shorter_pipeline(captured: tuple[in
     analysis = analyze(SOUND.with_(captured=captured).trace())
     assert analysis.not_judged["pipeline.bubble"] == "only 2 of the 3 stages of the pipeline were captured"
     assert not [one for one in analysis.findings if one.code == "pipeline.bubble"]
+
+
+@pytest.mark.parametrize(("world_size", "missing", "judged"), [(4, True, False), (3, True, True), (4, False, True)])
+def test_one_rank_of_several_does_not_speak_for_its_stage(world_size: int, missing: bool, judged: bool) -> None:
+    """It may be a straggler: of stage 1 one rank was captured. Of a job with one for each stage it is all there is."""
+    held = [np.array([True, True, False]), np.array([False, False, True])]
+    run = SimpleNamespace(world_size=world_size)
+    seen = SimpleNamespace(peer_groups=held, ranks_missing=missing, run=run)
+    need_two_of(seen, 0)  # type: ignore[arg-type]  # of stage 0 there are two
+    if judged:
+        need_two_of(seen, 1)  # type: ignore[arg-type]
+    else:
+        with pytest.raises(NotJudged, match="of the slowest stage one rank was captured"):
+            need_two_of(seen, 1)  # type: ignore[arg-type]

@@ -199,3 +199,12 @@ def test_states_are_divided_over_the_data_parallel_ranks() -> None:
     before_any_reduction = Job().uses(ROWS, LAYERS).mesh()
     assert before_any_reduction.data_parallel_size(3, 4) == 2
     assert Mesh().data_parallel_size(0, 8) == 8
+
+
+def test_what_experts_exchange_may_not_be_told() -> None:
+    job = Job().uses([(0, 1)], EXCHANGES).uses([(2, 3)], EXCHANGES, sizes=(512, 1536))
+    for row in job.rows[:2]:
+        row["bytes"] = pd.NA
+    rows = pd.DataFrame(job.rows).astype({"bytes": "Int64", "peer": "Int32"})
+    mesh = find_mesh(rows, RunInfo("job", "job", [], groups=job.groups), Topology())
+    assert [team for one in mesh.dimensions for team in one.teams] == [(0, 1), (2, 3)]

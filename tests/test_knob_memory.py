@@ -191,6 +191,17 @@ def test_of_fsdp2_units_are_as_they_are_listed() -> None:
     assert more({"fsdp": [{**FSDP, "units": 4, "of_units": listed}]}, fsdp2__reshard_after_forward=False) == 20
 
 
+def test_of_fsdp2_a_model_may_have_no_unit_of_its_own() -> None:
+    """Four units of 10 MiB are then all freed after forward, as four are whose sizes are not listed one by one."""
+    equal = {**FSDP, "units": 4, "bytes": 40 * MIB, "gathered": 40 * MIB, "largest": 10 * MIB}
+    listed = {**equal, "of_units": [[10 * MIB, 10 * MIB]] * 4}
+    taken = [
+        more({"fsdp": [fact]}, fsdp2__reshard_after_forward=False)
+        for fact in (equal, {**listed, "root": False}, {**listed, "root": True})
+    ]
+    assert taken[0] == taken[1] > taken[2]
+
+
 def test_a_larger_micro_batch_takes_more_for_gradients_of_activations() -> None:
     """Of a peak of 200 MiB 100 last and 40 are activations: of the rest 2 are the largest gradient, and 58 double."""
     uses = [replace(use, between=100 * MIB) for use in USES[:1]]

@@ -13,7 +13,8 @@ from meshes import Call, MeshJob, Phase, Program, Work
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.finding import Evidence
-from dsprof.analyzer.rules.comm.slow_link import slow_links
+from dsprof.analyzer.rules.comm import slow_link
+from dsprof.analyzer.rules.comm.slow_link import SlowLink, slow_links
 from dsprof.analyzer.rules.run.slow_chain import slower_transfers
 from dsprof.analyzer.study import study
 
@@ -203,3 +204,36 @@ def test_what_is_no_slow_link(planted: MeshJob) -> None:
     analysis = analyze(planted.trace())
     assert of(analysis, "comm.slow-link") is None
     assert "comm.slow-link" in analysis.passed
+
+
+def test_where_nothing_elsewhere_is_alike_a_group_is_compared_with_those_beside_it() -> None:
+    """One of two ways between the same hosts is slow, and what moves between the other two is of another size."""
+    groups = {"a": ((0, 2), ""), "b": ((1, 3), ""), "c": ((4, 6), ""), "d": ((5, 7), "")}
+
+    def program(rank: int, step: int) -> Program:
+        group, size = ("ab"[rank % 2], 4 << 20) if rank < 4 else ("cd"[rank % 2], 8 << 20)
+        return (
+            Phase("forward", (Work(20),)),
+            Phase(
+                "backward", tuple(p for _ in range(2) for p in (Work(20), Call(group, "all_reduce", size, "gradient")))
+            ),
+            Phase("optimizer", (Work(2),)),
+        )
+
+    hosts = ("x", "x", "y", "y", "v", "v", "w", "w")
+    slow = MeshJob(8, groups, program, steps=24, latency_ms=0.2, hosts=hosts,
+                   slower=lambda group, number: 3.0 if group == "a" else 1.0)  # fmt: skip
+    assert [(one.group, one.ranks) for one in slow_links(study(slow.trace()))] == [("a", (0, 2))]
+
+
+def test_groups_on_the_same_hosts_that_are_slow_in_other_steps_are_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        slow_link, "_on_hosts", lambda study, domain: {frozenset("xy"): ["a", "b"], frozenset("vw"): ["c"]}
+    )
+    monkeypatch.setattr(slow_link, "hosts_of", lambda study, ranks: "xy")
+    domain = SimpleNamespace(groups=("a", "b", "c"))
+    one = SlowLink(domain, "a", (0, 2), 3.0, "all_reduce", 1e6, 30.0, 10.0, 500.0, np.arange(5), True)  # type: ignore[arg-type]
+    apart = [one, replace(one, group="b", ranks=(1, 3), steps=np.arange(10, 15))]
+    together = [one, replace(one, group="b", ranks=(1, 3))]
+    made = [slow_link._by_hosts(None, links) for links in (apart, together)]  # type: ignore[arg-type]
+    assert [len(links) for links in made] == [2, 1]

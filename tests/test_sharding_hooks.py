@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from armed import ALONE, both, captured, inside, train
 
+from dsprof.collectors.communication.sharding import Sharded
 from dsprof.schema import SHARDING, Kind
 
 TRAIN = """
@@ -44,7 +46,7 @@ def test_each_unit_is_seen_before_and_after_its_forward_and_its_backward(native:
     (fact,) = (fact for fact in found.facts if fact["fact"] == "fsdp")
     assert (fact["version"], fact["units"], fact["parameters"]) == (2, 3, 6)
     assert (fact["reshard_after_forward"], fact["param_dtype"], fact["reduce_dtype"]) == (True, None, "bfloat16")
-    assert len(fact["of_units"]) == 3
+    assert (len(fact["of_units"]), fact["root"]) == (3, True)
     assert (
         sum(size for size, _ in fact["of_units"]) == sum(trained for _, trained in fact["of_units"]) == fact["gathered"]
     )
@@ -60,3 +62,13 @@ def test_losses_are_those_without_a_capture(native: str, tmp_path: Path) -> None
     armed = train(tmp_path, code, native=native)
     plain = train(tmp_path, code, native=native, DSPROF="0")
     assert armed.stdout == plain.stdout != ""
+
+
+def test_a_last_unit_that_holds_no_other_is_not_the_models() -> None:
+    """As of a model without parameters of its own, for which torch makes no unit."""
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    sharded, roots = Sharded(2), []
+    for module in (*layers, layers):
+        sharded.add((module,), 2, 24, 24, 24)
+        roots.append(sharded.root)
+    assert roots == [True, False, True]

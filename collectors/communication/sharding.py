@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -74,7 +74,13 @@ class Sharded:
     of_units: list[tuple[int, int]] = field(default_factory=list)
     """The same of each of the first units, in the order in which they were made, and of that what is trained."""
 
-    def add(self, parameters: int, size: int, gathered: int, trained: int) -> None:
+    root: bool = False
+    """Whether all that was made before lies inside of the last unit: a model without parameters of its own is none."""
+    made: list[int] = field(default_factory=list)
+    """Of each of `of_units` its module, by its id."""
+
+    def add(self, modules: Sequence[Any], parameters: int, size: int, gathered: int, trained: int) -> None:
+        """modules: that the unit is made of; the rest as of the fields."""
         site, framework = caller()
         if not self.units:
             self.site = site
@@ -87,6 +93,9 @@ class Sharded:
         self.largest = max(self.largest, gathered)
         if len(self.of_units) < MOST_UNITS:
             self.of_units.append((gathered, trained))
+            inside = {id(each) for module in modules for each in module.modules()}
+            self.root = not modules or all(one in inside for one in self.made)
+            self.made.extend(id(module) for module in modules[:1])
 
     def state(self) -> None:
         if self.stated == self.units:
@@ -101,7 +110,7 @@ class Sharded:
                 "bytes": self.bytes,
                 "gathered": self.gathered,
                 "largest": self.largest,
-                **({"of_units": self.of_units} if len(self.of_units) == self.units else {}),
+                **({"of_units": self.of_units, "root": self.root} if len(self.of_units) == self.units else {}),
                 "site": self.site,
                 "sites": list(self.sites),
                 **self.settings,
@@ -135,7 +144,7 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
         computes = getattr(policy, "param_dtype", None)
         each = [param.numel() * (param if computes is None else computes).itemsize for param in params]
         trained = sum(one for one, param in zip(each, params, strict=True) if param.requires_grad)
-        sharded.add(len(params), size, sum(each), trained)
+        sharded.add(_modules(type(group), (group, params, *args), kwargs), len(params), size, sum(each), trained)
 
     def hooks() -> Iterator[Uninstall]:
         group, name = private.find(f"{SECOND}:FSDPParamGroup"), recorder.intern(SHARDING)
@@ -154,10 +163,20 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
     return in_reverse(hooks())
 
 
+def _arguments(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(inspect.signature(group.__init__).parameters, args, strict=False)), **kwargs}
+
+
+def _modules(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """That a unit is made of, as `_settings`; empty where that is not told."""
+    modules = _arguments(group, args, kwargs).get("modules", ())
+    return tuple(modules) if isinstance(modules, (tuple, list)) else (modules,)
+
+
 def _settings(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """What `fully_shard` was told of a unit, and its policy of mixed precision: from what it gives its group, whose
     arguments other versions of torch may call otherwise."""
-    given = {**dict(zip(inspect.signature(group.__init__).parameters, args, strict=False)), **kwargs}
+    given = _arguments(group, args, kwargs)
     told: dict[str, Any] = {}
     if {"mesh_info", "post_forward_mesh_info"} <= given.keys():
         whole, after = given["mesh_info"], given["post_forward_mesh_info"]
@@ -175,7 +194,7 @@ def _watch_first(sharded: Sharded, module: ModuleType) -> Uninstall:
         flat = getattr(unit._handle, "flat_param", None)
         if flat is not None:  # a unit without parameters of its own communicates nothing
             size = sum(flat._numels) * flat.element_size()
-            sharded.add(len(flat._numels), size, size, size if flat.requires_grad else 0)
+            sharded.add((unit,), len(flat._numels), size, size, size if flat.requires_grad else 0)
 
     if not all(private.has(name) for name in OF_FIRST):
         return lambda: None

@@ -1,4 +1,4 @@
-"""The three types of arrays, and one way to make a table of a list."""
+"""The three types of arrays, and sums by the numbers that rows have."""
 
 from __future__ import annotations
 

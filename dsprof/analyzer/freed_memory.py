@@ -11,10 +11,11 @@ LARGE_BYTES: Final = 1 << 20
 
 
 def large_apart() -> None:
-    """Let what is large lie apart from the rest, so that it is the operating system's again as soon as it is freed.
+    """From now on let what is large lie apart, so that it is the operating system's again as soon as it is freed.
 
-    That is how glibc begins. But with each large array that is freed it takes larger ones for small, up to 32 MB, and
-    arrays as large as a graph's come to lie between others, which keep the room of those that were freed.
+    With each large array that is freed, glibc takes larger ones for small, up to 32 MB: arrays as large as a graph's
+    come to lie between others, which keep the room of those that were freed. To stop that cannot be undone, and what
+    makes and frees large arrays all the time takes longer then: it is for a process that does nothing but analyze.
     """
     library = _library()
     if library is not None and hasattr(library, "mallopt"):

@@ -34,7 +34,7 @@ from .budget.step_budget import step_budget
 from .budget.wait_table import waits_table
 from .columns import RankRows, is_one_of
 from .device import Devices, compare_devices
-from .freed_memory import give_back, large_apart
+from .freed_memory import give_back
 from .graph.build_graph import build_graph
 from .graph.chain_work import chain_work, hosts
 from .graph.step_graph import StepGraph
@@ -328,7 +328,6 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     observer: told what is done, for how many ranks it is done and how many there are.
     """
     run = trace.run
-    large_apart()
 
     # First pass. One clock, one numbering of steps, one name for each communication on all ranks.
     aligned, arrivals = align(trace, executor, observer)

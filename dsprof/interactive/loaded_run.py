@@ -169,7 +169,7 @@ class Run:
         from dsprof import reports
 
         self._need()
-        return reports.measure(self.folder, executor=self._executor)
+        return reports.measure(self.folder, executor=self._executor, own_process=False)
 
     def _need(self) -> None:
         """Raises RunError where there is nothing to read."""

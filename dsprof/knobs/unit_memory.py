@@ -74,7 +74,8 @@ def units_of(fact: Mapping[str, Any], modules: int, share: float, on_host: bool)
         listed = [(every / count, every / count)] * count + [(0.0, 0.0)]
     units = [ShardedUnit(((size / modules, trained / modules),) * modules) for size, trained in listed]
     mixed = fact.get("param_dtype") is not None and fact.get("gathered") != fact.get("bytes")
-    root, inner = (units[-1], units[:-1]) if len(units) > 1 else (None, units)
+    # The unit that is made last is the model's own, unless the model has no parameters beside those of the others.
+    root, inner = (units[-1], units[:-1]) if len(units) > 1 and fact.get("root", True) else (None, units)
     return ShardedUnits(root, tuple(inner), share if mixed else 0.0, 2 if on_host else 1)
 
 

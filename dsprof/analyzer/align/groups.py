@@ -248,7 +248,7 @@ def _unequal_exchanges(rows: RankRows, exchanges: Int) -> set[str]:
         return set()
     table = rows.take(("group", "seq", "bytes"), exchanges).astype({"group": str})
     spread = table.groupby(["group", "seq"])["bytes"].agg(["min", "max"])
-    return set(spread.index.get_level_values("group")[(spread["min"] < spread["max"]).to_numpy(bool)])
+    return set(spread.index.get_level_values("group")[(spread["min"] < spread["max"]).to_numpy(bool, na_value=False)])
 
 
 # --- dimensions

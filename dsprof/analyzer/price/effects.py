@@ -17,14 +17,9 @@ from ..study import Study
 from ..whatif import Refused, WhatIf, apply
 from .calibration import ModelError
 from .certainty import with_all_errors
-from .contention import freed_ms, kept_of_overlap, lost_by_waiting_less, part_of_cores
+from .contention import freed_ms, kept_of_overlap, lost_by_waiting_less
 from .excess import between
 from .gains import LEAST_SHARE, beside_other_work, mean_gain
-
-__all__ = [
-    "corrected", "effect_gains", "part_of_cores", "parts_of_others", "replayed", "sure_gain", "unseen_ms",
-    "with_costs_between",
-]  # fmt: skip
 
 
 def effect_gains(study: Study, effects: Sequence[Effect]) -> list[Gain]:

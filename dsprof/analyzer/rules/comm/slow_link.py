@@ -190,14 +190,17 @@ def _compared(
             if bytes_ <= 0:  # not told, as in tables that have times alone: nobody knows whether peers move as much
                 continue
             same = every.of(str(name), purpose, bytes_)
-            others = ~same.medians.index.isin(beside) & (same.counts > 0).to_numpy(bool)
+            there = (same.counts > 0).to_numpy(bool)
+            others = there & ~same.medians.index.isin(beside)
+            if not others.any():  # on other hosts nothing is alike: one of several ways between these may be slow
+                others = there & (same.medians.index != group)
             if len(alike) < FEWEST or not others.any() or same.counts[others].min() < FEWEST:
                 continue
             usual, typical = float(same.medians[others].median()), float(alike["ms"].median())
             # Both last from an arrival by one clock to an end by another.
             if typical < SLOWER * usual or typical - usual <= 2 * study.clock_error_ms:
                 return None  # one that is as fast as elsewhere: it is no matter of the link
-            if not _surely(alike["ms"], same.table["ms"][~same.table["group"].isin(beside)]):
+            if not _surely(alike["ms"], same.table["ms"][same.table["group"].isin(same.medians.index[others])]):
                 return None
             whole, peers_whole = whole + float(alike["ms"].sum()), peers_whole + usual * len(alike)
             if most is None or alike["ms"].sum() > most[0]:
@@ -260,15 +263,20 @@ def _by_hosts(study: Study, links: list[SlowLink]) -> list[SlowLink]:
     dimension that are on these are: they have the link in common, and to mend it for one of them saves nothing as long
     as the others hold the step up."""
     hosts = {link.group: frozenset(hosts_of(study, link.ranks)) for link in links}
-    slow = {(link.group, link.when(study)) for link in links}
+    slow = {(link.group, _when(link)) for link in links}
     found: dict[object, list[SlowLink]] = {}
     for link in links:
-        mine, when = hosts[link.group], link.when(study)
+        mine, when = hosts[link.group], _when(link)
         groups = _on_hosts(study, link.domain).get(mine, ()) if mine else ()
         elsewhere = len(groups) < len(link.domain.groups)
         alike = elsewhere and all((group, when) in slow for group in groups)
         found.setdefault((mine, when) if alike else link.group, []).append(link)
     return [_as_one(each) for each in found.values()]
+
+
+def _when(link: SlowLink) -> tuple[int, ...] | None:
+    """The steps in which it is slow; None: all."""
+    return None if link.steps is None else tuple(link.steps.tolist())
 
 
 def _on_hosts(study: Study, domain: Domain) -> dict[frozenset[str], list[str]]:

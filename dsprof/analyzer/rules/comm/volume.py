@@ -15,7 +15,8 @@ from ...effect import Effect, WhatIfs
 from ...finding import NOTHING, Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...price.calibration import ModelError
-from ...price.effects import effect_gains, part_of_cores
+from ...price.contention import part_of_cores
+from ...price.effects import effect_gains
 from ...study import Study, once
 from ...text import ms, percent, size
 from ...whatif import WhatIf
@@ -173,7 +174,10 @@ def _halved(study: Study, moved: _Volume) -> Gain | None:
     if not purposes or moved.moved_bytes < AS_STATED * stated:
         return None
     parts = [(moved.domain, moved.links)]
-    again = _reduced_again(study) if moved.of_shards and GRADIENT in purposes else []
+    try:
+        again = _reduced_again(study) if moved.of_shards and GRADIENT in purposes else []
+    except NotJudged:  # what this change saves is not known; what others do is
+        return None
     (gain,) = effect_gains(study, [_short_numbers(study, parts, purposes, again=again)])
     return gain
 

@@ -45,6 +45,7 @@ def unbalanced(study: Study) -> Change | None:
     signals.stages(study)
     need_every_stage(study)
     compute, of_team = _compute_of_stages(study)
+    need_two_of(study, int(of_team.argmax()))
     target = float(of_team.mean())
     removed = np.zeros_like(compute)
     for peer_group, mean in zip(study.peer_groups, of_team.tolist(), strict=True):
@@ -267,6 +268,13 @@ def need_every_stage(study: Study) -> None:
     whole = max([*told, *(stage + 1 for stage in held)], default=0)
     if study.ranks_missing and len(held) < whole:
         raise NotJudged(f"only {len(held)} of the {whole} stages of the pipeline were captured")
+
+
+def need_two_of(study: Study, slowest: int) -> None:
+    """Raises NotJudged where only one of the ranks of that stage was captured: it may be a straggler."""
+    seen, stages = int(study.peer_groups[slowest].sum()), len(study.peer_groups)
+    if study.ranks_missing and seen == 1 and (study.run.world_size or 0) >= 2 * stages:
+        raise NotJudged("of the slowest stage one rank was captured, which may be slower than the others of its stage")
 
 
 def _ranks_of_stages(study: Study) -> dict[tuple[int, ...], list[int]]:

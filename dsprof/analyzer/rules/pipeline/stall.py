@@ -276,7 +276,7 @@ def _slow(study: Study, alike: tuple[SlowPair, ...]) -> Candidate:
             f"{ms(pair.typical_ms)} on their way, and {ms(slow.usual_ms)} {elsewhere}"
         )
         if len(alike) > 1:
-            title += f"; so are those of all {len(alike)} pairs of ranks between these hosts"
+            title += _of_others({(one.pair.source, one.pair.target) for one in alike})
         fixes = (_network(study, pair, price.gain), *_beside_if_sure(study), _smaller())
         return Finding(
             "pipeline.stall", title, "info", _where(study, *(one.pair for one in alike)), evidence, price.gain, fixes,
@@ -284,6 +284,15 @@ def _slow(study: Study, alike: tuple[SlowPair, ...]) -> Candidate:
         )  # fmt: skip
 
     return Candidate("pipeline.stall", change, say, between=between)
+
+
+def _of_others(pairs: set[tuple[int, int]]) -> str:
+    """That the messages of all these (source, target) are as slow, of the worst of which the title has told."""
+    between = {frozenset(pair) for pair in pairs}
+    if len(between) == 1:
+        return "; so are those the other way"
+    both = ", both ways" if len(between) < len(pairs) else ""
+    return f"; so are those of all {len(between)} pairs of ranks between these hosts{both}"
 
 
 def _blocked(study: Study, price: Price) -> Finding:
