@@ -15,6 +15,7 @@ from synthetic import Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.columns import RankRows
 from dsprof.analyzer.rules.comm.dimensions import waits_mostly_for_layers
 from dsprof.analyzer.study import Study
 from dsprof.run import RankExit, RunInfo
@@ -321,7 +322,8 @@ def test_waiting_for_tensor_parallelism_is_not_explained_by_buckets(tensor_paral
         "group": ["0", "0", "1"], "seq": [0, 1, 0], "step": 5,
         "purpose": ["gradient", "gradient", "tensor-parallel"],
     })  # fmt: skip
-    found = {"waits": waits, "collectives": collectives, "step_numbers": [5], "ranks": (0, 1), "kept": {}}
+    found = {"waits": waits, "judged_collectives": RankRows(collectives), "step_numbers": [5], "ranks": (0, 1),
+             "kept": {}}  # fmt: skip
     assert waits_mostly_for_layers(cast(Study, SimpleNamespace(**found))) is not judged
 
 

@@ -16,6 +16,7 @@ from synthetic import Job
 from dsprof.analyzer import analyze
 from dsprof.analyzer.align.groups import Dimension, Mesh
 from dsprof.analyzer.ask import ask
+from dsprof.analyzer.columns import RankRows
 from dsprof.analyzer.finding import Gain
 from dsprof.analyzer.rules.data.sequence import rings, sequence_teams
 from dsprof.analyzer.study import study
@@ -228,7 +229,7 @@ def dimension(name: str, teams: tuple[tuple[int, ...], ...], purpose: str, state
 )
 def test_teams_that_share_sequences(one: Dimension, expected: list[tuple[int, ...]]) -> None:
     sent = pd.DataFrame({"group": pd.Series(dtype=str), "name": pd.Series(dtype=str), "step": pd.Series(dtype=int)})
-    run: Any = SimpleNamespace(in_stages=False, collectives=sent, step_numbers=[1], mesh=Mesh((one,)))
+    run: Any = SimpleNamespace(in_stages=False, judged_collectives=RankRows(sent), mesh=Mesh((one,)))
     assert [team.ranks for team in sequence_teams(run)] == expected
 
 

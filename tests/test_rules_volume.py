@@ -13,7 +13,7 @@ from synthetic import Accumulating, Job, constant
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.ask import ask
-from dsprof.analyzer.price.effects import part_of_cores
+from dsprof.analyzer.price.contention import part_of_cores
 from dsprof.analyzer.study import study
 from dsprof.knobs.predicted import turned
 from dsprof.trace import Trace
