@@ -18,6 +18,7 @@ from ..whatif import Refused, WhatIf, apply
 from .calibration import ModelError
 from .certainty import with_all_errors
 from .contention import freed_ms, kept_of_overlap, lost_by_waiting_less
+from .contention import part_of_cores as part_of_cores  # by which rules, that price nothing, scale their effects
 from .excess import between
 from .gains import LEAST_SHARE, beside_other_work, mean_gain
 

@@ -15,8 +15,7 @@ from ...effect import Effect, WhatIfs
 from ...finding import NOTHING, Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...price.calibration import ModelError
-from ...price.contention import part_of_cores
-from ...price.effects import effect_gains
+from ...price.effects import effect_gains, part_of_cores
 from ...study import Study, once
 from ...text import ms, percent, size
 from ...whatif import WhatIf
