@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -136,7 +136,9 @@ def install(capture: OpenCapture) -> list[Uninstall]:
 
 def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> Uninstall:
     def count(group: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        told, policy = _settings(type(group), (group, params, *args), kwargs)
+        names = inspect.signature(type(group).__init__).parameters  # which other versions of torch may call otherwise
+        given = {**dict(zip(names, (group, params, *args), strict=False)), **kwargs}
+        told, policy = _settings(given)
         if not sharded.units:
             sharded.settings = told
         # Taken from the arguments: the group itself has shards only.
@@ -144,7 +146,9 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
         computes = getattr(policy, "param_dtype", None)
         each = [param.numel() * (param if computes is None else computes).itemsize for param in params]
         trained = sum(one for one, param in zip(each, params, strict=True) if param.requires_grad)
-        sharded.add(_modules(type(group), (group, params, *args), kwargs), len(params), size, sum(each), trained)
+        modules = given.get("modules", ())
+        modules = modules if isinstance(modules, (tuple, list)) else (modules,)
+        sharded.add(modules, len(params), size, sum(each), trained)
 
     def hooks() -> Iterator[Uninstall]:
         group, name = private.find(f"{SECOND}:FSDPParamGroup"), recorder.intern(SHARDING)
@@ -163,20 +167,9 @@ def _watch_second(sharded: Sharded, recorder: Recorder, module: ModuleType) -> U
     return in_reverse(hooks())
 
 
-def _arguments(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(inspect.signature(group.__init__).parameters, args, strict=False)), **kwargs}
-
-
-def _modules(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """That a unit is made of, as `_settings`; empty where that is not told."""
-    modules = _arguments(group, args, kwargs).get("modules", ())
-    return tuple(modules) if isinstance(modules, (tuple, list)) else (modules,)
-
-
-def _settings(group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """What `fully_shard` was told of a unit, and its policy of mixed precision: from what it gives its group, whose
-    arguments other versions of torch may call otherwise."""
-    given = _arguments(group, args, kwargs)
+def _settings(given: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """What `fully_shard` was told of a unit, and its policy of mixed precision: from the arguments that it gives its
+    group."""
     told: dict[str, Any] = {}
     if {"mesh_info", "post_forward_mesh_info"} <= given.keys():
         whole, after = given["mesh_info"], given["post_forward_mesh_info"]

@@ -61,8 +61,8 @@ def codes_of(column: Column) -> tuple[Int, Words]:
 
 
 class RankRows:
-    """The rows of one rank, whose columns are made arrays when they are asked for first, and kept. The arrays are
-    shared: nothing writes to them."""
+    """Rows of one rank or of several, whose columns are made arrays when they are asked for first, and kept. The arrays
+    are shared: nothing writes to them."""
 
     def __init__(self, table: pd.DataFrame) -> None:
         self.table = table
@@ -120,6 +120,17 @@ class RankRows:
         """The same as arrays: what is joined with other ranks' before anybody looks at it needs to be no table."""
         return {name: self.array(name).take(place) for name in columns}
 
+    def by_step(self, value: Float, place: Int, ranks: Int, steps: Int) -> Float:
+        """Sums of `value`, one a row, over the rows at these places, [R, S] by these ranks and steps, which are in
+        order; NaN where there is no row."""
+        rank, step = self.whole("rank")[place], self.whole("step")[place]
+        inside = np.isin(rank, ranks) & np.isin(step, steps)
+        at = np.searchsorted(ranks, rank[inside]) * len(steps) + np.searchsorted(steps, step[inside])
+        size = len(ranks) * len(steps)
+        found = np.bincount(at, value[place[inside]], size).astype(np.float64)
+        found[np.bincount(at, minlength=size) == 0] = np.nan
+        return found.reshape(len(ranks), len(steps))
+
     def array(self, name: str) -> ExtensionArray:
         """A column. A table makes a Series each time that it is asked for one, which takes longer than most answers."""
         if name not in self._arrays:
@@ -132,5 +143,8 @@ class RankRows:
         return cast(Found, self._kept[key])
 
 
-def as_rows(rows: pd.DataFrame | RankRows) -> RankRows:
+def as_rows(rows: pd.DataFrame | RankRows, known: RankRows | None = None) -> RankRows:
+    """known: what has been made of a table already, which may be this one."""
+    if known is not None and known.table is rows:
+        return known
     return rows if isinstance(rows, RankRows) else RankRows(rows)

@@ -26,7 +26,7 @@ from .align.groups import Mesh
 from .align.match import Matches, match_collectives
 from .align.steps import StepTime, completed_steps, step_time
 from .align.topology import Topology
-from .arrays import Bool, Float, Int, sums_of
+from .arrays import Bool, Float, Int
 from .budget.capture_overhead import estimate_overhead, measure_overhead
 from .budget.host_load import Gauges, HostLoad, measure_load
 from .budget.irregular import Irregular, find_irregular, mark_ordinary, profiled_steps
@@ -299,8 +299,7 @@ class Study:
     def by_step(self, rows: RankRows, value: Float, place: Int) -> Float:
         """Sums of `value`, one a row, over the rows at these places, [R, S] over the ordinary steps in order; NaN where
         there is none."""
-        rank, step = rows.whole("rank")[place], rows.whole("step")[place]
-        return sums_of(value[place], (np.array(self.ranks, np.int64), rank), (self.step_numbers, step))
+        return rows.by_step(value, place, np.array(self.ranks, np.int64), self.step_numbers)
 
     def ranks_where(self, chosen: Bool) -> tuple[int, ...]:
         """The ranks at which `chosen`, [R], holds."""

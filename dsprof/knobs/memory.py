@@ -256,18 +256,12 @@ def _more(rank: _Rank, knobs: Mapping[str, Any]) -> float | None:
         if now is None or then is None:
             return None
         more += then - now
-    of_units = {key: value for key, value in knobs.items() if key in UNITS}
-    if of_units:
-        units = _in_units(rank, of_units)
-        if units is None:
+    for keys, together in ((UNITS, _in_units), (HELD_BY_CONFIGURATION, _by_configuration)):
+        mine = {key: value for key, value in knobs.items() if key in keys}
+        added = together(rank, mine) if mine else 0.0
+        if added is None:
             return None
-        more += units
-    of_configuration = {key: value for key, value in knobs.items() if key in HELD_BY_CONFIGURATION}
-    if of_configuration:
-        rest = _by_configuration(rank, of_configuration)
-        if rest is None:
-            return None
-        more += rest
+        more += added
     return more
 
 

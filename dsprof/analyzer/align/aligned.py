@@ -22,7 +22,7 @@ from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
 
 from ..arrays import Int
-from ..columns import RankRows
+from ..columns import RankRows, as_rows
 from ..freed_memory import give_back
 from .clock import Clocks, find_clocks, find_jumps
 from .numbering import number_by_order
@@ -122,18 +122,17 @@ def align(trace: Trace, executor: Executor | None = None, observer: Observer | N
     lengths = {rank: length for part in parts for rank, length in zip(part.ranks, part.lengths, strict=True)}
     tables = [part.table for part in parts if part.ranks]
     del parts
-    rows = concat_rows(tables, ARRIVED)
+    arrivals = RankRows(concat_rows(tables, ARRIVED))
     tables.clear()
     give_back()
-    numbered = number_by_order(rows, run)
-    numbers = None if numbered is rows else _by_rank(numbered["seq"], places)
-    clocks = find_clocks(numbered, run)
-    rows = clocks.correct(numbered)
+    numbered = number_by_order(arrivals, run)
+    numbers = None if numbered is arrivals.table else _by_rank(numbered["seq"], places)
+    arrivals = as_rows(numbered, arrivals)
     del numbered
-    arrivals = RankRows(rows)
+    clocks = find_clocks(arrivals, run)
+    arrivals = as_rows(clocks.correct(arrivals.table), arrivals)
     late, renumbered = late_beginnings(arrivals)
-    if late:
-        arrivals = RankRows(renumber_steps(rows, late))
+    arrivals = as_rows(renumber_steps(arrivals.table, late), arrivals)
     jump_us, jumps = find_jumps(arrivals)
     topology = find_topology(arrivals, run)
     source = _Corrected(told, last, lengths, places, numbers, clocks, late, topology)
@@ -144,8 +143,7 @@ def align(trace: Trace, executor: Executor | None = None, observer: Observer | N
         clocks_told=_clocks_told(run),
         warnings=(*clocks.warnings, *renumbered, *jumps),
     )
-    named = name_pipeline_messages(arrivals.table, topology)
-    return aligned, arrivals if named is arrivals.table else RankRows(named)
+    return aligned, as_rows(name_pipeline_messages(arrivals.table, topology), arrivals)
 
 
 def _places(part: Arrivals) -> dict[int, Int]:

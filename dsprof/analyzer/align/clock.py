@@ -27,7 +27,7 @@ import pandas as pd
 from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import SYNCHRONIZING
 
-from ..arrays import Float, Int
+from ..arrays import Float, Int, places
 from ..columns import RankRows, as_rows
 from .match import is_numbered, numbers
 
@@ -240,8 +240,7 @@ def _ways(took_part: Sequence[Int]) -> list[tuple[int, int]]:
             continue
         mine = collective[of_host[this] : of_host[this + 1]]
         first, each = of_collective[mine], of_collective[mine + 1] - of_collective[mine]
-        there = np.repeat(first - (np.cumsum(each) - each), each) + np.arange(int(each.sum()))
-        shared = np.bincount(hosts[there], minlength=count)
+        shared = np.bincount(hosts[places(first, each)], minlength=count)
         other = np.flatnonzero(shared)
         way = so_far + 1 / np.sqrt(shared[other])
         shorter = open_[other] & (way < length[other])

@@ -16,7 +16,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..arrays import Bool, Float, Int, sums_of
+from ..arrays import Bool, Float, Int
 from ..columns import RankRows, as_rows
 from .parts import OWN_WORK
 
@@ -147,10 +147,10 @@ def find_irregular(
         own[kind] = np.where((beyond > LEAST_APART * typical) & (beyond > of_most), beyond, 0.0)
     loading = wide("data")
     beyond = loading - np.median(loading, axis=1, keepdims=True)
-    restarted = _restarted(rows, ranks, common)
+    restarted = _restarted(rows, every, common)
     own["data"] = np.where(restarted & (beyond > LEAST_RESTART * typical), beyond, 0.0)
     own["stop"] = _stops(
-        np.sum([wide(part) for part in OWN_WORK], axis=0) - wide("apart_ms"), typical, rows, ranks, common
+        np.sum([wide(part) for part in OWN_WORK], axis=0) - wide("apart_ms"), typical, rows, every, common
     )
     irregular = np.any([values > 0 for values in own.values()], axis=(0, 1))
     if irregular.all():  # then nothing is ordinary, and all of it is how the job runs
@@ -166,19 +166,13 @@ def find_irregular(
     return Irregular(common, ranks, own, excess, ~irregular, mean, _table(own, excess, common, ranks, begun))
 
 
-def _restarted(rows: RankRows, ranks: tuple[int, ...], common: Int) -> Bool:
+def _restarted(rows: RankRows, ranks: Int, common: Int) -> Bool:
     """Whether a loader was started in each step, [R, S]."""
     started = np.flatnonzero(rows.are("kind", "phase") & rows.are("name", "loader_start"))
-    return ~np.isnan(_by_step(rows, started, np.ones(len(started)), ranks, common))
+    return ~np.isnan(rows.by_step(np.ones(len(rows)), started, ranks, common))
 
 
-def _by_step(rows: RankRows, place: Int, value: Float, ranks: tuple[int, ...], common: Int) -> Float:
-    """`sums_of` a value of the rows at these places, [R, S]."""
-    rank, step = rows.whole("rank")[place], rows.whole("step")[place]
-    return sums_of(value, (np.array(ranks, np.int64), rank), (common, step))
-
-
-def _stops(own: Float, typical: float, rows: RankRows, ranks: tuple[int, ...], common: Int) -> Float:
+def _stops(own: Float, typical: float, rows: RankRows, ranks: Int, common: Int) -> Float:
     """Own work beyond a rank's typical step, where that is a stop; else 0; ms, [R, S]."""
     middle, upper = np.percentile(own, [50, 75], axis=1)
     beyond: Float = own - middle[:, None]
@@ -192,7 +186,7 @@ def _stops(own: Float, typical: float, rows: RankRows, ranks: tuple[int, ...], c
         found &= mine >= (falling[gaps[-1]] if len(gaps) else np.inf)
     forward = np.flatnonzero(rows.are("kind", "phase") & rows.are("name", "forward") & rows.known("value"))
     if len(forward) and stops.any():
-        table = _by_step(rows, forward, rows.real("value")[forward], ranks, common)
+        table = rows.by_step(rows.real("value"), forward, ranks, common)
         with np.errstate(invalid="ignore"):
             stops &= ~(table > LARGER_INPUT * np.nanmedian(np.where(np.isnan(table), 0.0, table), axis=1)[:, None])
     often = stops.sum(axis=1) > max(FEWEST_RARE, RARE_SHARE * own.shape[1])

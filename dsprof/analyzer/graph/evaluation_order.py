@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..arrays import Bool, Int
+from ..arrays import Bool, Int, places
 from .longest_path import Level, Plan
 
 Edge = tuple[Int, Int, Int]
@@ -244,8 +244,7 @@ def _levels(nodes: int, source: Int, target: Int) -> Int:
         level[frontier] = depth
         done += len(frontier)
         counts = begin[frontier + 1] - begin[frontier]
-        offsets = np.repeat(begin[frontier] - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
-        reached = target[offsets + np.arange(int(counts.sum()))]
+        reached = target[places(begin[frontier], counts)]
         np.subtract.at(missing, reached, 1)
         reached = np.unique(reached)
         frontier, depth = reached[missing[reached] == 0], depth + 1

@@ -16,7 +16,7 @@ from dsprof.run import RunInfo
 
 from ..align.match import Matches, when_asked
 from ..align.participants import NOT_TOLD
-from ..arrays import Float, Int
+from ..arrays import Float, Int, places
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import BEHIND, RankTime
 from ..columns import RankRows, as_rows
@@ -106,7 +106,7 @@ def find_events(programs: list[Program], begin: Int, end: Int, first_own: Int) -
         columns = programs.pop()
         turn = _turn(columns[WHAT], columns[TARGET], columns[OWN], columns[WHEN])
         order = np.lexsort((turn, columns[WHEN], mine))
-        place = _places(first[:, i], counts[:, i])
+        place = places(first[:, i], counts[:, i])
         step[place], rank[place] = mine[order], i
         target[place] = (columns[TARGET] + np.where(columns[OWN] == 1, first_own[i], 0))[order]
         for column, into in ((WHAT, what), (WHEN, moment), (ENDED, ended), (ACTION, action)):
@@ -255,11 +255,11 @@ def find_segments(
         when[begins], when[finishes] = begin[i], end[i]
         is_event = np.ones(len(when), bool)
         is_event[begins] = is_event[finishes] = False
-        when[is_event] = events.when[_places(low[:, i], count)]
+        when[is_event] = events.when[places(low[:, i], count)]
         inside = np.ones(len(when) - 1, bool)
         inside[finishes[:-1]] = False  # from the end of a step to the next one's start is no segment
         spent = time.work_between(when)[inside]
-        mine = _places(segments[:, i], count + 1)
+        mine = places(segments[:, i], count + 1)
         mine *= np.repeat(apart, count + 1)
         mine += np.repeat(first, count + 1)
         for part in np.flatnonzero(spent.any(axis=0)).tolist():
@@ -279,12 +279,6 @@ def _beginnings(group: Sequence[int], events: ProgramEvents, begin: Int, low: In
         is_event[firsts] = False
         found[firsts, column] = begin[:, step]
         found[is_event, column] = events.when[low[step, 0] : low[step, 0] + len(found) - chains]
-    return found
-
-
-def _places(first: Int, count: Int) -> Int:
-    """`count` places from each `first` on."""
-    found: Int = np.repeat(first - (np.cumsum(count) - count), count) + np.arange(int(count.sum()))
     return found
 
 
@@ -314,7 +308,7 @@ def actions_of(events: ProgramEvents, segments: int) -> tuple[npt.NDArray[np.obj
     if not (events.what == ACTION_BEGINS).any():
         return np.broadcast_to(np.array("", object), segments), np.broadcast_to(np.array(NOWHERE), (segments, 2))
     found = np.full(segments, "", object)
-    places = np.full((segments, 2), NOWHERE)
+    place_of = np.full((segments, 2), NOWHERE)
     none = "", NOWHERE
     under_way: dict[int, tuple[str, tuple[int, int]]] = {}
     after = np.arange(len(events.rank)) + events.rank + 1
@@ -325,5 +319,5 @@ def actions_of(events: ProgramEvents, segments: int) -> tuple[npt.NDArray[np.obj
             under_way[rank] = _decoded(action)
         elif what == ACTION_ENDS:
             under_way[rank] = none
-        found[segment], places[segment] = under_way.get(rank, none)
-    return found, places
+        found[segment], place_of[segment] = under_way.get(rank, none)
+    return found, place_of

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import Float
+from ..columns import RankRows
 from ..study import Study, once
 from .stream_phases import outermost_rows, stream_phases
 
@@ -21,13 +22,11 @@ def recomputed_ms(study: Study) -> Float | None:
         again = again[again["name"] == RECOMPUTE]
     else:
         again = _phases(study, RECOMPUTE)
-        if len(again):
-            again = again.assign(ms=again["dur_ns"].astype("float64") / 1e6)
     if again.empty:
         return None
-    table = again.groupby(["rank", "step"])["ms"].sum().unstack()
-    wide: Float = table.reindex(index=study.ranks, columns=study.step_numbers).fillna(0.0).to_numpy(np.float64)
-    return wide
+    rows = RankRows(again)
+    ms = rows.real("ms") if study.on_gpu else rows.whole("dur_ns") / 1e6
+    return np.nan_to_num(study.by_step(rows, ms, np.arange(len(rows))))
 
 
 def _phases(study: Study, name: str) -> pd.DataFrame:

@@ -184,7 +184,7 @@ def _gradients(study: Study, domain: Domain) -> _Cut:
     links, in_all = domain.links(), 0
     groups: dict[Reduced, _Group] = {}
     for group in domain.groups:
-        table = domain.table[domain.table["group"] == group]
+        table = domain.of_group(group)
         in_all += round(len(table) / table["step"].nunique())
         groups |= _several_backwards(study, group, links[group]) or {
             (group, None): _group(study, group, table, links[group])

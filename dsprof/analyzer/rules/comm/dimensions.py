@@ -11,6 +11,7 @@ import pandas as pd
 
 from ...align.groups import TENSOR_PARALLEL, Dimension
 from ...align.match import SEND_RECV
+from ...arrays import places
 from ...columns import RankRows
 from ...finding import Where
 from ...graph.link import Link, fit_link
@@ -68,9 +69,11 @@ class Domain:
 
     def links(self) -> dict[str, Link]:
         """Each group's link, fitted to its own collectives of the table."""
-        columns = self.table[["bytes", "transfer_ns"]]
-        tables = {group: columns.take(np.flatnonzero(self.rows.are("group", group))) for group in self.groups}
-        return {group: fit_link(table, on_device=self.on_device) for group, table in tables.items()}
+        return {group: fit_link(self.of_group(group), on_device=self.on_device) for group in self.groups}
+
+    def of_group(self, group: str) -> pd.DataFrame:
+        """The collectives of one of the groups."""
+        return self.table.take(np.flatnonzero(self.rows.are("group", group)))
 
     def a_step(self, study: Study) -> float:
         """How many collectives each rank takes part in a step, mean over the ranks that do in any."""
@@ -138,7 +141,7 @@ def _waited(study: Study) -> pd.DataFrame:
     # A number that was used again has several rows: what waits for it counts for each.
     begin, end = (np.searchsorted(theirs[known], key, side) for side in ("left", "right"))
     times = end - begin
-    row = known[np.repeat(end - np.cumsum(times), times) + np.arange(times.sum())]
+    row = known[places(begin, times)]
     kinds, kind = np.unique(group[row] * (len(purposes) + 1) + purpose[row], return_inverse=True)
     at, of = np.divmod(kinds, len(purposes) + 1)
     ms = np.bincount(kind, np.repeat(exposed, times), len(kinds)) / max(len(study.step_numbers) * len(study.ranks), 1)

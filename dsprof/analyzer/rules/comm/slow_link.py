@@ -263,11 +263,13 @@ def _by_hosts(study: Study, links: list[SlowLink]) -> list[SlowLink]:
     dimension that are on these are: they have the link in common, and to mend it for one of them saves nothing as long
     as the others hold the step up."""
     hosts = {link.group: frozenset(hosts_of(study, link.ranks)) for link in links}
+    on_hosts = {id(link.domain): link.domain for link in links}
+    groups_on = {key: _on_hosts(study, domain) for key, domain in on_hosts.items()}
     slow = {(link.group, _when(link)) for link in links}
     found: dict[object, list[SlowLink]] = {}
     for link in links:
         mine, when = hosts[link.group], _when(link)
-        groups = _on_hosts(study, link.domain).get(mine, ()) if mine else ()
+        groups = groups_on[id(link.domain)].get(mine, ()) if mine else ()
         elsewhere = len(groups) < len(link.domain.groups)
         alike = elsewhere and all((group, when) in slow for group in groups)
         found.setdefault((mine, when) if alike else link.group, []).append(link)

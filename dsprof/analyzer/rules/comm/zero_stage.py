@@ -160,6 +160,6 @@ def with_overlap(study: Study, value: Any) -> Effect:
 def _links_of_gradients(reducing: list[Domain]) -> dict[str, Any]:
     """Of buckets that stay as large as they are."""
     return {
-        group: same_sizes(link, domain.table[domain.table["group"].astype(str) == group])
+        group: same_sizes(link, domain.of_group(group))
         for domain in reducing for group, link in domain.links().items()
     }  # fmt: skip

@@ -65,13 +65,11 @@ def training_loader(study: Study) -> Fact | None:
     loading = loading_rows(study)
     if loading.empty:
         return None
-    rank, number, step = (loading[name].to_numpy(np.int64) for name in ("rank", "number", "step"))
-    inside = np.isin(step, study.step_numbers)
-    loaders, of = _numbered(rank, number)
-    waited = np.bincount(of, loading["ms"].to_numpy(np.float64) * (inside if inside.any() else 1.0))
-    there = np.bincount(of, inside if inside.any() else None) > 0
-    most = loaders[np.where(there, waited, -1.0).argmax()].tolist()
-    return loader_fact(study, *most)
+    inside = np.flatnonzero(np.isin(loading["step"].to_numpy(np.int64), study.step_numbers))
+    waited = loading.take(inside) if len(inside) else loading
+    loaders, of = _numbered(waited["rank"].to_numpy(np.int64), waited["number"].to_numpy(np.int64))
+    rank, number = loaders[np.bincount(of, waited["ms"].to_numpy(np.float64)).argmax()].tolist()
+    return loader_fact(study, rank, number)
 
 
 def loader_fact(study: Study, rank: int, number: int) -> Fact | None:

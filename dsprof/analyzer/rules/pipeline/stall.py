@@ -223,22 +223,23 @@ def _messages(study: Study) -> Communications:
 def by_hosts(study: Study, slow: list[SlowPair]) -> list[tuple[SlowPair, ...]]:
     """The slow pairs, those between the same two hosts together where all between these are slow: they have the link in
     common, and to mend it for one of them saves nothing as long as the others hold the step up."""
-
-    def hosts(pair: Pair) -> tuple[str, str] | None:
-        source, target = (sorted(hosts_of(study, (rank,))) for rank in (pair.source, pair.target))
-        return (source[0], target[0]) if source and target and source != target else None
-
     lanes = {(one.pair.lane, one.pair.source) for one in slow}
     every: dict[tuple[str, str], bool] = {}
     for pair in pairs_of(study):
-        if (between := hosts(pair)) is not None and len(pair.took) >= FEWEST:
+        if (between := _hosts_between(study, pair)) is not None and len(pair.took) >= FEWEST:
             every[between] = every.get(between, True) and (pair.lane, pair.source) in lanes
     found: dict[object, list[SlowPair]] = {}
     for one in slow:
-        between = hosts(one.pair)
+        between = _hosts_between(study, one.pair)
         together = between is not None and every[between]
         found.setdefault(frozenset(between or ()) if together else id(one), []).append(one)
     return [tuple(each) if len(each) < 2 else _beside_others(study, each) for each in found.values()]
+
+
+def _hosts_between(study: Study, pair: Pair) -> tuple[str, str] | None:
+    """The hosts of a pair's source and target; None where they are on one, or it is not known."""
+    source, target = (next(iter(hosts_of(study, (rank,))), "") for rank in (pair.source, pair.target))
+    return (source, target) if source and target and source != target else None
 
 
 def _beside_others(study: Study, alike: list[SlowPair]) -> tuple[SlowPair, ...]:
@@ -254,9 +255,8 @@ def _beside_others(study: Study, alike: list[SlowPair]) -> tuple[SlowPair, ...]:
 def _slow(study: Study, alike: tuple[SlowPair, ...]) -> Candidate:
     """Pairs over one link; the worst is the first."""
     slow, pair = alike[0], alike[0].pair
-    spent, usual = (sum(of * one.pair.count for one, of in zip(alike, each, strict=True)) for each in (
-        [one.pair.typical_ms for one in alike], [one.usual_ms for one in alike],
-    ))  # fmt: skip
+    spent = sum(one.pair.typical_ms * one.pair.count for one in alike)
+    usual = sum(one.usual_ms * one.pair.count for one in alike)
     times = spent / max(usual, 1e-3)
     lanes = tuple(dict.fromkeys(one.pair.lane for one in alike))
     change = ScaleLink(latency=1 / times, bandwidth=times, of=Communications(groups=lanes))
@@ -333,13 +333,13 @@ def _where(study: Study, pair: Pair, *others: Pair) -> Where:
 
 
 def _network(study: Study, pair: Pair, gain: Gain) -> Fix:
-    hosts = [sorted(hosts_of(study, (rank,))) for rank in (pair.source, pair.target)]
+    between = _hosts_between(study, pair)
     whom = f"rank {pair.source} to rank {pair.target}"
     backend = str(study.run.group(pair.lane.partition(" ")[0]).get("backend") or "")
-    if hosts[0] != hosts[1]:
+    if between is not None:
         name = "NCCL_SOCKET_IFNAME, NCCL_IB_HCA" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
         title = (
-            f"the network from {' '.join(hosts[0])} to {' '.join(hosts[1])}: which interface it goes over ({name}), "
+            f"the network from {between[0]} to {between[1]}: which interface it goes over ({name}), "
             "its speed, lost packets; or place neighbouring stages on one host"
         )
     elif "nccl" in backend:
