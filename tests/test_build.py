@@ -9,9 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from dsprof.analyzer.align.broadcast_tree import tree_arrivals
 from dsprof.analyzer.align.match import Matches, match_collectives
 from dsprof.analyzer.align.steps import completed_steps
 from dsprof.analyzer.budget.step_budget import label_time, step_budget
+from dsprof.analyzer.columns import RankRows
 from dsprof.analyzer.graph.build_graph import build_graph
 from dsprof.analyzer.graph.find_chains import find_chains
 from dsprof.analyzer.graph.replay import replay
@@ -21,6 +23,7 @@ from dsprof.analyzer.whatif import apply
 from dsprof.analyzer.whatif.communications import ScaleLink
 from dsprof.analyzer.whatif.select import Communications
 from dsprof.analyzer.whatif.work import Change, LessWork, ScaleWork
+from dsprof.run import RunInfo
 from dsprof.schema import COLUMNS
 
 MS = 1_000_000
@@ -47,15 +50,15 @@ def table_of(rows: Sequence[Row]) -> pd.DataFrame:
     return pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(COLUMNS)
 
 
-def graph_of_rows(rows: Sequence[Row], judged_from: int = 0) -> StepGraph:
+def graph_of_rows(rows: Sequence[Row], judged_from: int = 0, run: RunInfo | None = None) -> StepGraph:
     table = table_of(rows)
-    collectives = match_collectives(table)
+    collectives = match_collectives(table, run)
+    matches = Matches(collectives, tree_arrivals(RankRows(table), collectives, run))
     by_rank = {int(rank): mine for rank, mine in table.groupby("rank")}
-    times = {rank: label_time(mine, collectives, rank) for rank, mine in by_rank.items()}
+    times = {rank: label_time(mine, collectives, rank, run, None, matches) for rank, mine in by_rank.items()}
     steps = step_budget(times, completed_steps(table))
-    matches = Matches(collectives)
-    chains = {rank: find_chains(times[rank], mine, collectives, matches) for rank, mine in by_rank.items()}
-    graph = build_graph(chains, collectives, steps.assign(ordinary=steps["step"] >= judged_from))
+    chains = {rank: find_chains(times[rank], mine, collectives, matches, run) for rank, mine in by_rank.items()}
+    graph = build_graph(chains, collectives, steps.assign(ordinary=steps["step"] >= judged_from), run)
     assert graph is not None
     return graph
 

@@ -14,15 +14,24 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 STEPS = 30
 
 
-def job(kind: str, first: str | None = None, *args: object, ranks: int = 4, checks: tuple[Check, ...] = ()) -> Job:
+def job(
+    kind: str,
+    first: str | None = None,
+    *args: object,
+    ranks: int = 4,
+    checks: tuple[Check, ...] = (),
+    explained: bool = True,
+) -> Job:
     words = (kind, "--steps", str(STEPS), *map(str, args))
-    return Job("mesh.py", words, ranks, STEPS, first, also=ALSO.get(kind, ()), checks=checks)
+    return Job("mesh.py", words, ranks, STEPS, first, also=ALSO.get(kind, ()), checks=checks, explained=explained)
 
 
 ALSO = {
     # What these cost is true of every such job, and grows on a busy host.
     "tp": ("comm.tensor-parallel",), "sp": ("comm.tensor-parallel",), "fsdp-tp": ("comm.tensor-parallel",),
-    "units-tp": ("comm.tensor-parallel", "comm.exposed"),
+    "units-tp": ("comm.tensor-parallel", "comm.exposed", "comm.redundant-gather"),
+    # Eight micro-batches for two stages: an eighth of the step is filled and drained.
+    "pp-dp": ("pipeline.bubble",),
 }  # fmt: skip
 
 
@@ -73,6 +82,7 @@ WITH_ONE = {
     "gradients one by one": job(
         "ulysses", "comm.small-messages", "--one-by-one", "--blocks", 12, "--forward-ms", 6,
         checks=(is_present("comm.small-messages", dimension="dp"),),
+        explained=False,  # 24 gradients are divided one by one, between backward and the optimizer
     ),
     "unequal shares of tokens": job(
         "dp-ep", None, "--skew", 0.5, checks=(refuses("data.imbalance", "unequal shares of tokens"),)

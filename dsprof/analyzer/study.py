@@ -21,6 +21,7 @@ from dsprof.trace import Trace
 from dsprof.trace.map_ranks import Observer
 
 from .align.aligned import Aligned, align
+from .align.broadcast_tree import tree_arrivals
 from .align.communicated import Communicated, summarize_arrivals
 from .align.groups import Mesh
 from .align.match import Matches, match_collectives
@@ -332,9 +333,9 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     aligned, arrivals = align(trace, executor, observer)
     collectives = match_collectives(arrivals, run)
     communicated = summarize_arrivals(arrivals, run, aligned.topology)
+    matches = Matches(collectives, tree_arrivals(arrivals, collectives, run))
     del arrivals
     give_back()
-    matches = Matches(collectives)
 
     # Second pass. Each rank by itself: what it did when it was not training, and where its training thread's time went.
     measured, tables = summarize_ranks(aligned.trace, collectives, matches, executor, observer)

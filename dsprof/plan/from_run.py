@@ -220,7 +220,7 @@ def _base(study: Study) -> _Base:
 
 
 def _transfer_ms(domain: Domain) -> float:
-    return float(np.nansum(domain.table["transfer_ns"].to_numpy(np.float64))) / 1e6 / max(len(domain.groups), 1)
+    return float(np.nansum(domain.table["alone_ns"].to_numpy(np.float64))) / 1e6 / max(len(domain.groups), 1)
 
 
 def _ring_bytes(domain: Domain) -> float:

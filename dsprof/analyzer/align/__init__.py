@@ -8,6 +8,8 @@ steps        steps under numbers that mean the same on all ranks
 groups       process groups by their ranks, and the dimensions of the mesh that like ones form
 topology     which ranks are stages of a pipeline
 match        the same collective or message on all ranks
+broadcast_tree  who waits for whom where a broadcast is handed on along a tree
+link_shares  which share of a link each of the transfers has that are under way at once
 participants who takes part in each, in order of arrival
 senders      which senders go on before what they sent is there
 numbering    communications that came without a number

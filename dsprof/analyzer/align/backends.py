@@ -24,6 +24,7 @@ class Backend:
     synchronizing: collectives no rank can leave before the last one has arrived.
     root_sends: nobody gets anything before the root has come, which waits for all: a send waits for its receive.
     root_receives: the root waits for everybody; nobody else for anyone.
+    along_tree: the root's data is handed on from rank to rank (`broadcast_tree`).
     scatters_whole: a reduce-scatter moves at least as many bytes as an all-reduce of the same tensor.
     """
 
@@ -32,13 +33,23 @@ class Backend:
     synchronizing: frozenset[str] = frozenset(SYNCHRONIZING)
     root_sends: frozenset[str] = frozenset({"broadcast", "scatter"})
     root_receives: frozenset[str] = frozenset({"reduce", "gather"})
+    along_tree: frozenset[str] = frozenset()
     scatters_whole: bool = False
 
 
 BACKENDS: Final = {
     # ProcessGroupGloo: two threads a group; unbound buffers. For a tensor of 2.1 MB a rank put on the wire, in a
-    # reduce-scatter and in an all-reduce: 2.1 and 2.1 MB of two ranks, 6.4 and 2.9 MB of four.
-    "gloo": Backend(workers=2, messages_queue=False, scatters_whole=True),
+    # reduce-scatter and in an all-reduce: 2.1 and 2.1 MB of two ranks, 6.4 and 2.9 MB of four. A reduce is one of those
+    # with a gather behind it; of a gather each send waits for the root to receive it.
+    "gloo": Backend(
+        workers=2,
+        messages_queue=False,
+        synchronizing=frozenset({*SYNCHRONIZING, "reduce"}),
+        root_sends=frozenset({"scatter", "gather"}),
+        root_receives=frozenset(),
+        along_tree=frozenset({"broadcast"}),
+        scatters_whole=True,
+    ),
     "nccl": Backend(workers=1, messages_queue=False),  # a stream a communicator; batched messages share a kernel
     "stream": Backend(workers=1, messages_queue=True),  # a device's stream, or a lane of dsprof's engine
     "kernels": Backend(workers=None, messages_queue=False),  # a device's kernels, whose own beginning was traced

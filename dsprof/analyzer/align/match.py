@@ -16,12 +16,14 @@ from dsprof.run import RunInfo
 from ..arrays import Bool, Int
 from ..columns import RankRows, Words, as_rows, codes_of
 from .backends import by_backend
+from .broadcast_tree import TreeArrivals, members_of
+from .link_shares import link_shares
 from .participants import NOT_ENDED, NOT_TOLD, in_order
 from .senders import handed_over, taken_without_receiver
 
 COLLECTIVE_COLUMNS: Final = (
     "group", "seq", "name", "purpose", "step", "bytes", "ranks", "first_ns", "last_ns", "late_rank", "end_ns",
-    "transfer_ns", "needs", "root_rank", "root_ns",
+    "transfer_ns", "alone_ns", "needs", "root_rank", "root_ns",
 )  # fmt: skip
 
 PAIRED: Final = ("rank", "name", "group", "seq", "peer", "tag")
@@ -38,7 +40,7 @@ SENDER_GOES_ON: Final = ("handed", "eager")
 BOTH_SIDES: Final = ("all", *SENDER_GOES_ON)
 """What `needs` says where nothing arrives anywhere before all have come."""
 
-NEEDS: Final = ("all", "root", "to-root", "none")
+NEEDS: Final = ("all", "tree", "root", "to-root", "none")
 """What `needs` says of a collective."""
 
 NEVER: Final = np.iinfo(np.int64).max
@@ -52,11 +54,14 @@ def match_collectives(rows: pd.DataFrame | RankRows, run: RunInfo | None = None)
     A rank arrives when its chain that runs the communication is ready for it (`arrival_ns`). Where that is not told of
     every rank that takes part, the issue stands for it: true starts on gloo are bounds. `ranks` is how many captured
     ranks issued it.
-    `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known.
-    `needs` says whose arrival a participant depends on: `all`, `root` (the root on all, the others on it), `to-root`
-    (the root on all), `handed` (all on all, but the root, which sends, goes on once it has handed the message over),
-    `eager` (all on the root, which sends, and goes on once a copy was taken: `transfer_ns` then runs from its arrival),
-    `none` (unknown); `root_rank` and `root_ns` are the root's global rank and arrival (-1: unknown or none).
+    `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known. Where a
+    group has several workers, those under way at once share its link: `alone_ns` is each one's part of the time
+    (`link_shares`).
+    `needs` says whose arrival a participant depends on: `all`, `tree` (as `broadcast_tree` has it), `root` (the root
+    on all, the others on it), `to-root` (the root on all), `handed` (all on all, but the root, which sends, goes on
+    once it has handed the message over), `eager` (all on the root, which sends, and goes on once a copy was taken:
+    `transfer_ns` then runs from its arrival), `none` (unknown); `root_rank` and `root_ns` are the root's global rank
+    and arrival (-1: unknown or none).
     `run` has the members of the groups; without it only groups whose ranks are the global ones are understood.
     """
     rows = as_rows(rows)
@@ -120,6 +125,7 @@ def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
     )
     matched = matched[matched["end_ns"] != NOT_ENDED].reset_index(drop=True)
     known = (matched["root_ns"] >= 0).to_numpy(bool)
+    in_tree = _in_tree(matched, run)
     words = np.array(NEEDS, object)  # and not a string of its own for each
     needs = np.full(len(matched), len(NEEDS) - 1)
     for backend, mine in by_backend(matched["group"].to_numpy(object), run):
@@ -127,15 +133,23 @@ def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
         needs[mine] = np.select(
             [
                 name.isin(backend.synchronizing),
-                name.isin(backend.root_sends) & known[mine],
+                name.isin(backend.along_tree) & known[mine] & in_tree[mine],
+                name.isin(backend.root_sends | backend.along_tree) & known[mine],
                 name.isin(backend.root_receives) & known[mine],
             ],
             range(len(NEEDS) - 1),
             len(NEEDS) - 1,
         )
     matched["needs"] = words[needs]
-    matched["transfer_ns"] = _transfer(matched, run)
+    matched["transfer_ns"], matched["alone_ns"] = _transfer(matched, run)
     return matched
+
+
+def _in_tree(matched: pd.DataFrame, run: RunInfo | None) -> Bool:
+    """Which of the collectives are of a group that is large enough for a tree, with a root among its members."""
+    members = {str(group): members_of(str(group), run) for group in matched["group"].unique()}
+    pairs = zip(matched["group"].tolist(), matched["root_rank"].tolist(), strict=True)
+    return np.array([root in members[str(group)] for group, root in pairs], bool)
 
 
 def global_ranks(group: pd.Series[str], rank: pd.Series[int], run: RunInfo | None) -> pd.Series[int]:
@@ -238,20 +252,29 @@ def _messages(comm: pd.DataFrame, rows: pd.DataFrame, run: RunInfo | None) -> pd
     waited_for = since_sent.where(matched["told_ns"] != NEVER).groupby(matched["group"]).transform("median")
     sent = since_sent.where(matched["told_ns"] != NEVER, np.minimum(since_sent, waited_for.fillna(0)))
     transfer = took.where(~eager, sent).astype(np.int64)
-    return matched.assign(name=SEND_RECV, root_ns=matched["root_ns"].where(eager, -1), transfer_ns=transfer)
+    root = matched["root_ns"].where(eager, -1)
+    return matched.assign(name=SEND_RECV, root_ns=root, transfer_ns=transfer, alone_ns=transfer)
 
 
-def _transfer(matched: pd.DataFrame, run: RunInfo | None) -> Int:
-    """Time each collective took once all were there and its group had a worker free: first issued, first served.
-    `matched` is in order of group and number."""
+def _transfer(matched: pd.DataFrame, run: RunInfo | None) -> tuple[Int, Int]:
+    """Time each collective took once all were there and its group had a worker free, first issued, first served; and
+    its part of that where others of the group were under way. `matched` is in order of group and number."""
     last, end = matched["last_ns"].to_numpy(np.int64), matched["end_ns"].to_numpy(np.int64)
     groups = matched["group"].to_numpy(object)
     group, _ = pd.factorize(groups)
     taken: Int = np.maximum(end - last, 0)
+    alone: Int = taken.copy()
     for backend, mine in by_backend(groups, run):
-        if backend.workers is not None:
-            _serve(taken, last, end, group, np.flatnonzero(mine), backend.workers)
-    return taken
+        if backend.workers is None:
+            continue
+        place = np.flatnonzero(mine)
+        _serve(taken, last, end, group, place, backend.workers)
+        if backend.workers > 1:
+            took = taken[place]
+            alone[place] = np.round(took * link_shares(group[place], end[place] - took, end[place]))
+        else:
+            alone[place] = taken[place]
+    return taken, alone
 
 
 def _serve(taken: Int, last: Int, end: Int, group: Int, mine: Int, workers: int) -> None:
@@ -274,7 +297,8 @@ def _serve(taken: Int, last: Int, end: Int, group: Int, mine: Int, workers: int)
 class Matches:
     """Finds what rows communicate or wait for in the matched table, by group and number."""
 
-    def __init__(self, collectives: pd.DataFrame) -> None:
+    def __init__(self, collectives: pd.DataFrame, trees: TreeArrivals | None = None) -> None:
+        self._trees = trees
         codes, names = codes_of(collectives["group"])
         self._code = {name: code for code, name in enumerate(names.tolist())}
         key = (codes << 32) | collectives["seq"].to_numpy(np.int64)
@@ -284,6 +308,7 @@ class Matches:
         """Whether each is there once, as it should be: else none can be told from the other."""
         needs = collectives["needs"].to_numpy(object)
         self._everyone = np.isin(needs, BOTH_SIDES)
+        self._tree = needs == "tree"
         self._rooted, self._of_root = np.isin(needs, ["root", "to-root"]), needs == "root"
         self._root, self._last, self._first = (
             collectives[name].to_numpy(np.int64) for name in ("root_rank", "last_ns", "root_ns")
@@ -316,4 +341,7 @@ class Matches:
         everyone = self._everyone[row] | (self._rooted[row] & (rank == root))
         of_root = self._of_root[row] & (rank != root)
         result: Int = np.where(everyone, self._last[row], np.where(of_root, self._first[row], -1))
+        along = self._tree[row]
+        if self._trees is not None and along.any():
+            result[along] = self._trees.of(row[along], rank[along])
         return result

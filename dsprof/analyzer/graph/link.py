@@ -49,9 +49,10 @@ def capped(link: Link, size: float, ms_per_byte: float, largest: float) -> Link:
 def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     """Fit by non-negative least squares of relative errors over the median transfer of each size.
 
-    Where all sizes are alike, a small message is counted as latency and a large one as bandwidth. `on_device`: what was
-    measured is what devices took and not what threads did that wanted a core, so a prediction for the same size errs
-    as much as transfers were seen to vary; else that is not known where no two sizes tell.
+    Of transfers that shared the link with others (`alone_ns`, where it is told), a byte counts as many as went over the
+    link meanwhile. Where all sizes are alike, a small message is counted as latency and a large one as bandwidth.
+    `on_device`: what was measured is what devices took and not what threads did that wanted a core, so a prediction for
+    the same size errs as much as transfers were seen to vary; else that is not known where no two sizes tell.
     """
     if collectives.empty:
         return Link(0.0, 0.0, False)
@@ -59,19 +60,20 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     # Octaves rather than sizes: a run with 200 different parameters has too few samples of each.
     octave = np.floor(np.log2(np.maximum(table.bytes, 1)))
     alike = [octave == one for one in np.unique(octave)]
-    size, transfer = (np.array([np.median(of[one]) for one in alike]) for of in (table.bytes, table.ms))
+    columns = table.bytes, table.moved, table.ms
+    size, moved, transfer = (np.array([np.median(of[one]) for one in alike]) for of in columns)
     usable = transfer > 0
-    size, transfer = size[usable], transfer[usable]
+    size, moved, transfer = size[usable], moved[usable], transfer[usable]
     if len(size) == 0:
         return Link(0.0, 0.0, False)
     if size.max() < MIN_SIZE_RATIO * size.min():
         if size.max() < LARGE_BYTES:  # no link is so slow that a small message is all bandwidth
             found = Link(max(float(np.median(transfer - size * LEAST_MS_PER_BYTE)), 0.0), LEAST_MS_PER_BYTE, False)
         else:
-            found = Link(0.0, float(np.median(transfer / size)), False)
+            found = Link(0.0, float(np.median(transfer / moved)), False)
         found = replace(found, largest=float(size.max()))
         return _with_spread(found, table) if on_device else found
-    design = np.stack([1 / transfer, size / transfer], axis=1)
+    design = np.stack([1 / transfer, moved / transfer], axis=1)
     scale = np.abs(design).max(axis=0)
     latency, per_byte = _not_negative(design / scale, np.ones(len(size))) / scale
     if size.max() < LARGE_BYTES:
@@ -99,18 +101,24 @@ def same_sizes(link: Link, collectives: pd.DataFrame) -> Link:
 
 
 class _Transfers(NamedTuple):
-    """Of each collective that moves anything."""
+    """Of each collective that moves anything. moved: bytes of its own, and of others beside it on the link."""
 
     bytes: Float
+    moved: Float
     ms: Float
 
 
 def _transfers(collectives: pd.DataFrame) -> _Transfers:
-    moved, took = collectives["bytes"].to_numpy(np.float64), collectives["transfer_ns"].to_numpy(np.float64)
-    return _Transfers(moved[moved > 0], took[moved > 0] / 1e6)
+    size, took = collectives["bytes"].to_numpy(np.float64), collectives["transfer_ns"].to_numpy(np.float64)
+    moved = size.copy()
+    if "alone_ns" in collectives:
+        alone = collectives["alone_ns"].to_numpy(np.float64)
+        np.divide(size * took, alone, out=moved, where=alone > 0)
+    moves = size > 0
+    return _Transfers(size[moves], moved[moves], took[moves] / 1e6)
 
 
 def _with_spread(link: Link, table: _Transfers) -> Link:
     """With the error that its predictions for these collectives have."""
-    predicted = np.maximum(link.transfer_ms(table.bytes), 1e-9)
+    predicted = np.maximum(link.transfer_ms(table.moved), 1e-9)
     return replace(link, spread=max(float(np.median(np.abs(table.ms / predicted - 1))), LEAST_SPREAD))

@@ -3,7 +3,7 @@ its end depends on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Final
@@ -15,6 +15,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from ..align.backends import backend_of
+from ..align.broadcast_tree import holds_up, members_of
 from ..align.match import BOTH_SIDES, SEND_RECV, SENDER_GOES_ON
 from ..arrays import Float, Int
 from ..budget.lane_tasks import LaneTasks
@@ -23,8 +24,9 @@ from .events import ISSUE, ProgramEvents
 
 EVERYONE, OWN = 0, 1
 """Whose arrival the end of a task depends on, as a rank sees it: on that of all; OWN + i: on that of rank i itself and,
-where a root sends, on the root's. Of a message whose sender goes on once it has handed it over, OWN + i is that moment,
-for which the receiver must have come, too, unless the message is eager."""
+where a root sends, on the root's; along a tree, on those of whom rank i waits for. Of a message whose sender goes on
+once it has handed it over, OWN + i is that moment, for which the receiver must have come, too, unless the message is
+eager."""
 HANDED: Final = "hand_over pipeline"
 """Kind of the task that is: the pipeline's message until its sender goes on."""
 
@@ -36,6 +38,7 @@ class Tasks:
     home: index of the step it belongs to; -1: none of the graph's
     end:  ns, when the first rank saw it end
     owner: index of the rank whose own it is, -1: ranks share it
+    holds_up: of a broadcast along a tree, index of a rank -> of those that its arrival holds up; else None
     """
 
     lane: npt.NDArray[np.object_]
@@ -48,6 +51,7 @@ class Tasks:
     end: Int
     home: Int
     owner: Int
+    holds_up: npt.NDArray[np.object_]
 
     def take(self, chosen: Int) -> Tasks:
         return Tasks(*(getattr(self, field.name)[chosen] for field in fields(self)))
@@ -56,14 +60,14 @@ class Tasks:
         """Which end of a communication a rank waits for: EVERYONE, or OWN + rank."""
         if self.needs[row] in SENDER_GOES_ON:
             return OWN + rank if rank == self.root[row] else EVERYONE
-        if self.needs[row] == "all" or (self.root[row] >= 0 and rank == self.root[row]):
+        if self.needs[row] == "all" or (self.needs[row] != "tree" and self.root[row] >= 0 and rank == self.root[row]):
             return EVERYONE
         return OWN + rank
 
     def views(self, row: Int, rank: Int) -> Int:
         """`view` of many at once."""
         from_all, handed = self.needs == "all", np.isin(self.needs, SENDER_GOES_ON)
-        at_root = rank == self.root[row]
+        at_root = (rank == self.root[row]) & (self.needs[row] != "tree")
         everyone = np.where(handed[row], ~at_root, from_all[row] | ((self.root[row] >= 0) & at_root))
         found: Int = np.where(everyone, EVERYONE, OWN + rank)
         return found
@@ -80,6 +84,8 @@ class Tasks:
             if self.needs[row] == "eager" and rank != self.root[row]:
                 return ()
             return EVERYONE, OWN + int(self.root[row])
+        if self.needs[row] == "tree":
+            return tuple(OWN + i for i in self.holds_up[row].get(rank, (rank,)))
         sends = self.needs[row] == "root" and rank == self.root[row]
         return (EVERYONE, *(OWN + i for i in (range(ranks) if sends else (rank,))))
 
@@ -129,6 +135,7 @@ def find_tasks(
         end=end,
         home=home[:shared],
         owner=np.full(shared, -1),
+        holds_up=_holds_up(collectives, place, run),
     )
     if not alone:
         return found
@@ -142,6 +149,21 @@ def find_tasks(
         parts.append(_flows(of_rank.flows, home[first : first + len(of_rank.flows)]))
         first += len(of_rank.flows)
     return Tasks(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(found)))
+
+
+def _holds_up(collectives: pd.DataFrame, place: Mapping[int, int], run: RunInfo | None) -> npt.NDArray[np.object_]:
+    """`Tasks.holds_up` of the matched table. place: rank -> its index; those without one take no part."""
+    found = np.full(len(collectives), None, object)
+    along = collectives[(collectives["needs"] == "tree").to_numpy(bool)]
+    for (group, root), mine in along.groupby(["group", "root_rank"], observed=True).indices.items():
+        of_ranks = holds_up(members_of(str(group), run), int(root))
+        of_index = {
+            place[rank]: tuple(place[other] for other in held if other in place)
+            for rank, held in of_ranks.items() if rank in place
+        }  # fmt: skip
+        for row in along.index[mine].tolist():
+            found[row] = of_index
+    return found
 
 
 def _owner_steps(events: ProgramEvents, count: int) -> Int:
@@ -171,6 +193,7 @@ def _of_rank(own: LaneTasks, owner: int, rank: int, home: Int) -> Tasks:
         end=own.end,
         home=home,
         owner=np.full(count, owner),
+        holds_up=np.full(count, None, object),
     )
 
 
@@ -187,4 +210,5 @@ def _flows(flows: Flows, home: Int) -> Tasks:
         end=flows.end,
         home=home,
         owner=np.full(count, -1),
+        holds_up=np.full(count, None, object),
     )

@@ -14,7 +14,8 @@ import pandas as pd
 from ..arrays import Float, Int
 from ..graph.link import Link, fit_link
 from ..graph.segment_work import copy_work
-from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Task
+from ..graph.shared_link import alone_on_link, link_shares_of
+from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Structure, Task
 from .apply import Refused, Turn, WhatIf, measured
 from .edit import Recut, Restructure, not_woken, with_tasks
 from .select import Communications
@@ -30,6 +31,7 @@ class ScaleLink(WhatIf):
 
     A measured transfer is divided into the two by the line fitted to all of its process group's. Where their sizes are
     too alike for that, only both together can be changed. link: the line that divides them, where the caller knows one.
+    Gradients that were under way at once shared the link, and share the other one (`alone_on_link`).
     steps: numbers of the steps in which the link is another one; None: in all.
     """
 
@@ -56,38 +58,67 @@ class ScaleLink(WhatIf):
         return graph.with_templates(tuple(self._scaled(steps, link_of) for steps in graph.templates))
 
     def _scaled(self, steps: Steps, link_of: Callable[[str], Link]) -> Steps:
-        transfer, wire = steps.transfer.copy(), steps.wire.copy()
-        a_byte = 1 / self.bandwidth
+        chosen = self.of.of(steps.structure)
         when = np.ones(len(steps.numbers), bool) if self.steps is None else np.isin(steps.numbers, [*self.steps])
-        for c in self.of.of(steps.structure).tolist() if when.any() else ():
+        if not len(chosen) or not when.any():
+            return steps
+        alone, sharing = alone_on_link(steps, chosen)
+        transfer, wire = steps.transfer.copy(), steps.wire.copy()
+        latency, a_byte = np.where(when, self.latency, 1.0), np.where(when, 1 / self.bandwidth, 1.0)
+        for c, whole, shares in zip(chosen.tolist(), alone, sharing.tolist(), strict=True):
             task = steps.structure.tasks[c]
             if task.linked:  # its parts are known
-                transfer[c, when] *= self.latency
-                wire[c, when] *= a_byte
-            elif math.isclose(self.latency, a_byte):
-                transfer[c, when] *= a_byte
+                transfer[c] *= latency
+                wire[c] *= a_byte
+                continue
+            fixed = self._whatever_size(task, whole, steps.size[c], link_of)
+            if shares:
+                transfer[c], wire[c] = fixed * latency, (whole - fixed) * a_byte
             else:
-                link = self.link or link_of(task.lane)
-                if not link.fitted and self.link is None:
-                    raise Refused(
-                        self.name,
-                        f"what process group {task.lane} moves is all of one size, so its latency and its bandwidth "
-                        "cannot be told apart; change both alike",
-                    )
-                modelled = np.maximum(link.transfer_ms(steps.size[c, when]), SHORTEST_MS)
-                fixed = transfer[c, when] * link.latency_ms / modelled
-                transfer[c, when] = fixed * self.latency + (transfer[c, when] - fixed) * a_byte
-        return steps.with_costs(transfer=transfer, wire=wire)
+                transfer[c, when] = (fixed * latency + (whole - fixed) * a_byte)[when]
+        return replace(steps, structure=self._linked(steps.structure, chosen[sharing])).with_costs(
+            transfer=transfer, wire=wire
+        )
+
+    def _whatever_size(self, task: Task, whole: Float, size: Float, link_of: Callable[[str], Link]) -> Float:
+        """What of its time, `whole`, a task would take whatever its bytes; nothing, where both parts change alike."""
+        if math.isclose(self.latency, 1 / self.bandwidth):
+            return np.zeros(whole.shape)
+        link = self.link or link_of(task.lane)
+        if not link.fitted and self.link is None:
+            raise Refused(
+                self.name,
+                f"what process group {task.lane} moves is all of one size, so its latency and its bandwidth "
+                "cannot be told apart; change both alike",
+            )
+        return whole * link.latency_ms / np.maximum(link.transfer_ms(size), SHORTEST_MS)
+
+    def _linked(self, structure: Structure, tasks: Int) -> Structure:
+        """The structure whose tasks, these of them, have the link to themselves one after the other."""
+        if not len(tasks):
+            return structure
+        key = structure, tuple(tasks.tolist())
+        if key not in self._with_link:
+            every = list(structure.tasks)
+            for c in key[1]:
+                every[c] = replace(every[c], linked=True)
+            self._with_link[key] = replace(structure, tasks=tuple(every))
+        return self._with_link[key]
+
+    @cached_property
+    def _with_link(self) -> dict[tuple[Structure, tuple[int, ...]], Structure]:
+        return {}
 
 
 def link_of_group(graph: StepGraph, group: str) -> Link:
     """The link of a process group (a task's lane), fitted to what its communications took in the measured steps."""
-    sizes, transfers = [np.empty(0)], [np.empty(0)]
+    found = []
     for steps in graph.templates:
         chosen = Communications(groups=(group,)).of(steps.structure)
-        sizes.append(steps.size[chosen].ravel())
-        transfers.append(steps.transfer[chosen].ravel())
-    return fit_link(pd.DataFrame({"bytes": np.concatenate(sizes), "transfer_ns": np.concatenate(transfers) * 1e6}))
+        alone = steps.transfer[chosen] * link_shares_of(steps, chosen)
+        found.append([of.ravel() for of in (steps.size[chosen], steps.transfer[chosen] * 1e6, alone * 1e6)])
+    size, transfer, alone = (np.concatenate([np.empty(0), *of]) for of in zip(*found, strict=True))
+    return fit_link(pd.DataFrame({"bytes": size, "transfer_ns": transfer, "alone_ns": alone}))
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
     a_rank = len(study.step_numbers) * max(len(study.ranks), 1)
     per_byte = groups.map({group: link.ms_per_byte for group, link in links.items()}).to_numpy(np.float64)
     sizes = table["bytes"].to_numpy(np.float64)
-    taken = float((table["transfer_ns"].to_numpy(np.float64) * ranks).sum()) / 1e6 / a_rank
+    taken = float((table["alone_ns"].to_numpy(np.float64) * ranks).sum()) / 1e6 / a_rank
     wire = float((sizes * per_byte * ranks).sum()) / a_rank
     if wire < BOUND * taken:
         return None  # latency: comm.small-messages

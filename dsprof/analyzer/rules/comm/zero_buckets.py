@@ -103,7 +103,7 @@ def _link(study: Study, table: pd.DataFrame) -> Link:
     gathers = _gathers_of_update(study, table)
     if len(gathers) < FEWEST_GATHERS:
         return link
-    a_byte = float((gathers["transfer_ns"] / gathers["bytes"]).median()) / 1e6
+    a_byte = float((gathers["alone_ns"] / gathers["bytes"]).median()) / 1e6
     return capped(link, size, OF_ALL_GATHER * a_byte, float(gathers["bytes"].max()))
 
 

@@ -1,0 +1,88 @@
+"""Transfers that are under way on one link at once, and what is told of the link from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from graphs import graph_of, steps_of
+from test_match import comm, run_of, table
+
+from dsprof.analyzer.align.link_shares import link_shares
+from dsprof.analyzer.align.match import match_collectives
+from dsprof.analyzer.graph.link import fit_link
+from dsprof.analyzer.graph.replay import replay
+from dsprof.analyzer.graph.step_graph import StepGraph, Task
+from dsprof.analyzer.whatif import apply
+from dsprof.analyzer.whatif.communications import ScaleLink, link_of_group
+from dsprof.analyzer.whatif.select import Communications
+
+MB = 1 << 20
+ONE_MB_A_MS = 1 / MB
+
+
+def test_shares_of_a_link() -> None:
+    """The first is alone for 10, then with the second for 20, which goes on alone for 10; on another link there is one
+    at the same time, and one that takes no time."""
+    shares = link_shares(np.array([0, 0, 1, 1]), np.array([0, 10, 5, 7]), np.array([30, 40, 25, 7]))
+    assert shares.tolist() == [20 / 30, 20 / 30, 1.0, 1.0]
+
+
+def test_three_at_once() -> None:
+    shares = link_shares(np.zeros(3, np.int64), np.array([0.0, 0.0, 0.0]), np.array([9.0, 9.0, 9.0]))
+    assert shares.tolist() == [1 / 3] * 3
+
+
+def test_collectives_of_one_group_share_its_link() -> None:
+    """As they are matched: of two workers' the time that each had the link for itself; NCCL runs one at a time."""
+    rows = table(*(comm(rank, "all_reduce", 10 * seq, 30 + 10 * seq, seq) for rank in (0, 1) for seq in (0, 1)))
+    assert match_collectives(rows, run_of([0, 1]))[["transfer_ns", "alone_ns"]].to_numpy().tolist() == [[30, 20]] * 2
+    run = run_of([0, 1])
+    run.groups["0"]["backend"] = "nccl"
+    assert match_collectives(rows, run)[["transfer_ns", "alone_ns"]].to_numpy().tolist() == [[30, 30], [10, 10]]
+
+
+def test_bytes_take_as_long_as_they_had_the_link_for() -> None:
+    """Two of 4 MB at once, 8 ms each, over a link of 1 MB a ms; and where small ones of 2 ms tell the latency."""
+    alike = pd.DataFrame({"bytes": [4 * MB] * 6, "transfer_ns": [8_000_000] * 6, "alone_ns": [4_000_000] * 6})
+    assert fit_link(alike).ms_per_byte == pytest.approx(ONE_MB_A_MS)
+    assert fit_link(alike.drop(columns="alone_ns")).ms_per_byte == pytest.approx(2 * ONE_MB_A_MS)
+    small = pd.DataFrame({"bytes": [8] * 6, "transfer_ns": [2_000_000] * 6, "alone_ns": [2_000_000] * 6})
+    large = alike.assign(transfer_ns=10_000_000, alone_ns=5_000_000)
+    link = fit_link(pd.concat([small, large], ignore_index=True))
+    assert link.fitted
+    assert link.latency_ms == pytest.approx(2.0, rel=1e-3)
+    assert link.ms_per_byte == pytest.approx(ONE_MB_A_MS, rel=1e-3)
+
+
+def two_reductions(purpose: str = "gradient") -> StepGraph:
+    """A backward of 20 ms issues two reductions of 20 MB, at 10 and at 20 ms. Over a link of 1 MB a ms the first is
+    alone for 10 ms, and with the second one from 20 to 40, which ends at 50."""
+    task = Task("0", f"all_reduce {purpose}", gradient=purpose == "gradient", workers=2)
+    steps = steps_of(["B 10 I0 10 I1 W0,1 5"] * 2, [30.0, 30.0], [task] * 2, sizes=[20.0 * MB] * 2)
+    ended = np.array([[40.0], [50.0]])
+    return graph_of(replace(steps, measured=replace(steps.measured, ended=ended)))
+
+
+def test_half_of_the_bytes_share_the_link_too() -> None:
+    """10 ms each: the first has ended when the second is issued, which ends at 30."""
+    graph = two_reductions()
+    assert replay(graph).durations.tolist() == [55.0]
+    link = link_of_group(graph, "0")
+    assert link.ms_per_byte == pytest.approx(ONE_MB_A_MS)
+    assert replay(apply(graph, [ScaleLink(bandwidth=2.0, link=link)])).durations == pytest.approx([35.0])
+    assert replay(apply(graph, [ScaleLink(latency=0.5, bandwidth=2.0)])).durations == pytest.approx([35.0])
+    assert replay(apply(graph, [ScaleLink(latency=2.0, bandwidth=0.5)])).durations == pytest.approx([95.0])
+
+
+def test_the_same_link_changes_nothing() -> None:
+    graph = two_reductions()
+    assert replay(apply(graph, [ScaleLink(link=link_of_group(graph, "0"))])).durations == pytest.approx([55.0])
+
+
+def test_what_is_waited_for_one_by_one_stays_as_it_was_measured() -> None:
+    """Of parameters it matters when each ends: both take half as long."""
+    faster = ScaleLink(bandwidth=2.0, latency=0.5, of=Communications(purposes=("parameter",)))
+    assert replay(apply(two_reductions("parameter"), [faster])).durations == pytest.approx([40.0])
