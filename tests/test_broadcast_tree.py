@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from test_build import comm, graph_of_rows, row, wait
-from test_match import run_of, table
 from test_match import comm as matched
+from test_match import run_of, table
 
 from dsprof.analyzer.align.broadcast_tree import awaited_by, holds_up, tree_arrivals
 from dsprof.analyzer.align.match import Matches, match_collectives

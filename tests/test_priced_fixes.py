@@ -31,8 +31,7 @@ JOBS: dict[str, tuple[Callable[[], Trace], dict[str, set[str]]]] = {
     "micro-batches that reduce": (lambda: accumulating().trace(), {"comm.redundant-reduce": {"ddp.accumulate"}}),
     "parameters freed": (
         lambda: sharded().trace(),
-        {"comm.redundant-gather": {"fsdp2.reshard_after_forward"},
-         "comm.volume": {"fsdp2.param_dtype", "fsdp2.reduce_dtype"}},
+        {"comm.redundant-gather": {"fsdp2.reshard_after_forward"}},
     ),
     "stage 3 where 2 fits": (
         lambda: of_deepspeed().trace(),

@@ -53,8 +53,8 @@ def test_bytes_take_as_long_as_they_had_the_link_for() -> None:
     large = alike.assign(transfer_ns=10_000_000, alone_ns=5_000_000)
     link = fit_link(pd.concat([small, large], ignore_index=True))
     assert link.fitted
-    assert link.latency_ms == pytest.approx(2.0, rel=1e-3)
-    assert link.ms_per_byte == pytest.approx(ONE_MB_A_MS, rel=1e-3)
+    assert link.latency_ms == pytest.approx(2.0, rel=0.01)
+    assert link.ms_per_byte == pytest.approx(ONE_MB_A_MS, rel=0.01)
 
 
 def two_reductions(purpose: str = "gradient") -> StepGraph:

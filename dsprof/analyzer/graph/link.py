@@ -17,6 +17,8 @@ LARGE_BYTES = 1 << 20
 LEAST_MS_PER_BYTE = 1e-6
 """Where only small messages were seen, bandwidth cannot be told: take 1 GB/s at best."""
 
+TURNS = 4
+"""How often a fit to transfers that share the link tells what part of them bytes take, and is made anew by that."""
 LEAST_SPREAD = 0.1
 """Two sizes fit any line exactly; a prediction for a third is not exact."""
 
@@ -49,31 +51,38 @@ def capped(link: Link, size: float, ms_per_byte: float, largest: float) -> Link:
 def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     """Fit by non-negative least squares of relative errors over the median transfer of each size.
 
-    Of transfers that shared the link with others (`alone_ns`, where it is told), a byte counts as many as went over the
-    link meanwhile. Where all sizes are alike, a small message is counted as latency and a large one as bandwidth.
-    `on_device`: what was measured is what devices took and not what threads did that wanted a core, so a prediction for
-    the same size errs as much as transfers were seen to vary; else that is not known where no two sizes tell.
+    Where all sizes are alike, a small message is counted as latency and a large one as bandwidth. Where transfers
+    shared the link with others (`alone_ns`, if it is told), their bytes would have taken less by themselves, and their
+    latency would not. `on_device`: what was measured is what devices took and not what threads did that wanted a core,
+    so a prediction for the same size errs as much as transfers were seen to vary; else that is not known where no two
+    sizes tell.
     """
     if collectives.empty:
         return Link(0.0, 0.0, False)
-    table = _transfers(collectives)
+    measured = _transfers(collectives)
+    found = _fit(measured, on_device=on_device)
+    for _ in range(TURNS if (measured.alone < measured.ms).any() else 0):
+        found = _fit(_unshared(measured, found), on_device=on_device)
+    return found
+
+
+def _fit(table: _Transfers, *, on_device: bool) -> Link:
     # Octaves rather than sizes: a run with 200 different parameters has too few samples of each.
     octave = np.floor(np.log2(np.maximum(table.bytes, 1)))
     alike = [octave == one for one in np.unique(octave)]
-    columns = table.bytes, table.moved, table.ms
-    size, moved, transfer = (np.array([np.median(of[one]) for one in alike]) for of in columns)
+    size, transfer = (np.array([np.median(of[one]) for one in alike]) for of in (table.bytes, table.ms))
     usable = transfer > 0
-    size, moved, transfer = size[usable], moved[usable], transfer[usable]
+    size, transfer = size[usable], transfer[usable]
     if len(size) == 0:
         return Link(0.0, 0.0, False)
     if size.max() < MIN_SIZE_RATIO * size.min():
         if size.max() < LARGE_BYTES:  # no link is so slow that a small message is all bandwidth
             found = Link(max(float(np.median(transfer - size * LEAST_MS_PER_BYTE)), 0.0), LEAST_MS_PER_BYTE, False)
         else:
-            found = Link(0.0, float(np.median(transfer / moved)), False)
+            found = Link(0.0, float(np.median(transfer / size)), False)
         found = replace(found, largest=float(size.max()))
         return _with_spread(found, table) if on_device else found
-    design = np.stack([1 / transfer, moved / transfer], axis=1)
+    design = np.stack([1 / transfer, size / transfer], axis=1)
     scale = np.abs(design).max(axis=0)
     latency, per_byte = _not_negative(design / scale, np.ones(len(size))) / scale
     if size.max() < LARGE_BYTES:
@@ -97,28 +106,33 @@ def _not_negative(design: Float, wanted: Float) -> Float:
 def same_sizes(link: Link, collectives: pd.DataFrame) -> Link:
     """`link`, of which nothing is asked but what these take, or as many of them at other times: it errs as much as they
     vary, whatever it would miss another size by."""
-    return _with_spread(link, _transfers(collectives))
+    return _with_spread(link, _unshared(_transfers(collectives), link))
 
 
 class _Transfers(NamedTuple):
-    """Of each collective that moves anything. moved: bytes of its own, and of others beside it on the link."""
+    """Of each collective that moves anything. alone: what it would take if bytes were all and nothing else moved."""
 
     bytes: Float
-    moved: Float
     ms: Float
+    alone: Float
 
 
 def _transfers(collectives: pd.DataFrame) -> _Transfers:
     size, took = collectives["bytes"].to_numpy(np.float64), collectives["transfer_ns"].to_numpy(np.float64)
-    moved = size.copy()
-    if "alone_ns" in collectives:
-        alone = collectives["alone_ns"].to_numpy(np.float64)
-        np.divide(size * took, alone, out=moved, where=alone > 0)
+    alone = collectives["alone_ns"].to_numpy(np.float64) if "alone_ns" in collectives else took
     moves = size > 0
-    return _Transfers(size[moves], moved[moves], took[moves] / 1e6)
+    return _Transfers(size[moves], took[moves] / 1e6, alone[moves] / 1e6)
+
+
+def _unshared(table: _Transfers, link: Link) -> _Transfers:
+    """What the transfers would take if each had the link to itself: the part of them that bytes take, as the link has
+    it, is shorter."""
+    of_bytes = table.bytes * link.ms_per_byte * table.ms / np.maximum(table.alone, 1e-9)
+    part = of_bytes / np.maximum(of_bytes + link.latency_ms, 1e-12)
+    return table._replace(ms=table.ms + part * (table.alone - table.ms))
 
 
 def _with_spread(link: Link, table: _Transfers) -> Link:
     """With the error that its predictions for these collectives have."""
-    predicted = np.maximum(link.transfer_ms(table.moved), 1e-9)
+    predicted = np.maximum(link.transfer_ms(table.bytes), 1e-9)
     return replace(link, spread=max(float(np.median(np.abs(table.ms / predicted - 1))), LEAST_SPREAD))

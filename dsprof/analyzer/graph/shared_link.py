@@ -14,14 +14,14 @@ SHARED: Final = 0.95
 """A transfer that had less of its link than this was one of several."""
 
 
-def link_shares_of(steps: Steps, tasks: Int) -> Float:
+def link_shares_of(steps: Steps, tasks: Int, *, gradients: bool = False) -> Float:
     """Which share of the link of its lane each of these tasks had while it was under way, [len(tasks), S]; 1 of those
-    that no what-if left as they were measured, and where a lane runs one at a time."""
+    that a what-if made, and where a lane runs one at a time. gradients: beside others that carry them only."""
     structure, count = steps.structure, len(steps.numbers)
     found: Float = np.ones((len(tasks), count))
     lanes: dict[str, list[int]] = {}
     for c, task in enumerate(structure.tasks):
-        if (task.workers or 1) > 1 and not task.linked:
+        if (task.workers or 1) > 1 and not task.linked and (task.gradient or not gradients):
             lanes.setdefault(task.lane, []).append(c)
     wanted = {structure.tasks[c].lane for c in tasks.tolist()}
     for lane in wanted & lanes.keys():
@@ -38,10 +38,9 @@ def link_shares_of(steps: Steps, tasks: Int) -> Float:
 
 
 def alone_on_link(steps: Steps, tasks: Int) -> tuple[Float, Bool]:
-    """What each of these tasks would take if it had the link of its lane to itself, [len(tasks), S] ms, and which of
-    them had not. Of gradients only, which are waited for together: in which order the others end matters, too, and they
-    are taken as they were measured."""
-    shares = link_shares_of(steps, tasks)
-    gradients = np.array([steps.structure.tasks[c].gradient for c in tasks.tolist()], bool)
-    sharing = gradients & (shares.mean(axis=1) < SHARED)
+    """What each of these tasks would take if gradients had the link of their lane one after the other, [len(tasks), S]
+    ms, and which of them shared it with other gradients. Those are waited for together; of others it matters, too, in
+    which order they end, so they are taken as they were measured."""
+    shares = link_shares_of(steps, tasks, gradients=True)
+    sharing = shares.mean(axis=1) < SHARED
     return steps.transfer[tasks] * np.where(sharing[:, None], shares, 1.0), sharing
