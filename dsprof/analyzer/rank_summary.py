@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
 import pandas as pd
 
 from dsprof.run import RunInfo
-from dsprof.trace import Trace, concat_rows
+from dsprof.trace import Trace
+from dsprof.trace.load import Columns, concat_arrays, concat_columns
 from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
 from dsprof.trace.packing import ByRank
@@ -30,6 +32,8 @@ from .work.layer_costs import NEEDED, staged_rows
 from .work.mfu import RankWork, sum_work
 from .work.module_times import sum_modules
 from .work.passes import PASS_COLUMNS, find_passes
+
+Rows = TypeVar("Rows")
 
 
 @dataclass(frozen=True)
@@ -71,37 +75,57 @@ class MeasuredRank:
 
 
 @dataclass(frozen=True)
-class RankTables:
+class RankTables(Generic[Rows]):
     """What is measured of ranks in rows, of all of them one behind the other, in order of rank: a table of its own for
-    each rank of thousands would take many times the room of what is in it.
+    each rank of thousands would take many times the room of what is in it. Until all ranks are there, what is taken
+    from their rows as it stands is columns, and no table.
 
     activity: their steps, phases, actions, gauges and pauses (`budget.activity.ACTIVITY`)
     replicating: what they communicated to stay replicas of each other (`budget.activity.REPLICATING`)
-    recorded: how much was recorded in each step (`capture_overhead.RECORDED`)
     staged:   of a pipeline, their layers and actions (`layer_costs.NEEDED`)
+    recorded: how much was recorded in each step (`capture_overhead.RECORDED`)
     passes:   their forwards and backwards (`passes.PASS_COLUMNS`)
     memory:   what they had after each step (`use_by_step.COLUMNS`)
     """
 
-    activity: pd.DataFrame
-    replicating: pd.DataFrame
+    activity: Rows
+    replicating: Rows
+    staged: Rows
     recorded: pd.DataFrame
-    staged: pd.DataFrame
     passes: pd.DataFrame
     memory: pd.DataFrame
 
-    @staticmethod
-    def joined(parts: Sequence[RankTables]) -> RankTables:
-        """Those of some ranks, and of those after them; without any, no rows."""
-        held = [part.memory for part in parts if len(part.memory)]
-        return RankTables(
-            activity=concat_rows([part.activity for part in parts], ACTIVITY),
-            replicating=concat_rows([part.replicating for part in parts], REPLICATING),
-            recorded=_concat([part.recorded for part in parts], RECORDED),
-            staged=concat_rows([part.staged for part in parts], NEEDED),
-            passes=_concat([part.passes for part in parts], PASS_COLUMNS),
-            memory=pd.concat(held, ignore_index=True) if held else nothing(),
-        )
+
+PartTables: TypeAlias = "RankTables[Columns]"
+
+
+def join_parts(parts: Sequence[PartTables]) -> PartTables:
+    """Those of some ranks, and of those after them; of at least one part."""
+    return RankTables(
+        activity=concat_columns([part.activity for part in parts]),
+        replicating=concat_columns([part.replicating for part in parts]),
+        staged=concat_columns([part.staged for part in parts]),
+        recorded=_concat([part.recorded for part in parts], RECORDED),
+        passes=_concat([part.passes for part in parts], PASS_COLUMNS),
+        memory=_memory([part.memory for part in parts]),
+    )
+
+
+def join_tables(parts: Sequence[PartTables]) -> RankTables[pd.DataFrame]:
+    """The tables of all ranks; without any, no rows."""
+    return RankTables(
+        activity=concat_arrays([part.activity for part in parts], ACTIVITY),
+        replicating=concat_arrays([part.replicating for part in parts], REPLICATING),
+        staged=concat_arrays([part.staged for part in parts], NEEDED),
+        recorded=_concat([part.recorded for part in parts], RECORDED),
+        passes=_concat([part.passes for part in parts], PASS_COLUMNS),
+        memory=_memory([part.memory for part in parts]),
+    )
+
+
+def _memory(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    held = [table for table in tables if len(table)]
+    return pd.concat(held, ignore_index=True) if held else nothing()
 
 
 def _concat(tables: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
@@ -112,13 +136,13 @@ def _concat(tables: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFr
 class MeasuredRanks:
     """What is measured of some ranks, by rank.
 
-    tables:   of all of them that have rows
+    tables:   of all of them that have rows; None: none has
     ranks:    each of those
     warnings: that reading gave
     failed:   rank -> why it could not be analyzed
     """
 
-    tables: RankTables
+    tables: PartTables | None
     ranks: ByRank[MeasuredRank]
     warnings: tuple[str, ...]
     failed: Mapping[int, str]
@@ -141,13 +165,13 @@ class SummarizeRanks:
         found = {rank: result for rank, result in every.found.items() if result is not None}
         tables = [of_rank for of_rank, _ in found.values()]
         return MeasuredRanks(
-            tables=tables[0] if len(tables) == 1 else RankTables.joined(tables),  # joined with those of others later
+            tables=None if not tables else tables[0] if len(tables) == 1 else join_parts(tables),
             ranks=ByRank((rank, measured) for rank, (_, measured) in found.items()),
             warnings=tuple(run.warnings[known:]),
             failed=every.failed,
         )
 
-    def _of_rank(self, rank: int) -> tuple[RankTables, MeasuredRank] | None:
+    def _of_rank(self, rank: int) -> tuple[PartTables, MeasuredRank] | None:
         """Nothing without rows."""
         rows = RankRows(self.trace.read(rank))
         if not len(rows):
@@ -162,7 +186,7 @@ def summarize_ranks(
     matches: Matches,
     executor: Executor | None = None,
     observer: Observer | None = None,
-) -> tuple[dict[int, MeasuredRank], RankTables]:
+) -> tuple[dict[int, MeasuredRank], RankTables[pd.DataFrame]]:
     """What is measured of each rank that has rows, and of all of them. One that fails is left out, and `trace.run`
     warns of it."""
     told = Trace(trace.run, trace.source)  # what allocators held is not asked here, and need not travel
@@ -176,14 +200,14 @@ def summarize_ranks(
         for rank, why in part.failed.items():
             warn(trace.run, f"rank {rank}: it could not be analyzed and is left out ({why})")
     measured = {rank: one for part in parts for rank, one in part.ranks.items()}
-    tables = [part.tables for part in parts if part.ranks]
+    tables = [part.tables for part in parts if part.tables is not None]
     del parts
-    return measured, RankTables.joined(tables)
+    return measured, join_tables(tables)
 
 
 def _summarize(
     rows: RankRows, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo, *, native: bool
-) -> tuple[RankTables, MeasuredRank]:
+) -> tuple[PartTables, MeasuredRank]:
     table = rows.table
     time = label_time(rows, collectives, rank, run, spans_outside_training(rows), matches)
     chains = find_chains(time, rows, collectives, matches, run)
@@ -203,8 +227,8 @@ def _summarize(
     tables = RankTables(
         activity=activity_rows(rows),
         replicating=replicating_rows(rows),
-        recorded=count_records(rows),
         staged=staged_rows(rows),
+        recorded=count_records(rows),
         passes=find_passes(rows, time),
         memory=sum_memory(table, rank),
     )

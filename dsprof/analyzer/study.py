@@ -77,7 +77,7 @@ class Study:
     aligned: Aligned
     communicated: Communicated
     summaries: Mapping[int, RankSummary]
-    tables: RankTables
+    tables: RankTables[pd.DataFrame]
     steps: pd.DataFrame
     step_time: StepTime | None
     irregular: Irregular

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -21,6 +21,9 @@ from .memory import Memory, StoredMemory
 from .merge import bring_up_to_date, derive_anew, parquet_files, warn
 
 EVERY_COLUMN: Final = tuple(COLUMNS)
+Columns: TypeAlias = Mapping[str, Any]
+"""A table that nobody has looked at yet: name -> array of pandas. Making a DataFrame of each rank's takes longer than
+what is in it."""
 
 
 class Source(Protocol):
@@ -79,12 +82,14 @@ def concat_rows(tables: Sequence[pd.DataFrame], columns: Sequence[str] = EVERY_C
     return concat_arrays(arrays, columns)
 
 
-def concat_arrays(tables: Sequence[Mapping[str, Any]], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
-    """The same of columns that are arrays of pandas."""
-    if not tables:
-        return _nothing(columns)
-    found = {name: _concat([table[name] for table in tables], COLUMNS[name]) for name in tables[0]}
-    return pd.DataFrame(found, copy=False)
+def concat_arrays(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+    """The same of tables that are columns yet."""
+    return pd.DataFrame(dict(concat_columns(tables)), copy=False) if tables else _nothing(columns)
+
+
+def concat_columns(tables: Sequence[Columns]) -> Columns:
+    """The same, which becomes no table yet; of at least one."""
+    return {name: _concat([table[name] for table in tables], COLUMNS[name]) for name in tables[0]}
 
 
 def _concat(parts: Sequence[Any], dtype: str) -> Any:

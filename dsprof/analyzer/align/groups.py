@@ -238,8 +238,11 @@ def _said(description: str) -> str:
 
 
 def _different(*columns: Int) -> list[list[int]]:
-    """The different rows of these columns, in order."""
-    return list(np.unique(np.stack(columns, axis=1), axis=0).tolist())
+    """The different rows of these columns, in order. As one number each: numpy compares rows byte by byte."""
+    low = [int(column.min()) for column in columns]
+    spans = [int(column.max()) - least + 1 for column, least in zip(columns, low, strict=True)]
+    number = np.ravel_multi_index([column - least for column, least in zip(columns, low, strict=True)], spans)
+    return list((np.stack(np.unravel_index(np.unique(number), spans), axis=1) + low).tolist())
 
 
 def _unequal_exchanges(rows: RankRows, exchanges: Int) -> set[str]:

@@ -11,6 +11,7 @@ import pandas as pd
 
 from dsprof.live.tail import SAMPLES
 from dsprof.schema import Kind
+from dsprof.trace.load import Columns
 
 from ..align.participants import NOT_TOLD
 from ..arrays import Int
@@ -41,15 +42,15 @@ class RankActivity:
     issued: tuple[int, int]
 
 
-def activity_rows(rows: RankRows) -> pd.DataFrame:
+def activity_rows(rows: RankRows) -> Columns:
     """ACTIVITY of the steps of a rank, its phases, actions of a pipeline's schedule, gauges and pauses."""
-    return rows.take(ACTIVITY, np.flatnonzero(rows.are("kind", *KINDS)))
+    return rows.take_arrays(ACTIVITY, np.flatnonzero(rows.are("kind", *KINDS)))
 
 
-def replicating_rows(rows: RankRows) -> pd.DataFrame:
+def replicating_rows(rows: RankRows) -> Columns:
     """REPLICATING of what keeps a rank a replica of others: gradients and buffers."""
     issued = rows.are("kind", "comm") & rows.are("purpose", GRADIENT, BUFFER) & rows.known("issue_ns")
-    return rows.take(REPLICATING, np.flatnonzero(issued))
+    return rows.take_arrays(REPLICATING, np.flatnonzero(issued))
 
 
 def find_activity(rows: pd.DataFrame | RankRows) -> RankActivity:

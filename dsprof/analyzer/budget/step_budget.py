@@ -42,6 +42,7 @@ WORK: Final = ("compute", "data", "optimizer", "offload", "pause", "other")
 THREAD_WORK: Final = ("phase", "pipe", "module", "copy", "launch", "pause")
 """Kinds of rows that say that the training thread does something."""
 
+NO_TABLE: Final = pd.DataFrame()
 COPY: Final = "copy"
 BEHIND: Final = ("offload", "data", "optimizer", "compute")
 """What a wait for another lane is labelled with; a pause within it, or a checkpoint, is labelled over that."""
@@ -90,7 +91,7 @@ class RankTime:
 
     def without_waits(self) -> RankTime:
         """All but the table of waits, which is large."""
-        return replace(self, waits=pd.DataFrame())
+        return replace(self, waits=NO_TABLE)
 
     def before(self, when: Int, within: Intervals | None = None) -> dict[str, Int]:
         """Layer -> time of that layer before each moment, ns; `other` not among them. `within`: only that in it."""

@@ -7,7 +7,9 @@ from typing import Final, TypedDict
 import numpy as np
 import pandas as pd
 
-from ..columns import RankRows, as_rows
+from dsprof.trace.load import Columns
+
+from ..columns import RankRows
 
 
 class LayerCost(TypedDict):
@@ -21,10 +23,9 @@ class LayerCost(TypedDict):
 NEEDED: Final = ("step", "kind", "name", "start_ns", "dur_ns", "stage")
 
 
-def staged_rows(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
+def staged_rows(rows: RankRows) -> Columns:
     """What is of a stage: layers and actions, with the columns NEEDED."""
-    rows = as_rows(rows)
-    return rows.take(NEEDED, np.flatnonzero(rows.known("stage") & rows.are("kind", "module", "pipe")))
+    return rows.take_arrays(NEEDED, np.flatnonzero(rows.known("stage") & rows.are("kind", "module", "pipe")))
 
 
 def layer_costs(rows: pd.DataFrame) -> list[LayerCost]:

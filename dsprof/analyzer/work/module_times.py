@@ -40,10 +40,9 @@ def sum_modules(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
     backward_ns is NaN where the module made a part of the graph and was not seen to compute it. flops is NaN where no
     step was counted.
     """
-    empty = pd.DataFrame(columns=list(SUMS), index=pd.Index([], name="module", dtype=object), dtype=float)
     rows = as_rows(rows)
     if not rows.may_hold("kind", lambda kind: kind == "module"):
-        return empty
+        return _nothing()
     step, ended = rows.whole("step"), rows.known("dur_ns")
     chosen = rows.are("kind", "module") & ~rows.are("name", SHARDING)
     again = rows.are("kind", "phase") & rows.are("name", RECOMPUTE)
@@ -55,7 +54,7 @@ def sum_modules(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
     in_forward = _in_forward(there, rows)
     numbers = np.unique(step[there[in_forward]])
     if not len(numbers):
-        return empty
+        return _nothing()
     inside = _among(step[there], numbers)
     calls = _Calls(rows, there[inside], in_forward[inside])
     sums = {
@@ -75,7 +74,12 @@ def sum_modules(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
     sums["flops"] = (
         np.full(len(index), np.nan) if counted is None else counted.reindex(index).fillna(0.0).to_numpy(np.float64)
     )
-    return pd.DataFrame(sums, index=index)[sums["calls"] > 0]
+    called = sums["calls"] > 0
+    return pd.DataFrame({name: of_names[called] for name, of_names in sums.items()}, index=index[called], copy=False)
+
+
+def _nothing() -> pd.DataFrame:
+    return pd.DataFrame(columns=list(SUMS), index=pd.Index([], name="module", dtype=object), dtype=float)
 
 
 class _Calls:

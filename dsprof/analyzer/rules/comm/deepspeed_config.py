@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 def zero_config(study: Study) -> Config | None:
     """The configuration of the engine that trained, with what it does not say filled in; what "auto" became is not
     known. None where no engine did, or where there are several."""
-    from dsprof.engine.config import as_far_as_known  # pydantic takes long to import
-
     contents = configurations(study)
     own = engine_config(study) is not None
     different = [one for place, one in enumerate(contents) if one not in contents[:place]]
     if (not own and zero_stage(study) is None) or len(different) != 1:
         return None
+    from dsprof.engine.config import as_far_as_known  # pydantic takes long to import
+
     return as_far_as_known(different[0])
 
 
