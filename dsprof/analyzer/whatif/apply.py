@@ -82,8 +82,8 @@ def apply(graph: StepGraph, whatifs: Sequence[WhatIf]) -> StepGraph:
     every = tuple(sorted(every, key=lambda one: (one.turn, one.name)))
     changed = origin
     for whatif in every:
-        changed = whatif.change(changed)
-    return replace(changed, origin=origin, applied=every)
+        changed = replace(whatif.change(changed), origin=origin)
+    return replace(changed, applied=every)
 
 
 def clash(whatif: WhatIf, others: Sequence[WhatIf]) -> str | None:

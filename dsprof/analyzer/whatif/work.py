@@ -154,8 +154,9 @@ class LessWork(WhatIf):
         return f"without {self._what}"
 
     def change(self, graph: StepGraph) -> StepGraph:
-        gone = self._of(measured(graph))
-        return graph.with_templates(tuple(of.less(steps) for steps, of in zip(graph.templates, gone, strict=True)))
+        origin = measured(graph)
+        every = zip(graph.templates, origin.templates, self._of(origin), strict=True)
+        return graph.with_templates(tuple(gone.less(steps, of=was.work) for steps, was, gone in every))
 
     def _of(self, origin: StepGraph) -> list[_Gone]:
         """Of each template, what goes."""
@@ -190,14 +191,15 @@ class _Gone:
     work: dict[int, tuple[Int, Float]]
     transfer: Float
 
-    def less(self, steps: Steps) -> Steps:
-        """The steps without it."""
-        work = copy_work(steps.work)
+    def less(self, steps: Steps, *, of: Float) -> Steps:
+        """The steps without it. of: their work as it was measured; any other is a copy that was made for this graph
+        (`apply` begins at the measured one), and of many ranks there is not room for one more."""
+        work = copy_work(of) if steps.work is of else steps.work
         for part in range(work.shape[-1]):
             if (work[..., part] < 0).any():
                 work[..., part] = np.maximum(work[..., part], 0.0)
         for part, (some, gone) in self.work.items():
-            work[some, :, part] = np.maximum(steps.work[some, :, part] - gone, 0.0)
+            work[some, :, part] = np.maximum(work[some, :, part] - gone, 0.0)
         return steps.with_costs(work=work, transfer=np.maximum(steps.transfer - self.transfer, 0.0))
 
 
@@ -238,46 +240,40 @@ def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[
     steps = graph.templates[index]
     structure = steps.structure
     parts = [k for part in change.removed for k in within(part)]
-    found = _Shares({k: np.zeros(stood.shape) for k in parts}, np.zeros(stood.shape))
+    nothing: Float = np.broadcast_to(0.0, stood.shape)  # which takes no room
+    found = _Shares(dict.fromkeys(parts, nothing), nothing)
     columns = graph.columns_of(index)
     chosen = np.flatnonzero(graph.judged[columns])
     judged = (np.cumsum(graph.judged) - 1)[columns[chosen]]
     if not len(chosen):
         return found
     if change.spans is not None:
+        gone = np.zeros(stood.shape)
         for thread in np.unique(change.spans.rank).tolist():
             mine = structure.of_thread(thread)
             work, begin = steps.work[mine][:, chosen], steps.began[mine][:, chosen]
             end = begin + work.sum(axis=-1) - work[..., WAKE_UP_DELAY]
-            share = change.spans.share_between(thread, judged, begin, end)
-            for k in parts:
-                found.work[k][mine, chosen] = share
-        return found
+            gone[mine, chosen] = change.spans.share_between(thread, judged, begin, end)
+        return replace(found, work=dict.fromkeys(parts, gone))
     if change.where_beyond_peers:
         removed = sum((of_part[:, judged] for of_part in change.removed.values()), np.zeros(()))
         waited = stood[:, chosen] if OFFLOAD in change.removed else np.zeros((structure.segments, len(chosen)))
         some = np.asarray(removed).any(axis=1)
         taken = _TakenByThreads(steps, chosen, parts, waited)
+        of_work, of_stood = np.zeros(stood.shape), np.zeros(stood.shape)
         for r in np.flatnonzero(some).tolist():
             group = next(number for number, peer_group in enumerate(peer_groups) if peer_group[r])
             usual = taken.usual(group, structure.programs[r], np.flatnonzero(peer_groups[group] & ~some))
             mine = structure.of_thread(r)
-            of_work, of_stood = _beyond_peers(taken.by(r), usual, removed[r])
-            for k in parts:
-                found.work[k][mine, chosen] = of_work
-            found.stood[mine, chosen] = of_stood
-        return found
+            of_work[mine, chosen], of_stood[mine, chosen] = _beyond_peers(taken.by(r), usual, removed[r])
+        return _Shares(dict.fromkeys(parts, of_work), of_stood)
     for part, of_part in change.removed.items():
-        own = steps.work[:, chosen[:, None], within(part)].sum(axis=-1)
-        if part == OFFLOAD:
-            own = own + stood[:, chosen]
+        own = sum((steps.work[:, chosen, k] for k in within(part)), stood[:, chosen] if part == OFFLOAD else 0.0)
         total = np.zeros((structure.threads, len(chosen)))
         np.add.at(total, structure.thread, own)
-        share = np.minimum(of_part[:, judged] / np.maximum(total, 1e-9), 1.0)[structure.thread]
-        for k in within(part):
-            found.work[k][:, chosen] = share
-        if part == OFFLOAD:
-            found.stood[:, chosen] = share
+        gone = np.zeros(stood.shape)
+        gone[:, chosen] = np.minimum(of_part[:, judged] / np.maximum(total, 1e-9), 1.0)[structure.thread]
+        found = _Shares({**found.work, **dict.fromkeys(within(part), gone)}, gone if part == OFFLOAD else found.stood)
     return found
 
 
