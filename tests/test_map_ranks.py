@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_up_device import DeviceJob
+from pandas.api.extensions import ExtensionArray
 from synthetic import Job
 
 from dsprof.analyzer import analyze
@@ -38,6 +39,8 @@ def assert_equal(one: Any, other: Any, where: str = "study") -> None:
     assert type(one) is type(other), where
     if isinstance(one, pd.DataFrame):
         pd.testing.assert_frame_equal(one, other, check_exact=True, check_column_type=False, obj=where)
+    elif isinstance(one, ExtensionArray):
+        pd.testing.assert_extension_array_equal(one, other, check_exact=True, obj=where)
     elif isinstance(one, np.ndarray):
         assert one.dtype == other.dtype, where
         assert one.shape == other.shape, where

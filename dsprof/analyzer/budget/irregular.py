@@ -53,7 +53,8 @@ APART: Final = 2.0
 steps that just differ there is no such gap."""
 RARE_SHARE: Final = 0.07
 FEWEST_RARE: Final = 2
-"""Stops are rare: what befalls more of the steps is how the job runs."""
+"""Stops are rare: what befalls more of the steps is how the job runs. Beside many short ones a few may be so much
+longer that these are stops all the same."""
 LARGER_INPUT: Final = 1.5
 """A rank that was given so many times its typical input did not stop: it had more to do."""
 
@@ -180,17 +181,18 @@ def _stops(own: Float, typical: float, rows: RankRows, ranks: Int, common: Int) 
         return np.zeros_like(own)
     limit = np.maximum(max(STOP_STEPS * typical, LEAST_STOP_MS), STOP_SPREADS * (upper - middle))
     stops = beyond > limit[:, None]
+    most = int(max(FEWEST_RARE, RARE_SHARE * own.shape[1]))
     for mine, found in zip(beyond, stops, strict=True):
         falling = -np.sort(-mine)
-        gaps = np.flatnonzero((falling[:-1] >= APART * np.maximum(falling[1:], 0)) & found[np.argsort(-mine)][:-1])
+        apart = (falling[:-1] >= APART * np.maximum(falling[1:], 0)) & found[np.argsort(-mine)][:-1]
+        gaps = np.flatnonzero(apart[:most])  # what is above one of them befalls few enough of the steps
         found &= mine >= (falling[gaps[-1]] if len(gaps) else np.inf)
     forward = np.flatnonzero(rows.are("kind", "phase") & rows.are("name", "forward") & rows.known("value"))
     if len(forward) and stops.any():
         table = rows.by_step(rows.real("value"), forward, ranks, common)
         with np.errstate(invalid="ignore"):
             stops &= ~(table > LARGER_INPUT * np.nanmedian(np.where(np.isnan(table), 0.0, table), axis=1)[:, None])
-    often = stops.sum(axis=1) > max(FEWEST_RARE, RARE_SHARE * own.shape[1])
-    return np.where(stops & ~often[:, None], beyond, 0.0)
+    return np.where(stops, beyond, 0.0)
 
 
 def _table(
