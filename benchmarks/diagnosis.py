@@ -50,12 +50,16 @@ SLOWER: Final = 1.05
 TRACEML: Final = "traceml"
 
 
+def command(case: Case) -> str:
+    job = case.job
+    ranks = "" if job.ranks is None else f"--nproc-per-node {job.ranks} "
+    return f"{ranks}{job.script} --steps {job.steps} {' '.join(job.args)}"
+
+
 def run(case: Case) -> dict[str, Any]:
     """What is said of a case, and whether that is right."""
     job = case.job
-    ranks = "" if job.ranks is None else f"--nproc-per-node {job.ranks} "
-    line = f"{ranks}{job.script} --steps {job.steps} {' '.join(job.args)}"
-    told = {"job": line, "framework": case.framework, "true": job.first, "second": case.second}
+    told = {"job": command(case), "framework": case.framework, "true": job.first, "second": case.second}
     with tempfile.TemporaryDirectory() as folder:
         outcome = job.run(Path(folder))
         if outcome.finished.status != 0:
@@ -137,7 +141,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after so many")
-    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name holds this, again")
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name or command holds this, again")
+    parser.add_argument("--note", default="", help="with --only: what was mended since, for the result")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "diagnosis.json")
     args = parser.parse_args()
     kept: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
@@ -145,10 +150,11 @@ def main() -> int:
     end = time.monotonic() + 60 * args.minutes
     drawn = cases(args.seed)
     for name, case in drawn.items():
-        if args.only not in name or (not args.only and name in done) or time.monotonic() > end:
+        if args.only not in f"{name} {command(case)}" or (not args.only and name in done) or time.monotonic() > end:
             continue
         load_before = round(os.getloadavg()[0], 1)
-        done[name] = {**run(case), "load_before": load_before}
+        again = {"mended": args.note, "before": done[name]["verdict"]} if args.note and name in done else {}
+        done[name] = {**run(case), "load_before": load_before, **again}
         told = {
             key: value for key, value in done[name].items() if key not in ("job", "first_fixes", "step_ms", "headline")
         }
