@@ -80,6 +80,15 @@ def test_a_rank_that_is_late_in_every_tenth_step_does_not_stop() -> None:
     assert found.ordinary.all()
 
 
+def test_a_long_stop_is_one_beside_many_short_ones() -> None:
+    """Every fifth step rank 1 takes 250 ms longer, which is how the job runs; in step 33 it stands still for 4 s."""
+    short = {(1, step): 250.0 for step in range(12, 40, 5)}
+    irregular = find_irregular(steps(compute={(1, 33): 4000.0, **short}), NOTHING)
+    assert irregular.table["step"].tolist() == [33]
+    assert irregular.steps[~irregular.ordinary].tolist() == [33]
+    assert find_irregular(steps(compute=short), NOTHING).ordinary.all()
+
+
 def test_steps_of_varying_length_are_ordinary() -> None:
     draw = np.random.default_rng(1)
     lengths = draw.lognormal(0, 0.8, 200) * 50
