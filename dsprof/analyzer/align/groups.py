@@ -20,7 +20,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 
-from ..arrays import Int
+from ..arrays import Int, different_rows
 from ..columns import RankRows, as_rows
 from .match import is_issued
 from .topology import Topology
@@ -198,7 +198,7 @@ def _teams(rows: RankRows, run: RunInfo, topology: Topology) -> list[_Team]:
     columns = group_of, name, purpose, rows.known("peer").astype(np.int64), rows.whole("rank")
     members: dict[str, set[int]] = {}
     purposes: dict[str, set[str]] = {}
-    for of, operation, why, message, rank in _different(*(column[chosen] for column in columns)):
+    for of, operation, why, message, rank in different_rows(*(column[chosen] for column in columns)):
         members.setdefault(group_names[of], set()).add(rank)
         told = _kind(operations[operation], stated[why] if why >= 0 else "", bool(message))
         purposes.setdefault(group_names[of], set()).add(told)
@@ -235,14 +235,6 @@ def _said(description: str) -> str:
     if not description.startswith(OF_MESH) or description.startswith(UNNAMED):
         return ""
     return description.removeprefix(OF_MESH)
-
-
-def _different(*columns: Int) -> list[list[int]]:
-    """The different rows of these columns, in order. As one number each: numpy compares rows byte by byte."""
-    low = [int(column.min()) for column in columns]
-    spans = [int(column.max()) - least + 1 for column, least in zip(columns, low, strict=True)]
-    number = np.ravel_multi_index([column - least for column, least in zip(columns, low, strict=True)], spans)
-    return list((np.stack(np.unravel_index(np.unique(number), spans), axis=1) + low).tolist())
 
 
 def _unequal_exchanges(rows: RankRows, exchanges: Int) -> set[str]:
