@@ -106,10 +106,28 @@ def by_slowest_rank(job: Job, outcome: Outcome) -> dict[str, Any]:
     return {"names": named, "right": named is not None and [named] == place}
 
 
+JUDGED: Final = ("verdict", "code_and_place", "fix", "both", "false_alarm", "healthy")
+
+
+def changed_since(earlier: Mapping[str, Any], now: Mapping[str, Any], note: str) -> dict[str, Any]:
+    """Of a case that was run again: what was first said of it (`before`), if that was judged otherwise, and what was
+    mended since."""
+    first = earlier.get("before") or {name: earlier[name] for name in JUDGED if name in earlier}
+    if first == {name: now[name] for name in JUDGED if name in now}:
+        return {}
+    return {"before": first, "mended": note or earlier.get("mended", "")}
+
+
 # --- all of them ------------------------------------------------------------------------------------
 
 
 def summary(done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) -> dict[str, Any]:
+    """Of each case as it was run last; and beside it what was right when each was first run."""
+    first = counted({name: {**case, **case.get("before", {})} for name, case in done.items()}, drawn)
+    return {**counted(done, drawn), "when_first_run": {name: of for name, of in first.items() if isinstance(of, str)}}
+
+
+def counted(done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) -> dict[str, Any]:
     placed = [case for name, case in done.items() if drawn[name].job.where and "failed" not in case]
     faulty = [case for case in done.values() if case["true"] is not None and "failed" not in case]
     healthy = [case for case in done.values() if case["true"] is None and "failed" not in case]
@@ -153,8 +171,10 @@ def main() -> int:
         if args.only not in f"{name} {command(case)}" or (not args.only and name in done) or time.monotonic() > end:
             continue
         load_before = round(os.getloadavg()[0], 1)
-        again = {"mended": args.note, "before": done[name]["verdict"]} if args.note and name in done else {}
-        done[name] = {**run(case), "load_before": load_before, **again}
+        earlier = done.get(name)
+        done[name] = {**run(case), "load_before": load_before}
+        if earlier is not None:
+            done[name] |= changed_since(earlier, done[name], args.note)
         told = {
             key: value for key, value in done[name].items() if key not in ("job", "first_fixes", "step_ms", "headline")
         }

@@ -109,6 +109,20 @@ def test_a_larger_input_is_no_stop() -> None:
     assert find_irregular(slow, forwards.reindex(columns=list(COLUMNS))).table.empty
 
 
+def test_a_stop_is_one_beside_larger_inputs() -> None:
+    """Five steps with three times the input take 250 ms longer; in step 33, with the usual one, rank 0 stops."""
+    large = (12, 17, 22, 27, 32)
+    longer = steps(compute={**{(0, step): 250.0 for step in large}, (0, 33): 300.0})
+    forwards = pd.DataFrame(
+        [
+            {"kind": "phase", "name": "forward", "rank": rank, "step": step, "value": 300.0 if step in large else 100.0}
+            for rank in range(2)
+            for step in range(40)
+        ]
+    )
+    assert kinds(find_irregular(longer, forwards.reindex(columns=list(COLUMNS)))) == {33: "stop"}
+
+
 def test_a_loader_that_starts_anew_makes_its_step_irregular() -> None:
     slow = {(rank, step): 400.0 for rank in range(2) for step in (15, 25, 35)}
     started = pd.DataFrame(

@@ -12,7 +12,7 @@ from test_match import comm, run_of, table
 
 from dsprof.analyzer.align.link_shares import link_shares
 from dsprof.analyzer.align.match import match_collectives
-from dsprof.analyzer.graph.link import fit_link
+from dsprof.analyzer.graph.link import Link, fit_link
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import StepGraph, Task
 from dsprof.analyzer.whatif import apply
@@ -73,13 +73,51 @@ def test_half_of_the_bytes_share_the_link_too() -> None:
     link = link_of_group(graph, "0")
     assert link.ms_per_byte == pytest.approx(ONE_MB_A_MS)
     assert replay(apply(graph, [ScaleLink(bandwidth=2.0, link=link)])).durations == pytest.approx([35.0])
-    assert replay(apply(graph, [ScaleLink(latency=0.5, bandwidth=2.0)])).durations == pytest.approx([35.0])
-    assert replay(apply(graph, [ScaleLink(latency=2.0, bandwidth=0.5)])).durations == pytest.approx([95.0])
 
 
-def test_the_same_link_changes_nothing() -> None:
-    graph = two_reductions()
-    assert replay(apply(graph, [ScaleLink(link=link_of_group(graph, "0"))])).durations == pytest.approx([55.0])
+@pytest.mark.parametrize("latency_ms", [0.0, 1.0, 4.0, 15.0])
+def test_nearly_the_same_link_changes_nearly_nothing(latency_ms: float) -> None:
+    """Whatever of the 30 ms that each takes is latency, which nobody shares."""
+    link = Link(latency_ms, (20.0 - latency_ms) / (20 * MB), True)
+    for times in (0.9999, 1.0001):
+        changed = apply(two_reductions(), [ScaleLink(bandwidth=times, link=link)])
+        assert replay(changed).durations == pytest.approx([55.0], rel=0.01)
+
+
+def test_transfers_with_much_latency_stay_as_they_were_measured() -> None:
+    """Two at once of 12 ms, of which 4 are latency: with twice the bandwidth each takes 8."""
+    task = Task("0", "all_reduce gradient", gradient=True, workers=2)
+    steps = steps_of(["B 10 I0 I1 W0,1 5"] * 2, [12.0] * 2, [task] * 2, sizes=[4.0 * MB] * 2)
+    graph = graph_of(replace(steps, measured=replace(steps.measured, ended=np.array([[22.0], [22.0]]))))
+    link = Link(4.0, 2 * ONE_MB_A_MS, True)
+    assert replay(apply(graph, [ScaleLink(bandwidth=2.0, link=link)])).durations == pytest.approx([23.0])
+
+
+def test_two_changes_of_one_link() -> None:
+    """Both alike keep what is latency and what is bytes; graphs of one link are replayed together."""
+    graph, link = two_reductions(), Link(1.0, 19.0 / (20 * MB), True)
+    slower = ScaleLink(latency=2.0, bandwidth=0.5)
+    both = apply(graph, [slower, ScaleLink(latency=3.0, link=link)])
+    assert replay(both).durations[0] > replay(apply(graph, [slower])).durations[0] + 2
+    one, other = (apply(graph, [ScaleLink(bandwidth=times, link=link)]) for times in (2.0, 4.0))
+    assert one.templates[0].structure is other.templates[0].structure
+    assert one.templates[0].structure is not graph.templates[0].structure
+
+
+def test_a_link_that_changes_in_some_steps_leaves_the_others() -> None:
+    graph, link = two_reductions(), link_of_group(two_reductions(), "0")
+    elsewhere = ScaleLink(bandwidth=2.0, link=link, steps=frozenset({7}))
+    assert replay(apply(graph, [elsewhere])).durations.tolist() == [55.0]
+
+
+def test_gradients_that_are_waited_for_one_by_one_stay_as_they_were_measured() -> None:
+    """15 ms of work lie between the two waits, so it matters when the first of them ends: at half of 30 ms, 25."""
+    task = Task("0", "all_reduce gradient", gradient=True, workers=2)
+    steps = steps_of(["B 10 I0 10 I1 W0 15 W1 5"] * 2, [30.0] * 2, [task] * 2, sizes=[20.0 * MB] * 2)
+    graph = graph_of(replace(steps, measured=replace(steps.measured, ended=np.array([[40.0], [50.0]]))))
+    faster = ScaleLink(bandwidth=2.0, link=link_of_group(graph, "0"))
+    assert replay(graph).durations.tolist() == [60.0]
+    assert replay(apply(graph, [faster])).durations == pytest.approx([45.0])
 
 
 def test_what_is_waited_for_one_by_one_stays_as_it_was_measured() -> None:

@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 from dsprof import regular_files
 from dsprof.atomic import replacing
 from dsprof.permissions import make_folder
-from dsprof.schema import COLUMNS
 
 ROWS_FREE: Final = 1 << 20
 """Rows that a small file may say it has."""
@@ -32,8 +31,7 @@ def write_parquet(target: Path, table: pa.Table) -> None:
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """A Parquet file of a run folder. Raises OSError, ValueError or what pyarrow does, also where it says that it holds
     more rows than a file of its size can."""
-    words = [name for name, dtype in COLUMNS.items() if dtype == "category"]  # to be read as they lie there
-    with regular_files.open_file(path) as source, pq.ParquetFile(source, read_dictionary=words) as file:
+    with regular_files.open_file(path) as source, pq.ParquetFile(source) as file:
         rows, size = file.metadata.num_rows, path.stat().st_size
         if rows > ROWS_FREE + MOST_ROWS_A_BYTE * size:
             raise ValueError(f"says that it has {rows:,} rows in {size:,} bytes")

@@ -22,8 +22,8 @@ from .merge import bring_up_to_date, derive_anew, parquet_files, warn
 
 EVERY_COLUMN: Final = tuple(COLUMNS)
 Columns: TypeAlias = Mapping[str, Any]
-"""A table that nobody has looked at yet: name -> array of pandas. Making a DataFrame of each rank's takes longer than
-what is in it."""
+"""A table held as columns: name -> array of pandas. To make a DataFrame of what each rank has takes longer than to find
+it."""
 
 
 class Source(Protocol):
@@ -83,12 +83,12 @@ def concat_rows(tables: Sequence[pd.DataFrame], columns: Sequence[str] = EVERY_C
 
 
 def concat_arrays(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
-    """The same of tables that are columns yet."""
+    """The same of tables that are still held as columns."""
     return pd.DataFrame(dict(concat_columns(tables)), copy=False) if tables else _nothing(columns)
 
 
 def concat_columns(tables: Sequence[Columns]) -> Columns:
-    """The same, which becomes no table yet; of at least one."""
+    """At least one such table, joined with those after it without making a DataFrame."""
     return {name: _concat([table[name] for table in tables], COLUMNS[name]) for name in tables[0]}
 
 

@@ -22,7 +22,7 @@ class Backend:
     """workers: operations of one process group that run at once, first issued first served; None: any number.
     messages_queue: whether sends and receives need a worker of their group too; else each runs beside the rest.
     synchronizing: collectives no rank can leave before the last one has arrived.
-    root_sends: nobody gets anything before the root has come, which waits for all: a send waits for its receive.
+    others_wait_for_root: the root waits for all, and the others wait for the root: a send waits for its receive.
     root_receives: the root waits for everybody; nobody else for anyone.
     along_tree: the root's data is handed on from rank to rank (`broadcast_tree`).
     scatters_whole: a reduce-scatter moves at least as many bytes as an all-reduce of the same tensor.
@@ -31,7 +31,7 @@ class Backend:
     workers: int | None
     messages_queue: bool
     synchronizing: frozenset[str] = frozenset(SYNCHRONIZING)
-    root_sends: frozenset[str] = frozenset({"broadcast", "scatter"})
+    others_wait_for_root: frozenset[str] = frozenset({"broadcast", "scatter"})
     root_receives: frozenset[str] = frozenset({"reduce", "gather"})
     along_tree: frozenset[str] = frozenset()
     scatters_whole: bool = False
@@ -45,7 +45,7 @@ BACKENDS: Final = {
         workers=2,
         messages_queue=False,
         synchronizing=frozenset({*SYNCHRONIZING, "reduce"}),
-        root_sends=frozenset({"scatter", "gather"}),
+        others_wait_for_root=frozenset({"scatter", "gather"}),
         root_receives=frozenset(),
         along_tree=frozenset({"broadcast"}),
         scatters_whole=True,

@@ -57,7 +57,7 @@ def match_collectives(rows: pd.DataFrame | RankRows, run: RunInfo | None = None)
     `transfer_ns` runs from the last arrival, or from when the group had a worker free, to the last end known. Where a
     group has several workers, those under way at once share its link: `alone_ns` is each one's part of the time
     (`link_shares`).
-    `needs` says whose arrival a participant depends on: `all`, `tree` (as `broadcast_tree` has it), `root` (the root
+    `needs` says whose arrival a participant depends on: `all`, `tree` (see `broadcast_tree`), `root` (the root
     on all, the others on it), `to-root` (the root on all), `handed` (all on all, but the root, which sends, goes on
     once it has handed the message over), `eager` (all on the root, which sends, and goes on once a copy was taken:
     `transfer_ns` then runs from its arrival), `none` (unknown); `root_rank` and `root_ns` are the root's global rank
@@ -134,7 +134,7 @@ def _collectives(comm: pd.DataFrame, run: RunInfo | None) -> pd.DataFrame:
             [
                 name.isin(backend.synchronizing),
                 name.isin(backend.along_tree) & known[mine] & in_tree[mine],
-                name.isin(backend.root_sends | backend.along_tree) & known[mine],
+                name.isin(backend.others_wait_for_root | backend.along_tree) & known[mine],
                 name.isin(backend.root_receives) & known[mine],
             ],
             range(len(NEEDS) - 1),

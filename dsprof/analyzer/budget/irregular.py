@@ -181,18 +181,27 @@ def _stops(own: Float, typical: float, rows: RankRows, ranks: Int, common: Int) 
         return np.zeros_like(own)
     limit = np.maximum(max(STOP_STEPS * typical, LEAST_STOP_MS), STOP_SPREADS * (upper - middle))
     stops = beyond > limit[:, None]
+    if stops.any():
+        beyond = np.where(_larger_input(rows, ranks, common), 0.0, beyond)
+        stops = beyond > limit[:, None]
     most = int(max(FEWEST_RARE, RARE_SHARE * own.shape[1]))
     for mine, found in zip(beyond, stops, strict=True):
         falling = -np.sort(-mine)
         apart = (falling[:-1] >= APART * np.maximum(falling[1:], 0)) & found[np.argsort(-mine)][:-1]
         gaps = np.flatnonzero(apart[:most])  # what is above one of them befalls few enough of the steps
         found &= mine >= (falling[gaps[-1]] if len(gaps) else np.inf)
-    forward = np.flatnonzero(rows.are("kind", "phase") & rows.are("name", "forward") & rows.known("value"))
-    if len(forward) and stops.any():
-        table = rows.by_step(rows.real("value"), forward, ranks, common)
-        with np.errstate(invalid="ignore"):
-            stops &= ~(table > LARGER_INPUT * np.nanmedian(np.where(np.isnan(table), 0.0, table), axis=1)[:, None])
     return np.where(stops, beyond, 0.0)
+
+
+def _larger_input(rows: RankRows, ranks: Int, common: Int) -> Bool:
+    """Whether each rank was given so much more than usual in each step that it did not stop, [R, S]."""
+    forward = np.flatnonzero(rows.are("kind", "phase") & rows.are("name", "forward") & rows.known("value"))
+    if not len(forward):
+        return np.zeros((len(ranks), len(common)), bool)
+    table = rows.by_step(rows.real("value"), forward, ranks, common)
+    with np.errstate(invalid="ignore"):
+        larger: Bool = table > LARGER_INPUT * np.nanmedian(np.where(np.isnan(table), 0.0, table), axis=1)[:, None]
+    return larger
 
 
 def _table(

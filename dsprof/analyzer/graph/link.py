@@ -17,7 +17,7 @@ LARGE_BYTES = 1 << 20
 LEAST_MS_PER_BYTE = 1e-6
 """Where only small messages were seen, bandwidth cannot be told: take 1 GB/s at best."""
 
-TURNS = 4
+REFITS = 4
 """How often a fit to transfers that share the link tells what part of them bytes take, and is made anew by that."""
 LEAST_SPREAD = 0.1
 """Two sizes fit any line exactly; a prediction for a third is not exact."""
@@ -61,7 +61,7 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
         return Link(0.0, 0.0, False)
     measured = _transfers(collectives)
     found = _fit(measured, on_device=on_device)
-    for _ in range(TURNS if (measured.alone < measured.ms).any() else 0):
+    for _ in range(REFITS if (measured.alone < measured.ms).any() else 0):
         found = _fit(_unshared(measured, found), on_device=on_device)
     return found
 
@@ -110,7 +110,7 @@ def same_sizes(link: Link, collectives: pd.DataFrame) -> Link:
 
 
 class _Transfers(NamedTuple):
-    """Of each collective that moves anything. alone: what it would take if bytes were all and nothing else moved."""
+    """Of each collective that moves anything. alone: its part of the time, where several shared the link."""
 
     bytes: Float
     ms: Float

@@ -1,4 +1,4 @@
-"""Communications that were under way at once in one lane, whose link they shared."""
+"""Communications that were under way at once in one lane, and shared its link."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import Final
 import numpy as np
 
 from ..align.link_shares import link_shares
-from ..arrays import Bool, Float, Int
-from .step_graph import Steps
+from ..arrays import Float, Int
+from .step_graph import WAKE_UP_DELAY, Steps
 
 SHARED: Final = 0.95
-"""A transfer that had less of its link than this was one of several."""
+"""A transfer that had less of its link than this shared it."""
+WAITED_TOGETHER: Final = 0.1
+"""Of the transfers: own work between waiting for the first and for the last of them that is next to nothing."""
 
 
 def link_shares_of(steps: Steps, tasks: Int, *, gradients: bool = False) -> Float:
-    """Which share of the link of its lane each of these tasks had while it was under way, [len(tasks), S]; 1 of those
-    that a what-if made, and where a lane runs one at a time. gradients: beside others that carry them only."""
+    """Which share of the link of its lane each of these tasks had while it was under way, [len(tasks), S]; 1 where a
+    lane runs one at a time. steps: as they were measured; gradients: beside others that carry them only."""
     structure, count = steps.structure, len(steps.numbers)
     found: Float = np.ones((len(tasks), count))
     lanes: dict[str, list[int]] = {}
     for c, task in enumerate(structure.tasks):
-        if (task.workers or 1) > 1 and not task.linked and (task.gradient or not gradients):
+        if (task.workers or 1) > 1 and (task.gradient or not gradients):
             lanes.setdefault(task.lane, []).append(c)
     wanted = {structure.tasks[c].lane for c in tasks.tolist()}
     for lane in wanted & lanes.keys():
@@ -37,10 +39,27 @@ def link_shares_of(steps: Steps, tasks: Int, *, gradients: bool = False) -> Floa
     return found
 
 
-def alone_on_link(steps: Steps, tasks: Int) -> tuple[Float, Bool]:
-    """What each of these tasks would take if gradients had the link of their lane one after the other, [len(tasks), S]
-    ms, and which of them shared it with other gradients. Those are waited for together; of others it matters, too, in
-    which order they end, so they are taken as they were measured."""
+def sharing_gradients(steps: Steps, tasks: Int) -> tuple[Int, Float]:
+    """Those of these tasks that shared the link with other gradients, and which share they had, [:, S]: of those that
+    are waited for together, in whichever order they end. Of others that order matters, too. steps: as measured."""
     shares = link_shares_of(steps, tasks, gradients=True)
-    sharing = shares.mean(axis=1) < SHARED
-    return steps.transfer[tasks] * np.where(sharing[:, None], shares, 1.0), sharing
+    sharing = np.flatnonzero(shares.mean(axis=1) < SHARED)
+    if not len(sharing) or not _waited_together(steps, tasks[sharing]):
+        sharing = sharing[:0]
+    return tasks[sharing], shares[sharing]
+
+
+def _waited_together(steps: Steps, tasks: Int) -> bool:
+    """Whether no thread has own work to do between waiting for the first of these tasks and for the last one."""
+    structure = steps.structure
+    wanted = set(tasks.tolist())
+    waits: dict[int, list[int]] = {}
+    for (thread, task), segment in structure.first_waits.items():
+        if task in wanted:
+            waits.setdefault(thread, []).append(segment)
+    most = WAITED_TOGETHER * float(steps.transfer[tasks].mean())
+    for segments in waits.values():
+        between = steps.work[min(segments) : max(segments)]
+        if float((between.sum(axis=(0, 2)) - between[..., WAKE_UP_DELAY].sum(axis=0)).mean()) > most:
+            return False
+    return True

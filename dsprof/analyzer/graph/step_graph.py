@@ -154,6 +154,20 @@ class Structure:
         events = np.stack([self.backward, issued, waited], axis=1)
         return tuple(events[self.of_thread(thread)].tobytes() for thread in range(self.threads))
 
+    def with_shared_link(self, tasks: tuple[int, ...]) -> Structure:
+        """The structure in which these tasks have the link of their lane one after the other; the same one each time,
+        so that graphs of it are replayed together."""
+        if tasks not in self._with_shared_links:
+            every = list(self.tasks)
+            for c in tasks:
+                every[c] = replace(every[c], linked=True)
+            self._with_shared_links[tasks] = replace(self, tasks=tuple(every))
+        return self._with_shared_links[tasks]
+
+    @cached_property
+    def _with_shared_links(self) -> dict[tuple[int, ...], Structure]:
+        return {}
+
     @cached_property
     def plan(self) -> Plan:
         """Raises `evaluation_order.Cyclic`."""

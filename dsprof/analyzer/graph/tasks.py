@@ -129,7 +129,7 @@ def find_tasks(
         kind=(collectives["name"].astype(str) + " " + collectives["purpose"].astype(str)).to_numpy(object),
         gradient=(collectives["purpose"] == "gradient").to_numpy(bool),
         workers=np.array(workers, np.int64),
-        needs=collectives["needs"].to_numpy(object),
+        needs=_needs(collectives, place),
         root=np.array([place.get(int(rank), -1) for rank in collectives["root_rank"].tolist()], np.int64),
         size=collectives["bytes"].to_numpy(np.float64),
         end=end,
@@ -149,6 +149,14 @@ def find_tasks(
         parts.append(_flows(of_rank.flows, home[first : first + len(of_rank.flows)]))
         first += len(of_rank.flows)
     return Tasks(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(found)))
+
+
+def _needs(collectives: pd.DataFrame, place: Mapping[int, int]) -> npt.NDArray[np.object_]:
+    """Of a broadcast along a tree whose root is not in the graph it is not known whom a rank waits for."""
+    needs: npt.NDArray[np.object_] = collectives["needs"].to_numpy(object).copy()
+    there = collectives["root_rank"].isin(list(place)).to_numpy(bool)
+    needs[(needs == "tree") & ~there] = "none"
+    return needs
 
 
 def _holds_up(collectives: pd.DataFrame, place: Mapping[int, int], run: RunInfo | None) -> npt.NDArray[np.object_]:

@@ -67,14 +67,17 @@ def with_model_error(
     held_out: what the run's own steps, held out, were missed by: of the step by the model, and of a gain since the next
               steps are as unlike these as these are one another
     """
+    least_ms = gain.ms
     if gain.method == MEASURED_EXCESS:
-        error, held_out = OUTSIDE_STEPS, None
+        # Where it comes as seldom as at the low end, no more than that is measured wrongly.
+        error, held_out, least_ms = OUTSIDE_STEPS, None, max(gain.low, 0.0)
     if error is None or gain.ms <= 0:
         return gain
 
     def half(above: bool) -> float:
         own = (held_out.missed * step_ms, held_out.differs * gain.ms) if held_out is not None else ()
-        return math.hypot(error.half_ms(gain.ms, step_ms, load, above=above), OF_CONTENTION * contention_ms, *own)
+        of_gain_ms = gain.ms if above else least_ms
+        return math.hypot(error.half_ms(of_gain_ms, step_ms, load, above=above), OF_CONTENTION * contention_ms, *own)
 
     low = gain.ms - math.hypot(gain.ms - gain.low, half(False))
     high = gain.ms + math.hypot(gain.high - gain.ms, half(True))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Final
 
 import numpy as np
@@ -14,14 +15,16 @@ import pandas as pd
 from ..arrays import Float, Int
 from ..graph.link import Link, fit_link
 from ..graph.segment_work import copy_work
-from ..graph.shared_link import alone_on_link, link_shares_of
-from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Structure, Task
+from ..graph.shared_link import link_shares_of, sharing_gradients
+from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf, measured
 from .edit import Recut, Restructure, not_woken, with_tasks
 from .select import Communications
 
 SHORTEST_MS: Final = 1e-9
 """What takes less takes no time."""
+BY_BYTES: Final = 0.1
+"""A transfer whose latency is no more than this part of what its bytes take is bound by them."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class ScaleLink(WhatIf):
 
     A measured transfer is divided into the two by the line fitted to all of its process group's. Where their sizes are
     too alike for that, only both together can be changed. link: the line that divides them, where the caller knows one.
-    Gradients that were under way at once shared the link, and share the other one (`alone_on_link`).
+    Where gradients that are waited for together shared the link, they share the other one, too (`sharing_gradients`).
     steps: numbers of the steps in which the link is another one; None: in all.
     """
 
@@ -55,59 +58,59 @@ class ScaleLink(WhatIf):
                 links[group] = link_of_group(measured(graph), group)
             return links[group]
 
-        return graph.with_templates(tuple(self._scaled(steps, link_of) for steps in graph.templates))
+        pairs = zip_longest(graph.templates, measured(graph).templates[: len(graph.templates)])
+        return graph.with_templates(
+            tuple(
+                self._scaled(steps, was if was is not None and was.structure is steps.structure else None, link_of)
+                for steps, was in pairs
+            )
+        )
 
-    def _scaled(self, steps: Steps, link_of: Callable[[str], Link]) -> Steps:
+    def _scaled(self, steps: Steps, was: Steps | None, link_of: Callable[[str], Link]) -> Steps:
+        """was: the same steps as they were measured; None: they consist of other operations."""
         chosen = self.of.of(steps.structure)
         when = np.ones(len(steps.numbers), bool) if self.steps is None else np.isin(steps.numbers, [*self.steps])
         if not len(chosen) or not when.any():
             return steps
-        alone, sharing = alone_on_link(steps, chosen)
         transfer, wire = steps.transfer.copy(), steps.wire.copy()
-        latency, a_byte = np.where(when, self.latency, 1.0), np.where(when, 1 / self.bandwidth, 1.0)
-        for c, whole, shares in zip(chosen.tolist(), alone, sharing.tolist(), strict=True):
-            task = steps.structure.tasks[c]
-            if task.linked:  # its parts are known
-                transfer[c] *= latency
-                wire[c] *= a_byte
+        a_byte, alike = 1 / self.bandwidth, math.isclose(self.latency, 1 / self.bandwidth)
+        divided = [c for c in chosen.tolist() if not (alike or steps.structure.tasks[c].linked)]
+        links = {c: self._link(steps.structure.tasks[c], link_of) for c in divided}
+        shares = self._shares(was, links) if was is not None and self.steps is None else {}
+        for c in chosen.tolist():
+            if c not in links:  # both parts change alike, or each is known
+                transfer[c, when] *= self.latency
+                wire[c, when] *= a_byte
                 continue
-            fixed = self._whatever_size(task, whole, steps.size[c], link_of)
-            if shares:
-                transfer[c], wire[c] = fixed * latency, (whole - fixed) * a_byte
+            of_bytes = steps.size[c] * links[c].ms_per_byte
+            fixed = transfer[c] * links[c].latency_ms / np.maximum(links[c].latency_ms + of_bytes, SHORTEST_MS)
+            rest = (transfer[c] - fixed) * a_byte
+            if c in shares:
+                transfer[c], wire[c] = fixed * self.latency, rest * shares[c]
             else:
-                transfer[c, when] = (fixed * latency + (whole - fixed) * a_byte)[when]
-        return replace(steps, structure=self._linked(steps.structure, chosen[sharing])).with_costs(
-            transfer=transfer, wire=wire
-        )
+                transfer[c, when] = (fixed * self.latency + rest)[when]
+        structure = steps.structure.with_shared_link(tuple(shares)) if shares else steps.structure
+        return replace(steps, structure=structure).with_costs(transfer=transfer, wire=wire)
 
-    def _whatever_size(self, task: Task, whole: Float, size: Float, link_of: Callable[[str], Link]) -> Float:
-        """What of its time, `whole`, a task would take whatever its bytes; nothing, where both parts change alike."""
-        if math.isclose(self.latency, 1 / self.bandwidth):
-            return np.zeros(whole.shape)
+    @staticmethod
+    def _shares(was: Steps, links: Mapping[int, Link]) -> dict[int, Float]:
+        """Task -> which share of the link it had, of those that shared it and that bytes bind: what is latency was not
+        shared, and when in a transfer it lies is not known."""
+        by_bytes = [
+            c for c, link in links.items() if link.latency_ms <= BY_BYTES * link.ms_per_byte * was.size[c].mean()
+        ]
+        sharing, shares = sharing_gradients(was, np.array(by_bytes, np.int64))
+        return dict(zip(sharing.tolist(), shares, strict=True))
+
+    def _link(self, task: Task, link_of: Callable[[str], Link]) -> Link:
         link = self.link or link_of(task.lane)
         if not link.fitted and self.link is None:
             raise Refused(
                 self.name,
-                f"what process group {task.lane} moves is all of one size, so its latency and its bandwidth "
-                "cannot be told apart; change both alike",
+                f"what process group {task.lane} moves is all of one size, so its latency and its bandwidth cannot be "
+                "told apart; change both alike",
             )
-        return whole * link.latency_ms / np.maximum(link.transfer_ms(size), SHORTEST_MS)
-
-    def _linked(self, structure: Structure, tasks: Int) -> Structure:
-        """The structure whose tasks, these of them, have the link to themselves one after the other."""
-        if not len(tasks):
-            return structure
-        key = structure, tuple(tasks.tolist())
-        if key not in self._with_link:
-            every = list(structure.tasks)
-            for c in key[1]:
-                every[c] = replace(every[c], linked=True)
-            self._with_link[key] = replace(structure, tasks=tuple(every))
-        return self._with_link[key]
-
-    @cached_property
-    def _with_link(self) -> dict[tuple[Structure, tuple[int, ...]], Structure]:
-        return {}
+        return link
 
 
 def link_of_group(graph: StepGraph, group: str) -> Link:

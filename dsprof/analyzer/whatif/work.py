@@ -156,7 +156,7 @@ class LessWork(WhatIf):
     def change(self, graph: StepGraph) -> StepGraph:
         origin = measured(graph)
         every = zip(graph.templates, origin.templates, self._of(origin), strict=True)
-        return graph.with_templates(tuple(gone.less(steps, of=was.work) for steps, was, gone in every))
+        return graph.with_templates(tuple(gone.less(steps, was.work) for steps, was, gone in every))
 
     def _of(self, origin: StepGraph) -> list[_Gone]:
         """Of each template, what goes."""
@@ -191,10 +191,10 @@ class _Gone:
     work: dict[int, tuple[Int, Float]]
     transfer: Float
 
-    def less(self, steps: Steps, *, of: Float) -> Steps:
-        """The steps without it. of: their work as it was measured; any other is a copy that was made for this graph
-        (`apply` begins at the measured one), and of many ranks there is not room for one more."""
-        work = copy_work(of) if steps.work is of else steps.work
+    def less(self, steps: Steps, measured_work: Float) -> Steps:
+        """The steps without it. Any work but the measured one is a copy that was made for this graph (`apply` begins at
+        the measured one) and may be written to: of many ranks there is not room for one more."""
+        work = copy_work(measured_work) if steps.work is measured_work else steps.work
         for part in range(work.shape[-1]):
             if (work[..., part] < 0).any():
                 work[..., part] = np.maximum(work[..., part], 0.0)
