@@ -29,6 +29,7 @@ def job(
 ALSO = {
     # What these cost is true of every such job, and grows on a busy host.
     "tp": ("comm.tensor-parallel",), "sp": ("comm.tensor-parallel",), "fsdp-tp": ("comm.tensor-parallel",),
+    # Tiny units are gathered again in backward, which is half of their gathers.
     "units-tp": ("comm.tensor-parallel", "comm.exposed", "comm.redundant-gather"),
     # Eight micro-batches for two stages: an eighth of the step is filled and drained.
     "pp-dp": ("pipeline.bubble",),
