@@ -11,7 +11,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
-from dsprof.trace.load import Columns, concat_arrays, concat_columns
+from dsprof.trace.load import Columns, concat_columns
 from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
 from dsprof.trace.packing import ByRank
@@ -100,27 +100,22 @@ PartTables: TypeAlias = "RankTables[Columns]"
 
 
 def join_parts(parts: Sequence[PartTables]) -> PartTables:
-    """Those of some ranks, and of those after them; of at least one part."""
+    """Those of some ranks, and of those after them; without any, no rows."""
     return RankTables(
-        activity=concat_columns([part.activity for part in parts]),
-        replicating=concat_columns([part.replicating for part in parts]),
-        staged=concat_columns([part.staged for part in parts]),
+        activity=concat_columns([part.activity for part in parts], ACTIVITY),
+        replicating=concat_columns([part.replicating for part in parts], REPLICATING),
+        staged=concat_columns([part.staged for part in parts], NEEDED),
         recorded=_concat([part.recorded for part in parts], RECORDED),
         passes=_concat([part.passes for part in parts], PASS_COLUMNS),
         memory=_memory([part.memory for part in parts]),
     )
 
 
-def join_tables(parts: Sequence[PartTables]) -> RankTables[pd.DataFrame]:
-    """The tables of all ranks; without any, no rows."""
-    return RankTables(
-        activity=concat_arrays([part.activity for part in parts], ACTIVITY),
-        replicating=concat_arrays([part.replicating for part in parts], REPLICATING),
-        staged=concat_arrays([part.staged for part in parts], NEEDED),
-        recorded=_concat([part.recorded for part in parts], RECORDED),
-        passes=_concat([part.passes for part in parts], PASS_COLUMNS),
-        memory=_memory([part.memory for part in parts]),
-    )
+def as_tables(ranks: PartTables) -> RankTables[pd.DataFrame]:
+    """What was held as columns, as tables."""
+    held = (ranks.activity, ranks.replicating, ranks.staged)
+    activity, replicating, staged = (pd.DataFrame(dict(columns), copy=False) for columns in held)
+    return RankTables(activity, replicating, staged, ranks.recorded, ranks.passes, ranks.memory)
 
 
 def _memory(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -136,13 +131,13 @@ def _concat(tables: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFr
 class MeasuredRanks:
     """What is measured of some ranks, by rank.
 
-    tables:   of all of them that have rows; None: none has
+    tables:   of all of them that have rows
     ranks:    each of those
     warnings: that reading gave
     failed:   rank -> why it could not be analyzed
     """
 
-    tables: PartTables | None
+    tables: PartTables
     ranks: ByRank[MeasuredRank]
     warnings: tuple[str, ...]
     failed: Mapping[int, str]
@@ -165,7 +160,7 @@ class SummarizeRanks:
         found = {rank: result for rank, result in every.found.items() if result is not None}
         tables = [of_rank for of_rank, _ in found.values()]
         return MeasuredRanks(
-            tables=None if not tables else tables[0] if len(tables) == 1 else join_parts(tables),
+            tables=tables[0] if len(tables) == 1 else join_parts(tables),  # joined with those of others later
             ranks=ByRank((rank, measured) for rank, (_, measured) in found.items()),
             warnings=tuple(run.warnings[known:]),
             failed=every.failed,
@@ -200,9 +195,9 @@ def summarize_ranks(
         for rank, why in part.failed.items():
             warn(trace.run, f"rank {rank}: it could not be analyzed and is left out ({why})")
     measured = {rank: one for part in parts for rank, one in part.ranks.items()}
-    tables = [part.tables for part in parts if part.tables is not None]
+    tables = [part.tables for part in parts if part.ranks]
     del parts
-    return measured, join_tables(tables)
+    return measured, as_tables(join_parts(tables))
 
 
 def _summarize(

@@ -84,11 +84,13 @@ def concat_rows(tables: Sequence[pd.DataFrame], columns: Sequence[str] = EVERY_C
 
 def concat_arrays(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
     """The same of tables that are still held as columns."""
-    return pd.DataFrame(dict(concat_columns(tables)), copy=False) if tables else _nothing(columns)
+    return pd.DataFrame(dict(concat_columns(tables, columns)), copy=False)
 
 
-def concat_columns(tables: Sequence[Columns]) -> Columns:
-    """At least one such table, joined with those after it without making a DataFrame."""
+def concat_columns(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COLUMN) -> Columns:
+    """The same, without making a DataFrame."""
+    if not tables:
+        return {name: pd.Series(dtype=COLUMNS[name]).array for name in columns}
     return {name: _concat([table[name] for table in tables], COLUMNS[name]) for name in tables[0]}
 
 

@@ -20,7 +20,7 @@ from dsprof.run import RunInfo
 
 from ..arrays import Int
 from ..columns import RankRows
-from .participants import in_order
+from .participants import in_order, is_issued, is_numbered
 
 FEWEST_OF_TREE: Final = 4
 """Ranks of a group from which on the root does not wait for all."""
@@ -91,8 +91,7 @@ def tree_arrivals(rows: RankRows, collectives: pd.DataFrame, run: RunInfo | None
     if not len(along):
         return TreeArrivals(np.empty(0, np.int64), np.empty(0, np.int64))
     names = [str(name) for name in collectives["name"].iloc[along].unique()]
-    chosen = rows.are("kind", "comm") & rows.are("name", *names) & rows.known("group") & rows.known("seq")
-    chosen &= rows.known("issue_ns") | rows.known("arrival_ns")
+    chosen = is_numbered(rows) & is_issued(rows) & rows.are("name", *names)
     comm = rows.take(("rank", "group", "seq", "start_ns", "dur_ns", "issue_ns", "arrival_ns"), np.flatnonzero(chosen))
     of = in_order(comm, *RankRows(comm).codes("group"))
     numbered = {key: i for i, key in enumerate(zip(of.group.tolist(), of.seq[of.begins].tolist(), strict=True))}

@@ -29,7 +29,8 @@ from dsprof.schema import SYNCHRONIZING
 
 from ..arrays import Float, Int, places
 from ..columns import RankRows, as_rows
-from .match import is_numbered, numbers
+from .match import numbers
+from .participants import is_numbered
 
 LEAST_JUMP_NS: Final = 100_000_000
 """Ends of one collective lie milliseconds apart on a busy host; this is a clock."""

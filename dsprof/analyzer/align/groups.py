@@ -22,7 +22,7 @@ from dsprof.run import RunInfo
 
 from ..arrays import Int, different_rows
 from ..columns import RankRows, as_rows
-from .match import is_issued
+from .participants import is_issued
 from .topology import Topology
 
 DP, TP, PP, EP, CP, SHARD, REPLICATE = "dp", "tp", "pp", "ep", "cp", "shard", "replicate"

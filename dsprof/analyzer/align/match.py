@@ -18,7 +18,7 @@ from ..columns import RankRows, Words, as_rows, codes_of
 from .backends import by_backend
 from .broadcast_tree import TreeArrivals, members_of
 from .link_shares import link_shares
-from .participants import NOT_ENDED, NOT_TOLD, in_order
+from .participants import NOT_ENDED, NOT_TOLD, in_order, is_issued, is_numbered
 from .senders import handed_over, taken_without_receiver
 
 COLLECTIVE_COLUMNS: Final = (
@@ -74,16 +74,6 @@ def match_collectives(rows: pd.DataFrame | RankRows, run: RunInfo | None = None)
         return pd.DataFrame({name: pd.Series(dtype="int64") for name in COLLECTIVE_COLUMNS})
     every = found[0] if len(found) == 1 else pd.concat(found, ignore_index=True)
     return every.sort_values("last_ns", ignore_index=True)[list(COLLECTIVE_COLUMNS)]
-
-
-def is_numbered(rows: RankRows) -> Bool:
-    """Which rows are communications that have a number in their group."""
-    return rows.are("kind", "comm") & rows.known("group") & rows.known("seq")
-
-
-def is_issued(rows: RankRows) -> Bool:
-    """Of which communications it is told when the host asked for them, or when their chain was ready for them."""
-    return rows.known("issue_ns") | rows.known("arrival_ns")
 
 
 def asked_ns(rows: pd.DataFrame) -> pd.Series[int]:

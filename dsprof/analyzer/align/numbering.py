@@ -14,7 +14,8 @@ from dsprof.run import RunInfo
 
 from ..arrays import Int
 from ..columns import RankRows, as_rows, codes_of
-from .match import ISSUED, PAIR, SEND_RECV, asked_ns, is_issued, is_numbered, matched_codes, numbers
+from .match import ISSUED, PAIR, SEND_RECV, asked_ns, matched_codes, numbers
+from .participants import is_issued, is_numbered
 
 MOST_MISMATCHES: Final = 3
 """Collectives that are named, of those that ranks disagree about."""

@@ -8,11 +8,21 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from ..arrays import Int
-from ..columns import Words, codes_of
+from ..arrays import Bool, Int
+from ..columns import RankRows, Words, codes_of
 
 NOT_ENDED: Final = np.iinfo(np.int64).min
 NOT_TOLD: Final = NOT_ENDED
+
+
+def is_numbered(rows: RankRows) -> Bool:
+    """Which rows are communications that have a number in their group."""
+    return rows.are("kind", "comm") & rows.known("group") & rows.known("seq")
+
+
+def is_issued(rows: RankRows) -> Bool:
+    """Of which communications it is told when the host asked for them, or when their chain was ready for them."""
+    return rows.known("issue_ns") | rows.known("arrival_ns")
 
 
 @dataclass(frozen=True)

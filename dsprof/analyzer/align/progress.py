@@ -14,7 +14,8 @@ from dsprof.live.waiting import SAME_BYTES, Communication, Stall, mismatch
 from dsprof.run import RunInfo
 
 from ..columns import RankRows, as_rows
-from .match import asked_ns, global_ranks, is_numbered, numbers
+from .match import asked_ns, global_ranks, numbers
+from .participants import is_numbered
 
 COMM: Final = (
     "rank", "name", "group", "seq", "peer", "tag", "root", "start_ns", "dur_ns", "ended", "issue_ns", "arrival_ns",

@@ -15,7 +15,8 @@ from dsprof.trace import Trace, step_pattern
 
 from ..columns import RankRows, as_rows
 from ..text import count
-from .match import is_numbered, numbers
+from .match import numbers
+from .participants import is_numbered
 
 
 @dataclass(frozen=True)

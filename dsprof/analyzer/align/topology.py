@@ -16,7 +16,8 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from ..columns import RankRows, as_rows
-from .match import asked_ns, global_ranks, is_issued
+from .match import asked_ns, global_ranks
+from .participants import is_issued
 
 PIPELINE = "pipeline"
 
