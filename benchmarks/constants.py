@@ -10,8 +10,8 @@ cast       ms a byte of gradients that a CPU turns into bfloat16 and back, as bf
            (`rules/comm/volume.py`, CAST_MS_PER_BYTE)
 recompute  ms of a block that activation checkpointing takes beside computing it again
            (`rules/compute/recompute.py`, BESIDE_MS)
-fixed      what the forward and the backward of a micro-batch take whatever its size, by what they take for a quarter of
-           the samples (`stage_costs.py`, FIXED)
+fixed      what the forward and the backward of a micro-batch take whatever its size in a stage of torch's pipelining,
+           by what they take for a quarter of the samples (`work/fixed_part.py`)
 
 tests/test_constants.py holds the rules against the result.
 """
@@ -25,6 +25,7 @@ import platform
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
 
 from dsprof.atomic import write_atomically
@@ -175,30 +177,59 @@ MODELS: Final[dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]] = {
     "gpt, 12 blocks of width 64, 16 x 32 tokens": (lambda: gpt(64, 12), (16, 32, 64)),
     "gpt, 2 blocks of width 384, 8 x 64 tokens": (lambda: gpt(384, 2), (8, 64, 384)),
     "gpt, 4 blocks of width 64, 4 x 16 tokens": (lambda: gpt(64, 4), (4, 16, 64)),
+    "gpt, 1 block of width 512, 8 x 32 tokens": (lambda: gpt(512, 1), (8, 32, 512)),
     "mlp, 8 layers of width 256, 1024 samples": (lambda: perceptron(256, 8), (1024, 256)),
     "mlp, 2 layers of width 1024, 128 samples": (lambda: perceptron(1024, 2), (128, 1024)),
     "mlp, 16 layers of width 64, 256 samples": (lambda: perceptron(64, 16), (256, 64)),
+    "mlp, 4 layers of width 512, 256 samples": (lambda: perceptron(512, 4), (256, 512)),
+    "mlp, 40 layers of width 32, 64 samples": (lambda: perceptron(32, 40), (64, 32)),
+    "mlp, 2 layers of width 32, 8 samples": (lambda: perceptron(32, 2), (8, 32)),
+    "mlp, 1 layer of width 8, 4 samples": (lambda: perceptron(8, 1), (4, 8)),
     "convolutions, 4 of 16 channels, 8 images of 32 x 32": (lambda: convolutions(16, 4), (8, 16, 32, 32)),
-    "convolutions, 4 of 32 channels, 16 images of 32 x 32": (lambda: convolutions(32, 4), (16, 32, 32, 32)),
+    "convolutions, 12 of 32 channels, 8 images of 16 x 16": (lambda: convolutions(32, 12), (8, 32, 16, 16)),
 }
 """A stage of a pipeline, and the shape of a micro-batch."""
+OF_A_STAGE: Final = {"forward": "forward_one_chunk", "backward": "backward_one_chunk"}
 
 
-def fixed(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> dict[str, dict[str, float]]:
-    """ms of a forward, and of a backward into gradients that are there, as those of a second micro-batch."""
+def fixed(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> dict[str, Any]:
+    """What a stage of torch's pipelining takes for a forward, and for a backward, of a micro-batch of this shape, and
+    what of it does not go with the samples, ms; the tensors and bytes of its parameters."""
     model = make()
-    whole = torch.randn(shape, requires_grad=True)
-    quarter = torch.randn((shape[0] // 4, *shape[1:]), requires_grad=True)
-    turns = [
-        turn for x in (whole, quarter)
-        for turn in (lambda x=x: model(x), lambda x=x: model(x).backward(x))
-    ]  # fmt: skip
-    forward, both, short, short_both = median_ms(turns)
-    pairs = {"forward": (forward, short), "backward": (both - forward, short_both - short)}
-    return {
-        name: {"ms": round(every, 2), "fixed_ms": round((few - every / 4) / 0.75, 2)}
-        for name, (every, few) in pairs.items()
-    }
+    parameters = list(model.parameters())
+    took: dict[tuple[str, int], list[float]] = {}
+
+    def turn(samples: int) -> Callable[[], None]:
+        stage = PipelineStage(model, 0, 1, torch.device("cpu"))
+        for name, method in OF_A_STAGE.items():
+            setattr(stage, method, timed(getattr(stage, method), took.setdefault((name, samples), [])))
+        schedule = ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
+        x = torch.randn(4 * samples, *shape[1:])
+        return lambda: schedule.step(x, target=x)
+
+    whole, few = shape[0], shape[0] // 4
+    turns = [turn(whole), turn(few)]
+    for number in range(TURNS + 2):
+        for one in turns:
+            one()
+        if number == 1:
+            for times in took.values():
+                times.clear()
+    found: dict[str, Any] = {"tensors": len(parameters), "bytes": sum(one.nbytes for one in parameters)}
+    for name in OF_A_STAGE:
+        every, short = (statistics.median(took[name, samples]) for samples in (whole, few))
+        found[name] = {"ms": round(every, 3), "fixed_ms": round((short - every / 4) / 0.75, 3)}
+    return found
+
+
+def timed(method: Callable[..., Any], times: list[float]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.thread_time()
+        answer = method(*args, **kwargs)
+        times.append(1e3 * (time.thread_time() - began))
+        return answer
+
+    return call
 
 
 def main() -> None:
@@ -212,7 +243,12 @@ def main() -> None:
 
 
 def every_fixed() -> dict[str, Any]:
-    return {name: fixed(*model) for name, model in MODELS.items()}
+    with tempfile.TemporaryDirectory() as store:
+        dist.init_process_group("gloo", init_method=f"file://{store}/store", rank=0, world_size=1)
+        try:
+            return {name: fixed(*model) for name, model in MODELS.items()}
+        finally:
+            dist.destroy_process_group()
 
 
 def everything() -> dict[str, Any]:

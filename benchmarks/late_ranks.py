@@ -3,11 +3,11 @@
     python benchmarks/late_ranks.py            # writes benchmarks/results/late_ranks.json after each job, and resumes
     python benchmarks/late_ranks.py --only gil --again  # the jobs of one cause that went wrong, once more
 
-Each cause is planted three times. Needs two cores that nobody else uses; put `chrt -r 1` in front of it on a machine
-that others use: what the others take of the cores is a cause of its own, which is told as well. `load_before` is how
-many threads wanted one. A quota and a limit of memory need leave to make a cgroup (v1, /sys/fs/cgroup); where there is
-none the job is skipped, and so said. `of_thirty`: the ten causes of a late rank, without a branch (whose cause is not
-to be known, but whose line is) and without a fault.
+Each cause is planted three times. Needs two cores that nobody else uses: what others take of them is a cause of its
+own, which is told as well, and a quota (that of cgroup v1) takes no process of a real-time class, so `chrt -r 1` does
+not help. `load_before` is how many threads wanted a core. A quota and a limit of memory need leave to make a cgroup
+(v1, /sys/fs/cgroup); where there is none the job is skipped, and so said. `of_thirty`: the ten causes of a late rank,
+without a branch (whose cause is not to be known, but whose line is) and without a fault.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ SMALL_GRADIENTS: Final = "gradients"
 
 SHARDING: Final = "FSDP::sharding"
 """Name of the `module` rows in which FSDP2 works for one of its units, and DeepSpeed's stage 3 for a module, before or
-after its forward or backward, or DeepSpeed's stages 1 and 2 for a bucket of gradients. No module of a model can have
-it."""
+after its forward or backward, or DeepSpeed's stages 1 and 2 or dsprof's engine for buckets of gradients. No module of
+a model can have it."""
 
 BUDGET_PARTS: Final = (
     "compute", "comm_exposed", "peer_wait", "bubble", "data", "optimizer", "offload", "pause", "other",

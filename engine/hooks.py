@@ -107,6 +107,10 @@ _listeners: tuple[Listener, ...] = ()
 
 _holders: weakref.WeakSet[HoldsMemory] = weakref.WeakSet()
 
+BUCKET: Final = "(bucket)"
+"""Name of the `module` spans in which the engine works for buckets of gradients in backward: it copies gradients in,
+launches what is complete, and waits for what is to be waited for. No module of a model can have it."""
+
 DEADLOCK: Final = "deadlock: "
 """Begins the name of the mark for a deadlock that was proved; then comes what is raised."""
 

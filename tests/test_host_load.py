@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 import threading
 import time
 from pathlib import Path
@@ -138,9 +139,24 @@ def test_what_a_kernel_does_not_count_is_left_out(tmp_path: Path, text: str) -> 
 def test_how_long_a_quota_stopped_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stat: str, seconds: list[tuple[str, float]]
 ) -> None:
-    (tmp_path / "cpu.stat").write_text(stat)
+    (tmp_path / "cpu.stat").write_text(re.sub(r"_usec \d+", "_usec 0", stat))
     monkeypatch.setattr(hindrances.proc, "cgroups_of", lambda controller, root: [(tmp_path, 2)])
+    assert [*hindrances.read_throttled("/proc")] == [(name, 0.0) for name, _ in seconds]
+    (tmp_path / "cpu.stat").write_text(stat)
     assert [*hindrances.read_throttled("/proc")] == seconds
+
+
+def test_what_a_quota_stopped_before_is_not_the_process_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's own quota may have stopped others for long: what its container's does now is seen beside it."""
+    pod, container = tmp_path / "pod", tmp_path / "pod" / "container"
+    container.mkdir(parents=True)
+    monkeypatch.setattr(hindrances.proc, "cgroups_of", lambda controller, root: [(container, 2), (pod, 2)])
+    (pod / "cpu.stat").write_text("throttled_usec 90000000\n")
+    told = []
+    for micros in (1_000_000, 1_000_000, 3_500_000):
+        (container / "cpu.stat").write_text(f"throttled_usec {micros}\n")
+        told.append([*hindrances.read_throttled("/proc")])
+    assert told == [[(gauges.THROTTLED, 0.0)], [(gauges.THROTTLED, 0.0)], [(gauges.THROTTLED, 2.5)]]
 
 
 def test_the_host_itself_answers(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from dsprof.analyzer.stage_costs import WeightShare
 from dsprof.analyzer.study import study
 from dsprof.analyzer.whatif import Refused, apply
 from dsprof.analyzer.whatif.work import ScaleWork
-from dsprof.analyzer.work.fixed_part import FIXED_BETWEEN
+from dsprof.analyzer.work.fixed_part import UNTOLD
 from dsprof.engine.schedule import Action, dual_pipe_v, make_plan, peak_activations, simulate
 from dsprof.knobs import KnobError
 from dsprof.knobs.layouts import read_layout
@@ -207,7 +207,7 @@ def test_assumptions_widen_the_interval() -> None:
     told, guessed = (search.ranked(Layout(dp=4, micro_batches=4, micro_batch=size), 1.0) for size in (1.0, 2.0))
     assert told.low <= told.ms <= told.high
     assert guessed.high - guessed.low > 2 * (told.high - told.low)
-    assert step_of(costs(), Layout(micro_batch=2.0), Assumed(fixed=FIXED_BETWEEN[0])) == pytest.approx(
+    assert step_of(costs(), Layout(micro_batch=2.0), Assumed(fixed=UNTOLD.least)) == pytest.approx(
         60 + ONCE + OPTIMIZER
     )
 

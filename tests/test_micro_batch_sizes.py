@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from dsprof.analyzer.layout.alternatives import in_words
 from dsprof.analyzer.layout.stage_work import stage_work
 from dsprof.analyzer.layout.step_lowered import Assumed, stage_times
 from dsprof.analyzer.study import study
-from dsprof.analyzer.work.fixed_part import FIXED, FIXED_BETWEEN, SAID, FixedPart
+from dsprof.analyzer.work.fixed_part import UNKNOWN, UNKNOWN_BETWEEN, UNTOLD, FixedPart, fixed_work, stage_parameters
 from dsprof.engine.schedule import make_plan
 from dsprof.knobs.predicted import turned
+from dsprof.trace import Trace
 
 SCHEDULES = pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 
@@ -36,14 +38,14 @@ def asked(ran: MadeUpPipeline, microbatches: Any) -> Answered:
 @SCHEDULES
 @pytest.mark.parametrize(("now", "then"), [(2, 8), (4, 8), (8, 2)])
 def test_a_step_of_as_much_that_is_fixed_as_is_taken_is_told(schedule: str, now: int, then: int) -> None:
-    fixed = FIXED.ms if now <= then else FIXED.ms / 2
+    fixed = UNKNOWN.ms if now <= then else UNKNOWN.ms / 2
     before, after = (job(count, fixed, schedule).step_ms() for count in (now, then))
     row = asked(job(now, fixed, schedule), then)
     assert row.gain is not None
-    if fixed == FIXED.ms:
+    if fixed == UNKNOWN.ms:
         assert before - row.gain.ms == pytest.approx(after, rel=0.02)
     assert row.gain.low <= before - after <= row.gain.high
-    assert SAID in row.notes
+    assert UNTOLD.says in row.notes
 
 
 @SCHEDULES
@@ -56,18 +58,67 @@ def test_what_a_run_does_not_tell_is_in_the_interval(schedule: str, fixed: float
     assert row.gain.low < 0 < row.gain.high
 
 
+def with_optimizers(ran: MadeUpPipeline, tensors: int, elements: int) -> Trace:
+    trace = ran.trace()
+    told = [
+        {"fact": "optimizer", "rank": rank, "number": 1, "parameters": tensors, "elements": elements}
+        for rank in range(ran.stages)
+    ]
+    return Trace(replace(trace.run, facts=[*trace.run.facts, *told]), trace.source)
+
+
+def test_small_stages_are_told_apart_from_large_ones() -> None:
+    """By the tensors and bytes of what their optimizers step: the interval is a part of what it is without."""
+    ran = job(2, 0.7)
+    true = ran.step_ms() - job(8, 0.7).step_ms()
+    small, large, untold = (
+        ask(study(trace), [[turned("pipelining.microbatches", 8, "RUN")]]).rows[0]
+        for trace in (with_optimizers(ran, 4, 2112), with_optimizers(ran, 48, 4_000_000), ran.trace())
+    )
+    assert small.gain is not None
+    assert large.gain is not None
+    assert untold.gain is not None
+    assert small.gain.low < true < small.gain.high
+    assert small.gain.ms == pytest.approx(true, abs=2)
+    assert large.gain.ms < small.gain.ms - 5
+    assert small.gain.high - small.gain.low < 0.6 * (untold.gain.high - untold.gain.low)
+    assert any("by the 4 tensors and 8.25 KiB of a stage's parameters" in note for note in small.notes)
+
+
+@pytest.mark.parametrize("shares", ["fsdp", "deepspeed"])
+def test_of_parameters_that_are_shared_an_optimizer_does_not_tell(shares: str) -> None:
+    trace = with_optimizers(job(2, 0.7), 4, 2112)
+    whole = study(trace)
+    parameters = stage_parameters(whole, 1)
+    assert parameters is not None
+    assert (parameters.tensors, parameters.bytes) == (4, 4 * 2112)
+    assert fixed_work(stage_parameters(whole, 2)).typical.forward.ms < fixed_work(parameters).typical.forward.ms
+    facts = [*trace.run.facts, {"fact": shares, "rank": 0}]
+    assert stage_parameters(study(Trace(replace(trace.run, facts=facts), trace.source)), 1) is None
+
+
+def test_what_the_engine_trains_is_told_of_the_whole_stage() -> None:
+    trace = job(2, 0.7).trace()
+    told = [
+        {"fact": "trained", "rank": rank, "elements": 30, "frozen": 10, "of_parameters": [10, 20]} for rank in (0, 1)
+    ]
+    parameters = stage_parameters(study(Trace(replace(trace.run, facts=told), trace.source)), 1)
+    assert parameters is not None
+    assert (parameters.tensors, parameters.bytes) == (2, 160)
+
+
 def test_more_micro_batches_of_the_same_size_take_what_these_take() -> None:
     ran = job(2, 2.0)
     row = ask(study(ran.trace()), [[turned("gradient_accumulation_steps", 8, "RUN")]]).rows[0]
     assert row.gain is not None
-    assert SAID not in row.notes
+    assert UNTOLD.says not in row.notes
     assert row.gain.low > 0
 
 
 @pytest.mark.parametrize(
     ("fixed", "ms", "part"),
-    [(FIXED, 100, 0.02), (FIXED, 10, 0.2), (FIXED, 1, 0.5), (FIXED, 0, 0.5), (FIXED_BETWEEN[0], 3, 0.0),
-     (FIXED_BETWEEN[1], 100, 0.3), (FIXED_BETWEEN[1], 10, 0.6), (FIXED_BETWEEN[1], 3, 1.0)],
+    [(UNKNOWN, 100, 0.02), (UNKNOWN, 10, 0.2), (UNKNOWN, 1, 0.5), (UNKNOWN, 0, 0.5), (UNKNOWN_BETWEEN[0], 3, 0.0),
+     (UNKNOWN_BETWEEN[1], 100, 0.3), (UNKNOWN_BETWEEN[1], 10, 0.6), (UNKNOWN_BETWEEN[1], 3, 1.0)],
 )  # fmt: skip
 def test_the_part_that_is_fixed(fixed: FixedPart, ms: float, part: float) -> None:
     assert fixed.of(ms) == pytest.approx(part)
@@ -83,4 +134,4 @@ def test_other_layouts_assume_the_same() -> None:
     times = stage_times(of, layout, plan, stage_work(of, 1), Assumed())
     assert times.actions[0]["F"] == pytest.approx(2 + 2 * 8)
     assert times.actions[0]["B"] == pytest.approx(2 + 2 * 18)
-    assert SAID in in_words(of, layout)
+    assert UNTOLD.says in in_words(of, layout)

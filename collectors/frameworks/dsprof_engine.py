@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from dsprof.engine.hooks import Span, sizes, subscribe
+from dsprof.engine.hooks import BUCKET, Span, sizes, subscribe
 from dsprof.ondisk import LARGEST_PLACE, Flag
-from dsprof.schema import DTYPES, Kind
+from dsprof.schema import DTYPES, SHARDING, Kind
 
 from ..capture import facts
 from ..capture.open_capture import OpenCapture
@@ -83,7 +83,7 @@ class EngineEvents:
             if name is not None:
                 self._open[id(span)] = self._record(span, name)
         else:
-            self._open[id(span)] = self._record(span, span.name)
+            self._open[id(span)] = self._record(span, SHARDING if span.name == BUCKET else span.name)
 
     def _end(self, span: Span) -> None:
         if span.kind in ("comm", "launch"):

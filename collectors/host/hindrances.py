@@ -28,11 +28,19 @@ OURS: Final = "dsprof-"
 """How the names of dsprof's own threads begin."""
 
 
+_throttled_before: dict[Path, float] = {}
+"""Folder of a cgroup -> how long its quota had stopped threads when it was looked at first."""
+
+
 def read_throttled(root: str) -> Reading:
-    """How long the CPU quota of its cgroups has kept threads of the process waiting: of the one where it is longest; 0
-    where these can be read, and none has a quota."""
-    stats = [_cpu_stat(folder, version) for folder, version in proc.cgroups_of(proc.CPU, Path(root))]
-    told = [seconds for seconds in stats if seconds is not None]
+    """How long the CPU quota of its cgroups has kept threads of the process waiting since the first look: of the cgroup
+    where it is longest; 0 where these can be read, and none has a quota. Each counts for itself, and one above may have
+    stopped other processes for long before this one began."""
+    told = []
+    for folder, version in proc.cgroups_of(proc.CPU, Path(root)):
+        seconds = _cpu_stat(folder, version)
+        if seconds is not None:
+            told.append(seconds - _throttled_before.setdefault(folder, seconds))
     if told:
         yield gauges.THROTTLED, max(told)
 

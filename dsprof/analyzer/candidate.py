@@ -99,6 +99,8 @@ class Candidate:
     counts_cores: `change` itself says what the cores that there are allow; else busy cores take a part of the gain
     between: where the change is known up to a factor only
     by_rank: rank -> the same mended on this rank alone, where it is on several
+    spell:   the first and the last step of the one time in which it was there: how long that was is taken as given, as
+             one time does not tell how often it comes
     a_trade: it is paid for with something else, such as memory: nobody has lost it, and it has no share of what mending
              all gains
     """
@@ -109,4 +111,5 @@ class Candidate:
     counts_cores: bool = False
     between: Between | None = None
     by_rank: Mapping[int, WhatIf] = field(default_factory=dict)
+    spell: tuple[int, int] | None = None
     a_trade: bool = False

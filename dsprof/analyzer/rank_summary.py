@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
@@ -18,13 +18,15 @@ from dsprof.trace.packing import ByRank
 
 from .align.match import Matches
 from .align.steps import steps_taken
-from .budget.activity import ACTIVITY, REPLICATING, RankActivity, activity_rows, find_activity, replicating_rows
+from .arrays import Int
+from .budget.activity import ACTIVITY, ISSUED, RankActivity, activity_rows, find_activity, issued_rows
 from .budget.capture_overhead import RECORDED, count_records
 from .budget.intervals import Intervals
 from .budget.step_budget import RankTime, label_time
 from .budget.wall_time import spans_outside_training
 from .columns import RankRows
-from .device import DeviceTime, device_time
+from .device import DeviceTime, device_time, host_waits, kernel_steps
+from .device.host_waits import no_host_waits
 from .graph.chains import RankChains
 from .graph.find_chains import find_chains
 from .memory.use_by_step import nothing, sum_memory
@@ -32,6 +34,7 @@ from .work.layer_costs import NEEDED, staged_rows
 from .work.mfu import RankWork, sum_work
 from .work.module_times import sum_modules
 from .work.passes import PASS_COLUMNS, find_passes
+from .work.stream_phases import no_stream_phases, stream_phases
 
 Rows = TypeVar("Rows")
 
@@ -48,6 +51,7 @@ class RankSummary:
     work:     floating-point operations and the batch of a step (`mfu.sum_work`); None below level full
     taken:    how many steps it took, where somebody asked for a part of them only (`steps.steps_taken`)
     device:   what its device's streams did, where that was traced (`device.device_time`)
+    kernel_steps: the steps of whose kernels its device has told (`device.kernel_steps`)
     """
 
     activity: RankActivity
@@ -60,6 +64,7 @@ class RankSummary:
     work: RankWork | None
     taken: int | None
     device: DeviceTime | None
+    kernel_steps: Int
 
 
 @dataclass(frozen=True)
@@ -81,19 +86,23 @@ class RankTables(Generic[Rows]):
     from their rows as it stands is columns, and no table.
 
     activity: their steps, phases, actions, gauges and pauses (`budget.activity.ACTIVITY`)
-    replicating: what they communicated to stay replicas of each other (`budget.activity.REPLICATING`)
+    issued:   what they communicated that is of no layer's computation (`budget.activity.ISSUED`)
     staged:   of a pipeline, their layers and actions (`layer_costs.NEEDED`)
     recorded: how much was recorded in each step (`capture_overhead.RECORDED`)
     passes:   their forwards and backwards (`passes.PASS_COLUMNS`)
     memory:   what they had after each step (`use_by_step.COLUMNS`)
+    host_waits: where they waited for their devices (`device.host_waits`)
+    stream_phases: what their devices took for the phases that they launched (`stream_phases.STREAM_PHASES`)
     """
 
     activity: Rows
-    replicating: Rows
+    issued: Rows
     staged: Rows
     recorded: pd.DataFrame
     passes: pd.DataFrame
     memory: pd.DataFrame
+    host_waits: pd.DataFrame
+    stream_phases: pd.DataFrame
 
 
 PartTables: TypeAlias = "RankTables[Columns]"
@@ -103,24 +112,28 @@ def join_parts(parts: Sequence[PartTables]) -> PartTables:
     """Those of some ranks, and of those after them; without any, no rows."""
     return RankTables(
         activity=concat_columns([part.activity for part in parts], ACTIVITY),
-        replicating=concat_columns([part.replicating for part in parts], REPLICATING),
+        issued=concat_columns([part.issued for part in parts], ISSUED),
         staged=concat_columns([part.staged for part in parts], NEEDED),
         recorded=_concat([part.recorded for part in parts], RECORDED),
         passes=_concat([part.passes for part in parts], PASS_COLUMNS),
-        memory=_memory([part.memory for part in parts]),
+        memory=_those_with_rows([part.memory for part in parts], nothing),
+        host_waits=_those_with_rows([part.host_waits for part in parts], no_host_waits),
+        stream_phases=_those_with_rows([part.stream_phases for part in parts], no_stream_phases),
     )
 
 
 def as_tables(ranks: PartTables) -> RankTables[pd.DataFrame]:
     """What was held as columns, as tables."""
-    held = (ranks.activity, ranks.replicating, ranks.staged)
-    activity, replicating, staged = (pd.DataFrame(dict(columns), copy=False) for columns in held)
-    return RankTables(activity, replicating, staged, ranks.recorded, ranks.passes, ranks.memory)
+    held = (ranks.activity, ranks.issued, ranks.staged)
+    activity, issued, staged = (pd.DataFrame(dict(columns), copy=False) for columns in held)
+    measured = (ranks.recorded, ranks.passes, ranks.memory, ranks.host_waits, ranks.stream_phases)
+    return RankTables(activity, issued, staged, *measured)
 
 
-def _memory(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+def _those_with_rows(tables: Sequence[pd.DataFrame], without: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """without: what there is if none has a row"""
     held = [table for table in tables if len(table)]
-    return pd.concat(held, ignore_index=True) if held else nothing()
+    return pd.concat(held, ignore_index=True) if held else without()
 
 
 def _concat(tables: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFrame:
@@ -218,13 +231,16 @@ def _summarize(
         work=sum_work(table, native),
         taken=steps_taken(rows),
         device=device_time(table, rank, matches, run),
+        kernel_steps=kernel_steps(rows),
     )
     tables = RankTables(
         activity=activity_rows(rows),
-        replicating=replicating_rows(rows),
+        issued=issued_rows(rows),
         staged=staged_rows(rows),
         recorded=count_records(rows),
         passes=find_passes(rows, time),
         memory=sum_memory(table, rank),
+        host_waits=host_waits(rows, rank),
+        stream_phases=stream_phases(table, rank),
     )
     return tables, MeasuredRank(summary, time, chains)

@@ -24,7 +24,7 @@ from .text import number
 from .whatif import apply
 from .whatif.lowering import Lower, NotLowered, Stages, measured_plan
 from .whatif.lowering.recipe import source_stage
-from .work.fixed_part import FIXED, FIXED_BETWEEN, SAID, FixedPart
+from .work.fixed_part import OfActions, fixed_work, stage_parameters
 from .work.stage_layers import StageLayer, stage_layers
 
 AUTO: Final = "auto"
@@ -181,9 +181,10 @@ def restructured(study: Study, wanted: PipelineStructure, least_weight: float = 
     if plan.microbatches != ran.microbatches:
         if wanted.same_batch:
             size = ran.microbatches / plan.microbatches
-            pairs = [(one, FIXED) for one in stages] + [(stages[0], end) for end in FIXED_BETWEEN]
+            work = fixed_work(stage_parameters(study, ran.virtual_stages))
+            pairs = [(one, work.typical) for one in stages] + [(stages[0], end) for end in (work.least, work.most)]
             stages = tuple(_of_size(one, ran, plan, taken, size, fixed) for one, fixed in pairs)
-            notes.append(SAID)
+            notes.append(work.says)
         else:
             notes.append(
                 f"{plan.microbatches} micro-batches of the size that they have: the batch is "
@@ -272,14 +273,14 @@ def _boundaries(study: Study, wanted: PipelineStructure, ran: Plan, plan: Plan, 
     return best_boundaries(layers, plan.stages, step_ms)
 
 
-def _of_size(stages: Stages, ran: Plan, plan: Plan, taken: Taken, size: float, fixed: FixedPart) -> Stages:
+def _of_size(stages: Stages, ran: Plan, plan: Plan, taken: Taken, size: float, fixed: OfActions) -> Stages:
     """The same stages, of micro-batches that are so many times as large."""
     factors = {}
     for stage in range(plan.stages):
         source = source_stage(ran, plan, stage)
         for op in "FB":
             of = stages.factors.get((stage, op), 1.0)
-            factors[stage, op] = of * fixed.times(of * taken[source, op], size)
+            factors[stage, op] = of * fixed.of(op).times(of * taken[source, op], size)
     return replace(stages, factors=factors)
 
 

@@ -177,15 +177,23 @@ class Study:
         return pd.DataFrame(columns, index=self.phases.index.take(chosen), copy=False)
 
     @cached_property
+    def stream_phases(self) -> pd.DataFrame:
+        """What devices took for the phases of the ordinary steps (`stream_phases.STREAM_PHASES`), by rank and launch;
+        empty where no device leads in them."""
+        table = self.tables.stream_phases
+        inside = np.isin(table["step"].to_numpy(np.int64), self.step_numbers) & self.led_by_devices
+        return table[inside].reset_index(drop=True)
+
+    @cached_property
     def judged_collectives(self) -> RankRows:
         """`collectives` of the ordinary steps, column by column."""
         inside = np.isin(self.collectives["step"].to_numpy(np.int64), self.step_numbers)
         return RankRows(self.collectives.take(np.flatnonzero(inside)))
 
-    def replicating(self, purpose: str) -> pd.DataFrame:
-        """`budget.activity.REPLICATING` of what the ranks communicated for this purpose, in the order of ranks."""
-        table = self.tables.replicating
-        return table[is_one_of(table["purpose"], purpose)]
+    def issued(self, *purposes: str) -> pd.DataFrame:
+        """`budget.activity.ISSUED` of what the ranks communicated for these purposes, in the order of ranks."""
+        table = self.tables.issued
+        return table[is_one_of(table["purpose"], *purposes)]
 
     def host_ms(self, *purposes: str) -> float:
         """What issuing a communication of these purposes takes the thread that does, median; 0: not known."""

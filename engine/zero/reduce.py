@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..comm.comm import Comm
 from ..comm.consensus import any_rank
 from ..config import Config
+from ..hooks import BUCKET, Hooks
 from .bucket import Bucket, BucketExchange, await_host_copies, divide, read_flags
 from .gradients import MicrobatchSums, has_samples, scales
 from .packed import Nodes
@@ -34,6 +35,7 @@ class Reducer:
         sparse: SparseReducer,
         comm: Comm,
         config: Config,
+        hooks: Hooks,
         stages: Mapping[nn.Parameter, frozenset[int]] | None = None,
         hosts: Comm | None = None,
         nodes: Nodes | None = None,
@@ -43,6 +45,7 @@ class Reducer:
         `comm`, for what is in host memory, where the host would have to wait for `comm`'s device. `nodes`: of
         `BucketExchange`."""
         self._params = list(params)
+        self._hooks = hooks
         self._hosts = hosts
         self._sent: set[ShardedParam] = set()
         """Those that this rank has sent a gradient of in this step, if there are `hosts`."""
@@ -123,6 +126,11 @@ class Reducer:
             return
         if self._stays_whole:
             return  # `collect` takes them
+        with self._hooks.span("module", BUCKET):
+            self._bucket(params)
+
+    def _bucket(self, params: Sequence[ShardedParam]) -> None:
+        """Copy the gradients of `params` to their buckets, and launch those that are complete."""
         self._layout.saw(params)
         complete: dict[Bucket, list[int]] = {}
         places_of = self._layout.places
@@ -153,7 +161,8 @@ class Reducer:
             self._refuse(param for param in self._params if param not in came)
         self._left_whole = self.local and self._last and self._accumulated.needed
         if not self._stays_whole and self._complete:
-            self._reduce_rest()
+            with self._hooks.span("module", BUCKET):
+                self._reduce_rest()
         self.open = False
         self._sparse.finish(self._last)  # behind all buckets, of which ranks may have launched others so far
 

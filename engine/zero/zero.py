@@ -129,7 +129,7 @@ class Zero:
         sparse = SparseReducer([p for p in self.trainable if p.param in rows], comms.gradients, config)
         self.masters = {param.param: make_master(param) for param in self.trainable}
         dense = [p for p in self.trainable if p.param not in rows]
-        self.reducer = Reducer(dense, sparse, comms.gradients, config, stages, comms.hosts, comms.nodes)
+        self.reducer = Reducer(dense, sparse, comms.gradients, config, hooks, stages, comms.hosts, comms.nodes)
         # Ranks of a pipeline have a consensus of their own.
         self.deadlocks = _watch(comms, hooks) if size > 1 and (settings.stage == 3 or names is None) else None
         self.fetcher: Fetcher | None = None

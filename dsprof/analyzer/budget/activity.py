@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from dsprof.live.tail import SAMPLES
-from dsprof.schema import Kind
+from dsprof.schema import CALL_SITE, Kind
 from dsprof.trace.load import Columns
 
 from ..align.participants import NOT_TOLD
@@ -21,9 +21,13 @@ KINDS: Final = ("step", "phase", "pipe", "gauge", "pause")
 ACTIVITY: Final = (
     "rank", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "stage", "bytes", "value", "grad", "source",
 )  # fmt: skip
-REPLICATING: Final = ("rank", "step", "purpose", "group", "issue_ns", "bytes")
-GRADIENT, BUFFER = "gradient", "buffer"
+ISSUED: Final = ("rank", "step", "purpose", "name", "group", "issue_ns", "start_ns", "bytes")
+GRADIENT, BUFFER, PARAMETER, OTHER, BARRIER = "gradient", "buffer", "parameter", "other", "barrier"
 """Purposes; buffers are what DDP broadcasts in forward."""
+REPLICATING: Final = (GRADIENT, BUFFER)
+"""What keeps ranks replicas of each other."""
+OF_THE_LOOP: Final = (OTHER, BARRIER)
+"""What a script's own loop communicates, or nobody knows what for."""
 NO_PROGRESS: Final = tuple(Kind(kind).name.lower() for kind in SAMPLES)
 """Kinds of rows: side threads sample a job that stands still, too."""
 PROGRESS: Final = tuple({*KINDS, "comm"} - {*NO_PROGRESS})
@@ -35,11 +39,15 @@ class RankActivity:
     """begun_ns: when it began something last, which samples are not; 0: it did nothing
     host_ns:  purpose -> how long issuing each communication of it took the thread that did, where that is known
     issued:   how many communications it issued in steps, and of how many nobody knows when they ended
+    formats:  (process group, purpose) -> the number format that most bytes of its gradients, or parameters, have
+    lines:    (operation, bytes, line) of all calls of collectives whose lines were recorded
     """
 
     begun_ns: int
     host_ns: Mapping[str, Int]
     issued: tuple[int, int]
+    formats: Mapping[tuple[str, str], str]
+    lines: frozenset[tuple[str, int, str]]
 
 
 def activity_rows(rows: RankRows) -> Columns:
@@ -47,10 +55,12 @@ def activity_rows(rows: RankRows) -> Columns:
     return rows.take_arrays(ACTIVITY, np.flatnonzero(rows.are("kind", *KINDS)))
 
 
-def replicating_rows(rows: RankRows) -> Columns:
-    """REPLICATING of what keeps a rank a replica of others: gradients and buffers."""
-    issued = rows.are("kind", "comm") & rows.are("purpose", GRADIENT, BUFFER) & rows.known("issue_ns")
-    return rows.take_arrays(REPLICATING, np.flatnonzero(issued))
+def issued_rows(rows: RankRows) -> Columns:
+    """ISSUED of what a rank communicates that is of no layer's computation: what keeps it a replica of others, if it is
+    known when that was issued, and what its loop communicates with more than one other rank."""
+    replicating = rows.are("purpose", *REPLICATING) & rows.known("issue_ns")
+    of_the_loop = rows.are("purpose", *OF_THE_LOOP) & ~rows.known("peer")
+    return rows.take_arrays(ISSUED, np.flatnonzero(rows.are("kind", "comm") & (replicating | of_the_loop)))
 
 
 def find_activity(rows: pd.DataFrame | RankRows) -> RankActivity:
@@ -67,4 +77,26 @@ def find_activity(rows: pd.DataFrame | RankRows) -> RankActivity:
         begun_ns=int(rows.whole("start_ns")[moved].max()) if moved.any() else 0,
         host_ns={str(names[one]): host[timed & (purpose == one)] for one in np.unique(purpose[timed]) if one >= 0},
         issued=(int(inside.sum()), int((inside & unknown).sum())),
+        formats=_formats(rows),
+        lines=_lines(rows),
     )
+
+
+def _formats(rows: RankRows) -> dict[tuple[str, str], str]:
+    sent = rows.are("kind", "comm") & rows.are("purpose", GRADIENT, PARAMETER) & rows.known("dtype")
+    place = np.flatnonzero(sent & rows.known("group"))
+    (group, groups), (purpose, purposes), (dtype, dtypes) = (rows.codes(name) for name in ("group", "purpose", "dtype"))
+    kinds = len(purposes) * len(dtypes)
+    key = group[place] * kinds + purpose[place] * len(dtypes) + dtype[place]
+    keys, which = np.unique(key, return_inverse=True)
+    size = np.bincount(which, rows.whole("bytes")[place], len(keys))
+    return {  # in order of size, so that the format of most bytes is what stays of a group and purpose
+        (str(groups[one // kinds]), str(purposes[one % kinds // len(dtypes)])): str(dtypes[one % len(dtypes)])
+        for one in keys[np.argsort(size, kind="stable")].tolist()
+    }
+
+
+def _lines(rows: RankRows) -> frozenset[tuple[str, int, str]]:
+    place = np.flatnonzero(rows.are("kind", "mark") & rows.are("name", CALL_SITE) & rows.known("site"))
+    operation, site = (rows.words(name, place).tolist() for name in ("purpose", "site"))
+    return frozenset(zip(operation, rows.whole("bytes", NOT_TOLD)[place].tolist(), site, strict=True))

@@ -8,7 +8,6 @@ from typing import Final
 from dsprof.engine.schedule import DUAL_PIPE_V
 
 from ..text import percent
-from ..work.fixed_part import FIXED_BETWEEN, SAID
 from .job_layout import Layout
 from .layout_costs import LayoutCosts
 from .step_lowered import Assumed, short_plan
@@ -28,7 +27,7 @@ def alternatives(costs: LayoutCosts, layout: Layout) -> list[Ends]:
     """Of each thing that is assumed, both ends of what it may be; and of the links, of what they were fitted to."""
     ran, base, found = costs.ran, Assumed(), list[Ends]()
     if layout.micro_batch != 1:
-        found.append((replace(base, fixed=FIXED_BETWEEN[0]), replace(base, fixed=FIXED_BETWEEN[1])))
+        found.append((replace(base, fixed=costs.fixed.least), replace(base, fixed=costs.fixed.most)))
     if short_plan(layout).splits:
         found.append((replace(base, weight=costs.weight.least), replace(base, weight=costs.weight.most)))
     if _uneven(costs, layout):
@@ -63,7 +62,7 @@ def in_words(costs: LayoutCosts, *layouts: Layout) -> list[str]:
             "layer to exchange what it hands on twice in forward and twice in backward"
         )
     if any(one.micro_batch != 1 for one in layouts):
-        said.append(SAID)
+        said.append(costs.fixed.says)
     if ran.recompute and costs.computed_again < WHOLE and any(one.recompute for one in layouts):
         said.append(f"{percent(100 * costs.computed_again)} of forward is computed again, as in the run")
     if any(short_plan(one).splits for one in layouts):

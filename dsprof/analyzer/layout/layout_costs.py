@@ -25,6 +25,7 @@ from ..stage_costs import WeightShare, weight_share
 from ..structure import pipeline_that_ran
 from ..study import Study, once
 from ..text import number
+from ..work.fixed_part import UNTOLD, FixedWork, fixed_work, stage_parameters
 from ..work.micro_batches import micro_batch_counts
 from ..work.passes import FORWARD
 from ..work.recomputed import recomputed_ms
@@ -86,6 +87,7 @@ class LayoutCosts:
     activation_bytes: that a stage hands on for a micro-batch; None: not known
     tensor_calls: all-reduces of a layer in forward and in backward, together for all layers
     weight:       of a backward, what only makes weights' gradients
+    fixed:        of a forward and a backward, what goes not with the size of a micro-batch
     """
 
     ran: Layout
@@ -111,6 +113,7 @@ class LayoutCosts:
     tensor_calls: float
     on_gpu: bool
     weight: WeightShare = field(default_factory=WeightShare)
+    fixed: FixedWork = UNTOLD
 
     @property
     def stage_count(self) -> int:
@@ -177,6 +180,7 @@ def layout_costs(study: Study) -> LayoutCosts:
         tensor=tensor or _standing(standing), activation_bytes=activation,
         tensor_calls=calls.count / ran.micro_batches * ran.pp, on_gpu=study.on_gpu,
         weight=weight_share(study.graph) if study.topology.stage_of else WeightShare(),
+        fixed=fixed_work(stage_parameters(study, ran.chunks)),
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from ..graph.replay import replay
 from ..graph.segment_work import no_work
 from ..graph.step_graph import PARTS, Costs, Edges, Measured, StepGraph, Steps, Structure, Task
 from ..structure import named_plan
-from ..work.fixed_part import FIXED, FixedPart
+from ..work.fixed_part import OfActions
 from .job_layout import Layout
 from .layout_costs import LayoutCosts
 from .stage_work import StageWork, stage_work
@@ -41,14 +41,14 @@ ROUNDS_APART: Final = 2
 class Assumed:
     """What a run does not tell, as it is taken to be.
 
-    fixed:  of a micro-batch, what it takes whatever its size
+    fixed:  of a micro-batch, what it takes whatever its size; None: what is usual of the run's model
     weight: of a backward, what only makes weight gradients; None: what the run tells, or is usual
     uneven: what the first stage takes more than an even part
     links:  what communications take, times what they were fitted to
     tensor: of the computation, what tensor-parallel ranks do not share
     """
 
-    fixed: FixedPart = FIXED
+    fixed: OfActions | None = None
     weight: float | None = None
     uneven: float = 0.0
     links: float = 1.0
@@ -72,7 +72,7 @@ class StageTimes:
 def stage_times(costs: LayoutCosts, layout: Layout, plan: Plan, work: StageWork, assumed: Assumed) -> StageTimes:
     """What everything in the step of a layout takes."""
     size = {
-        op: assumed.fixed.times(sum(of_stages) / costs.stage_count, layout.micro_batch)
+        op: (assumed.fixed or costs.fixed.typical).of(op).times(sum(of_stages) / costs.stage_count, layout.micro_batch)
         for op, of_stages in (("F", work.forward), ("B", work.backward))
     }
     shared = _tensor_share(costs, layout, assumed)

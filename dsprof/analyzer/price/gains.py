@@ -18,10 +18,19 @@ LEAST_SHARE: Final = 0.001
 """What costs less than this share of the step is not worth a line, not even as `info`."""
 
 
-def mean_gain(study: Study, saved: Float) -> Gain:
-    """Mean of the ms saved in each step, with its 95 % interval."""
-    low, high = interval(saved)
+def mean_gain(study: Study, saved: Float, spell: tuple[int, int] | None = None) -> Gain:
+    """Mean of the ms saved in each step, with its 95 % interval.
+
+    spell: the first and the last step of the one time in which there was something to save, whose length is taken as
+           given: `saved` is of the replayed steps then"""
     mean = float(saved.mean()) if len(saved) else 0.0
+    if spell is None:
+        low, high = interval(saved)
+    else:
+        inside = (study.replayed_steps >= spell[0]) & (study.replayed_steps <= spell[1])
+        parts = [saved[inside], saved[~inside]]
+        halves = [len(part) / len(saved) * np.ptp(interval(part)) / 2 for part in parts if len(part)]
+        low, high = mean - float(np.hypot.reduce(halves)), mean + float(np.hypot.reduce(halves))
     return Gain(mean, 100 * mean / study.step_ms if study.step_ms else 0.0, low, high)
 
 

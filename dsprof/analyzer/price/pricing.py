@@ -118,7 +118,7 @@ def _priced(
     """kept: the share of gains that busy cores leave."""
 
     def gain_of(saved: Float) -> Gain:
-        gain = mean_gain(study, kept * saved)
+        gain = mean_gain(study, kept * saved, candidate.spell)
         return gain if candidate.between is None else between(gain, candidate.between)
 
     if key not in found.alone:

@@ -88,12 +88,13 @@ def fault(
     counts_cores: bool = False,
     between: Callable[[Study], Between | None] = lambda study: None,
     by_rank: Callable[[Study, Change], Mapping[int, Change]] = lambda study, change: {},
+    spell: Callable[[Study, Change], tuple[int, int] | None] = lambda study, change: None,
 ) -> Look:
     """What looks for work that would go away if something were fixed.
 
     change:   which work; None where nothing is lost to it
     describe: (study, change, the gain of fixing it alone, its share of what fixing all gains) -> finding
-    counts_cores, between, by_rank: as of `Candidate`
+    counts_cores, between, by_rank, spell: as of `Candidate`
     """
 
     def find(study: Study) -> Found:
@@ -108,6 +109,6 @@ def fault(
             return LessWork(what, some, study.peer_groups)
 
         alone = {rank: without(f"{code}:{rank}", some) for rank, some in by_rank(study, gone).items()}
-        return [Candidate(code, without(code, gone), say, counts_cores, between(study), alone)]
+        return [Candidate(code, without(code, gone), say, counts_cores, between(study), alone, spell(study, gone))]
 
     return Look(find, needs=(signals.replay,))

@@ -8,7 +8,7 @@ import pandas as pd
 from ..arrays import Float
 from ..columns import RankRows
 from ..study import Study, once
-from .stream_phases import outermost_rows, stream_phases
+from .stream_phases import outermost_rows
 
 RECOMPUTE, BACKWARD = "recompute", "backward"
 
@@ -18,7 +18,7 @@ def recomputed_ms(study: Study) -> Float | None:
     """ms of forward that backward computes again, [R, S]; None where there is none, or a device's time for it was not
     seen. On a device its own time counts: which thread of the autograd engine launches it is no matter."""
     if study.on_gpu:
-        again = stream_phases(study)
+        again = study.stream_phases
         again = again[again["name"] == RECOMPUTE]
     else:
         again = _phases(study, RECOMPUTE)

@@ -14,30 +14,32 @@ from dsprof.engine.schedule import COMPUTE
 
 from ..arrays import Bool, Int
 from ..budget.intervals import Intervals, outermost
-from ..budget.lanes import MAIN, on_stream
+from ..budget.lanes import MAIN, STREAM, on_stream
+from ..columns import may_hold
 from ..graph.device_phases import PHASES
-from ..study import Study, once
 
+STREAM_PHASES: Final = {
+    "rank": "int64", "step": "int64", "name": "object", "stage": "Int64", "start_ns": "int64", "ms": "float64",
+}  # fmt: skip
 READ: Final = ("kind", "name", "lane", "step", "stage", "start_ns", "dur_ns", "issue_ns", "source")
-COLUMNS: Final = ("rank", "step", "name", "stage", "start_ns", "ms")
 
 
-@once
-def stream_phases(study: Study) -> pd.DataFrame:
-    """COLUMNS of each phase in the ordinary steps, by rank and launch. start_ns: when its host began it. Without a
-    device that was timed in every such step it is empty."""
-    tables = [_of_rank(study, rank) for rank in study.ranks] if study.led_by_devices else []
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(COLUMNS))
-
-
-def _of_rank(study: Study, rank: int) -> pd.DataFrame:
-    rows = study.trace.read(rank, READ)
-    rows = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
+def stream_phases(rows: pd.DataFrame, rank: int) -> pd.DataFrame:
+    """STREAM_PHASES of each phase of a rank, by launch. start_ns: when its host began it. Empty without a device that
+    was timed."""
+    if not may_hold(rows["lane"], lambda lane: lane.startswith(STREAM)):
+        return no_stream_phases()
+    rows = rows[list(READ)][rows["dur_ns"].notna() & rows["step"].notna()]
     streams = on_stream(rows["lane"])
     timed = rows[streams & (rows["kind"] == "kernel") & (rows["source"] == "measured") & rows["name"].isin(PHASES)]
     timed = timed[outermost_rows(timed, ("name", "lane"))]
     found = _timed(rows[streams], timed) if len(timed) else _launched(rows, rows[streams])
-    return found.assign(rank=rank)[list(COLUMNS)].sort_values("start_ns", kind="stable")
+    return found.assign(rank=rank)[list(STREAM_PHASES)].sort_values("start_ns", kind="stable")
+
+
+def no_stream_phases() -> pd.DataFrame:
+    """STREAM_PHASES without a row."""
+    return pd.DataFrame({name: pd.Series(dtype=dtype) for name, dtype in STREAM_PHASES.items()})
 
 
 def outermost_rows(phases: pd.DataFrame, of_same: Sequence[str]) -> Bool:
@@ -84,7 +86,7 @@ def _launched(rows: pd.DataFrame, of_streams: pd.DataFrame) -> pd.DataFrame:
     kernels = of_streams[(of_streams["kind"] == "kernel") & of_streams["issue_ns"].notna()]
     kernels = kernels.sort_values("issue_ns", kind="stable")
     if host.empty or kernels.empty:
-        return pd.DataFrame(columns=list(COLUMNS))
+        return no_stream_phases()
     launch = kernels["issue_ns"].to_numpy(np.int64)
     upto = np.concatenate([[0.0], np.cumsum(kernels["dur_ns"].to_numpy(np.float64))])
     start: Int = host["start_ns"].to_numpy(np.int64)

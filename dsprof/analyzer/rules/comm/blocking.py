@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 import pandas as pd
 
-from dsprof.schema import CALL_SITE
-
 from ... import signals
 from ...arrays import Int
+from ...budget.activity import BARRIER, OF_THE_LOOP, OTHER
 from ...candidate import Candidate, Price
+from ...columns import is_one_of
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
 from ...price.gains import sure_up_to
@@ -25,8 +25,6 @@ from ..base import LEAST_SHARE, NotConcerned, at, code_fix, installed
 from ..rule import Found, Look, Rule
 from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 
-OTHER: Final = "other"
-BARRIER: Final = "barrier"
 PHASES: Final = ("data", "forward", "backward", "optimizer")
 SURELY: Final = (("optimizer", "data"),)
 """Between which phases a collective can be for nothing that the next batch is made of: what was trained is over, and
@@ -41,8 +39,6 @@ MOSTLY: Final = 0.9
 """Of the steps: so many have it."""
 EVERY: Final = 50
 """In which of the steps numbers for a log are enough."""
-READ: Final = ("kind", "name", "lane", "group", "purpose", "step", "bytes", "start_ns", "dur_ns", "issue_ns", "site",
-               "peer")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,21 +75,19 @@ def _needless(study: Study, part: Domain) -> Iterator[Calls]:
         return
     gradients = sum(float(one.of(GRADIENT).table["bytes"].sum()) for one in domains(study))
     for group in part.groups:
-        members = [int(rank) for rank in study.run.group(group).get("ranks") or study.ranks]
-        rank = next((rank for rank in members if rank in study.ranks), None)
-        if rank is None:
-            continue
-        for calls in _calls_of(study, rank, group):
+        for calls in _calls_of(study, group):
             mine = part.table[(part.table["group"] == group) & (part.table["name"] == calls.name)]
             if calls.name == BARRIER or float(mine["bytes"].sum()) <= OF_GRADIENTS * gradients:
                 yield calls
 
 
-def _calls_of(study: Study, rank: int, group: str) -> list[Calls]:
+def _calls_of(study: Study, group: str) -> list[Calls]:
     """Those of a group that lie outside of what is computed, as one of its ranks issues them."""
-    rows, phases, marks = _rows_of(study, rank)
-    mine = rows[(rows["group"] == group) & rows["step"].isin(study.step_numbers)]
-    before, after, inside = _around(mine["issue_ns"].fillna(mine["start_ns"]).to_numpy(np.int64), phases)
+    mine = _loop_calls(study).get(group)
+    if mine is None:
+        return []
+    rank = int(mine["rank"].iloc[0])
+    before, after, inside = _around(mine["issue_ns"].fillna(mine["start_ns"]).to_numpy(np.int64), _phases(study, rank))
     mine = mine.assign(before=before, after=after, inside=inside, bytes=mine["bytes"].fillna(0).astype("int64"))
     found = []
     for (name, purpose), alike in mine.groupby(["name", "purpose"], observed=True):
@@ -111,8 +105,11 @@ def _calls_of(study: Study, rank: int, group: str) -> list[Calls]:
             sizes = frozenset(some["bytes"].tolist())
             if sizes & set(alike["bytes"][~chosen].tolist()):
                 continue  # such are communicated elsewhere, too
-            issue_such = (marks["purpose"] == name) & (marks["bytes"].isin(sizes) | (name == BARRIER))
-            lines = {str(site) for site in marks["site"][issue_such]}
+            lines = {
+                line
+                for operation, size, line in study.summaries[rank].activity.lines
+                if operation == name and (size in sizes or name == BARRIER)
+            }
             own = tuple(sorted(line for line in lines if not installed(line)))
             if lines and not own:
                 continue  # a framework's own
@@ -125,25 +122,26 @@ def _calls_of(study: Study, rank: int, group: str) -> list[Calls]:
     return found
 
 
-def _rows_of(study: Study, rank: int) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """What a rank communicated of no known purpose, its phases, and the lines that communicate."""
-    known = _read(study)
-    if rank not in known:
-        rows = study.trace.read(rank, READ)
-        text = rows[["group", "purpose", "name", "site"]].astype(object)
-        rows = rows.assign(**{column: text[column] for column in text})
-        comm = (rows["kind"] == "comm") & rows["purpose"].isin([OTHER, BARRIER]) & rows["peer"].isna()
-        phase = (
-            (rows["kind"] == "phase") & (rows["lane"] == "main") & rows["name"].isin(PHASES) & rows["dur_ns"].notna()
-        )
-        mark = (rows["kind"] == "mark") & (rows["name"] == CALL_SITE) & rows["site"].notna()
-        known[rank] = rows[comm], rows[phase].sort_values("start_ns"), rows[mark]
-    return known[rank]
+@once
+def _loop_calls(study: Study) -> dict[str, pd.DataFrame]:
+    """Process group -> what the first rank that communicates there did so in ordinary steps, of no known purpose."""
+    table = study.issued(*OF_THE_LOOP)
+    table = table[table["step"].isin(study.step_numbers)]
+    text = table[["group", "purpose", "name"]].astype(object)
+    table = table.assign(**{column: text[column] for column in text})
+    first = table.groupby("group")["rank"].transform("min")
+    return {str(group): of for group, of in table[table["rank"] == first].groupby("group")}
 
 
 @once
-def _read(study: Study) -> dict[int, tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]]:
-    return {}
+def _phases_by_rank(study: Study) -> dict[int, pd.DataFrame]:
+    table = study.training_phases
+    return {int(rank): of for rank, of in table[is_one_of(table["name"], *PHASES)].groupby("rank")}
+
+
+def _phases(study: Study, rank: int) -> pd.DataFrame:
+    """Those of a step that a collective may lie between, by start."""
+    return _phases_by_rank(study).get(rank, study.training_phases[:0])
 
 
 def _around(when: Int, phases: pd.DataFrame) -> tuple[Sequence[str], Sequence[str], Sequence[bool]]:

@@ -77,7 +77,7 @@ def _packed_ms(study: Study) -> Float:
     forwards = study.training_phases
     forwards = forwards[(forwards["name"] == "forward") & forwards["step"].isin(study.step_numbers)]
     found = np.zeros((len(study.ranks), len(study.step_numbers)))
-    broadcasts = study.replicating(BUFFER)
+    broadcasts = study.issued(BUFFER)
     of_rank, issued_by = (dict(iter(table.groupby("rank"))) for table in (forwards, broadcasts))
     for place, rank in enumerate(study.ranks):
         mine = of_rank.get(rank, forwards[:0]).sort_values("start_ns")

@@ -16,7 +16,7 @@ from ..base import LEAST_SHARE, PartlyJudged, gains_tried
 from .ddp_buckets import ONE_SIZE
 from .deepspeed_config import is_own_engine
 from .dimensions import GRADIENT, Domain, moved_bytes, waited_ms
-from .shards import by_bytes, links_around
+from .shards import bucket_work_left, by_bytes, links_around
 
 UNJUDGED = (
     "each reduction of gradients is waited for before anything else is done: what reducing them while backward goes on "
@@ -73,22 +73,26 @@ def reduced_together(study: Study, domain: Domain, say: Callable[[Gain], Fix] | 
 def reduced_in(study: Study, domain: Domain, most: float) -> Effect:
     """A dimension's gradients in reductions of up to `most` bytes (0: as they are), each waited for at once. dsprof's
     engine closes one only when these are reached."""
-    around = _links_around(study, domain)
-    now = [_up_to(study, each, 0.0) for each in around]
-    then = [_up_to(study, each, most) for each in around] if most else now
-    pairs = tuple(zip(now, then, strict=True))
     before = after = 0
     for steps in study.need_graph().templates:
         for group in domain.groups:
             packs = packed(steps, Communications(purposes=(GRADIENT,), groups=(group,)), most, is_own_engine(study))
             before += len(steps.numbers) * sum(map(len, packs))
             after += len(steps.numbers) * len(packs)
+    fewer = 1 - after / before if before else 0.0
+    left = bucket_work_left(study, domain.table, fewer) if is_own_engine(study) else 1.0
+    around = _links_around(study, domain)
+    now = [_up_to(study, each, 0.0) for each in around]
+    then = [_up_to(study, each, most, left) for each in around] if most else now
+    pairs = list(zip(now, then, strict=True))
+    if left < 1:
+        pairs.append((now[0], _up_to(study, around[0], most)))
     return Effect(
         "comm.small-messages",
         then[0],
         now[0],
-        pairs[1:],
-        fewer=1 - after / before if before else 0.0,
+        tuple(pairs[1:]),
+        fewer=fewer,
         moved_bytes=moved_bytes(study, domain.table),
         counts_cores=True,
     )
@@ -108,9 +112,12 @@ def _links_around(study: Study, domain: Domain) -> list[dict[str, Link]]:
     return [{group: of[min(i, len(of) - 1)] for group, of in around.items()} for i in variants]
 
 
-def _up_to(study: Study, links: Mapping[str, Link], most: float) -> WhatIfs:
-    """Reductions of up to `most` bytes; 0: as they are, with modelled transfers."""
-    host_ms = study.host_ms(GRADIENT)
+def _up_to(study: Study, links: Mapping[str, Link], most: float, left: float = 1.0) -> WhatIfs:
+    """Reductions of up to `most` bytes; 0: as they are, with modelled transfers.
+
+    left: of what the engine works for buckets (`bucket_work_left`)"""
+    # Where the work for buckets was seen, the calls to issue are in it.
+    host_ms = study.host_ms(GRADIENT) if left == 1 else 0.0
     return tuple(
         Merge(
             Communications(purposes=(GRADIENT,), groups=(group,)),
@@ -119,6 +126,7 @@ def _up_to(study: Study, links: Mapping[str, Link], most: float) -> WhatIfs:
             reached=is_own_engine(study),
             host_ms=host_ms,
             blocking=True,
+            unit_work=left if place == 0 else 1.0,  # the work is of no group, so one of these takes it along
         )
-        for group, link in links.items()
+        for place, (group, link) in enumerate(links.items())
     )

@@ -91,7 +91,7 @@ def _turns(study: Study) -> dict[int, _Turns]:
 
 def _reductions(study: Study) -> dict[int, list[_Reduced]]:
     """Of each rank, those of gradients in the ordinary steps whose sizes are known, by group."""
-    table = study.replicating(GRADIENT)
+    table = study.issued(GRADIENT)
     rank, step = table["rank"].to_numpy(np.int64), table["step"].to_numpy(np.int64)
     known = np.isin(step, study.step_numbers) & table["bytes"].notna().to_numpy(bool)
     code, names = codes_of(table["group"])

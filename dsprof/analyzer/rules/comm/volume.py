@@ -316,14 +316,9 @@ def formats(study: Study) -> dict[tuple[str, str], str]:
     wanted = {(group, purpose) for one in domains(study) for purpose in both for group in one.of(purpose).groups}
     found: dict[tuple[str, str], str] = {}
     for rank in study.ranks:
-        if wanted <= set(found):
-            break
-        rows = study.trace.read(rank, ("kind", "purpose", "group", "dtype", "bytes"))
-        chosen = (rows["kind"] == "comm") & rows["purpose"].isin([GRADIENT, PARAMETER]) & rows["dtype"].notna()
-        mine = rows.loc[chosen, ["group", "purpose", "dtype", "bytes"]]
-        mine = mine.astype({"group": str, "purpose": str, "dtype": str})
-        most = mine.groupby(["group", "purpose", "dtype"])["bytes"].sum().sort_values()
-        found = {**{(str(group), str(purpose)): str(dtype) for group, purpose, dtype in most.index}, **found}
+        for key, dtype in study.summaries[rank].activity.formats.items():
+            if key in wanted:
+                found.setdefault(key, dtype)
     return found
 
 

@@ -23,15 +23,12 @@ from .ddp_buckets import with_buckets_of
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
 from .dimensions import domains, moved_bytes
 from .fetched_parameters import need_larger, with_scatter_bucket
-from .shards import COPY_MS_PER_BYTE, FAR, links_around, sharding_ms
+from .shards import FAR, bucket_work_left, links_around
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
 """So many buckets in one are tried."""
 KEY: Final = "reduce_bucket_size"
 GRADIENTS: Final = Communications(purposes=("gradient",))
-OF_A_BUCKET: Final = 0.8
-"""Share of what DeepSpeed works for buckets, but for copying bytes, that goes with their number; the rest goes with the
-number of gradients. When 40 buckets of 64 KiB became one, 21.8 ms a step became 3.9."""
 OF_ALL_GATHER: Final = 2.0
 """Bytes that an all-reduce moves, as a multiple of an all-gather of as much."""
 FEWEST_GATHERS: Final = 5
@@ -164,7 +161,7 @@ def _of_up_to(
     """Buckets of up to `most` bytes (0: as they are), of which there are so many a step."""
     each = _links_around(study, table, link, most)  # of `now` the last may be of larger buckets only
     fewer = 1 - buckets / (len(table) / len(study.step_numbers))
-    left = _work_left(study, table, fewer)
+    left = bucket_work_left(study, table, fewer)
     pairs = [(present, _up_to(study, one, most, left)) for present, one in zip(now, each, strict=False)]
     if left < 1:
         pairs.append((now[0], _up_to(study, each[0], most)))
@@ -181,22 +178,12 @@ def _of_up_to(
 
 
 def _up_to(study: Study, link: Link, most: float, left: float = 1.0) -> WhatIfs:
-    """left: of what DeepSpeed works for buckets (`_work_left`)"""
+    """left: of what the engine works for buckets (`bucket_work_left`)"""
     # Where the work for buckets was seen, the calls to issue are in it.
     host_ms = study.host_ms("gradient") if left == 1 else 0.0
     reached = is_own_engine(study)
     merge = Merge(GRADIENTS, link, most_bytes=most, reached=reached, host_ms=host_ms, blocking=True, unit_work=left)
     return (merge,)
-
-
-def _work_left(study: Study, table: pd.DataFrame, fewer: float) -> float:
-    """Share of what DeepSpeed works for its buckets that is left where there are `fewer` (a share of them) of the same
-    gradients; 1 where that was not told apart."""
-    worked = 0.0 if is_own_engine(study) else sharding_ms(study)
-    if not worked:
-        return 1.0
-    copied = min(moved_bytes(study, table) * COPY_MS_PER_BYTE / worked, 1.0)
-    return 1 - (1 - copied) * OF_A_BUCKET * fewer
 
 
 def with_bucket_size(study: Study, number: float) -> Effect:

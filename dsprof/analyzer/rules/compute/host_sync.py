@@ -7,7 +7,6 @@ recorded; where phases were, a replay in which no host waits says what the step 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -15,13 +14,9 @@ from typing import Any, Final
 import numpy as np
 import pandas as pd
 
-from dsprof.schema import HOST_SYNC
-
 from ... import signals
-from ...arrays import Float, Int
-from ...budget.intervals import Intervals
-from ...budget.lanes import MAIN, on_stream
 from ...candidate import Candidate, Price
+from ...device.host_waits import UNKNOWN
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...graph.chains import SYNC
 from ...price.calibration import BETWEEN_RUNS
@@ -37,12 +32,6 @@ SHOWN: Final = 5
 """Lines that are listed."""
 MENDED: Final = 3
 """Lines for which there is a fix."""
-COLUMNS: Final = ("step", "kind", "name", "lane", "start_ns", "dur_ns", "purpose", "site", "source")
-TRACED: Final = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize$|(cuda|hip)Memcpy$")
-"""Names of the waits of a trace of torch.profiler's, which has no rows of ours."""
-DEVICES_OWN: Final = ("kernel", "copy", "comm")
-"""Kinds of what a device does on its streams."""
-UNKNOWN: Final = "an unknown line"
 LEAST_DRY: Final = 1.0
 """Percent of the step, from which on it is said that the device runs dry."""
 
@@ -111,62 +100,18 @@ def _stops(study: Study) -> pd.DataFrame:
     """Waits for the device on training threads: rank, step, call, site, ms; whether in an `ordinary` step, and when it
     was `updating` its weights; idle_ms, for how long the device stood idle after it, NaN in steps whose kernels were
     not recorded; traced_steps, of how many they were: ordinary ones, or else those that `--deep` looked at."""
-    tables = []
-    for rank in study.ranks:
-        rows = study.trace.read(rank, COLUMNS)
-        traced = _traced(rows)
-        known = traced["step"][traced["kind"] == "kernel"].unique().astype(np.int64)
+    waits = study.tables.host_waits
+    rank, step = waits["rank"].to_numpy(np.int64), waits["step"].to_numpy(np.int64)
+    ordinary = np.isin(step, study.step_numbers)
+    traced, count = np.zeros(len(waits), bool), np.zeros(len(waits), np.int64)
+    ranks, begin = np.unique(rank, return_index=True)  # whose waits are one rank's behind the other's
+    ends = np.append(begin, len(rank))[1:]
+    for one, first, end in zip(ranks.tolist(), begin.tolist(), ends.tolist(), strict=True):
+        known = study.summaries[one].kernel_steps
         known = np.intersect1d(known, study.step_numbers) if np.isin(known, study.step_numbers).any() else known
-        here = rows["step"].isin(study.step_numbers) | rows["step"].isin(known)
-        here &= (rows["lane"] == MAIN) & rows["dur_ns"].notna()
-        mine = rows[here & (rows["kind"] == "mark") & (rows["name"] == HOST_SYNC) & rows["purpose"].notna()]
-        if mine.empty:
-            waits = rows[here & (rows["kind"] == "wait")]
-            mine = waits[waits["name"].astype(str).str.match(TRACED)]
-            mine = mine.assign(purpose=mine["name"].astype(object))
-        end = (mine["start_ns"] + mine["dur_ns"]).to_numpy(np.int64)
-        update = rows[here & (rows["kind"] == "phase") & (rows["name"] == "optimizer")]
-        updates = Intervals.union(
-            update["start_ns"].to_numpy(np.int64), (update["start_ns"] + update["dur_ns"]).to_numpy(np.int64)
-        )
-        step = mine["step"].to_numpy(np.int64)
-        tables.append(
-            pd.DataFrame({
-                "rank": rank,
-                "step": step,
-                "call": mine["purpose"].astype(str).to_numpy(object),
-                "site": mine["site"].astype(object).where(mine["site"].notna(), UNKNOWN).to_numpy(object),
-                "ms": mine["dur_ns"].to_numpy(np.float64) / 1e6,
-                "ordinary": np.isin(step, study.step_numbers),
-                "updating": updates.holds(mine["start_ns"].to_numpy(np.int64)),
-                "idle_ms": np.where(np.isin(step, known), _idle_after(traced, end), np.nan),
-                "traced_steps": len(known),
-            })
-        )  # fmt: skip
-    return pd.concat(tables, ignore_index=True)
-
-
-def _traced(rows: pd.DataFrame) -> pd.DataFrame:
-    """What the device did, by its own kernels: what is measured is whole phases, by events."""
-    own = rows[rows["kind"].isin(DEVICES_OWN) & rows["dur_ns"].notna() & (rows["source"] != "measured")]
-    return own[on_stream(own["lane"])]
-
-
-def _idle_after(traced: pd.DataFrame, moments: Int) -> Float:
-    """For how long the device had nothing to do around each of these moments, when a wait for it was over, ms: from the
-    end of what it did last to the next. Of waits that end in one such time, the first has it."""
-    start = traced["start_ns"].to_numpy(np.int64)
-    busy = Intervals.union(start, start + traced["dur_ns"].to_numpy(np.int64))
-    following = np.searchsorted(busy.start, moments, "right")
-    between = (following > 0) & (following < len(busy.start))
-    idle = np.zeros(len(moments))
-    before, after = busy.end[following[between] - 1], busy.start[following[between]]
-    drained = moments[between] >= before  # else it had other work
-    _, first = np.unique(following[between], return_index=True)
-    taken = np.zeros(int(between.sum()), bool)
-    taken[first] = True
-    idle[between] = np.where(drained & taken, after - before, 0) / 1e6
-    return idle
+        traced[first:end], count[first:end] = np.isin(step[first:end], known), len(known)
+    found = waits.assign(ordinary=ordinary, traced_steps=count, idle_ms=waits["idle_ms"].where(traced))
+    return found[ordinary | traced].reset_index(drop=True)
 
 
 def _finding(study: Study, found: pd.DataFrame, by_rank: pd.Series[float]) -> Finding:

@@ -28,6 +28,8 @@ MOST_OF_AWAY: Final = 0.5
 """Of what the device waits, from which on a line outside the phases is where it waits."""
 MOST_NAMED: Final = 3
 """Operators that are named, of those that the host computes."""
+MOST_READ: Final = 8
+"""Ranks whose operators are summed: jobs have thousands, and these only say what the most is."""
 
 Describe = Callable[[Study, Devices, Float, Gain, str], Finding]
 
@@ -128,15 +130,16 @@ def _elsewhere(study: Study, devices: Devices, spent: Float, gain: Gain, which: 
 
 
 def _operators(study: Study, devices: Devices, steps: npt.NDArray[np.int64]) -> list[tuple[str, float]]:
-    """Those that the hosts are in for longest and launch nothing, and how long: ms, mean over steps and ranks."""
-    tables = []
-    for rank in devices.ranks:
+    """Those that the hosts are in for longest and launch nothing, and how long: ms, mean over steps and ranks, of which
+    MOST_READ are read."""
+    tables, ranks = [], list(devices.ranks)[:: -(-len(devices.ranks) // MOST_READ)]
+    for rank in ranks:
         rows = study.trace.read(rank, ("kind", "name", "lane", "step", "dur_ns"))
         chosen = (rows["kind"] == "kernel") & rows["lane"].isin(OWN_LANES) & rows["dur_ns"].notna()
         chosen &= rows["step"].isin(steps.tolist())
         tables.append(pd.DataFrame({"name": rows["name"][chosen].astype(str), "ns": rows["dur_ns"][chosen]}))
     total = pd.concat(tables).groupby("name")["ns"].sum().astype("int64").sort_values(ascending=False)
-    each = len(devices.ranks) * len(steps) * 1e6
+    each = len(ranks) * len(steps) * 1e6
     return [(str(name), float(ns) / each) for name, ns in total.head(MOST_NAMED).items()]
 
 

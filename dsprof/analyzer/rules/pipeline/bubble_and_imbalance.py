@@ -21,7 +21,6 @@ from ...text import count, number, percent
 from ...whatif.schedule import makespan, schedule_graph
 from ...whatif.work import Change
 from ...work.core_wait import core_wait, work_with_cores
-from ...work.stream_phases import stream_phases
 from ..base import LEAST_SHARE, NotJudged, at, code_fix
 from ..rule import Found, Look, Rule, fault
 from .bubble_causes import first_of, mostly, parts_of
@@ -319,7 +318,7 @@ def _actions(study: Study) -> pd.DataFrame:
 
 def _on_devices(study: Study) -> pd.DataFrame:
     """The same, with what devices took. Raises NotJudged where not every forward and backward was timed there."""
-    launched, every = study.of_kind("phase"), stream_phases(study)
+    launched, every = study.of_kind("phase"), study.stream_phases
     table = every.assign(
         name=every["name"].replace({"forward": "F", "backward": "B"}),
         stage=every["stage"].fillna(

@@ -9,13 +9,15 @@ import numpy as np
 
 from ...arrays import Bool, Float
 from ...price.confidence_interval import intervals
-from .late_pattern import WITHIN, spell_of, struck_steps
+from .late_pattern import WITHIN, is_long, spell_of, struck_steps
 
 LEAST_OF_WORST: Final = 0.1
 """A rank this much less late than the latest is not named beside it."""
 MOST_OF_WORK: Final = 0.95
 APART: Final = 5.0
 """A rank is late for a while only if it is so by so many times what its lateness varies by otherwise."""
+APART_FOR_LONG: Final = 3.0
+"""The same of a long spell: so many steps in a row stand out less by chance."""
 
 
 def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) -> Float | None:
@@ -67,7 +69,8 @@ def in_a_spell(late: Float, group: Bool, rank: int, own: Float) -> bool:
     alone = own[rank, inside & struck] > own[others][:, inside & struck].max(axis=0)
     usual = float(np.median(otherwise))
     varies = max(float(np.percentile(np.abs(otherwise - usual), 90)), 1e-9)
-    return bool(then.min() > otherwise.max() and then.mean() - usual > APART * varies and alone.mean() > WITHIN)
+    apart = APART_FOR_LONG if is_long(struck) else APART
+    return bool(then.min() > otherwise.max() and then.mean() - usual > apart * varies and alone.mean() > WITHIN)
 
 
 def typical(own: Float) -> Float:

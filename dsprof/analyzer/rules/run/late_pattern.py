@@ -26,6 +26,9 @@ DENSE: Final = 0.7
 """Of the steps of its spell, it is late in so many at least."""
 COVERED: Final = 0.5
 """Ranks that are late in turn are so in more than this share of the steps, one or another of them."""
+FEWEST_LONG: Final = 8
+LEAST_LONG: Final = 0.1
+"""Steps of a long spell, and share of the run's."""
 TOGETHER: Final = 0.1
 """Of those steps, in this share at most two of them are late at once. Three ranks that are each late in a third of the
 steps by chance would be so in a third of those."""
@@ -34,12 +37,13 @@ steps by chance would be so in a third of those."""
 @dataclass(frozen=True)
 class Pattern:
     """late: by how much and how often, for a title. when: for the evidence. steps: the first and the last of a spell;
-    None: it is all of the run."""
+    None: it is all of the run. long: whether it is more than what some other work takes of a host for a moment."""
 
     kind: Literal["chronic", "transient", "rotating", "intermittent"]
     late: str
     when: str
     steps: tuple[int, int] | None = None
+    long: bool = False
 
 
 def find_pattern(late: Float, ranks: Sequence[int], steps: Int) -> Pattern:
@@ -73,7 +77,9 @@ def find_pattern(late: Float, ranks: Sequence[int], steps: Int) -> Pattern:
         said = f"until step {steps[last]}"
     else:
         said = f"from step {steps[first]} to {steps[last]}"
-    return Pattern("transient", f"{by}, {said},", f"transient: {said}", (int(steps[first]), int(steps[last])))
+    long = is_long(struck)
+    when = f"transient: {said}" + ("; how often such a time comes, one does not tell" if long else "")
+    return Pattern("transient", f"{by}, {said},", when, (int(steps[first]), int(steps[last])), long)
 
 
 def struck_steps(late: Float) -> Bool:
@@ -82,6 +88,11 @@ def struck_steps(late: Float) -> Bool:
     carried = np.cumsum(falling)
     struck: Bool = late > LEAST_OF_LATE * falling[np.searchsorted(carried, carried[-1] / 2)]
     return struck
+
+
+def is_long(struck: Bool) -> bool:
+    """Of a spell in which so many steps of a run were struck, whether it is long."""
+    return bool(struck.sum() >= FEWEST_LONG and struck.mean() >= LEAST_LONG)
 
 
 def in_turn(each: Bool) -> bool:

@@ -28,7 +28,7 @@ from ..data.unequal_input import explained_by_input
 from .cause import Cause, Late
 from .late import late_ones, typical
 from .late_cause import cause_of
-from .late_pattern import find_pattern
+from .late_pattern import Pattern, find_pattern
 from .slow_machine import gpu_clock
 from .unequal_shares import shares_fix
 
@@ -88,12 +88,10 @@ def _late(study: Study) -> Float:
 def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     """Which rank's host or device it is, and in which phase."""
     graph, own, late = study.need_graph(), _own_work(study), _late(study)
-    removed = np.sum([of_part.mean(axis=1) for of_part in change.removed.values()], axis=0)
+    removed = _removed_ms(change)
     slow = removed > 0
     worst = int(removed.argmax())
-    # The others of its kind that are late are named beside it; where both of a rank are, the one that costs more.
-    group = next(group for group in _groups(study) if group[worst])
-    named = slow & group
+    named, group = _named(study, removed)
     on_device = worst < graph.leads and len(graph.ranks) > graph.leads
     whose = DEVICE if on_device else HOST
     ranks = tuple(int(graph.ranks[chain]) for chain in np.flatnonzero(named).tolist())
@@ -116,7 +114,7 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
         if value - expected < 0.5 * (mine - typically):
             where = None  # most of it lies between the phases
     who = ranks_in_words(ranks)
-    pattern = find_pattern(late[named], ranks, graph.judged_steps)
+    pattern = pattern_of_chains(study, change)
     evidence.append(Evidence("when", pattern.when, ""))
     title = f"the {whose} of {who}{study.mesh.words(ranks)} is {pattern.late} and the other ranks wait"
     fixes = _fixes(who, where, on_device)
@@ -134,6 +132,27 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
         gain, share = (may_gain(one, one.ms + transfers.ms) for one in (gain, share))
     at = Where(ranks=ranks, op=where, steps=pattern.steps or study.step_range)
     return Finding("rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share)
+
+
+def _removed_ms(change: Change) -> Float:
+    """Of each chain, mean over steps, [T]."""
+    removed: Float = np.sum([of_part.mean(axis=1) for of_part in change.removed.values()], axis=0)
+    return removed
+
+
+def _named(study: Study, removed: Float) -> tuple[Bool, Bool]:
+    """The late chains that are named: of the kind of the one that costs most, where both of a rank are late; and all
+    chains of that kind."""
+    group = next(group for group in _groups(study) if group[int(removed.argmax())])
+    return (removed > 0) & group, group
+
+
+def pattern_of_chains(study: Study, change: Change) -> Pattern:
+    """When those are late that are named."""
+    graph = study.need_graph()
+    named, _ = _named(study, _removed_ms(change))
+    ranks = tuple(int(graph.ranks[chain]) for chain in np.flatnonzero(named).tolist())
+    return find_pattern(_late(study)[named], ranks, graph.judged_steps)
 
 
 def slower_transfers(study: Study, ranks: tuple[int, ...]) -> Gain | None:

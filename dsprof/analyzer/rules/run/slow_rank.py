@@ -25,8 +25,8 @@ from ..rule import Rule, fault
 from .cause import Cause
 from .late import late_ones, mine_and_others, typical
 from .late_cause import cause_of, unknown
-from .late_pattern import find_pattern
-from .slow_chain import explained_by_data, slow_chain, slow_chains
+from .late_pattern import Pattern, find_pattern
+from .slow_chain import explained_by_data, pattern_of_chains, slow_chain, slow_chains
 from .unequal_shares import shares_fix
 
 OUTSIDE = "time outside the phases"
@@ -79,11 +79,10 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     if study.led_by_devices:
         return slow_chain(study, change, gain, share)
     own = _own_work(study)
-    slow: Bool = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
-    of_each = _lateness_in_team(study)[slow]
-    late = of_each.mean(axis=0)
+    slow = _slow(change)
+    late = _lateness_in_team(study)[slow].mean(axis=0)
     ranks = study.ranks_where(slow)
-    pattern = find_pattern(of_each, ranks, study.step_numbers)
+    pattern = _pattern(study, change)
     phases = _phase_excess(study, slow)
     where_slow = max(phases, key=lambda name: phases[name][0] - phases[name][1])
     mine, others = float(own[slow].mean()), float(np.median(own[~slow].mean(axis=1)))
@@ -120,6 +119,23 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     by_speed = shares_fix(study, late, phases) if cause is None or not cause.sure else None
     fixes = fixes if by_speed is None else (*fixes, by_speed)
     return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes, share=share)
+
+
+def _slow(change: Change) -> Bool:
+    """The ranks of which something is removed, [R]."""
+    slow: Bool = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
+    return slow
+
+
+def _pattern(study: Study, change: Change) -> Pattern:
+    slow = _slow(change)
+    return find_pattern(_lateness_in_team(study)[slow], study.ranks_where(slow), study.step_numbers)
+
+
+def spell(study: Study, change: Change) -> tuple[int, int] | None:
+    """The one time in which ranks were late, from step to step, if it was long: what it costs is told of this run."""
+    pattern = pattern_of_chains(study, change) if study.led_by_devices else _pattern(study, change)
+    return pattern.steps if pattern.long else None
 
 
 @once
@@ -198,7 +214,7 @@ RULES = (
         "rank.straggler",
         "one rank is late in every step and the others wait",
         explains=("peer_wait",),
-        looks=(fault("rank.straggler", slow_ranks, straggler, by_rank=of_each_rank), COLLECTIVES),
+        looks=(fault("rank.straggler", slow_ranks, straggler, by_rank=of_each_rank, spell=spell), COLLECTIVES),
         error=ModelError(of_gain=0.084, of_step=0.024, busy=0.024),
         came_true=(119, 125),
         place=10,

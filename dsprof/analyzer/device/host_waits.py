@@ -1,0 +1,84 @@
+"""Where one rank's training thread waits for its device, and what the device stood idle after it.
+
+A rank's rows are looked at once, with all else that is measured of it: jobs have thousands of ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import numpy as np
+import pandas as pd
+
+from dsprof.schema import HOST_SYNC
+
+from ..arrays import Bool, Float, Int
+from ..budget.intervals import Intervals
+from ..budget.lanes import MAIN, on_stream
+from ..columns import RankRows
+
+HOST_WAITS: Final = ("rank", "step", "call", "site", "ms", "updating", "idle_ms")
+TRACED: Final = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize$|(cuda|hip)Memcpy$")
+"""Names of the waits of a trace of torch.profiler's, which has no rows of ours."""
+DEVICES_OWN: Final = ("kernel", "copy", "comm")
+"""Kinds of what a device does on its streams."""
+UNKNOWN: Final = "an unknown line"
+
+
+def host_waits(rows: RankRows, rank: int) -> pd.DataFrame:
+    """HOST_WAITS of a rank's rows: in which step, the call, its line, how long the thread waited, whether that was when
+    it was `updating` weights, and how long the device then stood idle, where kernels were recorded."""
+    here = rows.are("lane", MAIN) & rows.known("dur_ns")
+    chosen = here & rows.are("kind", "mark") & rows.are("name", HOST_SYNC) & rows.known("purpose")
+    call = "purpose"
+    if not chosen.any():
+        call, chosen = "name", here & rows.are("kind", "wait")
+        codes, names = rows.codes("name")
+        chosen &= np.append([TRACED.match(name) is not None for name in names.tolist()], False).astype(bool)[codes]
+    place = np.flatnonzero(chosen)
+    start = rows.whole("start_ns")
+    end = start + rows.whole("dur_ns")
+    update = np.flatnonzero(here & rows.are("kind", "phase") & rows.are("name", "optimizer"))
+    site = rows.words("site", place)
+    site[~rows.known("site")[place]] = UNKNOWN
+    return pd.DataFrame({
+        "rank": np.full(len(place), rank), "step": rows.whole("step", -1)[place], "call": rows.words(call, place),
+        "site": site, "ms": rows.real("dur_ns")[place] / 1e6,
+        "updating": Intervals.union(start[update], end[update]).holds(start[place]),
+        "idle_ms": _idle_after(start, end, _own(rows), end[place]),
+    })  # fmt: skip
+
+
+def no_host_waits() -> pd.DataFrame:
+    """HOST_WAITS without a row."""
+    kinds = {"rank": "int64", "step": "int64", "ms": "float64", "updating": "bool", "idle_ms": "float64"}
+    return pd.DataFrame({name: pd.Series(dtype=kinds.get(name, "object")) for name in HOST_WAITS})
+
+
+def kernel_steps(rows: RankRows) -> Int:
+    """The steps of whose kernels the device has told."""
+    steps: Int = np.unique(rows.whole("step", -1)[_own(rows) & rows.are("kind", "kernel") & rows.known("step")])
+    return steps
+
+
+def _own(rows: RankRows) -> Bool:
+    """What the device did, by its own kernels: what is measured is whole phases, by events."""
+    own: Bool = rows.are("kind", *DEVICES_OWN) & rows.known("dur_ns") & ~rows.are("source", "measured")
+    return own & on_stream(rows.table["lane"])
+
+
+def _idle_after(start: Int, end: Int, own: Bool, moments: Int) -> Float:
+    """For how long the device had nothing to do around each of these moments, when a wait for it was over, ms: from the
+    end of what it did last to the next. Of waits that end in one such time, the first has it."""
+    busy = Intervals.union(start[own], end[own])
+    following = np.searchsorted(busy.start, moments, "right")
+    between = (following > 0) & (following < len(busy.start))
+    idle = np.zeros(len(moments))
+    before, after = busy.end[following[between] - 1], busy.start[following[between]]
+    drained = moments[between] >= before  # else it had other work
+    _, first = np.unique(following[between], return_index=True)
+    taken = np.zeros(int(between.sum()), bool)
+    taken[first] = True
+    idle[between] = np.where(drained & taken, after - before, 0) / 1e6
+    return idle
