@@ -25,7 +25,7 @@ from dsprof.collectors.loop import optimizers
 from dsprof.collectors.recorder.record import Recorder
 from dsprof.engine.hooks import Hooks
 from dsprof.ondisk import Flag, State
-from dsprof.schema import SMALL_GRADIENTS, Kind
+from dsprof.schema import SHARDING, SMALL_GRADIENTS, Kind
 from dsprof.trace.capture import Capture, read_capture
 from dsprof.trace.derive import trace_rows
 
@@ -481,6 +481,17 @@ def test_an_engine_run_needs_no_flag(tmp_path: Path) -> None:
         assert set(told["stage"]) == {0}
         assert set(told["microbatch"]) == {0, 1}
         assert set(told.loc[told["purpose"] == "parameter", "module"].dropna()) >= {"0.linear"}
+        worked = mine[(mine["kind"] == "module") & (mine["name"] == SHARDING) & (mine["step"] >= 1)]
+        backward = phases[(phases["name"] == "backward") & (phases["step"] >= 1)]
+        inside = [
+            (
+                (backward["start_ns"] <= row.start_ns)
+                & (row.start_ns + row.dur_ns <= backward["start_ns"] + backward["dur_ns"])
+            ).any()
+            for row in worked.itertuples()
+        ]
+        assert len(inside) >= len(backward)  # at least where its one bucket is launched, and where it is awaited
+        assert all(inside)
         # One gradient bucket a micro-batch, one norm a step, one barrier of the script's own.
         count = comm[comm["step"].between(1, 7)].groupby("purpose", observed=True).size()
         assert (count["gradient"], count["norm"]) == (14, 7)

@@ -466,6 +466,19 @@ def test_buckets_of_the_engine_that_are_waited_for() -> None:
     assert "stages 1 to 3 only" in reason(job(config("dsprof", stage=0), gathers=False), key, ELEMENTS)
 
 
+def test_what_the_engine_works_for_buckets_goes_with_their_number() -> None:
+    """Two buckets become one; copying their bytes does not become less."""
+    facts = config("dsprof", stage=2, overlap_comm=False, reduce_bucket_size=8 * ELEMENTS)
+    trace = job(facts, gathers=False, reduced=(32 * ELEMENTS, 32 * ELEMENTS), layer_ms=20.0).sharded()
+    plain, worked = (study(one) for one in (trace, with_work(trace, is_gradient(trace), 2.0)))
+    (before,), (after,) = (ask(one, [[turned(REDUCED, 16 * ELEMENTS, "RUN")]]).rows for one in (plain, worked))
+    assert before.gain is not None
+    assert after.gain is not None
+    told = after.gain.ms - before.gain.ms
+    assert 0.1 * sharding_ms(worked) < told < 0.8 / 2 * sharding_ms(worked)
+    assert after.gain.low < before.gain.ms  # what it is for is not sure
+
+
 def test_a_link_that_was_fitted_to_small_transfers_may_be_slower_for_large_ones() -> None:
     """Of 2 ms for 64 KiB a tenth may be owed to the bytes: 1.6 ms more for eight times as many."""
     link = Link(1.0, 1 / (1 << 16), True, spread=0.1, largest=1 << 16)
