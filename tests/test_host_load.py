@@ -141,22 +141,26 @@ def test_how_long_a_quota_stopped_it(
 ) -> None:
     (tmp_path / "cpu.stat").write_text(re.sub(r"_usec \d+", "_usec 0", stat))
     monkeypatch.setattr(hindrances.proc, "cgroups_of", lambda controller, root: [(tmp_path, 2)])
-    assert [*hindrances.read_throttled("/proc")] == [(name, 0.0) for name, _ in seconds]
+    throttled = hindrances.Throttled()
+    assert [*throttled("/proc")] == [(name, 0.0) for name, _ in seconds]
     (tmp_path / "cpu.stat").write_text(stat)
-    assert [*hindrances.read_throttled("/proc")] == seconds
+    assert [*throttled("/proc")] == seconds
 
 
-def test_what_a_quota_stopped_before_is_not_the_process_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pod's own quota may have stopped others for long: what its container's does now is seen beside it."""
+def test_the_quota_that_stops_it_now_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pod's own quota may have stopped others for long, and this process while it began: what its container's does
+    now is seen beside it, and what both do at once counts once."""
     pod, container = tmp_path / "pod", tmp_path / "pod" / "container"
     container.mkdir(parents=True)
     monkeypatch.setattr(hindrances.proc, "cgroups_of", lambda controller, root: [(container, 2), (pod, 2)])
-    (pod / "cpu.stat").write_text("throttled_usec 90000000\n")
-    told = []
-    for micros in (1_000_000, 1_000_000, 3_500_000):
-        (container / "cpu.stat").write_text(f"throttled_usec {micros}\n")
-        told.append([*hindrances.read_throttled("/proc")])
-    assert told == [[(gauges.THROTTLED, 0.0)], [(gauges.THROTTLED, 0.0)], [(gauges.THROTTLED, 2.5)]]
+    throttled, told = hindrances.Throttled(), []
+    for of_pod, of_container in ((90.0, 1.0), (95.0, 1.0), (95.0, 3.5), (96.0, 4.0), (96.0, 0.5)):
+        (pod / "cpu.stat").write_text(f"throttled_usec {of_pod * 1e6:.0f}\n")
+        (container / "cpu.stat").write_text(f"throttled_usec {of_container * 1e6:.0f}\n")
+        ((name, seconds),) = throttled("/proc")
+        assert name == gauges.THROTTLED
+        told.append(seconds)
+    assert told == [0.0, 5.0, 7.5, 8.5, 8.5]  # a container that is made anew counts from the beginning
 
 
 def test_the_host_itself_answers(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from dsprof.analyzer.work.layer_costs import layer_costs
+from dsprof.analyzer.columns import RankRows
+from dsprof.analyzer.work.layer_costs import layer_costs, staged_rows
 from dsprof.engine.partition import read_costs
 from dsprof.reports import write_layer_costs
 from dsprof.run import RunFolder
+from dsprof.schema import SHARDING
 
 MS = 1_000_000
 
@@ -34,6 +36,16 @@ def trace(*, splits: bool) -> pd.DataFrame:
     columns = ["kind", "name", "rank", "step", "stage", "microbatch", "start_ns", "dur_ns"]
     table = pd.DataFrame(rows, columns=columns).astype({"stage": "Int16", "dur_ns": "Int64"})
     return table.astype({"kind": "category", "name": "category"})
+
+
+def test_work_for_buckets_is_no_layer() -> None:
+    """dsprof's engine tells of it in a stage's backward."""
+    rows = trace(splits=False)
+    work = rows[rows["kind"] == "module"].assign(name=SHARDING)
+    both = pd.concat([rows.astype(object), work.astype(object)], ignore_index=True)
+    both = both.astype({"stage": "Int16", "kind": "category", "name": "category"})
+    staged = pd.DataFrame(staged_rows(RankRows(both)))
+    assert [layer["name"] for layer in layer_costs(staged)] == ["0", "1", "head"]
 
 
 @pytest.mark.parametrize("splits", [False, True])

@@ -15,7 +15,16 @@ from dsprof.analyzer.layout.alternatives import in_words
 from dsprof.analyzer.layout.stage_work import stage_work
 from dsprof.analyzer.layout.step_lowered import Assumed, stage_times
 from dsprof.analyzer.study import study
-from dsprof.analyzer.work.fixed_part import UNKNOWN, UNKNOWN_BETWEEN, UNTOLD, FixedPart, fixed_work, stage_parameters
+from dsprof.analyzer.work.fixed_part import (
+    NOTHING,
+    UNKNOWN,
+    UNKNOWN_AT_MOST,
+    UNTOLD,
+    FixedPart,
+    StageParameters,
+    fixed_work,
+    stage_parameters,
+)
 from dsprof.engine.schedule import make_plan
 from dsprof.knobs.predicted import turned
 from dsprof.trace import Trace
@@ -99,12 +108,30 @@ def test_of_parameters_that_are_shared_an_optimizer_does_not_tell(shares: str) -
 
 def test_what_the_engine_trains_is_told_of_the_whole_stage() -> None:
     trace = job(2, 0.7).trace()
-    told = [
-        {"fact": "trained", "rank": rank, "elements": 30, "frozen": 10, "of_parameters": [10, 20]} for rank in (0, 1)
-    ]
-    parameters = stage_parameters(study(Trace(replace(trace.run, facts=told), trace.source)), 1)
-    assert parameters is not None
-    assert (parameters.tensors, parameters.bytes) == (2, 160)
+    told = {"fact": "trained", "elements": 30, "frozen": 0, "of_parameters": [10, 20]}
+    first, second = {**told, "rank": 0}, {**told, "rank": 1}
+
+    def of(*facts: dict[str, Any]) -> StageParameters | None:
+        return stage_parameters(study(Trace(replace(trace.run, facts=[*facts]), trace.source)), 1)
+
+    assert of(first, second) == StageParameters(2, 120)
+    assert of(first) is None  # of the other rank nothing is known
+    assert of(first, {**second, "frozen": 10}) is None
+
+
+def test_several_optimizers_may_step_the_same_parameters() -> None:
+    trace = with_optimizers(job(2, 0.7), 4, 2112)
+    again = trace.run.facts[-1]  # as after a restart
+    for more, known in ((again, True), ({**again, "number": 2}, False)):
+        told = stage_parameters(study(Trace(replace(trace.run, facts=[*trace.run.facts, more]), trace.source)), 1)
+        assert (told == StageParameters(4, 4 * 2112)) is known
+
+
+def test_of_models_larger_than_were_measured_nothing_is_known() -> None:
+    assert fixed_work(StageParameters(48, 240e6)) is UNTOLD
+    small = fixed_work(StageParameters(48, 24e6))
+    assert small.least.of("B").ms == 0
+    assert small.typical.of("F").ms < small.typical.of("B").ms < small.most.of("B").ms
 
 
 def test_more_micro_batches_of_the_same_size_take_what_these_take() -> None:
@@ -117,8 +144,8 @@ def test_more_micro_batches_of_the_same_size_take_what_these_take() -> None:
 
 @pytest.mark.parametrize(
     ("fixed", "ms", "part"),
-    [(UNKNOWN, 100, 0.02), (UNKNOWN, 10, 0.2), (UNKNOWN, 1, 0.5), (UNKNOWN, 0, 0.5), (UNKNOWN_BETWEEN[0], 3, 0.0),
-     (UNKNOWN_BETWEEN[1], 100, 0.3), (UNKNOWN_BETWEEN[1], 10, 0.6), (UNKNOWN_BETWEEN[1], 3, 1.0)],
+    [(UNKNOWN, 100, 0.02), (UNKNOWN, 10, 0.2), (UNKNOWN, 1, 0.5), (UNKNOWN, 0, 0.5), (NOTHING, 3, 0.0),
+     (UNKNOWN_AT_MOST, 100, 0.3), (UNKNOWN_AT_MOST, 10, 0.6), (UNKNOWN_AT_MOST, 3, 1.0)],
 )  # fmt: skip
 def test_the_part_that_is_fixed(fixed: FixedPart, ms: float, part: float) -> None:
     assert fixed.of(ms) == pytest.approx(part)

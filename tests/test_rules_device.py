@@ -291,6 +291,25 @@ def test_waits_of_an_imported_trace() -> None:
     )
 
 
+def test_a_wait_that_was_watched_for_outside_of_steps_hides_none_of_an_imported_trace() -> None:
+    """Both tell of the same waits, in the steps that are judged."""
+    trace = job(ranks=1, data=constant(0), jitter=0.0).trace()
+    rows = kernels(trace, 0, (1, 40), (47, 80))
+    told = waits(trace, 0, 10, 31)
+    rows += [
+        {**row, "kind": "wait", "name": "cudaStreamSynchronize", "purpose": None, "site": None, "source": "imported"}
+        for row in told
+    ]
+    before = {**told[0], "start_ns": told[0]["start_ns"] - 100_000_000, "purpose": "synchronize"}
+
+    def said(*more: dict[str, Any]) -> str:
+        (finding,) = [one for one in syncs(trace, [*rows, *more]).findings if one.code == "compute.host-sync"]
+        return finding.title.partition("most of it in ")[2]
+
+    assert said(before).startswith("cudaStreamSynchronize at an unknown line; the device then stands idle for 7.00 ms")
+    assert said(*told).startswith("item at train.py:31; the device then stands idle for 7.00 ms")
+
+
 def test_without_kernels_it_is_told_and_not_judged() -> None:
     trace = job().trace()
     rows = [row for rank in range(3) for row in waits(trace, rank, 10, 20 + 10 * (rank == 2))]

@@ -28,21 +28,27 @@ OURS: Final = "dsprof-"
 """How the names of dsprof's own threads begin."""
 
 
-_throttled_before: dict[Path, float] = {}
-"""Folder of a cgroup -> how long its quota had stopped threads when it was looked at first."""
+class Throttled:
+    """How long the CPU quotas of its cgroups have kept threads of the process waiting since the first look. Each counts
+    for itself, what it did to other processes too, so that from one look to the next the longest counts."""
 
+    def __init__(self) -> None:
+        self._last: dict[Path, float] = {}
+        """Folder of a cgroup -> seconds when it was looked at last."""
+        self._seconds = 0.0
 
-def read_throttled(root: str) -> Reading:
-    """How long the CPU quota of its cgroups has kept threads of the process waiting since the first look: of the cgroup
-    where it is longest; 0 where these can be read, and none has a quota. Each counts for itself, and one above may have
-    stopped other processes for long before this one began."""
-    told = []
-    for folder, version in proc.cgroups_of(proc.CPU, Path(root)):
-        seconds = _cpu_stat(folder, version)
-        if seconds is not None:
-            told.append(seconds - _throttled_before.setdefault(folder, seconds))
-    if told:
-        yield gauges.THROTTLED, max(told)
+    def __call__(self, root: str) -> Reading:
+        """0 where cgroups can be read, and none has a quota."""
+        more, readable = 0.0, False
+        for folder, version in proc.cgroups_of(proc.CPU, Path(root)):
+            seconds = _cpu_stat(folder, version)
+            if seconds is not None:
+                readable = True
+                more = max(more, seconds - self._last.get(folder, seconds))
+                self._last[folder] = seconds
+        if readable:
+            self._seconds += more
+            yield gauges.THROTTLED, self._seconds
 
 
 def _cpu_stat(folder: Path, version: int) -> float | None:
@@ -117,4 +123,4 @@ def _threads() -> Iterator[threading.Thread]:
     yield from others[:MOST_THREADS]
 
 
-READERS: Final = (read_throttled, read_faults, read_memory_stall, read_threads)
+READERS: Final = (Throttled(), read_faults, read_memory_stall, read_threads)

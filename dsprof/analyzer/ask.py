@@ -89,8 +89,9 @@ class Without:
         if self.ranks:
             changes = [self._of_ranks(study, change) for change in changes]
         return Effect(
-            self.code, tuple(changes), counts_cores=all(one.counts_cores for one in found), between=found[0].between
-        )
+            self.code, tuple(changes), counts_cores=all(one.counts_cores for one in found), between=found[0].between,
+            spell=None if self.ranks or len(found) > 1 else found[0].spell,
+        )  # fmt: skip
 
     def _of_ranks(self, study: Study, change: WhatIf) -> WhatIf:
         if not isinstance(change, LessWork):

@@ -31,7 +31,7 @@ class Effect:
     part:    of what is saved, such as half of it where two steps have it between them
     like:    the code of the rule whose predictions are of the same kind: their error is this one's
     per_batch: what a step is then divided by, to be of as much as it is of now: 2.0 of a batch twice as large
-    counts_cores, between: as of `Candidate`
+    counts_cores, between, spell: as of `Candidate`
     unsure_ms: how much more or less than is replayed it may save, ms, of what no replay knows
     notes:   what the prediction rests on, or is of, each in a sentence
     """
@@ -52,6 +52,7 @@ class Effect:
     per_batch: float = 1.0
     counts_cores: bool = False
     between: Between | None = None
+    spell: tuple[int, int] | None = None
     unsure_ms: float = 0.0
     notes: tuple[str, ...] = ()
 

@@ -164,6 +164,7 @@ class Finding:
     by_rank:    of one on several ranks: what fixing it on one of them alone saves
     confidence: the share of such predictions that came true (`Rule.confidence`); None: none was ever tried
     unknown:    what makes the gain uncertain however many steps are profiled; empty: more steps would tell
+    of_this_run: whether the gain is what it cost this run, of which nobody knows how often it comes
     replayed:   whether `dsprof whatif --without` replays the steps without it; else what its fixes do is what is asked
     """
 
@@ -180,6 +181,7 @@ class Finding:
     by_rank: Mapping[int, Gain] = field(default_factory=dict)
     unknown: str = ""
     replayed: bool = False
+    of_this_run: bool = False
 
     @property
     def weight(self) -> Gain:

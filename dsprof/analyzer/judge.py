@@ -290,7 +290,7 @@ class _Judging:
             together=None if together is None else replace(together, gain=surely(together.gain)),
             by_rank={rank: surely(gain) for rank, gain in finding.by_rank.items()},
             fixes=tuple(fix if fix.gain is None else replace(fix, gain=surely(fix.gain)) for fix in finding.fixes),
-            confidence=None if measured else rule.confidence,
+            confidence=None if measured or finding.of_this_run else rule.confidence,
         )
         if len(study.step_numbers) < FEWEST_JUDGED and not measured:  # that is of the traced steps, and says so
             return replace(finding, severity="info")

@@ -181,7 +181,7 @@ def restructured(study: Study, wanted: PipelineStructure, least_weight: float = 
     if plan.microbatches != ran.microbatches:
         if wanted.same_batch:
             size = ran.microbatches / plan.microbatches
-            work = fixed_work(stage_parameters(study, ran.virtual_stages))
+            work = fixed_work(stage_parameters(study, plan.stages / ran.ranks))
             pairs = [(one, work.typical) for one in stages] + [(stages[0], end) for end in (work.least, work.most)]
             stages = tuple(_of_size(one, ran, plan, taken, size, fixed) for one, fixed in pairs)
             notes.append(work.says)

@@ -21,7 +21,7 @@ KINDS: Final = ("step", "phase", "pipe", "gauge", "pause")
 ACTIVITY: Final = (
     "rank", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "stage", "bytes", "value", "grad", "source",
 )  # fmt: skip
-ISSUED: Final = ("rank", "step", "purpose", "name", "group", "issue_ns", "start_ns", "bytes")
+ISSUED: Final = ("rank", "step", "purpose", "name", "group", "issue_ns", "bytes")
 GRADIENT, BUFFER, PARAMETER, OTHER, BARRIER = "gradient", "buffer", "parameter", "other", "barrier"
 """Purposes; buffers are what DDP broadcasts in forward."""
 REPLICATING: Final = (GRADIENT, BUFFER)
@@ -57,10 +57,16 @@ def activity_rows(rows: RankRows) -> Columns:
 
 def issued_rows(rows: RankRows) -> Columns:
     """ISSUED of what a rank communicates that is of no layer's computation: what keeps it a replica of others, if it is
-    known when that was issued, and what its loop communicates with more than one other rank."""
+    known when that was issued, and what its loop communicates in its groups; of these, where the issue is not known,
+    the beginning stands for it."""
     replicating = rows.are("purpose", *REPLICATING) & rows.known("issue_ns")
     of_the_loop = rows.are("purpose", *OF_THE_LOOP) & ~rows.known("peer")
-    return rows.take_arrays(ISSUED, np.flatnonzero(rows.are("kind", "comm") & (replicating | of_the_loop)))
+    place = np.flatnonzero(rows.are("kind", "comm") & (replicating | of_the_loop))
+    columns = rows.take_arrays(ISSUED, place)
+    if not rows.known("issue_ns")[place].all():
+        issued = np.where(rows.known("issue_ns"), rows.whole("issue_ns"), rows.whole("start_ns"))[place]
+        columns["issue_ns"] = pd.array(issued, dtype=columns["issue_ns"].dtype)
+    return columns
 
 
 def find_activity(rows: pd.DataFrame | RankRows) -> RankActivity:

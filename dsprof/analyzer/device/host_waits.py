@@ -18,7 +18,7 @@ from ..budget.intervals import Intervals
 from ..budget.lanes import MAIN, on_stream
 from ..columns import RankRows
 
-HOST_WAITS: Final = ("rank", "step", "call", "site", "ms", "updating", "idle_ms")
+HOST_WAITS: Final = ("rank", "step", "watched", "call", "site", "ms", "updating", "idle_ms")
 TRACED: Final = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize$|(cuda|hip)Memcpy$")
 """Names of the waits of a trace of torch.profiler's, which has no rows of ours."""
 DEVICES_OWN: Final = ("kernel", "copy", "comm")
@@ -28,23 +28,29 @@ UNKNOWN: Final = "an unknown line"
 
 def host_waits(rows: RankRows, rank: int) -> pd.DataFrame:
     """HOST_WAITS of a rank's rows: in which step, the call, its line, how long the thread waited, whether that was when
-    it was `updating` weights, and how long the device then stood idle, where kernels were recorded."""
+    it was `updating` weights, and how long the device then stood idle, where kernels were recorded. watched: whether
+    dsprof watched for the call; torch.profiler tells of the same waits by other names."""
     here = rows.are("lane", MAIN) & rows.known("dur_ns")
-    chosen = here & rows.are("kind", "mark") & rows.are("name", HOST_SYNC) & rows.known("purpose")
-    call = "purpose"
-    if not chosen.any():
-        call, chosen = "name", here & rows.are("kind", "wait")
-        codes, names = rows.codes("name")
-        chosen &= np.append([TRACED.match(name) is not None for name in names.tolist()], False).astype(bool)[codes]
-    place = np.flatnonzero(chosen)
+    codes, names = rows.codes("name")
+    named = np.append([TRACED.match(name) is not None for name in names.tolist()], False).astype(bool)
+    watched = here & rows.are("kind", "mark") & rows.are("name", HOST_SYNC) & rows.known("purpose")
+    traced = here & rows.are("kind", "wait") & named[codes]
+    tables = [_table(rows, rank, np.flatnonzero(chosen), how) for chosen, how in ((watched, True), (traced, False))]
+    return pd.concat([table for table in tables if len(table)] or [no_host_waits()], ignore_index=True)
+
+
+def _table(rows: RankRows, rank: int, place: Int, watched: bool) -> pd.DataFrame:
     start = rows.whole("start_ns")
     end = start + rows.whole("dur_ns")
-    update = np.flatnonzero(here & rows.are("kind", "phase") & rows.are("name", "optimizer"))
+    update = np.flatnonzero(
+        rows.are("lane", MAIN) & rows.known("dur_ns") & rows.are("kind", "phase") & rows.are("name", "optimizer")
+    )
     site = rows.words("site", place)
     site[~rows.known("site")[place]] = UNKNOWN
     return pd.DataFrame({
-        "rank": np.full(len(place), rank), "step": rows.whole("step", -1)[place], "call": rows.words(call, place),
-        "site": site, "ms": rows.real("dur_ns")[place] / 1e6,
+        "rank": np.full(len(place), rank), "step": rows.whole("step", -1)[place], "watched": watched,
+        "call": rows.words("purpose" if watched else "name", place), "site": site,
+        "ms": rows.real("dur_ns")[place] / 1e6,
         "updating": Intervals.union(start[update], end[update]).holds(start[place]),
         "idle_ms": _idle_after(start, end, _own(rows), end[place]),
     })  # fmt: skip
@@ -52,7 +58,9 @@ def host_waits(rows: RankRows, rank: int) -> pd.DataFrame:
 
 def no_host_waits() -> pd.DataFrame:
     """HOST_WAITS without a row."""
-    kinds = {"rank": "int64", "step": "int64", "ms": "float64", "updating": "bool", "idle_ms": "float64"}
+    kinds = {
+        "rank": "int64", "step": "int64", "watched": "bool", "ms": "float64", "updating": "bool", "idle_ms": "float64",
+    }  # fmt: skip
     return pd.DataFrame({name: pd.Series(dtype=kinds.get(name, "object")) for name in HOST_WAITS})
 
 

@@ -63,7 +63,7 @@ def _gain(study: Study, effect: Effect, variants: Sequence[tuple[Float, Float]])
     if not effect.counts_cores:
         kept = 1 - lost_by_waiting_less(study, float(saved[0].mean()))
         saved = [kept * each for each in saved]
-    gain, ends = mean_gain(study, saved[0]), [float(each.mean()) for each in saved[1:]]
+    gain, ends = mean_gain(study, saved[0], effect.spell), [float(each.mean()) for each in saved[1:]]
     if effect.between is not None:
         gain = between(gain, effect.between)
     low, high = min([gain.low, *ends]) - effect.unsure_ms, max([gain.high, *ends]) + effect.unsure_ms

@@ -64,7 +64,8 @@ def joint_gain(study: Study, graph: StepGraph, effects: Sequence[Effect]) -> tup
         return found
 
     saved = [saved_of(i) for i in range(max(len(one.variants) for one in effects))]
-    gain, ends = mean_gain(study, saved[0]), [float(of.mean()) for of in saved[1:]]
+    spell = effects[0].spell if len(effects) == 1 else None
+    gain, ends = mean_gain(study, saved[0], spell), [float(of.mean()) for of in saved[1:]]
     gain = replace(gain, low=min([gain.low, *ends]), high=max([gain.high, *ends]))
     for one in effects:
         gain = with_costs_between(gain, one)

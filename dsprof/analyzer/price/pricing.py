@@ -117,16 +117,16 @@ def _priced(
 ) -> Priced | None:
     """kept: the share of gains that busy cores leave."""
 
-    def gain_of(saved: Float) -> Gain:
-        gain = mean_gain(study, kept * saved, candidate.spell)
+    def gain_of(saved: Float, spell: tuple[int, int] | None = None) -> Gain:
+        gain = mean_gain(study, kept * saved, spell)
         return gain if candidate.between is None else between(gain, candidate.between)
 
     if key not in found.alone:
         (alone,) = _saved(graph, found.before, [candidate.change])
         share = None
-        weight = gain = gain_of(alone)
+        weight = gain = gain_of(alone, candidate.spell)
     else:
-        gain, share = gain_of(found.alone[key]), gain_of(found.shares[key])
+        gain, share = (gain_of(saved[key], candidate.spell) for saved in (found.alone, found.shares))
         weight = share
     if weight.ms < LEAST_SHARE * study.step_ms:
         return None

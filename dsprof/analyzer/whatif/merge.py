@@ -33,7 +33,7 @@ class Merge(WhatIf):
     reached:    as few as hold `most_bytes` become one, and not as many as hold no more
     host_ms:    the issuing thread's cost of each collective that is saved
     blocking:   each is waited for before anything else is done: else it is not known what would wait for the merged one
-    unit_work:  by what the work of FSDP for its units, or of DeepSpeed for its buckets, is multiplied
+    unit_work:  by what the work of FSDP for its units, or of an engine for its buckets, is multiplied
     in_advance: what is gathered is issued when what was gathered so many before it is taken over, and what is reduced
                 waited for when the next is reduced, as FSDP does on a device: then merged ones are issued as many
                 merged ones before, too, which is earlier, and waited for at the next merged one, which is later

@@ -4,8 +4,8 @@ weights and their gradients move through memory.
 A run in which all micro-batches are of one size does not tell it. Nor do their smallest actions: those of a stage with
 fewer layers have fewer calls. So it is taken from what models of many shapes take (benchmarks/constants.py, `fixed`):
 most of it goes with how many tensors the parameters of a stage are, and with their bytes. Where a run does not tell
-these, and on devices, it is a few ms, for actions of 3 ms as for those of 100; and all that it may be is in the
-interval.
+these, of larger models and on devices it is taken to be a few ms, for actions of 3 ms as for those of 100. What it may
+be at most was seen of 27 of 28 forwards and backwards; at least it is nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..align.groups import TP
 from ..study import Study
 from ..text import count, size
 
@@ -79,82 +80,85 @@ class Takes:
 
 FORWARD: Final = Takes(0.1, 0.04, 0.25)
 BACKWARD: Final = Takes(0.15, 0.035, 0.75)
-BETWEEN: Final = (0.3, 2.3)
-"""Times what these give: the layers of one model make more calls for a tensor than those of another."""
+AT_MOST: Final = 2.3
+"""Times what these give: the layers of one model make more calls for a tensor than those of another. At least it is
+nothing: of an embedding a micro-batch reads a few rows."""
+LARGEST: Final = 30e6
+"""Bytes of a stage's parameters, twice what the largest model that was measured has, beyond which nothing is known."""
 IN_A_JOB: Final = 0.5
-IN_A_JOB_BETWEEN: Final = (0.0, 1.5)
+IN_A_JOB_AT_MOST: Final = 1.5
 """ms of an action beside that where ranks wake each other up: in a pipeline of two ranks on two cores, whose stages
 have two small layers, forwards took 0.9 ms and backwards 1.4 ms whatever their size."""
 CAPPED: Final = 0.9
-"""Of an action."""
+"""Of an action, that is taken for it at most."""
 ELEMENT_BYTES: Final = 4
-UNKNOWN: Final = FixedPart(2.0, most=0.5)
-UNKNOWN_BETWEEN: Final = (FixedPart(0.0), FixedPart(6.0, 0.3))
+"""Of a parameter, whatever its type is: the models that were measured had float32."""
 SAID: Final = "what a forward or a backward takes whatever the size of its micro-batch was not measured"
+UNKNOWN: Final = FixedPart(2.0, most=0.5)
+UNKNOWN_AT_MOST: Final = FixedPart(6.0, 0.3)
+"""What is taken of any model, and what it may be at most, by the same measurements."""
+NOTHING: Final = FixedPart(0.0)
 UNTOLD: Final = FixedWork(
     OfActions(UNKNOWN, UNKNOWN),
-    OfActions(UNKNOWN_BETWEEN[0], UNKNOWN_BETWEEN[0]),
-    OfActions(UNKNOWN_BETWEEN[1], UNKNOWN_BETWEEN[1]),
-    f"{SAID}: {UNKNOWN.ms:g} ms are taken for it, where it may be nothing, {UNKNOWN_BETWEEN[1].ms:g} ms, or "
-    f"{100 * UNKNOWN_BETWEEN[1].part:.0f} %",
+    OfActions(NOTHING, NOTHING),
+    OfActions(UNKNOWN_AT_MOST, UNKNOWN_AT_MOST),
+    f"{SAID}: {UNKNOWN.ms:g} ms are taken for it, where it may be nothing, {UNKNOWN_AT_MOST.ms:g} ms, or "
+    f"{100 * UNKNOWN_AT_MOST.part:.0f} %",
 )
 """Where nothing is known of the model."""
 
 
 def fixed_work(parameters: StageParameters | None) -> FixedWork:
     """By the parameters of a stage; None: they are not known, or a device computes."""
-    if parameters is None:
+    if parameters is None or parameters.bytes > LARGEST:
         return UNTOLD
 
     def taken(times: float, beside: float) -> OfActions:
         forward, backward = (FixedPart(times * of.ms(parameters) + beside, most=CAPPED) for of in (FORWARD, BACKWARD))
         return OfActions(forward, backward)
 
-    typical = taken(1.0, IN_A_JOB)
-    least, most = (taken(*end) for end in zip(BETWEEN, IN_A_JOB_BETWEEN, strict=True))
-    ends = (f"{low.ms:.1f} to {high.ms:.1f}" for low, high in _pairs(least, most))
-    of_forward, of_backward = ends
+    typical, most = taken(1.0, IN_A_JOB), taken(AT_MOST, IN_A_JOB_AT_MOST)
     says = (
         f"{SAID}: by the {count(round(parameters.tensors), 'tensor')} and {size(parameters.bytes)} of a stage's "
-        f"parameters, {typical.forward.ms:.1f} ms ({of_forward}) are taken for it of a forward, and "
-        f"{typical.backward.ms:.1f} ms ({of_backward}) of a backward"
+        f"parameters, {typical.forward.ms:.1f} ms (0 to {most.forward.ms:.1f}) are taken for it of a forward, and "
+        f"{typical.backward.ms:.1f} ms (0 to {most.backward.ms:.1f}) of a backward"
     )
-    return FixedWork(typical, least, most, says)
+    return FixedWork(typical, OfActions(NOTHING, NOTHING), most, says)
 
 
-def _pairs(least: OfActions, most: OfActions) -> Iterable[tuple[FixedPart, FixedPart]]:
-    return (least.forward, most.forward), (least.backward, most.backward)
-
-
-def stage_parameters(study: Study, chunks: int) -> StageParameters | None:
-    """Of the stages of a job, of which each rank has so many; None where that is not known: parameters are shared, or
-    a device computes, of which nothing was measured."""
-    if study.on_gpu or not chunks:
+def stage_parameters(study: Study, stages_a_rank: float) -> StageParameters | None:
+    """Of stages of which each rank has so many; None where that is not known of every rank: parameters are shared, or
+    some are frozen, or the work is a device's, of which nothing was measured."""
+    shared = any(study.facts.get(shares) for shares in ("fsdp", "deepspeed", "tensor_parallel"))
+    if study.on_gpu or shared or any(one.role == TP for one in study.mesh.dimensions):
         return None
-    told = _of_engine(study.facts.get("trained", ())) or _of_optimizers(study)
-    if not told:
+    told = _of_engine(study.facts.get("trained", ())) or _of_optimizers(study.facts.get("optimizer", ()))
+    if not told or not set(study.ranks) <= told.keys():
         return None
-    tensors, elements = (sum(of) / len(told) / chunks for of in zip(*told.values(), strict=True))
+    tensors, elements = (sum(of) / len(told) / stages_a_rank for of in zip(*told.values(), strict=True))
     return StageParameters(tensors, ELEMENT_BYTES * elements)
 
 
 def _of_engine(facts: Iterable[Mapping[str, Any]]) -> dict[int, tuple[float, float]]:
-    """Rank -> tensors and elements of the parameters that dsprof's engine trains there."""
+    """Rank -> tensors and elements of the parameters that dsprof's engine trains there, if that is all."""
     return {
-        int(fact["rank"]): (len(fact["of_parameters"]), float(fact["elements"]) + float(fact.get("frozen") or 0))
+        int(fact["rank"]): (float(len(fact["of_parameters"])), float(fact["elements"]))
         for fact in facts
-        if fact.get("of_parameters") and isinstance(fact.get("rank"), int)
+        if fact.get("of_parameters") and not fact.get("frozen") and isinstance(fact.get("rank"), int)
     }
 
 
-def _of_optimizers(study: Study) -> dict[int, tuple[float, float]]:
-    """The same by what optimizers step, where these have the parameters themselves, and whole."""
-    if any(study.facts.get(shares) for shares in ("fsdp", "deepspeed", "tensor_parallel")):
-        return {}
+def _of_optimizers(facts: Iterable[Mapping[str, Any]]) -> dict[int, tuple[float, float]]:
+    """The same by the one optimizer that a rank has. Of several it is not told whether they step the same parameters;
+    a restart has told the first one again."""
     found: dict[int, tuple[float, float]] = {}
-    for fact in study.facts.get("optimizer", ()):
+    several: set[int] = set()
+    for fact in facts:
         rank, tensors, elements = (fact.get(name) for name in ("rank", "parameters", "elements"))
-        if isinstance(rank, int) and tensors and elements and not fact.get("of_engine"):
-            before = found.get(rank, (0.0, 0.0))
-            found[rank] = before[0] + float(tensors), before[1] + float(elements)
-    return found
+        if not isinstance(rank, int):
+            continue
+        if fact.get("number") != 1 or fact.get("of_engine"):
+            several.add(rank)
+        elif tensors and elements:
+            found[rank] = float(tensors), float(elements)
+    return {rank: of for rank, of in found.items() if rank not in several}

@@ -7,6 +7,7 @@ from typing import Final, TypedDict
 import numpy as np
 import pandas as pd
 
+from dsprof.schema import SHARDING
 from dsprof.trace.load import Columns
 
 from ..columns import RankRows
@@ -25,7 +26,8 @@ NEEDED: Final = ("step", "kind", "name", "start_ns", "dur_ns", "stage")
 
 def staged_rows(rows: RankRows) -> Columns:
     """What is of a stage: layers and actions, with the columns NEEDED."""
-    return rows.take_arrays(NEEDED, np.flatnonzero(rows.known("stage") & rows.are("kind", "module", "pipe")))
+    of_stages = rows.known("stage") & rows.are("kind", "module", "pipe") & ~rows.are("name", SHARDING)
+    return rows.take_arrays(NEEDED, np.flatnonzero(of_stages))
 
 
 def layer_costs(rows: pd.DataFrame) -> list[LayerCost]:

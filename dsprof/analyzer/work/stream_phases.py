@@ -33,7 +33,9 @@ def stream_phases(rows: pd.DataFrame, rank: int) -> pd.DataFrame:
     streams = on_stream(rows["lane"])
     timed = rows[streams & (rows["kind"] == "kernel") & (rows["source"] == "measured") & rows["name"].isin(PHASES)]
     timed = timed[outermost_rows(timed, ("name", "lane"))]
-    found = _timed(rows[streams], timed) if len(timed) else _launched(rows, rows[streams])
+    others = ~rows["step"].isin(timed["step"])  # in a step there are the one or the others
+    tables = [_timed(rows[streams], timed), _launched(rows[others], rows[others & streams])]
+    found = pd.concat([table for table in tables if len(table)] or [no_stream_phases()], ignore_index=True)
     return found.assign(rank=rank)[list(STREAM_PHASES)].sort_values("start_ns", kind="stable")
 
 

@@ -13,7 +13,7 @@ from ... import signals
 from ...arrays import Int
 from ...budget.activity import BARRIER, OF_THE_LOOP, OTHER
 from ...candidate import Candidate, Price
-from ...columns import is_one_of
+from ...columns import codes_of, is_one_of
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
 from ...price.gains import sure_up_to
@@ -87,7 +87,7 @@ def _calls_of(study: Study, group: str) -> list[Calls]:
     if mine is None:
         return []
     rank = int(mine["rank"].iloc[0])
-    before, after, inside = _around(mine["issue_ns"].fillna(mine["start_ns"]).to_numpy(np.int64), _phases(study, rank))
+    before, after, inside = _around(mine["issue_ns"].to_numpy(np.int64), _phases(study, rank))
     mine = mine.assign(before=before, after=after, inside=inside, bytes=mine["bytes"].fillna(0).astype("int64"))
     found = []
     for (name, purpose), alike in mine.groupby(["name", "purpose"], observed=True):
@@ -127,10 +127,14 @@ def _loop_calls(study: Study) -> dict[str, pd.DataFrame]:
     """Process group -> what the first rank that communicates there did so in ordinary steps, of no known purpose."""
     table = study.issued(*OF_THE_LOOP)
     table = table[table["step"].isin(study.step_numbers)]
+    group, names = codes_of(table["group"])
+    rank = table["rank"].to_numpy(np.int64)
+    first = np.full(len(names) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, group, rank)
+    table = table[(rank == first[group]) & (group >= 0)]
     text = table[["group", "purpose", "name"]].astype(object)
     table = table.assign(**{column: text[column] for column in text})
-    first = table.groupby("group")["rank"].transform("min")
-    return {str(group): of for group, of in table[table["rank"] == first].groupby("group")}
+    return {str(group): of for group, of in table.groupby("group")}
 
 
 @once

@@ -103,15 +103,19 @@ def _stops(study: Study) -> pd.DataFrame:
     waits = study.tables.host_waits
     rank, step = waits["rank"].to_numpy(np.int64), waits["step"].to_numpy(np.int64)
     ordinary = np.isin(step, study.step_numbers)
+    watched, told = waits["watched"].to_numpy(bool), np.zeros(len(waits), bool)
     traced, count = np.zeros(len(waits), bool), np.zeros(len(waits), np.int64)
     ranks, begin = np.unique(rank, return_index=True)  # whose waits are one rank's behind the other's
     ends = np.append(begin, len(rank))[1:]
     for one, first, end in zip(ranks.tolist(), begin.tolist(), ends.tolist(), strict=True):
         known = study.summaries[one].kernel_steps
         known = np.intersect1d(known, study.step_numbers) if np.isin(known, study.step_numbers).any() else known
-        traced[first:end], count[first:end] = np.isin(step[first:end], known), len(known)
+        mine = slice(first, end)
+        traced[mine], count[mine] = np.isin(step[mine], known), len(known)
+        here = ordinary[mine] | traced[mine]
+        told[mine] = here & (watched[mine] == bool((here & watched[mine]).any()))  # both tell of the same waits
     found = waits.assign(ordinary=ordinary, traced_steps=count, idle_ms=waits["idle_ms"].where(traced))
-    return found[ordinary | traced].reset_index(drop=True)
+    return found[told].reset_index(drop=True)
 
 
 def _finding(study: Study, found: pd.DataFrame, by_rank: pd.Series[float]) -> Finding:

@@ -9,15 +9,13 @@ import numpy as np
 
 from ...arrays import Bool, Float
 from ...price.confidence_interval import intervals
-from .late_pattern import WITHIN, is_long, spell_of, struck_steps
+from .late_pattern import WITHIN, spell_of, stands_out, struck_steps
 
 LEAST_OF_WORST: Final = 0.1
 """A rank this much less late than the latest is not named beside it."""
 MOST_OF_WORK: Final = 0.95
 APART: Final = 5.0
-"""A rank is late for a while only if it is so by so many times what its lateness varies by otherwise."""
-APART_FOR_LONG: Final = 3.0
-"""The same of a long spell: so many steps in a row stand out less by chance."""
+"""A rank is late for a while only if it is so by so many times what its lateness varies by otherwise, or for long."""
 
 
 def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) -> Float | None:
@@ -25,7 +23,8 @@ def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) 
 
     Late is who takes longer in the mean of the steps, and by more than chance explains: the low end of the mean's 95 %
     interval is above nothing. Or who is late for a while, in a spell that stands out of its other steps: that it was is
-    sure, though not that it will be again, as the interval of what fixing it gains says.
+    sure, though not that it will be again: the interval of what fixing it gains says so of a short one, and what a long
+    one cost is told of this run.
 
     own, late: [R, S] ms, work, and by how much it is more than what is typical; groups: of those that do the same;
     least_ms: what is less late does not count
@@ -69,8 +68,8 @@ def in_a_spell(late: Float, group: Bool, rank: int, own: Float) -> bool:
     alone = own[rank, inside & struck] > own[others][:, inside & struck].max(axis=0)
     usual = float(np.median(otherwise))
     varies = max(float(np.percentile(np.abs(otherwise - usual), 90)), 1e-9)
-    apart = APART_FOR_LONG if is_long(struck) else APART
-    return bool(then.min() > otherwise.max() and then.mean() - usual > apart * varies and alone.mean() > WITHIN)
+    apart = then.min() > otherwise.max() and then.mean() - usual > APART * varies
+    return bool((apart or stands_out(late, struck)) and alone.mean() > WITHIN)
 
 
 def typical(own: Float) -> Float:

@@ -28,7 +28,12 @@ COVERED: Final = 0.5
 """Ranks that are late in turn are so in more than this share of the steps, one or another of them."""
 FEWEST_LONG: Final = 8
 LEAST_LONG: Final = 0.1
-"""Steps of a long spell, and share of the run's."""
+LONG_MS: Final = 300.0
+"""Steps of a long spell, share of the run's, and by how much a rank is late in all of them together: what some other
+work takes of a host for a moment is less."""
+GAP: Final = 3.0
+"""In each step of a long spell a rank is late by more than so many times what it is at most otherwise: what drifts, as
+the noise of a host does, has no such gap."""
 TOGETHER: Final = 0.1
 """Of those steps, in this share at most two of them are late at once. Three ranks that are each late in a third of the
 steps by chance would be so in a third of those."""
@@ -37,7 +42,7 @@ steps by chance would be so in a third of those."""
 @dataclass(frozen=True)
 class Pattern:
     """late: by how much and how often, for a title. when: for the evidence. steps: the first and the last of a spell;
-    None: it is all of the run. long: whether it is more than what some other work takes of a host for a moment."""
+    None: it is all of the run. long: whether the spell is a long one, that stands out."""
 
     kind: Literal["chronic", "transient", "rotating", "intermittent"]
     late: str
@@ -77,7 +82,7 @@ def find_pattern(late: Float, ranks: Sequence[int], steps: Int) -> Pattern:
         said = f"until step {steps[last]}"
     else:
         said = f"from step {steps[first]} to {steps[last]}"
-    long = is_long(struck)
+    long = stands_out(mean, struck)
     when = f"transient: {said}" + ("; how often such a time comes, one does not tell" if long else "")
     return Pattern("transient", f"{by}, {said},", when, (int(steps[first]), int(steps[last])), long)
 
@@ -90,9 +95,15 @@ def struck_steps(late: Float) -> Bool:
     return struck
 
 
-def is_long(struck: Bool) -> bool:
-    """Of a spell in which so many steps of a run were struck, whether it is long."""
-    return bool(struck.sum() >= FEWEST_LONG and struck.mean() >= LEAST_LONG)
+def stands_out(late: Float, struck: Bool) -> bool:
+    """Whether the spell of the struck steps is a long one, far above all others. late: ms, [S]."""
+    spell = spell_of(struck)
+    if spell is None or struck.sum() < FEWEST_LONG or struck.mean() < LEAST_LONG:
+        return False
+    otherwise = np.delete(late, np.arange(spell[0], spell[1] + 1))
+    usual = float(np.median(otherwise))
+    then = late[spell[0] : spell[1] + 1][struck[spell[0] : spell[1] + 1]] - usual
+    return bool(then.sum() >= LONG_MS and then.min() > GAP * (otherwise.max() - usual))
 
 
 def in_turn(each: Bool) -> bool:

@@ -131,7 +131,9 @@ def slow_chain(study: Study, change: Change, gain: Gain, share: Gain) -> Finding
         evidence.append(Evidence(said, round(transfers.ms, 3), "ms"))
         gain, share = (may_gain(one, one.ms + transfers.ms) for one in (gain, share))
     at = Where(ranks=ranks, op=where, steps=pattern.steps or study.step_range)
-    return Finding("rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share)
+    return Finding(
+        "rank.straggler", title, "info", at, tuple(evidence), gain, fixes, share=share, of_this_run=pattern.long
+    )
 
 
 def _removed_ms(change: Change) -> Float:

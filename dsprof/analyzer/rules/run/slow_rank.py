@@ -118,7 +118,9 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
             fixes = (_look_at(line, ranks), *fixes)
     by_speed = shares_fix(study, late, phases) if cause is None or not cause.sure else None
     fixes = fixes if by_speed is None else (*fixes, by_speed)
-    return Finding("rank.straggler", title, "info", where, tuple(evidence), gain, fixes, share=share)
+    return Finding(
+        "rank.straggler", title, "info", where, tuple(evidence), gain, fixes, share=share, of_this_run=pattern.long
+    )
 
 
 def _slow(change: Change) -> Bool:
