@@ -32,7 +32,8 @@ from dsprof.knobs.registry import flags
 HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE / "results" / "tune_jobs.json"
 EXAMPLE: Final = "../../examples/train_gpt.py"
-PAIRS: Final = 3
+PAIRS_BY_HAND: Final = 3
+"""For what all changes save in the mean; whether that is kept is not asked. `tune` has as many as it takes by itself."""
 MOST_CHANGES: Final = 6
 BUDGET_S: Final = 900
 
@@ -153,14 +154,14 @@ def run(job: Job, where: Path, record: Record, write: Any) -> None:
                 seen, record["tuned"] = written, json.loads(journal.read_text())
                 write()
 
-    limits = ("--pairs", str(PAIRS), "--changes", str(MOST_CHANGES), "--budget", str(BUDGET_S))
+    limits = ("--changes", str(MOST_CHANGES), "--budget", str(BUDGET_S))
     if not record.get("tuned", {}).get("ended"):
         done = dsprof(where, "tune", "run", *limits, "--json", longest_s=2 * BUDGET_S, look=look)
         if done.returncode not in (0, 4):
             raise Failed(f"tuning ended with status {done.returncode}: {done.stderr[-600:]}")
     if "by_hand" not in record:
         turned = flags(job.by_hand.items())
-        done = dsprof(where, "fix", "run", *turned, "--verify", "--pairs", str(PAIRS), "--json")
+        done = dsprof(where, "fix", "run", *turned, "--verify", "--pairs", str(PAIRS_BY_HAND), "--json")
         try:
             record["by_hand"] = {"set": dict(job.by_hand), "measured": json.loads(done.stdout)["measured"]}
         except ValueError:

@@ -227,6 +227,17 @@ def test_gradients_reduced_once_in_stage_1() -> None:
     assert same == 0
 
 
+@pytest.mark.parametrize("dialect", ["dsprof", "deepspeed"])
+def test_what_is_worked_for_reductions_goes_with_them(dialect: str) -> None:
+    trace = job(config(dialect, stage=2), micro=2, gathers=False).sharded()
+    plain, worked = (study(one) for one in (trace, with_work(trace, is_gradient(trace), 2.0)))
+    (before,), (after,) = (ask(one, [[turned(STAGE, 1, "RUN")]]).rows for one in (plain, worked))
+    assert before.gain is not None
+    assert after.gain is not None
+    assert 0.3 * sharding_ms(worked) < after.gain.ms - before.gain.ms < 0.5 * sharding_ms(worked)
+    assert after.gain.low < before.gain.ms  # adding gradients up may take as long
+
+
 def test_stages_that_a_run_does_not_tell() -> None:
     whole = job(config("dsprof", stage=1), gathers=False, micro=2)
     assert "where each module would wait for its own in stage 3 is not told" in reason(whole, STAGE, 3)
