@@ -33,7 +33,7 @@ HERE: Final = Path(__file__).resolve().parent
 RESULTS: Final = HERE / "results" / "tune_jobs.json"
 EXAMPLE: Final = "../../examples/train_gpt.py"
 PAIRS_BY_HAND: Final = 3
-"""For what all changes save in the mean; whether that is kept is not asked. `tune` has as many as it takes by itself."""
+"""For what all changes save in the mean, of which it is not asked whether it is kept. `tune` takes its usual number."""
 MOST_CHANGES: Final = 6
 BUDGET_S: Final = 900
 

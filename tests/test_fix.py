@@ -17,9 +17,11 @@ import pytest
 
 from dsprof.analyzer.text import with_interval
 from dsprof.cli import main
+from dsprof.cli.trials import refuse_to_save
 from dsprof.fix import Turns, decide, proposals, slug
 from dsprof.knobs import flags
 from dsprof.launch.again import RepeatedJob
+from dsprof.launch.job import LaunchError
 from dsprof.run import RunFolder, RunInfo
 
 STALL = {
@@ -440,3 +442,24 @@ def test_a_job_that_wrote_files_wants_to_be_asked_too(
     said = capsys.readouterr().err
     assert "this job wrote files (" in said
     assert "and 2 more), and each job of the comparison would write them again" in said
+
+
+def test_what_an_earlier_comparison_wrote_is_not_the_jobs(run: RunFolder) -> None:
+    """It may have begun within the second in which the run ended, and prints to files of its own."""
+    info = run.read_info()
+    info.cwd, info.started, info.ended = str(run.path.parent), "2026-01-01T10:00:00+00:00", "2026-01-01T10:01:00+00:00"
+    run.write_info(info)
+    ended = datetime.fromisoformat(info.ended).timestamp()
+
+    def written(folder: str) -> None:
+        path = run.path.parent / f"{run.path.name}-{folder}" / "original-1.csv"
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+        os.utime(path, (ended + 0.5, ended + 0.5))
+
+    written("tune/1-ddp.accumulate-3")
+    written("fix-gc.freeze-True")
+    refuse_to_save(run, yes=False)
+    written("outputs")
+    with pytest.raises(LaunchError, match="this job wrote files"):
+        refuse_to_save(run, yes=False)

@@ -47,6 +47,10 @@ def say(text: str) -> None:
     print(f"[dsprof] {text}", file=sys.stderr, flush=True)
 
 
+COMPARISONS: Final = ("tune", "fix-")
+"""What folders of `place_beside` are called, behind the name of the run."""
+
+
 def place_beside(folder: RunFolder, what: str, steps: int | None) -> Path:
     """The folder of the jobs that are compared, made where it is not there: jobs of another length have another."""
     place = folder.path.with_name(f"{folder.path.name}-{what}{f'-{steps}-steps' if steps else ''}")
@@ -93,7 +97,18 @@ def _written(folder: RunFolder, info: RunInfo) -> list[Path]:
     except ValueError:  # a run that was imported, say
         return []
     places = places_of(info.command, Path(info.cwd or "."))
-    return written_between(places, began.timestamp(), ended.timestamp() + 1, _printed(folder))
+    found = written_between(places, began.timestamp(), ended.timestamp() + 1, _printed(folder))
+    return [path for path in found if not _is_of_a_comparison(path, folder)]
+
+
+def _is_of_a_comparison(path: Path, folder: RunFolder) -> bool:
+    """Whether a file lies in a folder of `place_beside`: an earlier comparison may have begun when the run had just
+    ended."""
+    run, file = folder.path.resolve(), path.resolve()
+    if not file.is_relative_to(run.parent):
+        return False
+    first = file.relative_to(run.parent).parts[0]
+    return first.startswith(tuple(f"{run.name}-{what}" for what in COMPARISONS))
 
 
 def _printed(folder: RunFolder) -> list[str] | None:
