@@ -451,15 +451,18 @@ def test_what_an_earlier_comparison_wrote_is_not_the_jobs(run: RunFolder) -> Non
     run.write_info(info)
     ended = datetime.fromisoformat(info.ended).timestamp()
 
-    def written(folder: str) -> None:
+    def written(folder: str, after_s: float) -> Path:
         path = run.path.parent / f"{run.path.name}-{folder}" / "original-1.csv"
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("")
-        os.utime(path, (ended + 0.5, ended + 0.5))
+        os.utime(path, (ended + after_s, ended + after_s))
+        return path
 
-    written("tune/1-ddp.accumulate-3")
-    written("fix-gc.freeze-True")
+    written("tune/1-ddp.accumulate-3", 0.5)
+    written("fix-gc.freeze-True", 0.5)
     refuse_to_save(run, yes=False)
-    written("outputs")
-    with pytest.raises(LaunchError, match="this job wrote files"):
-        refuse_to_save(run, yes=False)
+    for folder, after_s in (("outputs", 0.5), ("tuned", -1), ("fix-me", -1)):
+        path = written(folder, after_s)
+        with pytest.raises(LaunchError, match="this job wrote files"):
+            refuse_to_save(run, yes=False)
+        path.unlink()

@@ -67,22 +67,23 @@ def test_what_a_run_does_not_tell_is_in_the_interval(schedule: str, fixed: float
     assert row.gain.low < 0 < row.gain.high
 
 
-def with_optimizers(ran: MadeUpPipeline, tensors: int, elements: int) -> Trace:
-    trace = ran.trace()
-    told = [
-        {"fact": "optimizer", "rank": rank, "number": 1, "parameters": tensors, "elements": elements}
-        for rank in range(ran.stages)
-    ]
+def with_facts(trace: Trace, *told: dict[str, Any]) -> Trace:
     return Trace(replace(trace.run, facts=[*trace.run.facts, *told]), trace.source)
 
 
+def with_parameters(ran: MadeUpPipeline, tensors: int, elements: int) -> Trace:
+    """What dsprof's engine tells of each rank."""
+    each = {"fact": "trained", "elements": elements, "frozen": 0, "of_parameters": [elements // tensors] * tensors}
+    return with_facts(ran.trace(), *({**each, "rank": rank} for rank in range(ran.stages)))
+
+
 def test_small_stages_are_told_apart_from_large_ones() -> None:
-    """By the tensors and bytes of what their optimizers step: the interval is a part of what it is without."""
+    """By the tensors and bytes of their parameters: the interval is a part of what it is without."""
     ran = job(2, 0.7)
     true = ran.step_ms() - job(8, 0.7).step_ms()
     small, large, untold = (
         ask(study(trace), [[turned("pipelining.microbatches", 8, "RUN")]]).rows[0]
-        for trace in (with_optimizers(ran, 4, 2112), with_optimizers(ran, 48, 4_000_000), ran.trace())
+        for trace in (with_parameters(ran, 4, 2112), with_parameters(ran, 48, 4_000_000), ran.trace())
     )
     assert small.gain is not None
     assert large.gain is not None
@@ -94,44 +95,37 @@ def test_small_stages_are_told_apart_from_large_ones() -> None:
     assert any("by the 4 tensors and 8.25 KiB of a stage's parameters" in note for note in small.notes)
 
 
-@pytest.mark.parametrize("shares", ["fsdp", "deepspeed"])
-def test_of_parameters_that_are_shared_an_optimizer_does_not_tell(shares: str) -> None:
-    trace = with_optimizers(job(2, 0.7), 4, 2112)
-    whole = study(trace)
-    parameters = stage_parameters(whole, 1)
-    assert parameters is not None
-    assert (parameters.tensors, parameters.bytes) == (4, 4 * 2112)
-    assert fixed_work(stage_parameters(whole, 2)).typical.forward.ms < fixed_work(parameters).typical.forward.ms
-    facts = [*trace.run.facts, {"fact": shares, "rank": 0}]
-    assert stage_parameters(study(Trace(replace(trace.run, facts=facts), trace.source)), 1) is None
+def parameters_of(*told: dict[str, Any], stages_a_rank: int = 1) -> StageParameters | None:
+    return stage_parameters(study(with_facts(job(2, 0.7).trace(), *told)), stages_a_rank)
 
 
-def test_what_the_engine_trains_is_told_of_the_whole_stage() -> None:
-    trace = job(2, 0.7).trace()
-    told = {"fact": "trained", "elements": 30, "frozen": 0, "of_parameters": [10, 20]}
-    first, second = {**told, "rank": 0}, {**told, "rank": 1}
-
-    def of(*facts: dict[str, Any]) -> StageParameters | None:
-        return stage_parameters(study(Trace(replace(trace.run, facts=[*facts]), trace.source)), 1)
-
-    assert of(first, second) == StageParameters(2, 120)
-    assert of(first) is None  # of the other rank nothing is known
-    assert of(first, {**second, "frozen": 10}) is None
+ENGINES = {"fact": "trained", "elements": 30, "frozen": 0, "of_parameters": [10, 20]}
+TORCHS = {"fact": "pipeline", "tensors": 2, "bytes": 120, "frozen": 0}
 
 
-def test_several_optimizers_may_step_the_same_parameters() -> None:
-    trace = with_optimizers(job(2, 0.7), 4, 2112)
-    again = trace.run.facts[-1]  # as after a restart
-    for more, known in ((again, True), ({**again, "number": 2}, False)):
-        told = stage_parameters(study(Trace(replace(trace.run, facts=[*trace.run.facts, more]), trace.source)), 1)
-        assert (told == StageParameters(4, 4 * 2112)) is known
+@pytest.mark.parametrize("of", [ENGINES, TORCHS], ids=["engine", "torch"])
+def test_parameters_are_told_of_every_rank_or_of_none(of: dict[str, Any]) -> None:
+    first, second = {**of, "rank": 0}, {**of, "rank": 1}
+    assert parameters_of(first, second) == StageParameters(2, 120)
+    assert parameters_of(first, second, second) == StageParameters(2, 120)  # as after a restart
+    assert parameters_of(first, second, stages_a_rank=2) == StageParameters(1, 60)
+    assert parameters_of(first) is None
+    assert parameters_of(first, {**second, "frozen": 1}) is None
+    assert parameters_of(first, second, {"fact": "fsdp", "rank": 0}) is None
 
 
-def test_of_models_larger_than_were_measured_nothing_is_known() -> None:
-    assert fixed_work(StageParameters(48, 240e6)) is UNTOLD
-    small = fixed_work(StageParameters(48, 24e6))
-    assert small.least.of("B").ms == 0
-    assert small.typical.of("F").ms < small.typical.of("B").ms < small.most.of("B").ms
+def test_of_models_larger_than_were_measured_less_is_known() -> None:
+    """Never less than of a little smaller ones, and it may be more."""
+    below, above, large = (fixed_work(StageParameters(8, size)) for size in (29.9e6, 30.1e6, 240e6))
+    for op in "FB":
+        assert below.least.of(op).ms == above.least.of(op).ms == 0
+        assert below.typical.of(op).ms == pytest.approx(above.typical.of(op).ms, rel=0.01)
+        assert above.typical.of(op) == large.typical.of(op)
+        for ms in (5.0, 60.0, 900.0):
+            assert below.most.of(op).of(ms) <= 1.01 * above.most.of(op).of(ms)
+            assert below.typical.of(op).of(ms) < below.most.of(op).of(ms)
+    assert large.most.of("B").of(900.0) == pytest.approx(0.3)
+    assert "so large ones were not measured" in large.says
 
 
 def test_more_micro_batches_of_the_same_size_take_what_these_take() -> None:

@@ -70,7 +70,7 @@ def test_stages_and_micro_batches(native: str, early: bool, tmp_path: Path) -> N
     assert run.of("pipeline") == [
         {
             "schedule": "ScheduleGPipe", "microbatches": 3, "stages": 1, "stage_indices": [0],
-            "trains": True,
+            "trains": True, "tensors": 2, "bytes": 80, "frozen": 0,
             "site": f"{tmp_path}/train.py:{code.split('pipeline =')[0].count(chr(10)) + 1}", "framework": None,
         }
     ]  # fmt: skip

@@ -7,6 +7,7 @@ of the backward that only makes the weights' gradients (`B` is then the part tha
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,6 +82,16 @@ def _watch_chunks(recorder: Recorder, stage: Any, method: str, name: int, parame
     return replace_attribute(stage, method, one_chunk)
 
 
+def _parameters(stages: Sequence[Any]) -> facts.Fact:
+    """How many tensors the parameters of this rank's stages are, their bytes, and how many are not trained."""
+    modules = [getattr(stage, "submod", None) for stage in stages]
+    if any(module is None for module in modules):
+        return {}
+    every = {id(param): param for module in modules for param in module.parameters()}.values()
+    frozen = sum(not param.requires_grad for param in every)
+    return {"tensors": len(every), "bytes": sum(param.nbytes for param in every), "frozen": frozen}
+
+
 def _watch_schedules(module: ModuleType) -> Uninstall:
     """State the settings of every schedule made from now on."""
 
@@ -94,6 +105,7 @@ def _watch_schedules(module: ModuleType) -> Uninstall:
             "stages": schedule._num_stages,
             "stage_indices": [stage.stage_index for stage in stages],
             "trains": bool(schedule._has_backward),
+            **_parameters(stages),
         }
 
     for name in SCHEDULES:

@@ -58,6 +58,9 @@ class Request(Protocol):
         ...
 
 
+OF_THIS_RUN: Final = "that is what it cost this run: how often such a time comes, one does not tell"
+
+
 @dataclass(frozen=True)
 class Without:
     """A finding's fault gone, from these ranks alone or from all that have it."""
@@ -86,11 +89,13 @@ class Without:
         if not found:
             raise _not_replayed(self.says, looked)
         changes = [one.change for one in found if isinstance(one.change, WhatIf)]
+        spell = found[0].spell if len(found) == 1 else None
         if self.ranks:
+            spell = spell if set(found[0].by_rank) <= set(self.ranks) else None
             changes = [self._of_ranks(study, change) for change in changes]
         return Effect(
             self.code, tuple(changes), counts_cores=all(one.counts_cores for one in found), between=found[0].between,
-            spell=None if self.ranks or len(found) > 1 else found[0].spell,
+            spell=spell, notes=() if spell is None else (OF_THIS_RUN,),
         )  # fmt: skip
 
     def _of_ranks(self, study: Study, change: WhatIf) -> WhatIf:

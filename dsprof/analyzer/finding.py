@@ -212,6 +212,7 @@ class Finding:
             "together": None if self.together is None else self.together.to_dict(),
             **({"by_rank": {str(rank): gain.to_dict() for rank, gain in self.by_rank.items()}} if self.by_rank else {}),
             "fixes": [fix.to_dict() for fix in self.fixes],
+            **({"of_this_run": True} if self.of_this_run else {}),
         }
 
 

@@ -98,17 +98,17 @@ def _written(folder: RunFolder, info: RunInfo) -> list[Path]:
         return []
     places = places_of(info.command, Path(info.cwd or "."))
     found = written_between(places, began.timestamp(), ended.timestamp() + 1, _printed(folder))
-    return [path for path in found if not _is_of_a_comparison(path, folder)]
+    return [path for path in found if not _is_of_a_comparison(path, folder, ended.timestamp())]
 
 
-def _is_of_a_comparison(path: Path, folder: RunFolder) -> bool:
-    """Whether a file lies in a folder of `place_beside`: an earlier comparison may have begun when the run had just
-    ended."""
+def _is_of_a_comparison(path: Path, folder: RunFolder, ended_s: float) -> bool:
+    """Whether a file that was written after the run had ended lies in a folder of `place_beside`: an earlier comparison
+    may have begun at once."""
     run, file = folder.path.resolve(), path.resolve()
-    if not file.is_relative_to(run.parent):
+    if not file.is_relative_to(run.parent) or path.stat().st_mtime <= ended_s:
         return False
-    first = file.relative_to(run.parent).parts[0]
-    return first.startswith(tuple(f"{run.name}-{what}" for what in COMPARISONS))
+    first, *inside = file.relative_to(run.parent).parts
+    return bool(inside) and first.startswith(tuple(f"{run.name}-{what}" for what in COMPARISONS))
 
 
 def _printed(folder: RunFolder) -> list[str] | None:

@@ -35,24 +35,31 @@ def host_waits(rows: RankRows, rank: int) -> pd.DataFrame:
     named = np.append([TRACED.match(name) is not None for name in names.tolist()], False).astype(bool)
     watched = here & rows.are("kind", "mark") & rows.are("name", HOST_SYNC) & rows.known("purpose")
     traced = here & rows.are("kind", "wait") & named[codes]
-    tables = [_table(rows, rank, np.flatnonzero(chosen), how) for chosen, how in ((watched, True), (traced, False))]
-    return pd.concat([table for table in tables if len(table)] or [no_host_waits()], ignore_index=True)
-
-
-def _table(rows: RankRows, rank: int, place: Int, watched: bool) -> pd.DataFrame:
+    if not (watched | traced).any():
+        return no_host_waits()
     start = rows.whole("start_ns")
     end = start + rows.whole("dur_ns")
-    update = np.flatnonzero(
-        rows.are("lane", MAIN) & rows.known("dur_ns") & rows.are("kind", "phase") & rows.are("name", "optimizer")
-    )
+    own, update = _own(rows), here & rows.are("kind", "phase") & rows.are("name", "optimizer")
+    busy, updates = Intervals.union(start[own], end[own]), Intervals.union(start[update], end[update])
+    tables = [
+        _table(rows, rank, np.flatnonzero(chosen), how, busy, updates)
+        for chosen, how in ((watched, True), (traced, False))
+        if chosen.any()
+    ]
+    return pd.concat(tables, ignore_index=True)
+
+
+def _table(rows: RankRows, rank: int, place: Int, watched: bool, busy: Intervals, updates: Intervals) -> pd.DataFrame:
+    """busy: when the device did something; updates: when the thread was updating weights"""
+    start = rows.whole("start_ns")
+    end = start + rows.whole("dur_ns")
     site = rows.words("site", place)
     site[~rows.known("site")[place]] = UNKNOWN
     return pd.DataFrame({
         "rank": np.full(len(place), rank), "step": rows.whole("step", -1)[place], "watched": watched,
         "call": rows.words("purpose" if watched else "name", place), "site": site,
         "ms": rows.real("dur_ns")[place] / 1e6,
-        "updating": Intervals.union(start[update], end[update]).holds(start[place]),
-        "idle_ms": _idle_after(start, end, _own(rows), end[place]),
+        "updating": updates.holds(start[place]), "idle_ms": _idle_after(busy, end[place]),
     })  # fmt: skip
 
 
@@ -76,10 +83,9 @@ def _own(rows: RankRows) -> Bool:
     return own & on_stream(rows.table["lane"])
 
 
-def _idle_after(start: Int, end: Int, own: Bool, moments: Int) -> Float:
+def _idle_after(busy: Intervals, moments: Int) -> Float:
     """For how long the device had nothing to do around each of these moments, when a wait for it was over, ms: from the
     end of what it did last to the next. Of waits that end in one such time, the first has it."""
-    busy = Intervals.union(start[own], end[own])
     following = np.searchsorted(busy.start, moments, "right")
     between = (following > 0) & (following < len(busy.start))
     idle = np.zeros(len(moments))

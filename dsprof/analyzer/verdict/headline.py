@@ -172,6 +172,8 @@ def _of_finding(analysis: Analysis, finding: Finding) -> Verdict:
     if gain.method == MEASURED_EXCESS:
         share = f"{percent(gain.percent)} of the run's time per step"
         saved = f"fixing it saves {ms(gain.ms)} a step on average ({share})"
+    elif finding.of_this_run:
+        saved = f"that cost {ms(gain.ms)} of each {ms(step.mean)} step of this run ({percent(gain.percent)})"
     else:
         saved = f"fixing {_what(finding)} saves {ms(gain.ms)} of each {ms(step.mean)} step ({percent(gain.percent)})"
         saved += _one_alone(finding)

@@ -4,14 +4,14 @@ weights and their gradients move through memory.
 A run in which all micro-batches are of one size does not tell it. Nor do their smallest actions: those of a stage with
 fewer layers have fewer calls. So it is taken from what models of many shapes take (benchmarks/constants.py, `fixed`):
 most of it goes with how many tensors the parameters of a stage are, and with their bytes. Where a run does not tell
-these, of larger models and on devices it is taken to be a few ms, for actions of 3 ms as for those of 100. What it may
-be at most was seen of 27 of 28 forwards and backwards; at least it is nothing.
+these, and on devices, it is taken to be a few ms, for actions of 3 ms as for those of 100. No forward and no backward
+of the 28 took more than what it may be at most; at least it is nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..align.groups import TP
@@ -84,7 +84,8 @@ AT_MOST: Final = 2.3
 """Times what these give: the layers of one model make more calls for a tensor than those of another. At least it is
 nothing: of an embedding a micro-batch reads a few rows."""
 LARGEST: Final = 30e6
-"""Bytes of a stage's parameters, twice what the largest model that was measured has, beyond which nothing is known."""
+"""Bytes of a stage's parameters, twice what the largest model that was measured has: what more of them take is not
+known, beyond what so many do."""
 IN_A_JOB: Final = 0.5
 IN_A_JOB_AT_MOST: Final = 1.5
 """ms of an action beside that where ranks wake each other up: in a pipeline of two ranks on two cores, whose stages
@@ -92,7 +93,7 @@ have two small layers, forwards took 0.9 ms and backwards 1.4 ms whatever their 
 CAPPED: Final = 0.9
 """Of an action, that is taken for it at most."""
 ELEMENT_BYTES: Final = 4
-"""Of a parameter, whatever its type is: the models that were measured had float32."""
+"""Of a parameter of dsprof's engine, whatever its type is: the models that were measured had float32."""
 SAID: Final = "what a forward or a backward takes whatever the size of its micro-batch was not measured"
 UNKNOWN: Final = FixedPart(2.0, most=0.5)
 UNKNOWN_AT_MOST: Final = FixedPart(6.0, 0.3)
@@ -110,55 +111,63 @@ UNTOLD: Final = FixedWork(
 
 def fixed_work(parameters: StageParameters | None) -> FixedWork:
     """By the parameters of a stage; None: they are not known, or a device computes."""
-    if parameters is None or parameters.bytes > LARGEST:
+    if parameters is None:
         return UNTOLD
+    larger = parameters.bytes > LARGEST
+    told = replace(parameters, bytes=LARGEST) if larger else parameters
 
-    def taken(times: float, beside: float) -> OfActions:
-        forward, backward = (FixedPart(times * of.ms(parameters) + beside, most=CAPPED) for of in (FORWARD, BACKWARD))
+    def taken(times: float, beside: float, part: float, most: float) -> OfActions:
+        forward, backward = (FixedPart(times * of.ms(told) + beside, part, most) for of in (FORWARD, BACKWARD))
         return OfActions(forward, backward)
 
-    typical, most = taken(1.0, IN_A_JOB), taken(AT_MOST, IN_A_JOB_AT_MOST)
+    typical = taken(1.0, IN_A_JOB, 0.0, CAPPED)
+    most = taken(AT_MOST, IN_A_JOB_AT_MOST, UNKNOWN_AT_MOST.part if larger else 0.0, 1.0)
     says = (
         f"{SAID}: by the {count(round(parameters.tensors), 'tensor')} and {size(parameters.bytes)} of a stage's "
         f"parameters, {typical.forward.ms:.1f} ms (0 to {most.forward.ms:.1f}) are taken for it of a forward, and "
         f"{typical.backward.ms:.1f} ms (0 to {most.backward.ms:.1f}) of a backward"
     )
+    if larger:
+        says += f", or {100 * UNKNOWN_AT_MOST.part:.0f} %: so large ones were not measured"
     return FixedWork(typical, OfActions(NOTHING, NOTHING), most, says)
 
 
 def stage_parameters(study: Study, stages_a_rank: float) -> StageParameters | None:
-    """Of stages of which each rank has so many; None where that is not known of every rank: parameters are shared, or
-    some are frozen, or the work is a device's, of which nothing was measured."""
+    """Of stages of which each rank has so many, mean over stages; None where that is not known of every rank:
+    parameters are shared, or some are frozen, or the work is a device's, of which nothing was measured."""
     shared = any(study.facts.get(shares) for shares in ("fsdp", "deepspeed", "tensor_parallel"))
     if study.on_gpu or shared or any(one.role == TP for one in study.mesh.dimensions):
         return None
-    told = _of_engine(study.facts.get("trained", ())) or _of_optimizers(study.facts.get("optimizer", ()))
+    told = _of_engine(study.facts.get("trained", ())) or _of_pipelining(study.facts.get("pipeline", ()))
     if not told or not set(study.ranks) <= told.keys():
         return None
-    tensors, elements = (sum(of) / len(told) / stages_a_rank for of in zip(*told.values(), strict=True))
-    return StageParameters(tensors, ELEMENT_BYTES * elements)
+    tensors, of_bytes = (sum(of) / len(told) / stages_a_rank for of in zip(*told.values(), strict=True))
+    return StageParameters(tensors, of_bytes)
 
 
-def _of_engine(facts: Iterable[Mapping[str, Any]]) -> dict[int, tuple[float, float]]:
-    """Rank -> tensors and elements of the parameters that dsprof's engine trains there, if that is all."""
+Told = dict[int, tuple[float, float]]
+"""Rank -> tensors and bytes of all parameters that it has, where all are trained."""
+
+
+def _of_engine(facts: Iterable[Mapping[str, Any]]) -> Told:
     return {
-        int(fact["rank"]): (float(len(fact["of_parameters"])), float(fact["elements"]))
+        int(fact["rank"]): (float(len(fact["of_parameters"])), ELEMENT_BYTES * float(fact["elements"]))
         for fact in facts
-        if fact.get("of_parameters") and not fact.get("frozen") and isinstance(fact.get("rank"), int)
+        if isinstance(fact.get("of_parameters"), list)
+        and not fact.get("frozen")
+        and _are_whole(fact, "rank", "elements")
     }
 
 
-def _of_optimizers(facts: Iterable[Mapping[str, Any]]) -> dict[int, tuple[float, float]]:
-    """The same by the one optimizer that a rank has. Of several it is not told whether they step the same parameters;
-    a restart has told the first one again."""
-    found: dict[int, tuple[float, float]] = {}
-    several: set[int] = set()
-    for fact in facts:
-        rank, tensors, elements = (fact.get(name) for name in ("rank", "parameters", "elements"))
-        if not isinstance(rank, int):
-            continue
-        if fact.get("number") != 1 or fact.get("of_engine"):
-            several.add(rank)
-        elif tensors and elements:
-            found[rank] = float(tensors), float(elements)
-    return {rank: of for rank, of in found.items() if rank not in several}
+def _of_pipelining(facts: Iterable[Mapping[str, Any]]) -> Told:
+    """Of torch's pipelines. Several schedules of a rank have the same stages."""
+    return {
+        int(fact["rank"]): (float(fact["tensors"]), float(fact["bytes"]))
+        for fact in facts
+        if fact.get("tensors") and not fact.get("frozen") and _are_whole(fact, "rank", "tensors", "bytes")
+    }
+
+
+def _are_whole(fact: Mapping[str, Any], *names: str) -> bool:
+    """Whether these are whole numbers: a file that somebody else wrote may say anything."""
+    return all(isinstance(fact.get(name), int) for name in names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from ...effect import Effect, WhatIfs
 from ...finding import Evidence, Finding, Fix, Gain
@@ -16,7 +17,7 @@ from ..base import LEAST_SHARE, PartlyJudged, gains_tried
 from .ddp_buckets import ONE_SIZE
 from .deepspeed_config import is_own_engine
 from .dimensions import GRADIENT, Domain, domains, moved_bytes, waited_ms
-from .shards import bucket_work_left, by_bytes, links_around
+from .shards import FAR, bucket_work_left, by_bytes, links_around
 
 UNJUDGED = (
     "each reduction of gradients is waited for before anything else is done: what reducing them while backward goes on "
@@ -26,6 +27,8 @@ FLATTEN = "flatten the gradients of a group into one tensor, and reduce them at 
 FEWEST = 2
 SLOWEST_MS_PER_BYTE = 1e-4
 """10 MB/s: what is waited for one by one, and all of one size, may be slow by its bytes."""
+PARTS_OF_WIRE = (1.0, 2.0, 0.5)
+"""Bytes that one kind of collective may put on the wire, as a multiple of what another does of as large a tensor."""
 MATTERS = 0.01
 """Of the step: less exposed communication than this need not be judged."""
 
@@ -106,11 +109,29 @@ def _links_around(study: Study, domain: Domain) -> list[dict[str, Link]]:
     around = {}
     for group, link in links.items():
         sizes = domain.table["bytes"][groups == group]
-        around[group] = links_around(link, float(sizes.median()), float(sizes.sum()) / len(study.step_numbers))
+        median, most = float(sizes.median()), float(sizes.sum()) / len(study.step_numbers)
+        a_byte = None if link.fitted else _ms_per_byte(study, group, FAR * float(sizes.max()))
+        if a_byte is not None:
+            seen = [by_bytes(link, median, times * a_byte) for times in PARTS_OF_WIRE]
+            around[group] = [*links_around(replace(seen[0], fitted=True), median), *seen[1:]]
+            continue
+        around[group] = links_around(link, median, most)
         if not link.fitted:
-            around[group].append(by_bytes(link, float(sizes.median()), SLOWEST_MS_PER_BYTE))
+            around[group].append(by_bytes(link, median, SLOWEST_MS_PER_BYTE))
     variants = range(max(map(len, around.values())))
     return [{group: of[min(i, len(of) - 1)] for group, of in around.items()} for i in variants]
+
+
+def _ms_per_byte(study: Study, group: str, least: float) -> float | None:
+    """What a byte takes the ranks of a group in their other communications of at least so many bytes, such as gathers
+    of updated parameters in a group of their own: the wires are the same. None: there are none."""
+    members = study.run.group(group).get("ranks")
+    every = study.judged_collectives.table
+    alike = [one for one in every["group"].astype(str).unique() if study.run.group(one).get("ranks") == members]
+    large = every[every["group"].astype(str).isin(alike) & (every["bytes"] >= least) & (every["transfer_ns"] > 0)]
+    if not members or large.empty:
+        return None
+    return float((large["alone_ns"] / large["bytes"]).median()) / 1e6
 
 
 def _up_to(study: Study, links: Mapping[str, Link], most: float, left: float = 1.0) -> WhatIfs:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-import numpy as np
-
 from ...align.backends import captured_backend
 from ...effect import Effect, WhatIfs
 from ...graph.link import same_sizes
@@ -24,7 +22,7 @@ from ..base import NotJudged, without_effect
 from .deepspeed_config import is_own_engine, item_bytes, need_zero, stage_of
 from .dimensions import Domain, domains
 from .fetched_parameters import links_of_shards, need_passes, need_sizes
-from .shards import GATHER, bucket_work_left, gathers_parameters, sharding_ms
+from .shards import GATHER, gathers_parameters, sharding_ms
 
 STAGES: Final = (1, 2, 3)
 GRADIENTS: Final = Communications(purposes=("gradient",))
@@ -56,7 +54,7 @@ def with_stage(study: Study, value: Any) -> Effect:
     backwards = max(map(_backwards, study.need_graph().templates))
     if now == 3:
         return _without_shards(study, in_last if value == 1 and backwards > 1 else ())
-    if backwards == 1:
+    if backwards <= 1:
         same = "with one backward a step, stages 1 and 2 reduce and gather the same; they differ in memory"
         return without_effect(study, "comm.redundant-reduce", same)
     if value == 2:
@@ -65,13 +63,11 @@ def with_stage(study: Study, value: Any) -> Effect:
             "does not reduce in is not told by this run"
         )
     notes = ("gradients are reduced in the last backward of a step only",)
+    if study.on_gpu or not sharding_ms(study):
+        return Effect("comm.redundant-reduce", in_last, counts_cores=True, notes=notes)
     # What is worked for buckets goes with them; to add gradients up in the other backwards may take as long.
-    reduced = study.judged_collectives
-    table = reduced.table.take(np.flatnonzero(reduced.are("purpose", "gradient")))
-    left = bucket_work_left(study, table, 1 - 1 / backwards)
-    less = (*in_last, ScaleWork({"sharding": left})) if left < 1 else in_last
-    others = (((), in_last),) if left < 1 else ()
-    return Effect("comm.redundant-reduce", less, others=others, counts_cores=True, notes=notes)
+    less = (*in_last, ScaleWork({"sharding": 1 / backwards}))
+    return Effect("comm.redundant-reduce", less, others=(((), in_last),), counts_cores=True, notes=notes)
 
 
 def _backwards(steps: Steps) -> int:
