@@ -84,8 +84,8 @@ def _watch_chunks(recorder: Recorder, stage: Any, method: str, name: int, parame
 
 def _parameters(stages: Sequence[Any]) -> facts.Fact:
     """How many tensors the parameters of this rank's stages are, their bytes, and how many are not trained."""
-    modules = [getattr(stage, "submod", None) for stage in stages]
-    if any(module is None for module in modules):
+    modules = [stage.submod for stage in stages if getattr(stage, "submod", None) is not None]
+    if len(modules) < len(stages):
         return {}
     every = {id(param): param for module in modules for param in module.parameters()}.values()
     frozen = sum(not param.requires_grad for param in every)
