@@ -91,7 +91,8 @@ class Without:
         changes = [one.change for one in found if isinstance(one.change, WhatIf)]
         spell = found[0].spell if len(found) == 1 else None
         if self.ranks:
-            spell = spell if set(found[0].by_rank) <= set(self.ranks) else None
+            every = set(found[0].by_rank)  # which of very many ranks are not told one by one
+            spell = spell if every and every <= set(self.ranks) else None
             changes = [self._of_ranks(study, change) for change in changes]
         return Effect(
             self.code, tuple(changes), counts_cores=all(one.counts_cores for one in found), between=found[0].between,

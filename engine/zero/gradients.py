@@ -88,3 +88,10 @@ class MicrobatchSums(dict[ShardedParam, Tensor]):
         for param in params:
             param.param.grad = None
         return [grad for grad in grads if grad is not None]
+
+
+def as_master(grad: Tensor, master: Tensor) -> Tensor:
+    """A whole gradient as its master is: device, dtype, shape and memory format, which a fused optimizer takes for the
+    master's."""
+    grad = grad.to(master.device).to(master.dtype).reshape(master.shape)
+    return grad if grad.stride() == master.stride() else torch.empty_like(master).copy_(grad)

@@ -18,7 +18,7 @@ from ..comm.consensus import any_rank
 from ..config import Config
 from ..hooks import BUCKET, Hooks
 from .bucket import Bucket, BucketExchange, await_host_copies, divide, read_flags
-from .gradients import MicrobatchSums, has_samples, scales
+from .gradients import MicrobatchSums, as_master, has_samples, scales
 from .packed import Nodes
 from .ready import BackwardPart, BucketLayout, ReadyGradients
 from .shard import ShardedParam
@@ -400,7 +400,4 @@ class Reducer:
                 master.grad = torch.zeros_like(master)
             return
         param.param.grad = None
-        grad = grad.to(master.device).to(master.dtype).reshape(master.shape)
-        if grad.stride() != master.stride():  # of another memory format, which a fused optimizer takes for the master's
-            grad = torch.empty_like(master).copy_(grad)
-        master.grad = grad
+        master.grad = as_master(grad, master)

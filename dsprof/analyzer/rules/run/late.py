@@ -9,7 +9,7 @@ import numpy as np
 
 from ...arrays import Bool, Float
 from ...price.confidence_interval import intervals
-from .late_pattern import WITHIN, spell_of, stands_out, struck_steps
+from .late_pattern import WITHIN, spell_of, stands_out, struck_steps, within
 
 LEAST_OF_WORST: Final = 0.1
 """A rank this much less late than the latest is not named beside it."""
@@ -60,8 +60,7 @@ def in_a_spell(late: Float, group: Bool, rank: int, own: Float) -> bool:
     spell = spell_of(struck)
     if spell is None:
         return False
-    inside = np.zeros(len(struck), bool)
-    inside[spell[0] : spell[1] + 1] = True
+    inside = within(spell, len(struck))
     then, otherwise = late[inside & struck], late[~inside]
     others = group.copy()
     others[rank] = False

@@ -100,10 +100,18 @@ def stands_out(late: Float, struck: Bool) -> bool:
     spell = spell_of(struck)
     if spell is None or struck.sum() < FEWEST_LONG or struck.mean() < LEAST_LONG:
         return False
-    otherwise = np.delete(late, np.arange(spell[0], spell[1] + 1))
+    inside = within(spell, len(struck))
+    otherwise = late[~inside]
     usual = float(np.median(otherwise))
-    then = late[spell[0] : spell[1] + 1][struck[spell[0] : spell[1] + 1]] - usual
+    then = late[inside & struck] - usual
     return bool(then.sum() >= LONG_MS and then.min() > GAP * (otherwise.max() - usual))
+
+
+def within(spell: tuple[int, int], count: int) -> Bool:
+    """Which of so many steps lie in a spell, its first and last included."""
+    inside = np.zeros(count, bool)
+    inside[spell[0] : spell[1] + 1] = True
+    return inside
 
 
 def in_turn(each: Bool) -> bool:

@@ -54,7 +54,7 @@ def slow_ranks(study: Study) -> Change | None:
 def of_each_rank(study: Study, change: Change) -> dict[int, Change]:
     """The same with one of the slow ranks alone as fast as the typical one; of a few of them."""
     whose = np.array(study.need_graph().ranks if study.led_by_devices else study.ranks)
-    slow = np.unique(whose[np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)])
+    slow = np.unique(whose[_slow(change)])
     if len(slow) > MOST_LISTED:
         return {}
 
@@ -124,7 +124,7 @@ def straggler(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
 
 
 def _slow(change: Change) -> Bool:
-    """The ranks of which something is removed, [R]."""
+    """The ranks, or where devices lead the chains, of which something is removed."""
     slow: Bool = np.any([removed.any(axis=1) for removed in change.removed.values()], axis=0)
     return slow
 
