@@ -84,16 +84,25 @@ def held(
         states *= 1 - zero.offload_optimizer.ratio
         of_gradients = 0.0 if zero.stage >= 1 else of_gradients
     every, away = elements + frozen, _is_away(zero.offload_param)
+    kept_whole = _persistent(config, sizes)
+    # Of frozen parameters no sizes are known: they are taken to be as those that are trained.
+    stays = every * sum(kept_whole) / elements if kept_whole else 0.0
+    sharded = every - stays
+    largest_sharded = largest if len(kept_whole) < len(sizes) or not sizes else 0.0
     common = Held(
-        parameters=0.0 if away else every * (share if zero.stage >= 3 else 1) * item,
+        parameters=(stays + (0.0 if away else sharded * (share if zero.stage >= 3 else 1))) * item,
         gradients=of_gradients * of_a_gradient,
         optimizer_states=states,
         buckets=0.0,
         gathered=0.0,
     )
     if deepspeed:
-        gathered = min(_ahead(config), every) * item
-        return replace(common, buckets=_deepspeed_buckets(config), gathered=gathered)
+        gathered = min(_ahead(config), sharded) * item
+        # Of each parameter, whole or not, it keeps this rank's part by itself.
+        own = 0.0 if away else stays * share * item
+        return replace(
+            common, parameters=common.parameters + own, buckets=_deepspeed_buckets(config), gathered=gathered
+        )
     if ranks > 1:
         common = replace(
             common,
@@ -103,12 +112,13 @@ def held(
         )
     if ranks == 1 and not away:
         return common  # its parameters are whole
-    ahead = min(_ahead(config), every)
+    ahead = min(_ahead(config), sharded)
     # Parameters that are gathered one by one need no buffer.
-    fetched = (ahead, ahead) if ahead >= largest else (0.0, 0.0)
-    kept, passing = fetched if zero.stage == 3 else _published(config, elements, largest, sizes)
+    fetched = ahead if ahead >= largest_sharded else 0.0
+    kept, passing = _published(config, elements, largest, kept_whole if zero.stage == 3 else sizes)
+    kept, passing = kept + fetched, passing + fetched
     widened = of_states * MASTER if zero.stage and item < MASTER and _sum_bytes(config) < MASTER else 0.0
-    whole = _whole(config, every, largest) * item
+    whole = _whole(config, sharded, largest_sharded) * item
     return replace(common, gathered=kept * item, whole=whole, update=(passing - kept) * item + widened)
 
 
@@ -169,6 +179,17 @@ def _bucket(config: Config, elements: float, largest: float, sizes: Sequence[int
     return min(size + largest / 2 if size >= largest else largest, elements)
 
 
+def _persistent(config: Config, sizes: Sequence[int]) -> list[int]:
+    """Elements of each parameter that stage 3 never shards, since it is small, as far as the model may have of these."""
+    zero, found, total = config.zero_optimization, list[int](), 0
+    for size in sizes if zero.stage >= 3 else ():
+        if size <= zero.stage3_param_persistence_threshold:
+            total += size
+            if total <= zero.stage3_model_persistence_threshold:
+                found.append(size)
+    return found
+
+
 def _whole(config: Config, elements: float, largest: float) -> float:
     """When backward begins, there are the last modules of forward, whose forward and backward are no farther apart than
     the reuse distance, what is gathered ahead, and what computes. A reuse begins and ends a module: half each way."""
@@ -221,7 +242,7 @@ def _published(config: Config, elements: float, largest: float, sizes: Sequence[
     hold: those that it keeps, and those that there are meanwhile, one more of two that are on their way. DeepSpeed
     gathers in place."""
     zero = config.zero_optimization
-    if zero.stage == 0:
+    if zero.stage == 0 or (zero.stage == 3 and not sizes):
         return 0.0, 0.0
     kept, passing = (2, 3) if zero.overlap_comm else (1, 1)
     if sizes:

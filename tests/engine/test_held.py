@@ -149,3 +149,28 @@ def sizes_of(rank: int) -> list[tuple[int, bool]]:
 
 def test_parameters_that_are_frozen_are_told_apart(ranks: Ranks) -> None:
     assert ranks.run(2, sizes_of) == [[(EACH, False), (3 * WIDTH, True)]] * 2
+
+
+def test_small_parameters_of_stage_3_are_whole_all_the_time() -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 100, "stage3_prefetch_bucket_size": 0}
+    known = as_far_as_known({"zero_optimization": {**zero, "overlap_comm": False}})
+    sizes = [1000, 60, 40, 900]
+    said = held(known, 2000, 1 / 2, 2, deepspeed=False, largest=1000, sizes=sizes)
+    assert said.parameters == 4 * (100 + 1900 / 2)
+    assert said.gathered == 4 * 100  # what they are gathered into after a step
+    assert said.whole == 4 * 1900
+    with_parts = held(known, 2000, 1 / 2, 2, sizes=sizes)  # DeepSpeed keeps each rank's part beside them
+    assert with_parts.parameters == 4 * (100 + 100 / 2 + 1900 / 2)
+
+
+def test_a_model_of_small_parameters_is_gathered_after_a_step_and_never_for_its_modules() -> None:
+    known = as_far_as_known({"zero_optimization": {"stage": 3, "allgather_bucket_size": 100, "overlap_comm": False}})
+    said = held(known, 180, 1 / 2, 2, deepspeed=False, largest=60, sizes=[60, 40, 60, 20])
+    assert (said.parameters, said.gathered, said.whole) == (4 * 180, 4 * 100, 0)
+
+
+def test_no_more_stays_whole_than_a_model_may_have() -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 100, "stage3_model_persistence_threshold": 70}
+    known = as_far_as_known({"zero_optimization": zero})
+    said = held(known, 200, 1 / 2, 2, deepspeed=False, largest=100, sizes=[60, 40, 100])
+    assert said.parameters == 4 * (60 + 140 / 2)

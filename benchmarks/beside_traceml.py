@@ -1,0 +1,183 @@
+"""What TraceML (PyPI `traceml-ai`) says of the cases of `diagnosis.py`, judged as dsprof is.
+
+    pip install --target /tmp/traceml --no-deps traceml-ai==0.5.0 rich psutil nvidia-ml-py msgspec pyyaml \\
+        markdown-it-py mdurl pygments
+    python benchmarks/beside_traceml.py --installed /tmp/traceml      # 80 minutes; writes results/beside_traceml.json
+
+Each case is run once more, under `traceml run` alone, with its steps marked as its documentation says
+(`traceml_job.py`), and the first diagnosis of its `final_summary.json` is read. It is right of a case with a fault if
+what it names is the fault in TraceML's words (`IN_ITS_WORDS`) and, where the fault has a place, its rank; of a case
+without one if nothing stands above `info`. `right_rank` asks only whether it names the right rank, whatever it says is
+wrong with it, as `slowest_rank` of `diagnosis.py` does. TraceML is made for one device and DDP: `of_ddp` is what is
+right of those jobs alone. Pipelines' idle time and small messages have no name in it, and it has no fixes to judge.
+
+Written after each case; a run that was broken off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+HERE: Final = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+
+from diagnosis_cases import Case, cases  # noqa: E402
+from verdict_truth import JOBS  # noqa: E402
+
+from dsprof.atomic import write_atomically  # noqa: E402
+
+SEED: Final = 33
+LONGEST_S: Final = 180.0
+LATE: Final = frozenset({"COMPUTE_STRAGGLER", "STRAGGLER"})
+IN_ITS_WORDS: Final[Mapping[str, frozenset[str]]] = {
+    "rank.straggler": LATE,
+    "pipeline.imbalance": LATE,
+    "moe.imbalance": LATE,
+    "data.stall": frozenset({"INPUT_BOUND", "INPUT_STRAGGLER"}),
+    "checkpoint.stall": frozenset({"RESIDUAL_HEAVY"}),
+    "eval.uneven": frozenset({"RESIDUAL_HEAVY", "STRAGGLER"}),
+    "pipeline.stall": frozenset({"RESIDUAL_HEAVY", "STRAGGLER"}),
+    "pipeline.bubble": frozenset(),
+    "comm.small-messages": frozenset(),
+}
+"""Of each fault: the diagnoses whose own advice names its cause. `residual` is what its phases do not hold: it advises
+to look at checkpoints, evaluation and waits."""
+DDP: Final = ("DDP", "torch.optim")
+
+
+def run(case: Case, installed: Path) -> dict[str, Any]:
+    """What TraceML says of a case, and whether that is right."""
+    with tempfile.TemporaryDirectory() as folder:
+        finished = started(case, installed, Path(folder))
+        summaries = list(Path(folder).rglob("final_summary.json"))
+        if finished.returncode != 0 or not summaries:
+            return {"failed": (finished.stdout + finished.stderr)[-2000:]}
+        return judged(case, json.loads(summaries[0].read_text()))
+
+
+def started(case: Case, installed: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    job = case.job
+    flags = ("--logs-dir", str(folder), "--run-name", "case", "--nproc-per-node", str(job.ranks or 1))
+    ports = ("--aggregator-port", str(free_port()), "--master-port", str(free_port()))
+    args = ("--args", str(JOBS / job.script), "--steps", str(job.steps), *job.args)
+    command = [sys.executable, "-m", "traceml_ai.launcher.cli", "run", str(HERE / "traceml_job.py"), *flags, *ports]
+    # TraceML stands after this project's own packages, so that it brings none of them in another version
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(installed)])}
+    return subprocess.run(
+        [*command, *args], cwd=folder, env=environment, capture_output=True, text=True, timeout=LONGEST_S, check=False
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def judged(case: Case, summary: Mapping[str, Any]) -> dict[str, Any]:
+    first = summary["primary_diagnosis"]
+    of_steps = summary["step_time"]["diagnosis"]
+    names = of_steps.get("ranks") or []
+    said = {
+        "says": first["kind"], "severity": first["severity"], "summary": first["summary"], "ranks": names,
+        "steps": first["evidence"].get("steps_analyzed"),
+    }  # fmt: skip
+    job = case.job
+    if job.first is None:
+        return {**said, "false_alarm": first["severity"] != "info"}
+    place = place_of(case)
+    at_place = first["kind"].endswith("STRAGGLER") and names == place
+    right = first["kind"] in IN_ITS_WORDS[job.first] and (place is None or at_place)
+    return {**said, "right": right} | ({} if place is None else {"right_rank": at_place})
+
+
+def place_of(case: Case) -> list[int] | None:
+    """The ranks that the fault is on; a stage of these jobs is one rank."""
+    where = case.job.where
+    if "ranks" in where:
+        ranks: list[int] = where["ranks"]
+        return ranks
+    return [where["stage"]] if "stage" in where else None
+
+
+# --- all of them ------------------------------------------------------------------------------------
+
+
+def summary_of(done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) -> dict[str, Any]:
+    ran = {name: case for name, case in done.items() if "failed" not in case}
+    ddp = {name: case for name, case in ran.items() if drawn[name].framework in DDP}
+    return {
+        "cases": f"{sum('right' in case for case in ran.values())} with a fault, "
+        f"{sum('false_alarm' in case for case in ran.values())} without",
+        "failed": [name for name, case in done.items() if "failed" in case],
+        **counted(ran.values()),
+        "of_ddp": counted(ddp.values()),
+    }
+
+
+def counted(every: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    every = list(every)
+    asked = {"right": "right_of_faulty", "right_rank": "right_rank_of_those_with_one", "false_alarm": "false_alarms"}
+    return {name: share([case[key] for case in every if key in case]) for key, name in asked.items()}
+
+
+def share(told: list[bool]) -> str:
+    """`3 of 4`."""
+    return f"{sum(told)} of {len(told)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--installed", type=Path, required=True, help="the folder TraceML was installed into")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no case after so many")
+    parser.add_argument("--only", metavar="TEXT", default="", help="cases whose name or script holds this, again")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "beside_traceml.json")
+    args = parser.parse_args()
+    kept: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
+    done: dict[str, Any] = kept["each"] if kept.get("seed") == args.seed else {}
+    end = time.monotonic() + 60 * args.minutes
+    drawn = cases(args.seed)
+    for name, case in drawn.items():
+        skipped = args.only not in f"{name} {case.job.script}" or (not args.only and name in done)
+        if skipped or time.monotonic() > end:
+            continue
+        load_before = round(os.getloadavg()[0], 1)
+        done[name] = {"script": case.job.script, "true": case.job.first, **run(case, args.installed.resolve())}
+        done[name]["load_before"] = load_before
+        print(f"{name}  {json.dumps(done[name])}", flush=True)
+        result = {
+            "what": "what `traceml run` says of the jobs of diagnosis.json",
+            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+            "traceml": version(args.installed),
+            "seed": args.seed,
+            "summary": summary_of(done, drawn),
+            "each": {name: done[name] for name in drawn if name in done},
+        }
+        write_atomically(args.output, json.dumps(result, indent=1) + "\n")
+    print(json.dumps(summary_of(done, drawn), indent=1))
+    return 0
+
+
+def version(installed: Path) -> str:
+    """`traceml-ai 0.5.0`."""
+    found = next(installed.glob("traceml_ai-*.dist-info"), None)
+    return "unknown" if found is None else found.name.removesuffix(".dist-info").replace("traceml_ai-", "traceml-ai ")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
