@@ -180,7 +180,7 @@ def _bucket(config: Config, elements: float, largest: float, sizes: Sequence[int
 
 
 def _persistent(config: Config, sizes: Sequence[int]) -> list[int]:
-    """Elements of each parameter that stage 3 does not shard, since it is small and the model may have more of these."""
+    """Elements of each parameter that stage 3 does not shard, as it is small and the model may have more of these."""
     zero, found, total = config.zero_optimization, list[int](), 0
     for size in sizes if zero.stage >= 3 else ():
         if size <= zero.stage3_param_persistence_threshold:
