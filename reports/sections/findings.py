@@ -45,7 +45,7 @@ def _card(finding: Finding, analysis: Analysis, ids: dict[str, int]) -> FindingC
         severity=finding.severity,
         title=clean(finding.title),
         color=_color(finding.code),
-        saving=_capital(wording.saving(finding) if together else wording.predicted(gain)),
+        saving=_capital(wording.saving_in_short(finding)),
         how="" if together or gain.ms <= 0 else wording.how(gain),  # its interval, too
         gain=wording.saving(finding),
         doubt=_doubt(finding, analysis.noise_ms),
