@@ -119,7 +119,7 @@ def test_what_a_long_time_of_lateness_cost_is_told_of_this_run() -> None:
     assert 0.6 * found.gain.ms < found.gain.low < found.gain.high < 1.4 * found.gain.ms
     assert found.confidence is None  # no such prediction was tried on another run
     assert wording.saving(found).startswith("cost this run 23.8 ms a step (15 %) [")
-    assert wording.saving_in_short(found).== "cost this run 23.8 ms a step (15 %)"
+    assert wording.saving_in_short(found) == "cost this run 23.8 ms a step (15 %)"
 
 
 def test_a_moment_is_no_long_time_however_many_steps_it_has() -> None:
