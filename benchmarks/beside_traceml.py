@@ -47,14 +47,14 @@ IN_ITS_WORDS: Final[Mapping[str, frozenset[str]]] = {
     "pipeline.imbalance": LATE,
     "moe.imbalance": LATE,
     "data.stall": frozenset({"INPUT_BOUND", "INPUT_STRAGGLER"}),
-    "checkpoint.stall": frozenset({"RESIDUAL_HEAVY"}),
-    "eval.uneven": frozenset({"RESIDUAL_HEAVY", "STRAGGLER"}),
+    "checkpoint.stall": frozenset({"RESIDUAL_HEAVY", "STRAGGLER"}),
+    "eval.uneven": frozenset({"RESIDUAL_HEAVY", *LATE}),
     "pipeline.stall": frozenset({"RESIDUAL_HEAVY", "STRAGGLER"}),
     "pipeline.bubble": frozenset(),
     "comm.small-messages": frozenset(),
 }
-"""Of each fault: the diagnoses whose own advice names its cause. `residual` is what its phases do not hold: it advises
-to look at checkpoints, evaluation and waits."""
+"""Of each fault: the diagnoses whose own advice leads to its cause. `residual` is what its phases do not hold: it
+advises to look at checkpoints, evaluation and waits. An evaluation on one rank is forward work that it has alone."""
 DDP: Final = ("DDP", "torch.optim")
 
 
@@ -65,7 +65,7 @@ def run(case: Case, installed: Path) -> dict[str, Any]:
         summaries = list(Path(folder).rglob("final_summary.json"))
         if finished.returncode != 0 or not summaries:
             return {"failed": (finished.stdout + finished.stderr)[-2000:]}
-        return judged(case, json.loads(summaries[0].read_text()))
+        return said_in(json.loads(summaries[0].read_text()))
 
 
 def started(case: Case, installed: Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -88,21 +88,27 @@ def free_port() -> int:
         return port
 
 
-def judged(case: Case, summary: Mapping[str, Any]) -> dict[str, Any]:
+def said_in(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """The first diagnosis of a run, and the ranks that it names."""
     first = summary["primary_diagnosis"]
-    of_steps = summary["step_time"]["diagnosis"]
-    names = of_steps.get("ranks") or []
-    said = {
-        "says": first["kind"], "severity": first["severity"], "summary": first["summary"], "ranks": names,
+    return {
+        "says": first["kind"], "severity": first["severity"], "summary": first["summary"],
+        "ranks": summary["step_time"]["diagnosis"].get("ranks") or [],
         "steps": first["evidence"].get("steps_analyzed"),
     }  # fmt: skip
+
+
+def judged(case: Case, told: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether what was said of a case is right."""
     job = case.job
+    if "failed" in told:
+        return {}
     if job.first is None:
-        return {**said, "false_alarm": first["severity"] != "info"}
+        return {"false_alarm": told["severity"] != "info"}
     place = place_of(case)
-    at_place = first["kind"].endswith("STRAGGLER") and names == place
-    right = first["kind"] in IN_ITS_WORDS[job.first] and (place is None or at_place)
-    return {**said, "right": right} | ({} if place is None else {"right_rank": at_place})
+    at_place = told["says"].endswith("STRAGGLER") and told["ranks"] == place
+    right = {"right": told["says"] in IN_ITS_WORDS[job.first] and (place is None or at_place)}
+    return right if place is None else {**right, "right_rank": at_place}
 
 
 def place_of(case: Case) -> list[int] | None:
@@ -152,25 +158,32 @@ def main() -> int:
     done: dict[str, Any] = kept["each"] if kept.get("seed") == args.seed else {}
     end = time.monotonic() + 60 * args.minutes
     drawn = cases(args.seed)
+    for name, told in done.items():  # by the present words
+        told |= judged(drawn[name], told)
     for name, case in drawn.items():
         skipped = args.only not in f"{name} {case.job.script}" or (not args.only and name in done)
         if skipped or time.monotonic() > end:
             continue
         load_before = round(os.getloadavg()[0], 1)
         done[name] = {"script": case.job.script, "true": case.job.first, **run(case, args.installed.resolve())}
-        done[name]["load_before"] = load_before
+        done[name] |= {"load_before": load_before, **judged(case, done[name])}
         print(f"{name}  {json.dumps(done[name])}", flush=True)
-        result = {
-            "what": "what `traceml run` says of the jobs of diagnosis.json",
-            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-            "traceml": version(args.installed),
-            "seed": args.seed,
-            "summary": summary_of(done, drawn),
-            "each": {name: done[name] for name in drawn if name in done},
-        }
-        write_atomically(args.output, json.dumps(result, indent=1) + "\n")
+        keep(args, done, drawn)
+    keep(args, done, drawn)
     print(json.dumps(summary_of(done, drawn), indent=1))
     return 0
+
+
+def keep(args: argparse.Namespace, done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) -> None:
+    result = {
+        "what": "what `traceml run` says of the jobs of diagnosis.json",
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+        "traceml": version(args.installed),
+        "seed": args.seed,
+        "summary": summary_of(done, drawn),
+        "each": {name: done[name] for name in drawn if name in done},
+    }
+    write_atomically(args.output, json.dumps(result, indent=1) + "\n")
 
 
 def version(installed: Path) -> str:

@@ -10,8 +10,8 @@ faults, whether both codes are among the first three. Of one without a fault: wh
 
 Beside it `slowest_rank`, the rule that a simple tool has: the rank that computes longest is to blame, where it is 5 %
 longer than the median one. `right`: it names a rank where the fault is of a rank or a stage, and this one, whatever is
-wrong with it (of all faults, and of those only that are of a rank or a stage); without a fault, it names none. TraceML
-would stand beside it, too; where it is not installed that is said.
+wrong with it (of all faults, and of those only that are of a rank or a stage); without a fault, it names none. And
+`traceml`: what TraceML says of the same cases, each run under it alone (`beside_traceml.py`).
 
 Written after each case; a run that was broken off goes on where it was. On a machine that others use, put `chrt -r 1`
 in front of it: ranks that wait for a core lose time, truly. `load_before` is how many threads wanted one.
@@ -20,7 +20,6 @@ in front of it: ranks that wait for a core lose time, truly. `load_before` is ho
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -47,7 +46,7 @@ from dsprof.trace import load  # noqa: E402
 SEED: Final = 33
 FIRST_FIXES, FIRST_FINDINGS = 2, 3
 SLOWER: Final = 1.05
-TRACEML: Final = "traceml"
+BESIDE: Final = HERE / "results" / "beside_traceml.json"
 
 
 def command(case: Case) -> str:
@@ -145,8 +144,16 @@ def counted(done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) -> di
             "right_of_those_with_a_place": of(case["slowest_rank"]["right"] for case in placed),
             "false_alarms": of(not case["slowest_rank"]["right"] for case in healthy),
         },
-        TRACEML: "not run: it is not installed" if importlib.util.find_spec(TRACEML) is None else "not run",
+        "traceml": by_traceml(),
     }
+
+
+def by_traceml() -> dict[str, Any] | str:
+    """What was measured of TraceML, if it was."""
+    if not BESIDE.exists():
+        return "not run"
+    beside = json.loads(BESIDE.read_text())
+    return {"version": beside["traceml"], **beside["summary"]}
 
 
 def of(told: Iterable[bool]) -> str:
