@@ -57,6 +57,53 @@ def test_bytes_take_as_long_as_they_had_the_link_for() -> None:
     assert link.ms_per_byte == pytest.approx(ONE_MB_A_MS, rel=0.01)
 
 
+def at_once(*transfers: tuple[float, float, float], steps: int = 8, apart: float = 1000) -> pd.DataFrame:
+    """(MB, begin, end in ms) of each, in every step."""
+    megabytes, begin, end = map(np.array, zip(*transfers, strict=True))
+    share = link_shares(np.zeros(len(end), np.int64), begin, end)
+    return pd.concat([
+        pd.DataFrame({
+            "bytes": megabytes * MB, "transfer_ns": 1e6 * (end - begin), "alone_ns": 1e6 * (end - begin) * share,
+            "end_ns": 1e6 * (end + apart * step), "step": step, "group": "0",
+        })
+        for step in range(steps)
+    ])  # fmt: skip
+
+
+def test_unequal_transfers_at_once_are_told_by_what_they_take_together() -> None:
+    """As measured on gloo over a link of 40 MB/s: the smaller one ends later, as it began later. By the part of the
+    time that each had it would take longer than the larger one, as if bytes took no time at all."""
+    table = at_once((1.2, 0.0, 73.0), (0.4, 6.5, 84.0))
+    assert table["alone_ns"].iloc[1] > table["alone_ns"].iloc[0]
+    link = fit_link(table)
+    assert not link.fitted
+    assert link.latency_ms == 0
+    assert link.ms_per_byte == pytest.approx(84 / (1.6 * MB))
+    assert link.largest == 1.2 * MB
+
+
+def test_what_is_at_once_and_what_is_alone_tell_latency_and_bandwidth() -> None:
+    """Latency of 2 ms, 1 MB a ms: two of 4 MB at once pass while each other's latency does."""
+    link = fit_link(at_once((4, 0.0, 10.0), (4, 0.0, 10.0), (1, 20.0, 23.0)))
+    assert link.fitted
+    assert link.latency_ms == pytest.approx(2.0)
+    assert link.ms_per_byte == pytest.approx(ONE_MB_A_MS)
+
+
+def test_a_moment_that_comes_once_tells_nothing_of_a_shared_link() -> None:
+    usual = at_once((4, 0.0, 10.0), (4, 0.0, 10.0), (1, 20.0, 23.0))
+    odd = at_once((0.1, 0.0, 50.0), steps=1).assign(step=99)
+    assert fit_link(pd.concat([usual, odd])).latency_ms == pytest.approx(2.0)
+
+
+def test_transfers_of_other_steps_and_groups_are_not_at_once() -> None:
+    """Their times are of clocks of their own where a graph tells them."""
+    table = at_once((4, 0.0, 8.0), (4, 0.0, 8.0), apart=0.0)
+    assert fit_link(table).ms_per_byte == pytest.approx(ONE_MB_A_MS)
+    both = pd.concat([table, table.assign(group="1")])
+    assert fit_link(both).ms_per_byte == pytest.approx(ONE_MB_A_MS)
+
+
 def two_reductions(purpose: str = "gradient") -> StepGraph:
     """A backward of 20 ms issues two reductions of 20 MB, at 10 and at 20 ms. Over a link of 1 MB a ms the first is
     alone for 10 ms, and with the second one from 20 to 40, which ends at 50."""

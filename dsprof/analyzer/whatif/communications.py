@@ -118,10 +118,14 @@ def link_of_group(graph: StepGraph, group: str) -> Link:
     found = []
     for steps in graph.templates:
         chosen = Communications(groups=(group,)).of(steps.structure)
-        alone = steps.transfer[chosen] * link_shares_of(steps, chosen)
-        found.append([of.ravel() for of in (steps.size[chosen], steps.transfer[chosen] * 1e6, alone * 1e6)])
-    size, transfer, alone = (np.concatenate([np.empty(0), *of]) for of in zip(*found, strict=True))
-    return fit_link(pd.DataFrame({"bytes": size, "transfer_ns": transfer, "alone_ns": alone}))
+        transfer = 1e6 * steps.transfer[chosen]
+        columns = {
+            "bytes": steps.size[chosen], "transfer_ns": transfer,
+            "alone_ns": transfer * link_shares_of(steps, chosen), "end_ns": 1e6 * steps.ended[chosen],
+            "step": np.broadcast_to(steps.numbers, transfer.shape),
+        }  # fmt: skip
+        found.append(pd.DataFrame({name: of.ravel() for name, of in columns.items()}))
+    return fit_link(pd.concat(found, ignore_index=True))
 
 
 @dataclass(frozen=True)

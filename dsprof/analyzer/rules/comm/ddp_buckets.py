@@ -23,7 +23,9 @@ from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
 from .redundant_reduce import repeated_reductions
 from .shards import FAR, beyond, by_bytes
 
-CAPS_MB: Final = (1, 2, 5, 10, 25, 50, 100)
+CAPS_MB: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 25, 50, 100)
+SMALLEST_PART: Final = 1 / 16
+"""Of the gradients: no smaller buckets are tried, unless of 1 MiB."""
 AS_GOOD: Final = 0.9
 """Where the latency of a collective is not known, the largest buckets are proposed that gain this part of the most."""
 ONE_SIZE: Final = "all collectives that were seen have one size, so what others take is not known"
@@ -254,13 +256,16 @@ def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
     """Other bucket sizes, with what each gains. Raises NotJudged where buckets are no knob of this job."""
     tried: list[tuple[float, int]] = []
     effects: list[Effect] = []
-    now = _now([cut])
-    for cap in (_as_written(study, cut, most) for most in CAPS_MB):
+    now, last = _now([cut]), _sizes(cut, 0.0)
+    for cap in (_as_written(study, cut, most) for most in _caps_mb(cut)):
         sizes = _sizes(cut, cap)
         in_all = sum(map(len, sizes.values()))
-        if in_all != cut.in_all and not (tried and tried[-1][1] == in_all):
+        if tried and sizes == last:
+            tried[-1] = cap, in_all  # the largest that divides them so
+        elif in_all != cut.in_all and not (tried and tried[-1][1] == in_all):
             tried.append((cap, in_all))
             effects.append(_divided_otherwise(study, [cut], [sizes], now))
+            last = sizes
     as_it_is = Effect("comm.exposed", now, now)  # where there is no other size either, that must be a knob
     gains = gains_tried(study, effects or [as_it_is], "no other bucket size was tried")
     groups = len(cut.domain.groups)
@@ -268,6 +273,14 @@ def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
         Rebucketed(cap, round(in_all / groups), in_all, gain)
         for (cap, in_all), gain in zip(tried, gains, strict=False)
     ]  # fmt: skip
+
+
+def _caps_mb(cut: _Cut) -> list[float]:
+    """The sizes that are tried of gradients so large."""
+    least = min(1.0, SMALLEST_PART * cut.total_bytes / 2**20)
+    if cut.ddp is not None and cut.ddp.get("framework") == "transformers":
+        least = 1.0  # its flag takes whole numbers
+    return [cap for cap in CAPS_MB if cap >= least]
 
 
 def _as_written(study: Study, cut: _Cut, cap_mb: float) -> float:
