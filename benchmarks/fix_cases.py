@@ -159,7 +159,7 @@ LINKED: Final = (
     Case("n1 DDP, one bucket", "link", "comm.large-bucket", "ddp.py",
          "--forward-ms 30 --layers 8 --width 192 --bucket-mb 1000", {"ddp.bucket_cap_mb": 0.4}),
     Case("n2 DDP, gradients fill the link", "link", "comm.volume", "ddp.py",
-         "--forward-ms 12 --layers 4 --width 320", {"ddp.comm_hook": "bf16"}, asked=True),
+         "--forward-ms 12 --layers 4 --width 320", {"ddp.comm_hook": "fp16"}, asked=True),
     Case("n3 DDP, four micro-batches that all reduce", "link", "comm.redundant-reduce", "ddp.py",
          "--forward-ms 8 --layers 4 --width 192 --accumulate 4", {"ddp.accumulate": 4}),
     Case("n4 the engine, every reduction waited for", "link", "comm.exposed", "zero_json.py",
