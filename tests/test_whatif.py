@@ -169,7 +169,9 @@ def data_parallel() -> StepGraph:
     first = np.searchsorted(steps.structure.thread, np.arange(RANKS))
     work[first, :, PARTS.index("data")], work[first, :, COMPUTE] = work[first, :, COMPUTE], 0
     work[steps.structure.thread == 3] *= 1.3
-    return graph_of(steps.with_costs(work=work, transfer=steps.transfer * draw.uniform(0.8, 1.2, (6, STEPS))))
+    steps = steps.with_costs(work=work, transfer=steps.transfer * draw.uniform(0.8, 1.2, (6, STEPS)))
+    # When they ended is not known: else those that were under way at once would count as one.
+    return graph_of(replace(steps, measured=replace(steps.measured, ended=np.full_like(steps.transfer, np.nan))))
 
 
 def pipeline() -> StepGraph:

@@ -18,7 +18,8 @@ from dsprof.analyzer.graph.link import Link
 from dsprof.analyzer.rules.base import NotJudged
 from dsprof.analyzer.rules.comm import by_hand
 from dsprof.analyzer.rules.comm.collectives import CODES
-from dsprof.analyzer.rules.comm.shards import links_around, sharding_ms
+from dsprof.analyzer.rules.comm.possible_links import links_around
+from dsprof.analyzer.rules.comm.shards import sharding_ms
 from dsprof.analyzer.study import study
 from dsprof.knobs.predicted import turned
 from dsprof.ondisk import Flag

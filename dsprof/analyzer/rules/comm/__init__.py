@@ -4,6 +4,8 @@ comm.buffers, comm.volume, comm.slow-link, comm.blocking, comm.redundant-gather.
 collectives       which of the following each dimension is asked
 dimensions        what is communicated in each dimension, and how long ranks wait for it
 ddp_buckets       gradients reduced in buckets while backward goes on, as by DistributedDataParallel
+gradient_division  how gradients are reduced now: their buckets, and of which models they are
+possible_links    the link of a process group, and others that it may as well be
 by_hand           gradients that a script reduces itself after backward
 shards            parameters that are gathered, gradients that are scattered: FSDP, ZeRO stage 3
 prefetch          the same, gathered before they are needed

@@ -17,7 +17,8 @@ from ..base import LEAST_SHARE, PartlyJudged, gains_tried
 from .ddp_buckets import ONE_SIZE
 from .deepspeed_config import is_own_engine
 from .dimensions import GRADIENT, Domain, domains, moved_bytes, waited_ms
-from .shards import FAR, bucket_work_left, by_bytes, links_around
+from .possible_links import FAR, by_bytes, links_around
+from .shards import bucket_work_left
 
 UNJUDGED = (
     "each reduction of gradients is waited for before anything else is done: what reducing them while backward goes on "

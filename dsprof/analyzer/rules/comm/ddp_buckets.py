@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
-from typing import Any, Final
-
-import numpy as np
-import pandas as pd
+from typing import Final
 
 from ...effect import Effect, WhatIfs
 from ...finding import NOTHING, Evidence, Finding, Fix, Gain
 from ...graph.link import Link
 from ...study import Study, once
 from ...text import count, ms, size
-from ...whatif.rebucket import Rebucket, reduced_in_backwards
+from ...whatif.rebucket import Rebucket
 from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, gains_tried
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, zero_fix
 from .dimensions import GRADIENT, Domain, domains, need_every_rank, waited_ms
-from .redundant_reduce import repeated_reductions
-from .shards import FAR, beyond, by_bytes
+from .gradient_division import GradientDivision, Reduced, Sizes, division_of
+from .possible_links import FAR, beyond, by_bytes, by_latency
 
 CAPS_MB: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 25, 50, 100)
 SMALLEST_PART: Final = 1 / 16
 """Of the gradients: no smaller buckets are tried, unless of 1 MiB."""
+NEARLY: Final = 0.97
+"""The fewest buckets are proposed that gain this part of the most."""
 AS_GOOD: Final = 0.9
-"""Where the latency of a collective is not known, the largest buckets are proposed that gain this part of the most."""
+"""The same where the latency of a collective is not known."""
 ONE_SIZE: Final = "all collectives that were seen have one size, so what others take is not known"
 
 
@@ -56,33 +53,34 @@ def bucket_size(study: Study, domain: Domain) -> list[Finding]:
     return [_exposed(study, cut, waited)] if waited >= LEAST_SHARE * study.step_ms else []
 
 
-def best_division(study: Study, domain: Domain) -> tuple[_Cut, Rebucketed | None]:
+def best_division(study: Study, domain: Domain) -> tuple[GradientDivision, Rebucketed | None]:
     """How a dimension's gradients are reduced, and the bucket size that gains most; None: none gains anything. Raises
     NotJudged where buckets are no knob of this job."""
     known = _divisions(study)
     if domain not in known:
-        cut = _gradients(study, domain)
+        cut = division_of(study, domain)
         best = _best(cut, _rebucketings(study, cut))
         known[domain] = cut, best if best is not None and best.gain.ms >= LEAST_SHARE * study.step_ms else None
     return known[domain]
 
 
 @once
-def _divisions(study: Study) -> dict[Domain, tuple[_Cut, Rebucketed | None]]:
+def _divisions(study: Study) -> dict[Domain, tuple[GradientDivision, Rebucketed | None]]:
     """What was found of each dimension that was asked about."""
     return {}
 
 
-def _best(cut: _Cut, tried: list[Rebucketed]) -> Rebucketed | None:
-    """What gains most. Of large collectives of one size the link's latency is not known, which each of many small ones
-    would have."""
+def _best(cut: GradientDivision, tried: list[Rebucketed]) -> Rebucketed | None:
+    """The fewest buckets that gain nearly the most. Of large collectives of one size the link's latency is not known,
+    which each of many small ones would have."""
     most = max(tried, key=lambda one: one.gain.ms, default=None)
-    if most is None or cut.link.fitted or cut.link.latency_ms > 0 or most.gain.ms <= 0:
+    if most is None or most.gain.ms <= 0:
         return most
-    return min((one for one in tried if one.gain.ms >= AS_GOOD * most.gain.ms), key=lambda one: one.in_all)
+    part = NEARLY if cut.link.fitted or cut.link.latency_ms > 0 else AS_GOOD
+    return min((one for one in tried if one.gain.ms >= part * most.gain.ms), key=lambda one: one.in_all)
 
 
-def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
+def _small(study: Study, cut: GradientDivision, best: Rebucketed) -> Finding:
     evidence = (
         Evidence("gradient collectives a step", cut.count, "count", best.buckets),
         Evidence("median size", round(cut.median_bytes / 1024, 1), "KiB"),
@@ -98,7 +96,7 @@ def _small(study: Study, cut: _Cut, best: Rebucketed) -> Finding:
     )  # fmt: skip
 
 
-def _large(study: Study, cut: _Cut, best: Rebucketed, waited: float) -> Finding:
+def _large(study: Study, cut: GradientDivision, best: Rebucketed, waited: float) -> Finding:
     largest = max(size for group in cut.groups.values() for size in group.sizes)
     evidence = (
         Evidence("largest bucket", round(largest / 2**20, 3), "MiB", round(best.cap_mb, 3)),
@@ -113,7 +111,7 @@ def _large(study: Study, cut: _Cut, best: Rebucketed, waited: float) -> Finding:
     )  # fmt: skip
 
 
-def _exposed(study: Study, cut: _Cut, waited: float) -> Finding:
+def _exposed(study: Study, cut: GradientDivision, waited: float) -> Finding:
     """What no bucket size hides."""
     evidence = (*_waiting(study, waited), Evidence("gradient collectives a step", cut.count, "count"))
     fact = cut.ddp or {}
@@ -133,126 +131,7 @@ def _waiting(study: Study, waited: float) -> tuple[Evidence, Evidence]:
     )
 
 
-Reduced = tuple[str, int | None]
-"""The gradients of a process group; of one that reduces some in several backwards of a step those of one backward."""
-Sizes = Mapping[Reduced, list[int]]
-"""Into which buckets they are cut, bytes of each."""
-
-
-@dataclass(frozen=True)
-class _Group:
-    """How a group of a dimension reduces its gradients now, all or those of one backward. sizes: bytes of a typical
-    step, in order of issue. ddps: the models that they are of; empty: not known."""
-
-    sizes: tuple[int, ...]
-    link: Link
-    total_bytes: float
-    ddps: tuple[Mapping[str, Any], ...]
-
-    @property
-    def ddp(self) -> Mapping[str, Any] | None:
-        """The largest model."""
-        return max(self.ddps, key=lambda fact: sum(fact["gradient_bytes"]), default=None)
-
-    def packed(self, cap_bytes: int) -> list[int]:
-        """Bucket sizes with that cap; where DDP did not tell which tensors there are, of pieces of 64 KiB."""
-        if self.ddps:
-            return [size for fact in self.ddps for size in pack(list(map(int, fact["gradient_bytes"])), cap_bytes)]
-        piece = 1 << 16
-        return pack([piece] * max(int(self.total_bytes // piece), 1), cap_bytes)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """How the gradients of a dimension are reduced now: `count`, `total_bytes` of a group in a step, mean over groups;
-    in_all: collectives of all groups in a step."""
-
-    domain: Domain
-    op: str
-    count: int
-    in_all: int
-    total_bytes: float
-    median_bytes: float
-    host_ms: float
-    link: Link
-    """Of the group that moves most."""
-    groups: Mapping[Reduced, _Group]
-    ddp: Mapping[str, Any] | None
-    """What the DistributedDataParallel that makes them said of itself."""
-
-
-def _gradients(study: Study, domain: Domain) -> _Cut:
-    domain = domain.of(GRADIENT)
-    links, in_all = domain.links(), 0
-    groups: dict[Reduced, _Group] = {}
-    for group in domain.groups:
-        table = domain.of_group(group)
-        in_all += round(len(table) / table["step"].nunique())
-        groups |= _several_backwards(study, group, links[group]) or {
-            (group, None): _group(study, group, table, links[group])
-        }
-    largest = max(groups.values(), key=lambda one: one.total_bytes)
-    named = len(domain.groups)
-    return _Cut(
-        domain=domain,
-        op=str(domain.table["name"].mode().iloc[0]),
-        count=round(in_all / named),
-        in_all=in_all,
-        total_bytes=sum(one.total_bytes for one in groups.values()) / named,
-        median_bytes=float(domain.table["bytes"].median()),
-        host_ms=study.host_ms(GRADIENT),
-        link=largest.link,
-        groups=groups,
-        ddp=largest.ddp,
-    )
-
-
-def _group(study: Study, group: str, table: pd.DataFrame, link: Link) -> _Group:
-    """Of the gradient collectives of one process group, all in one backward."""
-    total = float(table["bytes"].sum() / table["step"].nunique())
-    one_step = table[table["step"] == table["step"].iloc[len(table) // 2]]
-    sizes = tuple(int(size) for size in one_step.sort_values("first_ns")["bytes"])
-    return _Group(sizes, link, total, _ddps_of(study, group, total))
-
-
-def _several_backwards(study: Study, group: str, link: Link) -> dict[Reduced, _Group]:
-    """Of a process group that reduces gradients of several models, each in a backward of its own; empty: of one that
-    does not. One that reduces the same ones again and again is judged by comm.redundant-reduce."""
-    if repeated_reductions(study) is not None:
-        return {}
-    steps = max(study.need_graph().templates, key=lambda of: len(of.numbers))
-    reduced = reduced_in_backwards(steps, group)
-    if len(reduced) < 2:
-        return {}
-    found: dict[Reduced, _Group] = {}
-    for backward, tasks in reduced.items():
-        sizes = tuple(round(float(np.mean(steps.size[task]))) for task in tasks)
-        ddps = _ddps_of(study, group, sum(sizes))
-        if not ddps and study.facts.get("ddp"):
-            raise NotJudged("no other bucket size was tried: it is not known of which model the gradients of each of "
-                            f"{len(reduced)} backwards of a step are")  # fmt: skip
-        found[group, backward] = _Group(sizes, link, float(sum(sizes)), ddps)
-    return found
-
-
-def _ddps_of(study: Study, group: str, total_bytes: float) -> tuple[Mapping[str, Any], ...]:
-    """The DDP of a rank of the process group whose gradients are as large as what is reduced, or the two that are
-    together; empty: none is."""
-    every = [fact for fact in study.facts.get("ddp", []) if fact.get("gradient_bytes")]
-    members = study.run.group(group).get("ranks", ())
-    some = next((fact for fact in every if fact.get("rank") in members), every[0] if every else {})
-    mine = [fact for fact in every if fact.get("rank") == some.get("rank")]
-    # Of two models in one backward, the one that was made last is in front: it is the other's judge, head, critic.
-    of_them = [(fact,) for fact in mine] + [(b, a) for a, b in combinations(mine, 2)]
-
-    def apart(facts: tuple[Mapping[str, Any], ...]) -> float:
-        return abs(math.log(sum(sum(fact["gradient_bytes"]) for fact in facts) / max(total_bytes, 1)))
-
-    best = min(of_them, key=apart, default=())
-    return best if best and apart(best) < math.log(2) else ()
-
-
-def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
+def _rebucketings(study: Study, cut: GradientDivision) -> list[Rebucketed]:
     """Other bucket sizes, with what each gains. Raises NotJudged where buckets are no knob of this job."""
     tried: list[tuple[float, int]] = []
     effects: list[Effect] = []
@@ -275,7 +154,7 @@ def _rebucketings(study: Study, cut: _Cut) -> list[Rebucketed]:
     ]  # fmt: skip
 
 
-def _caps_mb(cut: _Cut) -> list[float]:
+def _caps_mb(cut: GradientDivision) -> list[float]:
     """The sizes that are tried of gradients so large."""
     least = min(1.0, SMALLEST_PART * cut.total_bytes / 2**20)
     if cut.ddp is not None and cut.ddp.get("framework") == "transformers":
@@ -283,29 +162,29 @@ def _caps_mb(cut: _Cut) -> list[float]:
     return [cap for cap in CAPS_MB if cap >= least]
 
 
-def _as_written(study: Study, cut: _Cut, cap_mb: float) -> float:
+def _as_written(study: Study, cut: GradientDivision, cap_mb: float) -> float:
     """A bucket's size in MiB as a fix would write it: of an engine in round numbers of elements."""
     if not _is_of_engine(study, cut):
         return cap_mb
     return elements(study, cap_mb * 2**20) * item_bytes(study) / 2**20
 
 
-def _is_of_engine(study: Study, cut: _Cut) -> bool:
+def _is_of_engine(study: Study, cut: GradientDivision) -> bool:
     return cut.ddp is None and is_own_engine(study) and stage_of(study) in (1, 2)
 
 
-def _sizes(cut: _Cut, cap_mb: float) -> Sizes:
+def _sizes(cut: GradientDivision, cap_mb: float) -> Sizes:
     return {reduced: now.packed(int(cap_mb * 2**20)) for reduced, now in cut.groups.items()}
 
 
-def _now(cuts: Sequence[_Cut]) -> WhatIfs:
+def _now(cuts: Sequence[GradientDivision]) -> WhatIfs:
     """The present cuts, with modelled transfers."""
     return tuple(
         one for cut in cuts for one in _divided(cut, {reduced: list(of.sizes) for reduced, of in cut.groups.items()})
     )
 
 
-def _divided_otherwise(study: Study, cuts: Sequence[_Cut], sizes: Sequence[Sizes], now: WhatIfs) -> Effect:
+def _divided_otherwise(study: Study, cuts: Sequence[GradientDivision], sizes: Sequence[Sizes], now: WhatIfs) -> Effect:
     """The gradients of each of these dimensions cut into `sizes`. The present cut is replayed the same way (`now`), so
     that the model's own error cancels from the difference."""
     before, after = sum(cut.in_all for cut in cuts), sum(len(of) for one in sizes for of in one.values())
@@ -314,15 +193,14 @@ def _divided_otherwise(study: Study, cuts: Sequence[_Cut], sizes: Sequence[Sizes
         pairs = zip(map(_by_bytes, cuts) if by_bytes else cuts, sizes, strict=True)
         return tuple(one for cut, of in pairs for one in _divided(cut, of, 1 + slower * cut.link.spread))
 
-    others = [divided(1), divided(-1)]
-    # All of one size: it may be the bytes that take long.
+    pairs = [(now, divided(1)), (now, divided(-1))]
+    # All of one size: it may be the bytes that take long, or a part of it latency, which each further one has.
     if any(cut.domain.on_device and not cut.link.fitted and cut.link.latency_ms > 0 for cut in cuts):
-        others.append(divided(0, by_bytes=True))
-    pairs = [(now, other) for other in others]
-    if any(_are_far(cut, of) for cut, of in zip(cuts, sizes, strict=True)):
-        slower = [_beyond(cut) for cut in cuts]
-        then = tuple(one for cut, of in zip(slower, sizes, strict=True) for one in _divided(cut, of))
-        pairs.append((_now(slower), then))
+        pairs.append((now, divided(0, by_bytes=True)))
+    for other, concerns in ((_late, after > before), (_beyond, _are_far(cuts, sizes))):
+        if concerns:
+            then = tuple(one for cut, of in zip(map(other, cuts), sizes, strict=True) for one in _divided(cut, of))
+            pairs.append((_now([other(cut) for cut in cuts]), then))
     return Effect(
         "comm.small-messages" if after < before else "comm.large-bucket",
         divided(0),
@@ -335,28 +213,38 @@ def _divided_otherwise(study: Study, cuts: Sequence[_Cut], sizes: Sequence[Sizes
     )
 
 
-def _beyond(cut: _Cut) -> _Cut:
+def _beyond(cut: GradientDivision) -> GradientDivision:
     """The same over links of whose bytes more may take long than was fitted to small ones."""
     links = {name: beyond(now.link) if now.link.fitted else now.link for name, now in cut.groups.items()}
     return replace(cut, groups={name: replace(now, link=links[name]) for name, now in cut.groups.items()})
 
 
-def _are_far(cut: _Cut, sizes: Sizes) -> bool:
+def _late(cut: GradientDivision) -> GradientDivision:
+    """The same over links of whose transfers a part may be latency, where all that were seen are of one size."""
+    groups = {
+        name: now
+        if now.link.fitted or cut.domain.on_device
+        else replace(now, link=by_latency(now.link, max(now.sizes)))
+        for name, now in cut.groups.items()
+    }
+    return replace(cut, groups=groups)
+
+
+def _are_far(cuts: Sequence[GradientDivision], sizes: Sequence[Sizes]) -> bool:
     """Whether some of these buckets are much larger than all that a group's link was fitted to."""
-    links = {reduced: now.link for reduced, now in cut.groups.items()}
     return any(
-        links[reduced].fitted and max(of_group, default=0) > FAR * links[reduced].largest
-        for reduced, of_group in sizes.items()
-    )
+        cut.groups[reduced].link.fitted and max(of_group, default=0) > FAR * cut.groups[reduced].link.largest
+        for cut, of in zip(cuts, sizes, strict=True) for reduced, of_group in of.items()
+    )  # fmt: skip
 
 
-def _by_bytes(cut: _Cut) -> _Cut:
+def _by_bytes(cut: GradientDivision) -> GradientDivision:
     """The same over links of which as much as may be is owed to the bytes."""
     groups = {name: replace(now, link=by_bytes(now.link, cut.median_bytes)) for name, now in cut.groups.items()}
     return replace(cut, groups=groups)
 
 
-def _divided(cut: _Cut, sizes: Sizes, slower: float = 1.0) -> list[Rebucket]:
+def _divided(cut: GradientDivision, sizes: Sizes, slower: float = 1.0) -> list[Rebucket]:
     """Each group's gradients cut into `sizes`, over links that take so many times as long."""
 
     def link(reduced: Reduced) -> Link:
@@ -371,7 +259,7 @@ def with_cap(study: Study, cap_mb: float) -> Effect:
     NotJudged where none does, or where what it makes of its gradients is not known."""
     need_every_rank(study)
     reduced = [domain for domain in domains(study) if len(domain.of(GRADIENT).table)]
-    cuts = [cut for cut in (_gradients(study, domain) for domain in reduced) if cut.ddp is not None]
+    cuts = [cut for cut in (division_of(study, domain) for domain in reduced) if cut.ddp is not None]
     if not cuts:
         raise NotJudged("no DistributedDataParallel was seen to reduce gradients in this run")
     return _divided_otherwise(study, cuts, [_sizes(cut, cap_mb) for cut in cuts], _now(cuts))
@@ -383,22 +271,11 @@ def with_buckets_of(study: Study, most_bytes: int) -> Effect:
     reduced = [domain for domain in domains(study) if len(domain.of(GRADIENT).table)]
     if not reduced:
         raise NotJudged("no collective was seen to carry gradients")
-    cuts = [_gradients(study, domain) for domain in reduced]
+    cuts = [division_of(study, domain) for domain in reduced]
     return _divided_otherwise(study, cuts, [_sizes(cut, most_bytes / 2**20) for cut in cuts], _now(cuts))
 
 
-def pack(tensors: list[int], cap_bytes: int) -> list[int]:
-    """Bucket sizes as DDP makes them for an explicit bucket_cap_mb: a bucket closes when it has reached its size."""
-    sizes, current = [], 0
-    for tensor in tensors:
-        current += tensor
-        if current >= cap_bytes:
-            sizes.append(current)
-            current = 0
-    return [*sizes, current] if current else sizes
-
-
-def _bucket_fix(study: Study, cut: _Cut, best: Rebucketed) -> Fix:
+def _bucket_fix(study: Study, cut: GradientDivision, best: Rebucketed) -> Fix:
     if _is_of_engine(study, cut):
         most = elements(study, best.cap_mb * 2**20)
         return zero_fix({"reduce_bucket_size": most}, f"{count(best.buckets, 'reduction')} a step", best.gain)

@@ -22,7 +22,8 @@ from ...whatif.select import Communications
 from ..base import NotJudged
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
 from .dimensions import Domain, domains, moved_bytes
-from .shards import FAR, GATHER, gathers_parameters, is_of_shards, links_around
+from .possible_links import FAR, links_around
+from .shards import GATHER, gathers_parameters, is_of_shards
 
 PREFETCH: Final = "stage3_prefetch_bucket_size"
 LIVE: Final = "stage3_max_live_parameters"

@@ -18,7 +18,8 @@ from ...whatif.select import Communications
 from ..base import NotJudged, configurations
 from .deepspeed_config import is_own_engine, need_configuration, stage_of, zero_config
 from .dimensions import GRADIENT, Domain, moved_bytes
-from .shards import gathers_parameters, links_around
+from .possible_links import links_around
+from .shards import gathers_parameters
 from .volume import formats, of_replicas
 
 OWN: Final = "OneBitAdam"

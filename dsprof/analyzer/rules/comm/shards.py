@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -21,6 +21,7 @@ from ...whatif.merge import Merge
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, NotJudged, at, code_fix, gains_tried
 from .dimensions import Domain, domains, moved_bytes, waited_ms
+from .possible_links import links_around
 
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
@@ -38,10 +39,6 @@ COPY_MS_PER_BYTE: Final = 5e-7
 """Of copying shards in and out, nominal: 2 GB/s."""
 MOSTLY: Final = 0.5
 """Of what gathering earlier and more at a time gains, what fewer gathers must save for messages to be too small."""
-SLOWEST_MS_PER_BYTE: Final = 1e-5
-"""100 MB/s."""
-FAR: Final = 2.0
-"""A link that was fitted to transfers of so many times fewer bytes does not tell how much of them the bytes took."""
 
 
 ByKey = Callable[[Study, Domain, int, Gain], Fix]
@@ -231,35 +228,6 @@ def _merges(study: Study, units: _ShardUnits, by_key: ByKey | None) -> list[_Mer
         _Merged(together, gain, _fixes(study, units.domain, together, gain, by_key))
         for together, gain in zip(tried, gains, strict=True)
     ]
-
-
-def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
-    """The link, and others that it may as well be, by what was seen of transfers of `size` bytes. most: bytes of the
-    largest transfer that it is to tell of."""
-    links = [link] + [
-        replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
-        for slower in (1 - link.spread, 1 + link.spread)
-    ]
-    if not link.fitted:  # all of one size: it may be the bytes that take long
-        links.append(by_bytes(link, size))
-    elif most > FAR * link.largest:
-        links.append(beyond(link))
-    return links
-
-
-def beyond(link: Link) -> Link:
-    """A fitted link whose bytes take as much longer as the largest transfers that were seen allow: what the fit misses
-    of these may be their bytes, and grows with them."""
-    whole = float(link.transfer_ms(np.array(link.largest)))
-    return replace(link, ms_per_byte=link.ms_per_byte + link.spread * whole / link.largest)
-
-
-def by_bytes(link: Link, size: float, slowest: float = SLOWEST_MS_PER_BYTE) -> Link:
-    """The same transfer of `size` bytes, with as much of it owed to the bytes as a slow link may need (`slowest`, ms a
-    byte)."""
-    whole = float(link.transfer_ms(np.array(size)))
-    a_byte = min(whole / max(size, 1.0), slowest)
-    return Link(whole - size * a_byte, a_byte, False, link.spread)
 
 
 def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> list[Merge]:

@@ -26,6 +26,7 @@ from ..rule import Look, Rule
 from .ddp_buckets import best_division
 from .dimensions import GRADIENT, Domain, domains, moved_bytes, need_every_rank, waited_ms
 from .fewer_bytes import compression_fix, micro_batches_fix, short_shards_fix
+from .possible_links import untold_latency_ms
 from .redundant_reduce import repeated_reductions
 from .shards import gathers_parameters
 from .slow_link import slow_links
@@ -37,8 +38,6 @@ BOUND: Final = 0.5
 """The share of the transfers that the bytes take, from which on they are bound by bandwidth."""
 OF_BACKWARD: Final = 2 / 3
 """The share of the computation that is backward, in which gradients can be hidden."""
-UNTOLD_LATENCY_MS: Final = 2.0
-"""Of a large transfer so much may be latency, where all that were seen are of one size; but at most half of it."""
 WHOLE: Final = ("float32", "float64")
 """Number formats of which half of the bytes may be left out."""
 SHORT: Final = "travel in short numbers already, or their number format was not captured"
@@ -249,7 +248,7 @@ def with_fewer_bytes(
     for group, link in links.items():
         latency, whole = link.latency_ms, float(link.transfer_ms(np.array(median)))
         if not certain:
-            more = link.spread * latency if link.fitted else min(UNTOLD_LATENCY_MS, whole / 2)
+            more = link.spread * latency if link.fitted else untold_latency_ms(whole)
             latency = min(latency + more, whole)
         divided = replace(link, latency_ms=latency, ms_per_byte=(whole - latency) / max(median, 1.0))
         of = Communications(purposes=purposes, groups=(group,))

@@ -23,7 +23,8 @@ from .ddp_buckets import with_buckets_of
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
 from .dimensions import domains, moved_bytes
 from .fetched_parameters import need_larger, with_scatter_bucket
-from .shards import FAR, bucket_work_left, links_around
+from .possible_links import FAR, links_around
+from .shards import bucket_work_left
 
 TOGETHER: Final = (2, 4, 8, 16, 32, 64)
 """So many buckets in one are tried."""

@@ -1,0 +1,73 @@
+"""The link of a process group, and other links that it may as well be by what was seen: where all that was seen is of
+one size, or of far fewer bytes than what is asked about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from ...graph.link import Link, fit_link
+from .dimensions import Domain
+
+SLOWEST_MS_PER_BYTE: Final = 1e-5
+"""100 MB/s."""
+FAR: Final = 2.0
+"""A link that was fitted to transfers of so many times fewer bytes does not tell how much of them the bytes took."""
+UNTOLD_LATENCY_MS: Final = 2.0
+"""Of a large transfer so much may be latency, where all that were seen are of one size; but at most half of it."""
+
+
+def link_of_gradients(whole: Domain, gradients: Domain, group: str) -> Link:
+    """The link of a process group, fitted to its gradients; where these are all of one size, to all that goes the same
+    way over it, if that tells more: the loss, a norm. whole: the dimension that the gradients are of."""
+    mine = gradients.of_group(group)
+    link = fit_link(mine, on_device=gradients.on_device)
+    every = whole.of_group(group)
+    every = every[every["name"].isin(mine["name"].unique())]
+    if link.fitted or len(every) == len(mine):
+        return link
+    wider = fit_link(every, on_device=gradients.on_device)
+    return wider if wider.fitted else link
+
+
+def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
+    """The link, and others that it may as well be, by what was seen of transfers of `size` bytes. most: bytes of the
+    largest transfer that it is to tell of."""
+    links = [link] + [
+        replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
+        for slower in (1 - link.spread, 1 + link.spread)
+    ]
+    if not link.fitted:  # all of one size: it may be the bytes that take long
+        links.append(by_bytes(link, size))
+    elif most > FAR * link.largest:
+        links.append(beyond(link))
+    return links
+
+
+def beyond(link: Link) -> Link:
+    """A fitted link whose bytes take as much longer as the largest transfers that were seen allow: what the fit misses
+    of these may be their bytes, and grows with them."""
+    whole = float(link.transfer_ms(np.array(link.largest)))
+    return replace(link, ms_per_byte=link.ms_per_byte + link.spread * whole / link.largest)
+
+
+def by_bytes(link: Link, size: float, slowest: float = SLOWEST_MS_PER_BYTE) -> Link:
+    """The same transfer of `size` bytes, with as much of it owed to the bytes as a slow link may need (`slowest`, ms a
+    byte)."""
+    whole = float(link.transfer_ms(np.array(size)))
+    a_byte = min(whole / max(size, 1.0), slowest)
+    return Link(whole - size * a_byte, a_byte, False, link.spread)
+
+
+def untold_latency_ms(whole_ms: float) -> float:
+    """What may be latency of a transfer that took so long, where no other size was seen."""
+    return min(UNTOLD_LATENCY_MS, whole_ms / 2)
+
+
+def by_latency(link: Link, size: float) -> Link:
+    """The same transfer of `size` bytes, with as much of it owed to latency as may be."""
+    whole = float(link.transfer_ms(np.array(size)))
+    latency = untold_latency_ms(whole)
+    return Link(latency, (whole - latency) / max(size, 1.0), False, link.spread)
