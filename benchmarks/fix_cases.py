@@ -167,4 +167,8 @@ LINKED: Final = (
          config=zero(reduce_bucket_size=40_000, overlap_comm=False)),
     Case("n5 FSDP2, parameters gathered twice", "link", "comm.redundant-gather", "fsdp.py",
          "--forward-ms 15 --layers 4 --width 192", {"fsdp2.reshard_after_forward": False}),
+    Case("n6 the engine, momenta travel as signs", "link", "comm.volume", "zero_json.py",
+         "--own --forward-ms 12 --layers 4 --width 320",
+         {"optimizer.type": "OneBitAdam", "optimizer.params.freeze_step": 3}, asked=True,
+         config=zero(0)),
 )  # fmt: skip

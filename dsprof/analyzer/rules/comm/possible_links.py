@@ -39,8 +39,8 @@ def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
         replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
         for slower in (1 - link.spread, 1 + link.spread)
     ]
-    if not link.fitted:  # all of one size: it may be the bytes that take long
-        links.append(by_bytes(link, size))
+    if not link.fitted:  # all of one size: of small ones it may be the bytes that take long, of large ones latency
+        links.append(by_bytes(link, size) if link.latency_ms > 0 else by_latency(link, size))
     elif most > FAR * link.largest:
         links.append(beyond(link))
     return links
