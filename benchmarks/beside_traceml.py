@@ -6,9 +6,9 @@
 
 Each case is run once more, under `traceml run` alone, with its steps marked as its documentation says
 (`traceml_job.py`), and the first diagnosis of its `final_summary.json` is read. It is right of a case with a fault if
-what it names is the fault in TraceML's words (`IN_ITS_WORDS`) and, where the fault has a place, its rank; of a case
-without one if nothing stands above `info`. `right_rank` asks only whether it names the right rank, whatever it says is
-wrong with it, as `slowest_rank` of `diagnosis.py` does. TraceML is made for one device and DDP: `of_ddp` is what is
+what it names is the fault in TraceML's words (`IN_ITS_WORDS`: `right_kind`) and, where the fault has a place, its rank;
+of a case without one if nothing stands above `info`. `right_rank` asks only whether it names the right rank, whatever
+it says is wrong with it, as `slowest_rank` of `diagnosis.py` does. TraceML is made for one device and DDP: `of_ddp` is what is
 right of those jobs alone. Pipelines' idle time and small messages have no name in it, and it has no fixes to judge.
 
 Written after each case; a run that was broken off goes on where it was.
@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -61,14 +62,15 @@ DDP: Final = ("DDP", "torch.optim")
 def run(case: Case, installed: Path) -> dict[str, Any]:
     """What TraceML says of a case, and whether that is right."""
     with tempfile.TemporaryDirectory() as folder:
-        finished = started(case, installed, Path(folder))
+        status, said = started(case, installed, Path(folder))
         summaries = list(Path(folder).rglob("final_summary.json"))
-        if finished.returncode != 0 or not summaries:
-            return {"failed": (finished.stdout + finished.stderr)[-2000:]}
+        if status != 0 or not summaries:
+            return {"failed": f"status {status}: {said[-2000:]}"}
         return said_in(json.loads(summaries[0].read_text()))
 
 
-def started(case: Case, installed: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def started(case: Case, installed: Path, folder: Path) -> tuple[int, str]:
+    """Its exit status, and what it wrote. What runs for too long is ended with all its processes."""
     job = case.job
     flags = ("--logs-dir", str(folder), "--run-name", "case", "--nproc-per-node", str(job.ranks or 1))
     ports = ("--aggregator-port", str(free_port()), "--master-port", str(free_port()))
@@ -76,9 +78,17 @@ def started(case: Case, installed: Path, folder: Path) -> subprocess.CompletedPr
     command = [sys.executable, "-m", "traceml_ai.launcher.cli", "run", str(HERE / "traceml_job.py"), *flags, *ports]
     # TraceML stands after this project's own packages, so that it brings none of them in another version
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(installed)])}
-    return subprocess.run(
-        [*command, *args], cwd=folder, env=environment, capture_output=True, text=True, timeout=LONGEST_S, check=False
-    )
+    with subprocess.Popen(
+        [*command, *args], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said, _ = process.communicate()
+            return 124, said
+        return process.returncode, said
 
 
 def free_port() -> int:
@@ -107,7 +117,8 @@ def judged(case: Case, told: Mapping[str, Any]) -> dict[str, bool]:
         return {"false_alarm": told["severity"] != "info"}
     place = place_of(case)
     at_place = told["says"].endswith("STRAGGLER") and told["ranks"] == place
-    right = {"right": told["says"] in IN_ITS_WORDS[job.first] and (place is None or at_place)}
+    kind = told["says"] in IN_ITS_WORDS[job.first]
+    right = {"right_kind": kind, "right": kind and (place is None or at_place)}
     return right if place is None else {**right, "right_rank": at_place}
 
 
@@ -137,7 +148,12 @@ def summary_of(done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) ->
 
 def counted(every: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     every = list(every)
-    asked = {"right": "right_of_faulty", "right_rank": "right_rank_of_those_with_one", "false_alarm": "false_alarms"}
+    asked = {
+        "right": "right_of_faulty",
+        "right_kind": "right_kind_of_faulty",
+        "right_rank": "right_rank_of_those_with_one",
+        "false_alarm": "false_alarms",
+    }
     return {name: share([case[key] for case in every if key in case]) for key, name in asked.items()}
 
 

@@ -153,7 +153,7 @@ def by_traceml() -> dict[str, Any] | str:
     if not BESIDE.exists():
         return "not run"
     beside = json.loads(BESIDE.read_text())
-    return {"version": beside["traceml"], **beside["summary"]}
+    return {"version": beside["traceml"], "seed": beside["seed"], **beside["summary"]}
 
 
 def of(told: Iterable[bool]) -> str:

@@ -123,40 +123,37 @@ COST_THIS_RUN: Final = "cost this run"
 """In the place of `saves`, of what may not come again."""
 
 
-def gain(value: Gain) -> str:
-    """`saves 38.2 ms a step (18 %) [31.0, 45.4]`, the brackets a 95 % interval; empty where none is predicted.
+def gain(value: Gain, said: str = "") -> str:
+    """`saves 38.2 ms a step (18 %) [31.0, 45.4]`, the brackets a 95 % interval; empty where none is predicted. said: in
+    the place of `saves`.
 
     A cost outside the ordinary step `saves 54.0 ms a step on average (56 % of the run's time per step) [31.0, 77.0]`.
     """
     if value.ms <= 0:
         return ""
     low, high = (_beside(value.ms, end) for end in (value.low, value.high))
-    return predicted(value) + (f" [{low}, {high}]" if low != high else "")
+    return predicted(value, said) + (f" [{low}, {high}]" if low != high else "")
 
 
-def predicted(value: Gain) -> str:
+def predicted(value: Gain, said: str = "") -> str:
     """`saves 38.2 ms a step (18 %)`, without an interval; empty where none is predicted."""
-    return f"{verb(value)} {ms(value.ms)} {a_step(value)}" if value.ms > 0 else ""
+    return f"{said or verb(value)} {ms(value.ms)} {a_step(value)}" if value.ms > 0 else ""
 
 
 def saving(finding: Finding) -> str:
     """What fixing a finding gains, as `gain` says it; of one that another hides also what fixing both does; of one that
     came once, and may not come again, `cost this run 12.3 ms a step (5.0 %) [8.10, 16.4]`."""
-    alone = gain(finding.gain)
-    if finding.of_this_run:
-        return alone.replace("saves", COST_THIS_RUN, 1)
     if finding.together is None:
-        return alone
+        return gain(finding.gain, COST_THIS_RUN if finding.of_this_run else "")
     both = gain(finding.together.gain)
-    return f"alone it {alone or 'saves nothing'}; together with {clean(finding.together.code)} it {both}"
+    return f"alone it {gain(finding.gain) or 'saves nothing'}; together with {clean(finding.together.code)} it {both}"
 
 
 def saving_in_short(finding: Finding) -> str:
-    """The same without intervals, where that is one number."""
+    """The same, without an interval where that is one number."""
     if finding.together is not None:
         return saving(finding)
-    said = predicted(finding.gain)
-    return said.replace("saves", COST_THIS_RUN, 1) if finding.of_this_run else said
+    return predicted(finding.gain, COST_THIS_RUN if finding.of_this_run else "")
 
 
 def verb(value: Gain) -> str:

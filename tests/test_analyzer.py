@@ -295,7 +295,7 @@ def test_one_huge_bucket_that_overlaps_nothing() -> None:
     [
         ([{"fact": "ddp", "rank": 0, "site": None, "gradient_bytes": [1 << 20] * 64}],
          "`dsprof fix --set ddp.bucket_cap_mb=5 --verify` measures it"),
-        ([], "all collectives that were seen have one size, so what others take is not known; make the change"),
+        ([], "the collectives seen (all of one size, or always at once) do not tell what other sizes take; make the change"),
     ],
 )  # fmt: skip
 def test_one_huge_bucket_is_told_what_settles_how_much_could_be_gained(

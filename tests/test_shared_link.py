@@ -15,6 +15,7 @@ from dsprof.analyzer.align.match import match_collectives
 from dsprof.analyzer.graph.link import Link, fit_link
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import StepGraph, Task
+from dsprof.analyzer.graph.transfers_at_once import transfers_at_once
 from dsprof.analyzer.whatif import apply
 from dsprof.analyzer.whatif.communications import ScaleLink, link_of_group
 from dsprof.analyzer.whatif.select import Communications
@@ -57,7 +58,7 @@ def test_bytes_take_as_long_as_they_had_the_link_for() -> None:
     assert link.ms_per_byte == pytest.approx(ONE_MB_A_MS, rel=0.01)
 
 
-def at_once(*transfers: tuple[float, float, float], steps: int = 8, apart: float = 1000) -> pd.DataFrame:
+def at_once(*transfers: tuple[float, float, float], steps: int = 8, apart: float = 10_000) -> pd.DataFrame:
     """(MB, begin, end in ms) of each, in every step."""
     megabytes, begin, end = map(np.array, zip(*transfers, strict=True))
     share = link_shares(np.zeros(len(end), np.int64), begin, end)
@@ -82,26 +83,78 @@ def test_unequal_transfers_at_once_are_told_by_what_they_take_together() -> None
     assert link.largest == 1.2 * MB
 
 
+def shared(
+    sizes_mb: list[float], latency_ms: float, ms_per_mb: float, apart_ms: float
+) -> list[tuple[float, float, float]]:
+    """Transfers that begin one after another, two of them at a time, each with its latency, while which others move;
+    their bytes share the link."""
+    left = [[latency_ms, size * ms_per_mb] for size in sizes_mb]
+    begin, end, now, tick = [0.0] * len(left), [0.0] * len(left), 0.0, 0.01
+    waiting, running = list(range(len(left))), list[int]()
+    while waiting or running:
+        while waiting and len(running) < 2 and now >= apart_ms * waiting[0]:
+            begin[waiting[0]] = now
+            running.append(waiting.pop(0))
+        moving = [one for one in running if left[one][0] <= 0]
+        for one in running:
+            if one in moving:
+                left[one][1] -= tick / len(moving)
+            else:
+                left[one][0] -= tick
+        now += tick
+        for one in [one for one in running if left[one][1] <= 0]:
+            end[one] = now
+            running.remove(one)
+    return list(zip(sizes_mb, begin, end, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "latency_ms", "ms_per_mb", "apart_ms"),
+    [
+        ([1.0, *[25.0] * 4], 2.0, 10.0, 30.0),
+        ([0.1 + 0.05 * (at * 7 % 29) for at in range(30)], 0.6, 1.0, 0.5),
+        ([0.01 + 0.02 * (at * 11 % 29) for at in range(30)], 0.3, 25.0, 2.0),
+    ],
+    ids=["large buckets", "tensors over a fast link", "tensors over a slow link"],
+)
+def test_a_chain_of_unequal_transfers_tells_latency_and_bandwidth(
+    sizes: list[float], latency_ms: float, ms_per_mb: float, apart_ms: float
+) -> None:
+    """All of a step's are one unbroken time, of one size: each by itself tells more."""
+    link = fit_link(at_once(*shared(sizes, latency_ms, ms_per_mb, apart_ms)))
+    assert link.fitted
+    assert link.latency_ms == pytest.approx(latency_ms, rel=0.35)
+    assert link.ms_per_byte == pytest.approx(ms_per_mb / MB, rel=0.35)
+
+
+def test_small_messages_at_once_are_latency() -> None:
+    """Bytes of messages of 4 and 16 KB are free, whether several are under way or not."""
+    link = fit_link(at_once((4 / 1024, 0.0, 3.0), (16 / 1024, 1.0, 4.0), (4 / 1024, 3.0, 6.0)))
+    assert link.latency_ms == pytest.approx(3.0, rel=0.2)
+    assert link.ms_per_byte * 16 * 1024 < 0.3
+
+
 def test_what_is_at_once_and_what_is_alone_tell_latency_and_bandwidth() -> None:
     """Latency of 2 ms, 1 MB a ms: two of 4 MB at once pass while each other's latency does."""
-    link = fit_link(at_once((4, 0.0, 10.0), (4, 0.0, 10.0), (1, 20.0, 23.0)))
-    assert link.fitted
-    assert link.latency_ms == pytest.approx(2.0)
-    assert link.ms_per_byte == pytest.approx(ONE_MB_A_MS)
+    size, ms, largest = transfers_at_once(at_once((4, 0.0, 10.0), (4, 0.0, 10.0), (1, 20.0, 23.0)))
+    assert sorted(zip((size / MB).tolist(), ms.tolist(), strict=True)) == [(1.0, 3.0)] * 8 + [(8.0, 10.0)] * 8
+    assert largest == 4 * MB
 
 
-def test_a_moment_that_comes_once_tells_nothing_of_a_shared_link() -> None:
+def test_a_moment_that_comes_once_and_what_is_not_known_tell_nothing() -> None:
     usual = at_once((4, 0.0, 10.0), (4, 0.0, 10.0), (1, 20.0, 23.0))
-    odd = at_once((0.1, 0.0, 50.0), steps=1).assign(step=99)
-    assert fit_link(pd.concat([usual, odd])).latency_ms == pytest.approx(2.0)
+    odd = at_once((64, 0.0, 50.0), steps=1).assign(step=99)
+    size, _, largest = transfers_at_once(pd.concat([usual, odd]))
+    assert (size.max(), largest) == (8 * MB, 4 * MB)
+    nobody_knows = usual.assign(end_ns=np.nan)
+    assert len(transfers_at_once(nobody_knows)[0]) == len(transfers_at_once(usual.drop(columns="end_ns"))[0]) == 24
 
 
-def test_transfers_of_other_steps_and_groups_are_not_at_once() -> None:
-    """Their times are of clocks of their own where a graph tells them."""
-    table = at_once((4, 0.0, 8.0), (4, 0.0, 8.0), apart=0.0)
-    assert fit_link(table).ms_per_byte == pytest.approx(ONE_MB_A_MS)
+def test_transfers_that_touch_and_those_of_other_steps_and_groups_are_not_at_once() -> None:
+    """Steps may have clocks of their own, as where a graph tells when they ended."""
+    table = at_once((4, 0.0, 8.0), (4, 8.0 - 1e-6, 16.0), apart=0.0)
     both = pd.concat([table, table.assign(group="1")])
-    assert fit_link(both).ms_per_byte == pytest.approx(ONE_MB_A_MS)
+    assert transfers_at_once(both)[0].tolist() == pytest.approx([4 * MB] * 32, rel=1e-3)
 
 
 def two_reductions(purpose: str = "gradient") -> StepGraph:

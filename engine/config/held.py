@@ -84,11 +84,10 @@ def held(
         states *= 1 - zero.offload_optimizer.ratio
         of_gradients = 0.0 if zero.stage >= 1 else of_gradients
     every, away = elements + frozen, _is_away(zero.offload_param)
-    kept_whole = _persistent(config, sizes)
-    # Of frozen parameters no sizes are known: they are taken to be as those that are trained.
-    stays = every * sum(kept_whole) / elements if kept_whole else 0.0
+    kept_whole, others = _persistent(config, sizes)
+    stays = sum(kept_whole)  # of frozen parameters no sizes are known: they are taken to be sharded
     sharded = every - stays
-    largest_sharded = largest if len(kept_whole) < len(sizes) or not sizes else 0.0
+    largest_sharded = max(others, default=0) if sizes and not frozen else largest
     common = Held(
         parameters=(stays + (0.0 if away else sharded * (share if zero.stage >= 3 else 1))) * item,
         gradients=of_gradients * of_a_gradient,
@@ -179,15 +178,15 @@ def _bucket(config: Config, elements: float, largest: float, sizes: Sequence[int
     return min(size + largest / 2 if size >= largest else largest, elements)
 
 
-def _persistent(config: Config, sizes: Sequence[int]) -> list[int]:
-    """Elements of each parameter that stage 3 does not shard, as it is small and the model may have more of these."""
-    zero, found, total = config.zero_optimization, list[int](), 0
+def _persistent(config: Config, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Elements of each parameter that stage 3 does not shard, as it is small and the model may have more of these; and
+    of the others."""
+    zero, whole, others, total = config.zero_optimization, list[int](), list[int](), 0
     for size in sizes if zero.stage >= 3 else ():
-        if size <= zero.stage3_param_persistence_threshold:
-            total += size
-            if total <= zero.stage3_model_persistence_threshold:
-                found.append(size)
-    return found
+        small = size <= zero.stage3_param_persistence_threshold
+        total += size if small else 0
+        (whole if small and total <= zero.stage3_model_persistence_threshold else others).append(size)
+    return whole, others
 
 
 def _whole(config: Config, elements: float, largest: float) -> float:

@@ -159,6 +159,8 @@ def test_small_parameters_of_stage_3_are_whole_all_the_time() -> None:
     assert said.parameters == 4 * (100 + 1900 / 2)
     assert said.gathered == 4 * 100  # what they are gathered into after a step
     assert said.whole == 4 * 1900
+    of_adapters = held(known, 100, 1 / 2, 2, deepspeed=False, largest=60, frozen=9000, sizes=[60, 40])
+    assert of_adapters.parameters == 4 * (100 + 9000 / 2)  # however large the frozen parameters are, they are sharded
     with_parts = held(known, 2000, 1 / 2, 2, sizes=sizes)  # DeepSpeed keeps each rank's part beside them
     assert with_parts.parameters == 4 * (100 + 100 / 2 + 1900 / 2)
 

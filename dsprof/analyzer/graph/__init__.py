@@ -24,5 +24,6 @@ chain_work   what each chain works in a step, and which do the same
 validate     whether a replay agrees with what was measured
 stalled      where threads stood still for copies of their own lanes
 link         latency and bandwidth of collectives, fitted
+transfers_at_once  transfers of a group that were under way at once, as one
 shared_link  communications that were under way at once in one lane, whose link they shared
 """

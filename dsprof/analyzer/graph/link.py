@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..arrays import Float, Int
+from ..arrays import Float
+from .transfers_at_once import SHARED, transfers_at_once
 
 MIN_SIZE_RATIO = 2.0
 """Latency and bandwidth come apart only if the sizes differ by this much."""
@@ -17,8 +18,15 @@ LARGE_BYTES = 1 << 20
 LEAST_MS_PER_BYTE = 1e-6
 """Where only small messages were seen, bandwidth cannot be told: take 1 GB/s at best."""
 
-OFTEN = 0.25
-"""Of the steps: what comes in fewer of them tells nothing where others shared the link."""
+REFITS = 4
+"""How often a fit to transfers that share the link tells what part of them bytes take, and is made anew by that."""
+FREE = 0.1
+"""Of what the largest transfers take: where the bytes of those that shared the link are said to take less, what they
+took together is asked."""
+SPREAD_OF_LARGE = 0.25
+"""Where large transfers of one size were seen, bytes are what takes long, however they are divided; what was told of
+others so, in four jobs over links of 24 to 40 MB/s (d1, d6 of benchmarks/fix_pairs.py, n1 and n2), missed by up to 5 %
+of the saving. The latency that each has besides is asked about by itself (`possible_links`)."""
 LEAST_SPREAD = 0.1
 """Two sizes fit any line exactly; a prediction for a third is not exact."""
 
@@ -51,20 +59,34 @@ def capped(link: Link, size: float, ms_per_byte: float, largest: float) -> Link:
 def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     """Fit by non-negative least squares of relative errors over the median transfer of each size.
 
-    Where all sizes are alike, a small message is counted as latency and a large one as bandwidth. What shared the link
-    with others (`alone_ns`, if it is told) counts as one transfer with them: in which order several get how much of a
-    link nobody knows, but together they have the whole of it (`_as_one`). `on_device`: what was measured is what
-    devices took and not what threads did that wanted a core, so a prediction for the same size errs as much as
-    transfers were seen to vary; else that is not known where no two sizes tell.
+    Where all sizes are alike, a small message is counted as latency and a large one as bandwidth. Where transfers
+    shared the link with others (`alone_ns`, if it is told), their bytes would have taken less by themselves, and their
+    latency would not. Which of several that were under way at once got how much of the link is an assumption: on one
+    connection a small one waits for a large one, and seems to take as long. Where bytes are so said to be free, those
+    that were at once count as one (`transfers_at_once`): together they had the whole link. `on_device`: what was
+    measured is what devices took and not what threads did that wanted a core, so a prediction for the same size errs as
+    much as transfers were seen to vary; else that is not known where no two sizes tell.
     """
     if collectives.empty:
         return Link(0.0, 0.0, False)
-    found = _fit(_transfers(collectives), on_device=on_device)
-    return replace(found, largest=_largest(collectives)) if math.isfinite(found.largest) else found
+    measured = _transfers(collectives)
+    found = _fit(measured, on_device=on_device)
+    if not (measured.alone < SHARED * measured.ms).any():
+        return found
+    for _ in range(REFITS):
+        found = _fit(_unshared(measured, found), on_device=on_device)
+    largest_ms = float(found.transfer_ms(np.array(found.largest)))
+    if found.fitted and found.largest * found.ms_per_byte < FREE * largest_ms:
+        size, ms, largest = transfers_at_once(collectives)
+        together = _fit(_Transfers(size, ms, ms), on_device=on_device)
+        if together.fitted or together.latency_ms == 0:
+            return replace(together, largest=largest)
+    return found
 
 
 def _fit(table: _Transfers, *, on_device: bool) -> Link:
-    octave = _octaves(table.bytes)
+    # Octaves rather than sizes: a run with 200 different parameters has too few samples of each.
+    octave = np.floor(np.log2(np.maximum(table.bytes, 1)))
     alike = [octave == one for one in np.unique(octave)]
     size, transfer = (np.array([np.median(of[one]) for one in alike]) for of in (table.bytes, table.ms))
     usable = transfer > 0
@@ -75,7 +97,7 @@ def _fit(table: _Transfers, *, on_device: bool) -> Link:
         if size.max() < LARGE_BYTES:  # no link is so slow that a small message is all bandwidth
             found = Link(max(float(np.median(transfer - size * LEAST_MS_PER_BYTE)), 0.0), LEAST_MS_PER_BYTE, False)
         else:
-            found = Link(0.0, float(np.median(transfer / size)), False)
+            found = Link(0.0, float(np.median(transfer / size)), False, SPREAD_OF_LARGE)
         found = replace(found, largest=float(size.max()))
         return _with_spread(found, table) if on_device else found
     design = np.stack([1 / transfer, size / transfer], axis=1)
@@ -102,85 +124,30 @@ def _not_negative(design: Float, wanted: Float) -> Float:
 def same_sizes(link: Link, collectives: pd.DataFrame) -> Link:
     """`link`, of which nothing is asked but what these take, or as many of them at other times: it errs as much as they
     vary, whatever it would miss another size by."""
-    return _with_spread(link, _transfers(collectives))
+    return _with_spread(link, _unshared(_transfers(collectives), link))
 
 
 class _Transfers(NamedTuple):
-    """Of each transfer that moves anything: bytes, and ms, to each latency that it has."""
+    """Of each collective that moves anything. alone: its part of the time, where several shared the link."""
 
     bytes: Float
     ms: Float
+    alone: Float
 
 
 def _transfers(collectives: pd.DataFrame) -> _Transfers:
-    moves = collectives[collectives["bytes"] > 0]
-    size, took = moves["bytes"].to_numpy(np.float64), moves["transfer_ns"].to_numpy(np.float64)
-    alone = moves["alone_ns"].to_numpy(np.float64) if "alone_ns" in moves else took
-    if not (alone < took).any():
-        return _Transfers(size, took / 1e6)
-    return _as_one(moves, size, took / 1e6, alone / 1e6)
+    size, took = collectives["bytes"].to_numpy(np.float64), collectives["transfer_ns"].to_numpy(np.float64)
+    alone = collectives["alone_ns"].to_numpy(np.float64) if "alone_ns" in collectives else took
+    moves = size > 0
+    return _Transfers(size[moves], took[moves] / 1e6, alone[moves] / 1e6)
 
 
-def _as_one(moves: pd.DataFrame, size: Float, took: Float, alone: Float) -> _Transfers:
-    """Those that were under way at once, of a process group, as one: k of them that had the link for T in all, their
-    parts of it, took T = latency * k / m + bytes * ms_per_byte, where m was how many of them there were at a time, as
-    the latency of one passes while others move. All of it is divided by k / m here."""
-    first = _first_of_each(moves, took)
-    count = np.diff(np.append(first, len(size)))
-    order = _by_begin(moves, took)
-    bytes_of, took_of, alone_of = (np.add.reduceat(of[order], first) for of in (size, took, alone))
-    latencies = count * alone_of / np.maximum(took_of, 1e-9)
-    found = _Transfers(bytes_of / np.maximum(latencies, 1e-9), alone_of / np.maximum(latencies, 1e-9))
-    if "step" not in moves:
-        return found
-    octave = _octaves(found.bytes)
-    named, times = np.unique(octave, return_counts=True)
-    often = np.isin(octave, named[times >= OFTEN * moves["step"].nunique()])
-    return _Transfers(*(of[often] for of in found)) if often.any() else found
-
-
-def _by_begin(moves: pd.DataFrame, took: Float) -> Int:
-    """The order of the begins of transfers, group by group and step by step; as they are where no ends are told."""
-    if "end_ns" not in moves:
-        return np.arange(len(moves))
-    begin = moves["end_ns"].to_numpy(np.float64) - 1e6 * took
-    return np.lexsort((begin, *_lanes(moves)))
-
-
-def _first_of_each(moves: pd.DataFrame, took: Float) -> Int:
-    """Where in that order transfers begin while none that began before is under way."""
-    if "end_ns" not in moves:
-        return np.arange(len(moves))
-    order = _by_begin(moves, took)
-    end = moves["end_ns"].to_numpy(np.float64)[order]
-    begin = end - 1e6 * took[order]
-    lane = np.zeros(len(order), np.int64)
-    for codes in _lanes(moves):
-        lane[1:] += np.diff(codes[order]) != 0
-    lane = np.cumsum(lane > 0)
-    # Lane after lane on one axis: what was before ends before all that follows it begins.
-    apart = lane * (np.nanmax(end, initial=0.0) - np.nanmin(begin, initial=0.0) + 1.0)
-    upto = np.maximum.accumulate(np.nan_to_num(end, nan=-np.inf) + apart)
-    starts = np.append(True, ~(begin[1:] + apart[1:] < upto[:-1]))
-    return np.flatnonzero(starts)
-
-
-def _lanes(moves: pd.DataFrame) -> list[Int]:
-    """Numbers of what no transfers share a link across."""
-    return [pd.factorize(moves[name])[0] for name in ("step", "group") if name in moves]
-
-
-def _largest(collectives: pd.DataFrame) -> float:
-    """Bytes of the usual largest collective, each by itself."""
-    size = collectives["bytes"].to_numpy(np.float64)
-    octave = _octaves(size)
-    return float(np.median(size[octave == octave.max()]))
-
-
-def _octaves(size: Float) -> Float:
-    """Octaves rather than sizes: a run with 200 different parameters has too few samples of each."""
-    found: Float = np.floor(np.log2(np.maximum(size, 1)))
-    return found
+def _unshared(table: _Transfers, link: Link) -> _Transfers:
+    """What the transfers would take if each had the link to itself: the part of them that bytes take, as the link has
+    it, is shorter."""
+    of_bytes = table.bytes * link.ms_per_byte * table.ms / np.maximum(table.alone, 1e-9)
+    part = of_bytes / np.maximum(of_bytes + link.latency_ms, 1e-12)
+    return table._replace(ms=table.ms + part * (table.alone - table.ms))
 
 
 def _with_spread(link: Link, table: _Transfers) -> Link:

@@ -9,9 +9,8 @@ import numpy as np
 from ..align.link_shares import link_shares
 from ..arrays import Float, Int
 from .step_graph import WAKE_UP_DELAY, Steps
+from .transfers_at_once import SHARED
 
-SHARED: Final = 0.95
-"""A transfer that had less of its link than this shared it."""
 WAITED_TOGETHER: Final = 0.1
 """Of the transfers: own work between waiting for the first and for the last of them that is next to nothing."""
 

@@ -107,8 +107,8 @@ class ScaleLink(WhatIf):
         if not link.fitted and self.link is None:
             raise Refused(
                 self.name,
-                f"what process group {task.lane} moves is all of one size, so its latency and its bandwidth cannot be "
-                "told apart; change both alike",
+                f"what process group {task.lane} moves (all of one size, or always at once) does not tell its latency "
+                "from its bandwidth; change both alike",
             )
         return link
 

@@ -25,7 +25,7 @@ NEARLY: Final = 0.97
 """The fewest buckets are proposed that gain this part of the most."""
 AS_GOOD: Final = 0.9
 """The same where the latency of a collective is not known."""
-ONE_SIZE: Final = "all collectives that were seen have one size, so what others take is not known"
+ONE_SIZE: Final = "the collectives seen (all of one size, or always at once) do not tell what other sizes take"
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def bucket_size(study: Study, domain: Domain) -> list[Finding]:
 
 
 def best_division(study: Study, domain: Domain) -> tuple[GradientDivision, Rebucketed | None]:
-    """How a dimension's gradients are reduced, and the bucket size that gains most; None: none gains anything. Raises
-    NotJudged where buckets are no knob of this job."""
+    """How a dimension's gradients are reduced, and the bucket size that gains most, or nearly so with fewer buckets;
+    None: none gains anything. Raises NotJudged where buckets are no knob of this job."""
     known = _divisions(study)
     if domain not in known:
         cut = division_of(study, domain)
@@ -77,7 +77,9 @@ def _best(cut: GradientDivision, tried: list[Rebucketed]) -> Rebucketed | None:
     if most is None or most.gain.ms <= 0:
         return most
     part = NEARLY if cut.link.fitted or cut.link.latency_ms > 0 else AS_GOOD
-    return min((one for one in tried if one.gain.ms >= part * most.gain.ms), key=lambda one: one.in_all)
+    least_ms, low_ms = part * most.gain.ms, most.gain.low - (1 - part) * most.gain.ms  # nearly as certain, too
+    nearly = [one for one in tried if one.gain.ms >= least_ms and one.gain.low >= low_ms]
+    return min(nearly, key=lambda one: one.in_all)
 
 
 def _small(study: Study, cut: GradientDivision, best: Rebucketed) -> Finding:
@@ -197,7 +199,7 @@ def _divided_otherwise(study: Study, cuts: Sequence[GradientDivision], sizes: Se
     # All of one size: it may be the bytes that take long, or a part of it latency, which each further one has.
     if any(cut.domain.on_device and not cut.link.fitted and cut.link.latency_ms > 0 for cut in cuts):
         pairs.append((now, divided(0, by_bytes=True)))
-    for other, concerns in ((_late, after > before), (_beyond, _are_far(cuts, sizes))):
+    for other, concerns in ((_with_more_latency, after > before), (_beyond, _are_far(cuts, sizes))):
         if concerns:
             then = tuple(one for cut, of in zip(map(other, cuts), sizes, strict=True) for one in _divided(cut, of))
             pairs.append((_now([other(cut) for cut in cuts]), then))
@@ -219,7 +221,7 @@ def _beyond(cut: GradientDivision) -> GradientDivision:
     return replace(cut, groups={name: replace(now, link=links[name]) for name, now in cut.groups.items()})
 
 
-def _late(cut: GradientDivision) -> GradientDivision:
+def _with_more_latency(cut: GradientDivision) -> GradientDivision:
     """The same over links of whose transfers a part may be latency, where all that were seen are of one size."""
     groups = {
         name: now

@@ -16,7 +16,7 @@ from ...study import Study
 from ...whatif.rebucket import reduced_in_backwards
 from ..base import NotJudged
 from .dimensions import GRADIENT, Domain
-from .possible_links import link_of_gradients
+from .possible_links import links_of
 from .redundant_reduce import repeated_reductions
 
 Reduced = tuple[str, int | None]
@@ -44,7 +44,7 @@ class ReducedGroup:
         """Bucket sizes with that cap; where DDP did not tell which tensors there are, of pieces of 64 KiB."""
         if self.ddps:
             return [size for fact in self.ddps for size in pack(list(map(int, fact["gradient_bytes"])), cap_bytes)]
-        piece = 1 << 16
+        piece = max(min(1 << 16, cap_bytes // 8), 1)
         return pack([piece] * max(int(self.total_bytes // piece), 1), cap_bytes)
 
 
@@ -69,7 +69,7 @@ class GradientDivision:
 
 def division_of(study: Study, domain: Domain) -> GradientDivision:
     whole, domain = domain, domain.of(GRADIENT)
-    links, in_all = {group: link_of_gradients(whole, domain, group) for group in domain.groups}, 0
+    links, in_all = links_of(whole, domain), 0
     groups: dict[Reduced, ReducedGroup] = {}
     for group in domain.groups:
         table = domain.of_group(group)

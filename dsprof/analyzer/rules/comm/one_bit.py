@@ -18,7 +18,7 @@ from ...whatif.select import Communications
 from ..base import NotJudged, configurations
 from .deepspeed_config import is_own_engine, need_configuration, stage_of, zero_config
 from .dimensions import GRADIENT, Domain, moved_bytes
-from .possible_links import links_around
+from .possible_links import links_around, links_of
 from .shards import gathers_parameters
 from .volume import formats, of_replicas
 
@@ -95,7 +95,8 @@ def _compressed(study: Study, freeze_step: int, own: bool) -> Effect:
         raise NotJudged(
             "a 1-bit optimizer takes ranks that have equally many samples, and the run has heterogeneous.speeds"
         )
-    parts = [part for whole, part in of_replicas(study, GRADIENT) if not gathers_parameters(whole)]
+    both = [(whole, part) for whole, part in of_replicas(study, GRADIENT) if not gathers_parameters(whole)]
+    parts = [part for _, part in both]
     if not parts:
         raise NotJudged("no collective was seen to carry whole gradients")
     for steps in study.need_graph().templates:
@@ -104,7 +105,9 @@ def _compressed(study: Study, freeze_step: int, own: bool) -> Effect:
             raise NotJudged("gradients are reduced in several backwards of a step, and would be sent in the last only")
     sizes = _value_bytes(study, parts)
     around = {
-        (part, group): links_around(link, *_typical(part)) for part in parts for group, link in part.links().items()
+        (part, group): links_around(link, *_typical(part))
+        for whole, part in both
+        for group, link in links_of(whole, part).items()
     }
     host_ms = study.host_ms(GRADIENT)
 

@@ -9,12 +9,16 @@ from typing import Final
 import numpy as np
 
 from ...graph.link import Link, fit_link
-from .dimensions import Domain
+from .dimensions import GRADIENT, Domain
 
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
 FAR: Final = 2.0
 """A link that was fitted to transfers of so many times fewer bytes does not tell how much of them the bytes took."""
+IN_MOST: Final = 0.5
+"""Of the steps that reduce gradients: what comes in fewer of them does not tell of their link."""
+MOST_APART: Final = 0.25
+"""Where other communications tell that gradients take so much more or less than they do, they go another way."""
 UNTOLD_LATENCY_MS: Final = 2.0
 """Of a large transfer so much may be latency, where all that were seen are of one size; but at most half of it."""
 
@@ -26,10 +30,20 @@ def link_of_gradients(whole: Domain, gradients: Domain, group: str) -> Link:
     link = fit_link(mine, on_device=gradients.on_device)
     every = whole.of_group(group)
     every = every[every["name"].isin(mine["name"].unique())]
-    if link.fitted or len(every) == len(mine):
+    others = every[~every["purpose"].isin(mine["purpose"].unique())]
+    if link.fitted or others["step"].nunique() < IN_MOST * mine["step"].nunique():
         return link
     wider = fit_link(every, on_device=gradients.on_device)
-    return wider if wider.fitted else link
+    median = float(mine["bytes"].median())
+    now, then = (float(one.transfer_ms(np.array(median))) for one in (link, wider))
+    return wider if wider.fitted and abs(then - now) <= MOST_APART * now else link
+
+
+def links_of(whole: Domain, part: Domain) -> dict[str, Link]:
+    """Of each group of a part of a dimension; where that is gradients, as `link_of_gradients` has it."""
+    if set(part.table["purpose"]) != {GRADIENT}:
+        return part.links()
+    return {group: link_of_gradients(whole, part, group) for group in part.groups}
 
 
 def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
@@ -67,7 +81,9 @@ def untold_latency_ms(whole_ms: float) -> float:
 
 
 def by_latency(link: Link, size: float) -> Link:
-    """The same transfer of `size` bytes, with as much of it owed to latency as may be."""
+    """The same transfer of `size` bytes, with as much of it owed to latency as may be. Of small ones all is already."""
+    if link.latency_ms > 0:
+        return link
     whole = float(link.transfer_ms(np.array(size)))
     latency = untold_latency_ms(whole)
     return Link(latency, (whole - latency) / max(size, 1.0), False, link.spread)

@@ -26,7 +26,7 @@ from ..rule import Look, Rule
 from .ddp_buckets import best_division
 from .dimensions import GRADIENT, Domain, domains, moved_bytes, need_every_rank, waited_ms
 from .fewer_bytes import compression_fix, micro_batches_fix, short_shards_fix
-from .possible_links import untold_latency_ms
+from .possible_links import links_of, untold_latency_ms
 from .redundant_reduce import repeated_reductions
 from .shards import gathers_parameters
 from .slow_link import slow_links
@@ -95,7 +95,7 @@ def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
     waited = waited_ms(study, domain)
     if waited < DOMINATES * study.step_ms or any(one.domain is whole for one in slow_links(study)):
         return None
-    table, links = domain.table, domain.links()
+    table, links = domain.table, links_of(whole, domain)
     if not (table["bytes"] > 0).any():
         raise NotJudged("how many bytes the collectives move that ranks wait for was not captured")
     groups = table["group"].astype(str)
@@ -117,7 +117,7 @@ def _left_ms(study: Study, domain: Domain, waited: float, taken: float) -> tuple
     """How much of the waiting no other change would hide, ms a step; and the largest DistributedDataParallel that the
     gradients are of.
 
-    That is what the best bucket size leaves at best; where buckets are no knob of the job, what would be left if as
+    That is what the proposed bucket size leaves at best; where buckets are no knob of the job, what would be left if as
     much were hidden as there is computation to hide it behind.
     """
     if not gathers_parameters(domain):
@@ -272,12 +272,12 @@ def _accumulated(study: Study, moved: _Volume) -> Gain | None:
 
 def with_short_gradients(study: Study) -> Effect:
     """Gradients that travel in numbers of half the size. Raises NotJudged where they do already, or none were seen."""
-    parts = [part for _, part in of_replicas(study, GRADIENT, PARAMETER) if len(part.of(GRADIENT).table)]
-    if not parts:
+    both = [(whole, part) for whole, part in of_replicas(study, GRADIENT, PARAMETER) if len(part.of(GRADIENT).table)]
+    if not both:
         raise NotJudged("no collective was seen to carry gradients")
-    if not _whole(study, parts, (GRADIENT,)):
+    if not _whole(study, [part for _, part in both], (GRADIENT,)):
         raise NotJudged(f"gradients {SHORT}")
-    return _short_numbers(study, [(part, part.links()) for part in parts], (GRADIENT,))
+    return _short_numbers(study, [(part, links_of(whole, part)) for whole, part in both], (GRADIENT,))
 
 
 def with_short_shards(study: Study, *purposes: str, note: str = "") -> Effect:
