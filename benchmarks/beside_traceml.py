@@ -8,8 +8,9 @@ Each case is run once more, under `traceml run` alone, with its steps marked as 
 (`traceml_job.py`), and the first diagnosis of its `final_summary.json` is read. It is right of a case with a fault if
 what it names is the fault in TraceML's words (`IN_ITS_WORDS`: `right_kind`) and, where the fault has a place, its rank;
 of a case without one if nothing stands above `info`. `right_rank` asks only whether it names the right rank, whatever
-it says is wrong with it, as `slowest_rank` of `diagnosis.py` does. TraceML is made for one device and DDP: `of_ddp` is what is
-right of those jobs alone. Pipelines' idle time and small messages have no name in it, and it has no fixes to judge.
+it says is wrong with it, as `slowest_rank` of `diagnosis.py` does. TraceML is made for one device and DDP: `of_ddp` is
+what is right of those jobs alone. Pipelines' idle time and small messages have no name in it, and it has no fixes to
+judge.
 
 Written after each case; a run that was broken off goes on where it was.
 """

@@ -186,16 +186,21 @@ def main() -> int:
             key: value for key, value in done[name].items() if key not in ("job", "first_fixes", "step_ms", "headline")
         }
         print(f"{name}  {json.dumps(told)}", flush=True)
-        result = {
-            "what": "what `dsprof run` says of jobs with a known fault, and of jobs without one, drawn from a seed",
-            "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-            "seed": args.seed,
-            "summary": summary(done, drawn),
-            "each": {name: done[name] for name in drawn if name in done},
-        }
-        write_atomically(args.output, json.dumps(result, indent=1) + "\n")
+        keep(args, done, drawn)
+    keep(args, done, drawn)
     print(json.dumps(summary(done, drawn), indent=1))
     return 0
+
+
+def keep(args: argparse.Namespace, done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) -> None:
+    result = {
+        "what": "what `dsprof run` says of jobs with a known fault, and of jobs without one, drawn from a seed",
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+        "seed": args.seed,
+        "summary": summary(done, drawn),
+        "each": {name: done[name] for name in drawn if name in done},
+    }
+    write_atomically(args.output, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
