@@ -23,6 +23,8 @@ REFITS = 4
 FREE = 0.1
 """Of what the largest transfers take: where the bytes of those that shared the link are said to take less, what they
 took together is asked."""
+MANY_BYTES = 1 << 18
+"""Bytes of so small messages may well be free."""
 SPREAD_OF_LARGE = 0.25
 """Where large transfers of one size were seen, bytes are what takes long, however they are divided; what was told of
 others so, in four jobs over links of 24 to 40 MB/s (d1, d6 of benchmarks/fix_pairs.py, n1 and n2), missed by up to 5 %
@@ -79,7 +81,7 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     if found.fitted and found.largest * found.ms_per_byte < FREE * largest_ms:
         size, ms, largest = transfers_at_once(collectives)
         together = _fit(_Transfers(size, ms, ms), on_device=on_device)
-        if together.fitted or together.latency_ms == 0:
+        if largest > MANY_BYTES and (together.fitted or together.latency_ms == 0):
             return replace(together, largest=largest)
     return found
 
