@@ -208,3 +208,15 @@ def test_a_link_that_is_much_slower_than_idle_cores_is_slow_inside_of_a_host_too
     assert part_of_cores(whole, ms_per_mib / MIB) < 0.3 if part else part_of_cores(whole, ms_per_mib / MIB) == 1.0
     on_unknown_cores = replace(whole, load=None)
     assert part_of_cores(on_unknown_cores, ms_per_mib / MIB) == 1.0
+
+
+def test_small_gradients_of_one_size_may_be_slow_by_their_bytes() -> None:
+    """0.5 MiB in 30 ms: all latency, as far as is known; or 17 MB/s, and half of it is saved."""
+    facts = ddp(1)
+    for fact in facts:
+        fact["gradient_bytes"] = [MIB // 2]
+    trace = on_hosts(one_tensor(buckets=(MIB // 2,), latency_ms=30.0, ms_per_mib=0.0, facts=facts).trace(), "a", "b")
+    (row,) = ask(study(trace), [[turned("ddp.comm_hook", "fp16", "RUN")]]).rows
+    assert row.gain is not None
+    assert row.gain.low < 2
+    assert 12 < row.gain.high < 25

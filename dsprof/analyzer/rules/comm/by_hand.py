@@ -17,7 +17,7 @@ from ..base import LEAST_SHARE, PartlyJudged, gains_tried
 from .ddp_buckets import ONE_SIZE
 from .deepspeed_config import is_own_engine
 from .dimensions import GRADIENT, Domain, domains, moved_bytes, waited_ms
-from .possible_links import FAR, by_bytes, links_around
+from .possible_links import FAR, SLOWEST_WIRE_MS_PER_BYTE, by_bytes, links_around
 from .shards import bucket_work_left
 
 UNJUDGED = (
@@ -26,8 +26,6 @@ UNJUDGED = (
 )
 FLATTEN = "flatten the gradients of a group into one tensor, and reduce them at once"
 FEWEST = 2
-SLOWEST_MS_PER_BYTE = 1e-4
-"""10 MB/s: what is waited for one by one, and all of one size, may be slow by its bytes."""
 PARTS_OF_WIRE = (1.0, 2.0, 0.5)
 """Bytes that one kind of collective may put on the wire, as a multiple of what another does of as large a tensor."""
 MATTERS = 0.01
@@ -118,7 +116,7 @@ def _links_around(study: Study, domain: Domain) -> list[dict[str, Link]]:
             continue
         around[group] = links_around(link, median, most)
         if not link.fitted:
-            around[group].append(by_bytes(link, median, SLOWEST_MS_PER_BYTE))
+            around[group].append(by_bytes(link, median, SLOWEST_WIRE_MS_PER_BYTE))
     variants = range(max(map(len, around.values())))
     return [{group: of[min(i, len(of) - 1)] for group, of in around.items()} for i in variants]
 

@@ -13,6 +13,8 @@ from .dimensions import GRADIENT, Domain
 
 SLOWEST_MS_PER_BYTE: Final = 1e-5
 """100 MB/s."""
+SLOWEST_WIRE_MS_PER_BYTE: Final = 1e-4
+"""10 MB/s."""
 FAR: Final = 2.0
 """A link that was fitted to transfers of so many times fewer bytes does not tell how much of them the bytes took."""
 IN_MOST: Final = 0.5

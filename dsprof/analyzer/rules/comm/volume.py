@@ -26,7 +26,7 @@ from ..rule import Look, Rule
 from .ddp_buckets import best_division
 from .dimensions import GRADIENT, Domain, domains, moved_bytes, need_every_rank, waited_ms
 from .fewer_bytes import compression_fix, micro_batches_fix, short_shards_fix
-from .possible_links import links_of, untold_latency_ms
+from .possible_links import SLOWEST_WIRE_MS_PER_BYTE, by_bytes, links_of, untold_latency_ms
 from .redundant_reduce import repeated_reductions
 from .shards import gathers_parameters
 from .slow_link import slow_links
@@ -220,6 +220,19 @@ def _short_numbers(
                 cores = part_of_cores(study, link.ms_per_byte) if part in inside else 0.0
                 least += with_fewer_bytes(part, {group: link}, True, 2 / (1 + cores), purposes)
         others.append(((), tuple(least)))
+    if not study.on_gpu and any(
+        not link.fitted and link.latency_ms > 0 for _, links in every for link in links.values()
+    ):
+        # Of small ones of one size all counts as latency, and it may be their bytes that take long.
+        most: list[WhatIf] = []
+        for part, links in every:
+            size = float(part.table["bytes"].median())
+            slow = {
+                group: link if link.fitted else by_bytes(link, size, SLOWEST_WIRE_MS_PER_BYTE)
+                for group, link in links.items()
+            }
+            most += with_fewer_bytes(part, slow, True, purposes=purposes)
+        others.append(((), tuple(most)))
     cast_bytes = 0.0 if study.on_gpu else sum(_cast_bytes(study, part, purposes) for part, _ in parts)
     return Effect(
         "comm.volume", halved(True), others=tuple(others), costs_ms=cast_bytes * CAST_MS_PER_BYTE,
