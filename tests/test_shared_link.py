@@ -16,6 +16,7 @@ from dsprof.analyzer.graph.link import Link, fit_link
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import StepGraph, Task
 from dsprof.analyzer.graph.transfers_at_once import transfers_at_once
+from dsprof.analyzer.rules.comm.gradient_division import ReducedGroup
 from dsprof.analyzer.whatif import apply
 from dsprof.analyzer.whatif.communications import ScaleLink, link_of_group
 from dsprof.analyzer.whatif.select import Communications
@@ -81,6 +82,24 @@ def test_unequal_transfers_at_once_are_told_by_what_they_take_together() -> None
     assert link.latency_ms == 0
     assert link.ms_per_byte == pytest.approx(84 / (1.6 * MB))
     assert link.largest == 1.2 * MB
+
+
+def test_a_loss_that_is_reduced_alone_tells_the_latency_beside_what_others_take_together() -> None:
+    link = fit_link(at_once((1.2, 0.0, 73.0), (0.4, 6.5, 84.0), (8 / MB, 90.0, 91.0)))
+    assert link.fitted
+    assert link.latency_ms == pytest.approx(1.0, rel=0.01)
+    assert link.ms_per_byte == pytest.approx(83 / (1.6 * MB), rel=0.03)
+
+
+def test_of_messages_in_between_it_is_not_known_whether_bytes_are_free() -> None:
+    assert not fit_link(at_once((0.24, 0.0, 30.0), (0.1, 1.0, 34.0))).fitted
+
+
+@pytest.mark.parametrize("table", [at_once((1, 0.0, 1.0)).iloc[:0], at_once((0, 0.0, 1.0))], ids=["none", "no bytes"])
+def test_nothing_was_moved(table: pd.DataFrame) -> None:
+    size, ms, largest = transfers_at_once(table)
+    assert (len(size), len(ms), largest) == (0, 0, 0)
+    assert not fit_link(table).fitted
 
 
 def shared(
@@ -224,3 +243,10 @@ def test_what_is_waited_for_one_by_one_stays_as_it_was_measured() -> None:
     """Of parameters it matters when each ends: both take half as long."""
     faster = ScaleLink(bandwidth=2.0, latency=0.5, of=Communications(purposes=("parameter",)))
     assert replay(apply(two_reductions("parameter"), [faster])).durations == pytest.approx([40.0])
+
+
+def test_gradients_of_a_job_that_states_no_tensors_are_divided_in_few_pieces() -> None:
+    """However large they are: 4 GiB, at 64 KiB each at least where buckets are large, at 4 KiB where they are not."""
+    group = ReducedGroup((1 << 30,) * 4, Link(0.0, 1e-6, False), float(4 << 30), ())
+    assert len(group.packed(1 << 20)) == 4096
+    assert len(replace(group, total_bytes=float(1 << 20)).packed(0)) == 256

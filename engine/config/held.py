@@ -179,7 +179,7 @@ def _bucket(config: Config, elements: float, largest: float, sizes: Sequence[int
 
 
 def _persistent(config: Config, sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Elements of each parameter that stage 3 does not shard, as it is small and the model may have more of these; and
+    """Elements of each parameter that stage 3 does not shard, as it is small and the model's limit is not reached; and
     of the others."""
     zero, whole, others, total = config.zero_optimization, list[int](), list[int](), 0
     for size in sizes if zero.stage >= 3 else ():

@@ -23,12 +23,12 @@ REFITS = 4
 FREE = 0.1
 """Of what the largest transfers take: where the bytes of those that shared the link are said to take less, what they
 took together is asked."""
-MANY_BYTES = 1 << 18
-"""Bytes of so small messages may well be free."""
+MANY_BYTES, FEW_BYTES = 1 << 18, 1 << 16
+"""The bytes of messages smaller than the second are free on any link; of those in between, it is not known."""
 SPREAD_OF_LARGE = 0.25
-"""Where large transfers of one size were seen, bytes are what takes long, however they are divided; what was told of
-others so, in four jobs over links of 24 to 40 MB/s (d1, d6 of benchmarks/fix_pairs.py, n1 and n2), missed by up to 5 %
-of the saving. The latency that each has besides is asked about by itself (`possible_links`)."""
+"""Of large transfers that are all of one size: their bytes are what takes long, however these are divided, and their
+latency is asked about by itself (`possible_links`). Savings so told of four jobs over links of 24 to 40 MB/s (d1 and d6
+of benchmarks/fix_pairs.py, n1 and n2) were missed by up to 8 %; this allows for three times as much."""
 LEAST_SPREAD = 0.1
 """Two sizes fit any line exactly; a prediction for a third is not exact."""
 
@@ -63,26 +63,37 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
 
     Where all sizes are alike, a small message is counted as latency and a large one as bandwidth. Where transfers
     shared the link with others (`alone_ns`, if it is told), their bytes would have taken less by themselves, and their
-    latency would not. Which of several that were under way at once got how much of the link is an assumption: on one
-    connection a small one waits for a large one, and seems to take as long. Where bytes are so said to be free, those
-    that were at once count as one (`transfers_at_once`): together they had the whole link. `on_device`: what was
+    latency would not. How they shared it is an assumption: on one connection a small one waits for a large one, and
+    seems to take as long. Where that makes bytes nearly free, all that were under way at once count as one transfer
+    (`transfers_at_once`), as together they had the whole link. `on_device`: what was
     measured is what devices took and not what threads did that wanted a core, so a prediction for the same size errs as
     much as transfers were seen to vary; else that is not known where no two sizes tell.
     """
     if collectives.empty:
         return Link(0.0, 0.0, False)
     measured = _transfers(collectives)
-    found = _fit(measured, on_device=on_device)
-    if not (measured.alone < SHARED * measured.ms).any():
+    shared = measured.alone < SHARED * measured.ms
+    if not shared.any():
+        return _fit(measured, on_device=on_device)
+    found = _refitted(measured, on_device=on_device)
+    # Others that were alone may tell the latency: whether bytes are free is asked of those that shared the link.
+    suspect = _refitted(_Transfers(*(of[shared] for of in measured)), on_device=on_device)
+    if not suspect.fitted or suspect.largest * suspect.ms_per_byte >= FREE * float(
+        suspect.transfer_ms(np.array(suspect.largest))
+    ):
         return found
+    size, ms, largest = transfers_at_once(collectives)
+    together = _fit(_Transfers(size, ms, ms), on_device=on_device)
+    if largest > MANY_BYTES and (together.fitted or together.latency_ms == 0):
+        return replace(together, largest=largest)
+    return replace(found, fitted=found.fitted and largest <= FEW_BYTES)
+
+
+def _refitted(table: _Transfers, *, on_device: bool) -> Link:
+    """Fitted again and again, each time with what the transfers would take without those that shared the link."""
+    found = _fit(table, on_device=on_device)
     for _ in range(REFITS):
-        found = _fit(_unshared(measured, found), on_device=on_device)
-    largest_ms = float(found.transfer_ms(np.array(found.largest)))
-    if found.fitted and found.largest * found.ms_per_byte < FREE * largest_ms:
-        size, ms, largest = transfers_at_once(collectives)
-        together = _fit(_Transfers(size, ms, ms), on_device=on_device)
-        if largest > MANY_BYTES and (together.fitted or together.latency_ms == 0):
-            return replace(together, largest=largest)
+        found = _fit(_unshared(table, found), on_device=on_device)
     return found
 
 
@@ -140,7 +151,7 @@ class _Transfers(NamedTuple):
 def _transfers(collectives: pd.DataFrame) -> _Transfers:
     size, took = collectives["bytes"].to_numpy(np.float64), collectives["transfer_ns"].to_numpy(np.float64)
     alone = collectives["alone_ns"].to_numpy(np.float64) if "alone_ns" in collectives else took
-    moves = size > 0
+    moves = (size > 0) & np.isfinite(took) & np.isfinite(alone)
     return _Transfers(size[moves], took[moves] / 1e6, alone[moves] / 1e6)
 
 

@@ -1,5 +1,5 @@
-"""Transfers of a process group that were under way at once, as one: what they took together, whichever got more of the
-link."""
+"""Transfers of a process group that were under way at once, counted as one: what they took together does not depend on
+which of them got more of the link."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ def transfers_at_once(collectives: pd.DataFrame) -> tuple[Float, Float, float]:
     k transfers, m of them at a time, that had the link for T in all took T = latency * k / m + bytes * ms_per_byte, as
     the latency of one passes while others move. Without `end_ns` each counts by itself.
     """
-    moves = collectives[collectives["bytes"] > 0]
+    timed = collectives[[name for name in ("transfer_ns", "alone_ns") if name in collectives]].notna().all(axis=1)
+    moves = collectives[(collectives["bytes"] > 0) & timed]
     size, took = (moves[name].to_numpy(np.float64) for name in ("bytes", "transfer_ns"))
     alone = moves["alone_ns"].to_numpy(np.float64) if "alone_ns" in moves else took
+    if not len(moves):
+        return np.empty(0), np.empty(0), 0.0
     order, first = _unbroken(moves, took)
     count = np.diff(np.append(first, len(size)))
     bytes_of, took_of, alone_of = (np.add.reduceat(of[order], first) for of in (size, took, alone))

@@ -22,9 +22,9 @@ CAPS_MB: Final = (0.1, 0.2, 0.5, 1, 2, 5, 10, 25, 50, 100)
 SMALLEST_PART: Final = 1 / 16
 """Of the gradients: no smaller buckets are tried, unless of 1 MiB."""
 NEARLY: Final = 0.97
-"""The fewest buckets are proposed that gain this part of the most."""
+"""Of what the best size gains: the fewest buckets are proposed that gain so much."""
 AS_GOOD: Final = 0.9
-"""The same where the latency of a collective is not known."""
+"""Of what the best size gains, where the latency of a collective is not known."""
 ONE_SIZE: Final = "the collectives seen (all of one size, or always at once) do not tell what other sizes take"
 
 
@@ -59,8 +59,8 @@ def best_division(study: Study, domain: Domain) -> tuple[GradientDivision, Rebuc
     known = _divisions(study)
     if domain not in known:
         cut = division_of(study, domain)
-        best = _best(cut, _rebucketings(study, cut))
-        known[domain] = cut, best if best is not None and best.gain.ms >= LEAST_SHARE * study.step_ms else None
+        tried = _rebucketings(study, cut)
+        known[domain] = cut, _best(cut, [one for one in tried if one.gain.ms >= LEAST_SHARE * study.step_ms])
     return known[domain]
 
 
@@ -79,7 +79,7 @@ def _best(cut: GradientDivision, tried: list[Rebucketed]) -> Rebucketed | None:
     part = NEARLY if cut.link.fitted or cut.link.latency_ms > 0 else AS_GOOD
     least_ms, low_ms = part * most.gain.ms, most.gain.low - (1 - part) * most.gain.ms  # nearly as certain, too
     nearly = [one for one in tried if one.gain.ms >= least_ms and one.gain.low >= low_ms]
-    return min(nearly, key=lambda one: one.in_all)
+    return min(nearly, key=lambda one: one.in_all, default=most)
 
 
 def _small(study: Study, cut: GradientDivision, best: Rebucketed) -> Finding:
@@ -137,7 +137,7 @@ def _rebucketings(study: Study, cut: GradientDivision) -> list[Rebucketed]:
     """Other bucket sizes, with what each gains. Raises NotJudged where buckets are no knob of this job."""
     tried: list[tuple[float, int]] = []
     effects: list[Effect] = []
-    now, last = _now([cut]), _sizes(cut, 0.0)
+    now, last = _now([cut]), dict[Reduced, list[int]]()
     for cap in (_as_written(study, cut, most) for most in _caps_mb(cut)):
         sizes = _sizes(cut, cap)
         in_all = sum(map(len, sizes.values()))
@@ -146,7 +146,7 @@ def _rebucketings(study: Study, cut: GradientDivision) -> list[Rebucketed]:
         elif in_all != cut.in_all and not (tried and tried[-1][1] == in_all):
             tried.append((cap, in_all))
             effects.append(_divided_otherwise(study, [cut], [sizes], now))
-            last = sizes
+            last = dict(sizes)
     as_it_is = Effect("comm.exposed", now, now)  # where there is no other size either, that must be a knob
     gains = gains_tried(study, effects or [as_it_is], "no other bucket size was tried")
     groups = len(cut.domain.groups)
@@ -242,7 +242,10 @@ def _are_far(cuts: Sequence[GradientDivision], sizes: Sequence[Sizes]) -> bool:
 
 def _by_bytes(cut: GradientDivision) -> GradientDivision:
     """The same over links of which as much as may be is owed to the bytes."""
-    groups = {name: replace(now, link=by_bytes(now.link, cut.median_bytes)) for name, now in cut.groups.items()}
+    groups = {
+        name: now if now.link.fitted else replace(now, link=by_bytes(now.link, cut.median_bytes))
+        for name, now in cut.groups.items()
+    }
     return replace(cut, groups=groups)
 
 

@@ -44,7 +44,7 @@ class ReducedGroup:
         """Bucket sizes with that cap; where DDP did not tell which tensors there are, of pieces of 64 KiB."""
         if self.ddps:
             return [size for fact in self.ddps for size in pack(list(map(int, fact["gradient_bytes"])), cap_bytes)]
-        piece = max(min(1 << 16, cap_bytes // 8), 1)
+        piece = max(min(1 << 16, cap_bytes // 8), 1 << 12)
         return pack([piece] * max(int(self.total_bytes // piece), 1), cap_bytes)
 
 

@@ -27,7 +27,8 @@ UNTOLD_LATENCY_MS: Final = 2.0
 
 def link_of_gradients(whole: Domain, gradients: Domain, group: str) -> Link:
     """The link of a process group, fitted to its gradients; where these are all of one size, to all that goes the same
-    way over it, if that tells more: the loss, a norm. whole: the dimension that the gradients are of."""
+    way over it (the loss, a norm), if that tells latency from bandwidth. whole: the dimension that the gradients are
+    of."""
     mine = gradients.of_group(group)
     link = fit_link(mine, on_device=gradients.on_device)
     every = whole.of_group(group)

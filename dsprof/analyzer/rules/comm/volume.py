@@ -226,9 +226,10 @@ def _short_numbers(
         # Of small ones of one size all counts as latency, and it may be their bytes that take long.
         most: list[WhatIf] = []
         for part, links in every:
-            size = float(part.table["bytes"].median())
             slow = {
-                group: link if link.fitted else by_bytes(link, size, SLOWEST_WIRE_MS_PER_BYTE)
+                group: link
+                if link.fitted or link.latency_ms <= 0
+                else by_bytes(link, float(part.of_group(group)["bytes"].median()), SLOWEST_WIRE_MS_PER_BYTE)
                 for group, link in links.items()
             }
             most += with_fewer_bytes(part, slow, True, purposes=purposes)
