@@ -458,7 +458,7 @@ def test_of_a_framework_s_blocks_no_line_of_the_script_is_named() -> None:
 
 
 def test_where_nobody_looked_what_memory_is_for_it_is_not_judged() -> None:
-    trace = with_recompute(sampled(Job(steps=80), resident=6 * GiB, capacity=16 * GiB), 20.0)
+    trace = with_recompute(sampled(Job(steps=80, buckets=(1 << 16,)), resident=6 * GiB, capacity=16 * GiB), 20.0)
     analysis = analyze(trace)
     assert "was not looked at" in analysis.not_judged["compute.recompute"]
     assert analysis.verdict.status == "inconclusive"  # so much of the step is computed twice

@@ -51,7 +51,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A log folder with a run, one of evil names, a folder of another program's, and a link to a run outside."""
     folder = tmp_path_factory.mktemp("logs")
     write_run(folder / "gpt" / "slow-20261102T100000Z-000002", forward=slow)
-    evil = write_run(folder / f"{EVIL}-20261101T100000Z-000001".replace("/", ""))
+    evil = write_run(folder / f"{EVIL}-20261101T100000Z-000001".replace("/", ""), buckets=(1 << 16,))
     info = {
         "id": EVIL,
         "name": EVIL,
