@@ -25,10 +25,14 @@ FREE = 0.1
 took together is asked."""
 MANY_BYTES, FEW_BYTES = 1 << 18, 1 << 16
 """The bytes of messages smaller than the second are free on any link; of those in between, it is not known."""
-SPREAD_OF_LARGE = 0.25
-"""Of large transfers that are all of one size: their bytes are what takes long, however these are divided, and their
-latency is asked about by itself (`possible_links`). Savings so told of four jobs over links of 24 to 40 MB/s (d1 and d6
-of benchmarks/fix_pairs.py, n1 and n2) were missed by up to 8 %; this allows for three times as much."""
+SLOW_MS_PER_BYTE = 2e-5
+"""50 MB/s: cores that move and add bytes inside of a host, and wait for one another, are faster than that. (8 us a KB
+were seen of four ranks on two busy cores.)"""
+SPREAD_OF_SLOW = 0.25
+"""Of large transfers that are all of one size, over a link that is slow: their bytes are what takes long, however these
+are divided, and their latency is asked about by itself (`possible_links`). Savings so told of four jobs over links of
+24 to 40 MB/s (d1 and d6 of benchmarks/fix_pairs.py, n1 and n2) were missed by up to 8 %; this allows for three times as
+much."""
 LEAST_SPREAD = 0.1
 """Two sizes fit any line exactly; a prediction for a third is not exact."""
 
@@ -110,7 +114,9 @@ def _fit(table: _Transfers, *, on_device: bool) -> Link:
         if size.max() < LARGE_BYTES:  # no link is so slow that a small message is all bandwidth
             found = Link(max(float(np.median(transfer - size * LEAST_MS_PER_BYTE)), 0.0), LEAST_MS_PER_BYTE, False)
         else:
-            found = Link(0.0, float(np.median(transfer / size)), False, SPREAD_OF_LARGE)
+            found = Link(0.0, float(np.median(transfer / size)), False)
+            if found.ms_per_byte > SLOW_MS_PER_BYTE:
+                found = replace(found, spread=SPREAD_OF_SLOW)
         found = replace(found, largest=float(size.max()))
         return _with_spread(found, table) if on_device else found
     design = np.stack([1 / transfer, size / transfer], axis=1)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 from ...effect import Effect, WhatIfs
 from ...finding import NOTHING, Evidence, Finding, Fix, Gain
-from ...graph.link import Link
+from ...graph.link import SLOW_MS_PER_BYTE, Link
 from ...study import Study, once
 from ...text import count, ms, size
 from ...whatif.rebucket import Rebucket
@@ -157,11 +159,13 @@ def _rebucketings(study: Study, cut: GradientDivision) -> list[Rebucketed]:
 
 
 def _caps_mb(cut: GradientDivision) -> list[float]:
-    """The sizes that are tried of gradients so large."""
-    least = min(1.0, SMALLEST_PART * cut.total_bytes / 2**20)
-    if cut.ddp is not None and cut.ddp.get("framework") == "transformers":
-        least = 1.0  # its flag takes whole numbers
-    return [cap for cap in CAPS_MB if cap >= least]
+    """The sizes that are tried of gradients so large. Those below 1 MiB matter over a slow link only: elsewhere so
+    little takes no time to speak of, and what it takes is cores that are busy."""
+    largest = [(group.link, max(group.sizes, default=0)) for group in cut.groups.values()]
+    slow = any(float(link.transfer_ms(np.array(size))) > SLOW_MS_PER_BYTE * size for link, size in largest)
+    if not slow or (cut.ddp is not None and cut.ddp.get("framework") == "transformers"):  # its flag takes whole numbers
+        return [cap for cap in CAPS_MB if cap >= 1]
+    return [cap for cap in CAPS_MB if cap >= min(1.0, SMALLEST_PART * cut.total_bytes / 2**20)]
 
 
 def _as_written(study: Study, cut: GradientDivision, cap_mb: float) -> float:
