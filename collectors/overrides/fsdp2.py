@@ -43,16 +43,19 @@ class _Sharding:
     def __init__(self, overrides: Mapping[str, Override]) -> None:
         self.overrides = overrides
         self.units: _UnitsOfScript | None = None
+        self.original: Any = None
         self.ours: Any = None
 
     def override(self, module: ModuleType) -> Uninstall:
         shard = module.fully_shard
-        if isinstance(shard, ModuleType) or shard is self.ours:
-            return lambda: None  # a module of the same name; or it comes from where it was replaced already
+        if isinstance(shard, ModuleType):
+            return lambda: None  # of the same name
+        if shard is self.ours:  # it comes from where it was replaced already
+            return lambda: setattr(module, "fully_shard", self.original)
         hooks = []
         if self.units is None:
             self.units = _UnitsOfScript(shard, self.overrides)
-            self.ours = self._wrapper(shard, self.units)
+            self.original, self.ours = shard, self._wrapper(shard, self.units)
             if self.units.coarser is not None:
                 from torch.optim import Optimizer
 
