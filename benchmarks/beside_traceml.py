@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -31,15 +30,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 HERE: Final = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from diagnosis_cases import Case, cases  # noqa: E402
+from diagnosis_cases import Case, cases, keep, share  # noqa: E402
 from verdict_truth import JOBS  # noqa: E402
-
-from dsprof.atomic import write_atomically  # noqa: E402
 
 SEED: Final = 33
 LONGEST_S: Final = 180.0
@@ -116,20 +111,11 @@ def judged(case: Case, told: Mapping[str, Any]) -> dict[str, bool]:
         return {}
     if job.first is None:
         return {"false_alarm": told["severity"] != "info"}
-    place = place_of(case)
+    place = case.place
     at_place = told["says"].endswith("STRAGGLER") and told["ranks"] == place
     kind = told["says"] in IN_ITS_WORDS[job.first]
     right = {"right_kind": kind, "right": kind and (place is None or at_place)}
     return right if place is None else {**right, "right_rank": at_place}
-
-
-def place_of(case: Case) -> list[int] | None:
-    """The ranks that the fault is on; a stage of these jobs is one rank."""
-    where = case.job.where
-    if "ranks" in where:
-        ranks: list[int] = where["ranks"]
-        return ranks
-    return [where["stage"]] if "stage" in where else None
 
 
 # --- all of them ------------------------------------------------------------------------------------
@@ -155,12 +141,7 @@ def counted(every: Iterable[Mapping[str, Any]]) -> dict[str, str]:
         "right_rank": "right_rank_of_those_with_one",
         "false_alarm": "false_alarms",
     }
-    return {name: share([case[key] for case in every if key in case]) for key, name in asked.items()}
-
-
-def share(told: list[bool]) -> str:
-    """`3 of 4`."""
-    return f"{sum(told)} of {len(told)}"
+    return {name: share(case[key] for case in every if key in case) for key, name in asked.items()}
 
 
 def main() -> int:
@@ -175,6 +156,11 @@ def main() -> int:
     done: dict[str, Any] = kept["each"] if kept.get("seed") == args.seed else {}
     end = time.monotonic() + 60 * args.minutes
     drawn = cases(args.seed)
+
+    def write() -> None:
+        found = {"version": version(args.installed), **summary_of(done, drawn)}
+        keep(args.output, "what `traceml run` says of the jobs of diagnosis.json", args.seed, found, done, drawn)
+
     for name, told in done.items():  # by the present words
         told |= judged(drawn[name], told)
     for name, case in drawn.items():
@@ -185,22 +171,10 @@ def main() -> int:
         done[name] = {"script": case.job.script, "true": case.job.first, **run(case, args.installed.resolve())}
         done[name] |= {"load_before": load_before, **judged(case, done[name])}
         print(f"{name}  {json.dumps(done[name])}", flush=True)
-        keep(args, done, drawn)
-    keep(args, done, drawn)
+        write()
+    write()
     print(json.dumps(summary_of(done, drawn), indent=1))
     return 0
-
-
-def keep(args: argparse.Namespace, done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) -> None:
-    result = {
-        "what": "what `traceml run` says of the jobs of diagnosis.json",
-        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-        "traceml": version(args.installed),
-        "seed": args.seed,
-        "summary": summary_of(done, drawn),
-        "each": {name: done[name] for name in drawn if name in done},
-    }
-    write_atomically(args.output, json.dumps(result, indent=1) + "\n")
 
 
 def version(installed: Path) -> str:

@@ -22,25 +22,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 
 HERE: Final = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
-from diagnosis_cases import FAULTY, HEALTHY, Case, cases  # noqa: E402
-from verdict_truth import Found, Job, Outcome  # noqa: E402
+from diagnosis_cases import FAULTY, HEALTHY, Case, cases, keep, share  # noqa: E402
+from verdict_truth import Found, Outcome  # noqa: E402
 
 from dsprof.analyzer.study import study  # noqa: E402
-from dsprof.atomic import write_atomically  # noqa: E402
 from dsprof.trace import load  # noqa: E402
 
 SEED: Final = 33
@@ -71,7 +68,7 @@ def run(case: Case) -> dict[str, Any]:
             "said": [item["code"] for item in above], "first_fixes": first_fixes(above),
         }  # fmt: skip
         judged = of_healthy(found, above) if job.first is None else of_faulty(case, above)
-        return {**told, **said, **judged, "slowest_rank": by_slowest_rank(job, outcome)}
+        return {**told, **said, **judged, "slowest_rank": by_slowest_rank(case, outcome)}
 
 
 def first_fixes(above: list[Found]) -> list[str]:
@@ -93,16 +90,15 @@ def of_faulty(case: Case, above: list[Found]) -> dict[str, Any]:
     return judged if case.second is None else {**judged, "both": both}
 
 
-def by_slowest_rank(job: Job, outcome: Outcome) -> dict[str, Any]:
+def by_slowest_rank(case: Case, outcome: Outcome) -> dict[str, Any]:
     """What a rule says that looks for the rank whose own work of a step takes longest."""
     measured = study(load(outcome.finished.folder))
     own = sum(measured.work(part).mean(axis=1) for part in ("compute", "data", "optimizer", "other"))
     usual = float(np.median(own)) if len(own) > 2 else float(np.min(own))
     named = int(measured.ranks[int(np.argmax(own))]) if len(own) > 1 and own.max() > SLOWER * usual else None
-    if job.first is None:
+    if case.job.first is None:
         return {"names": named, "right": named is None}
-    place = job.where.get("ranks") or [job.where.get("stage")]  # a stage is a rank here
-    return {"names": named, "right": named is not None and [named] == place}
+    return {"names": named, "right": named is not None and [named] == case.place}
 
 
 JUDGED: Final = ("verdict", "code_and_place", "fix", "both", "false_alarm", "healthy")
@@ -134,15 +130,15 @@ def counted(done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) -> di
     return {
         "cases": f"{len(faulty)} of {FAULTY} with a fault, {len(healthy)} of {HEALTHY} without",
         "failed": [name for name, case in done.items() if "failed" in case],
-        "first_code_and_place": of(case["code_and_place"] for case in faulty),
-        "right_fix_among_first_two": of(case["fix"] for case in faulty),
-        "two_faults_among_first_three": of(case["both"] for case in double),
-        "false_alarms": of(case["false_alarm"] for case in healthy),
-        "called_healthy": of(case["healthy"] for case in healthy),
+        "first_code_and_place": share(case["code_and_place"] for case in faulty),
+        "right_fix_among_first_two": share(case["fix"] for case in faulty),
+        "two_faults_among_first_three": share(case["both"] for case in double),
+        "false_alarms": share(case["false_alarm"] for case in healthy),
+        "called_healthy": share(case["healthy"] for case in healthy),
         "slowest_rank": {
-            "right_of_faulty": of(case["slowest_rank"]["right"] for case in faulty),
-            "right_of_those_with_a_place": of(case["slowest_rank"]["right"] for case in placed),
-            "false_alarms": of(not case["slowest_rank"]["right"] for case in healthy),
+            "right_of_faulty": share(case["slowest_rank"]["right"] for case in faulty),
+            "right_of_those_with_a_place": share(case["slowest_rank"]["right"] for case in placed),
+            "false_alarms": share(not case["slowest_rank"]["right"] for case in healthy),
         },
         "traceml": by_traceml(),
     }
@@ -153,13 +149,7 @@ def by_traceml() -> dict[str, Any] | str:
     if not BESIDE.exists():
         return "not run"
     beside = json.loads(BESIDE.read_text())
-    return {"version": beside["traceml"], "seed": beside["seed"], **beside["summary"]}
-
-
-def of(told: Iterable[bool]) -> str:
-    """`3 of 4`."""
-    every = list(told)
-    return f"{sum(every)} of {len(every)}"
+    return {"seed": beside["seed"], **beside["summary"]}
 
 
 def main() -> int:
@@ -174,6 +164,11 @@ def main() -> int:
     done: dict[str, Any] = kept["each"] if kept.get("seed") == args.seed else {}
     end = time.monotonic() + 60 * args.minutes
     drawn = cases(args.seed)
+
+    def write() -> None:
+        what = "what `dsprof run` says of jobs with a known fault, and of jobs without one, drawn from a seed"
+        keep(args.output, what, args.seed, summary(done, drawn), done, drawn)
+
     for name, case in drawn.items():
         if args.only not in f"{name} {command(case)}" or (not args.only and name in done) or time.monotonic() > end:
             continue
@@ -186,21 +181,10 @@ def main() -> int:
             key: value for key, value in done[name].items() if key not in ("job", "first_fixes", "step_ms", "headline")
         }
         print(f"{name}  {json.dumps(told)}", flush=True)
-        keep(args, done, drawn)
-    keep(args, done, drawn)
+        write()
+    write()
     print(json.dumps(summary(done, drawn), indent=1))
     return 0
-
-
-def keep(args: argparse.Namespace, done: Mapping[str, dict[str, Any]], drawn: Mapping[str, Case]) -> None:
-    result = {
-        "what": "what `dsprof run` says of jobs with a known fault, and of jobs without one, drawn from a seed",
-        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
-        "seed": args.seed,
-        "summary": summary(done, drawn),
-        "each": {name: done[name] for name in drawn if name in done},
-    }
-    write_atomically(args.output, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,13 +6,20 @@ same scripts: late ranks and unequal stages in more frameworks, two faults at on
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
+import torch
 from verdict_cases import FAMILIES, Draw, words
 from verdict_truth import Job
+
+from dsprof.atomic import write_atomically
 
 FAULTY: Final = 120
 HEALTHY: Final = 100
@@ -30,6 +37,12 @@ class Case:
     @property
     def fixes(self) -> tuple[str, ...]:
         return RIGHT_FIX[self.job.first] if self.job.first else ()
+
+    @property
+    def place(self) -> list[int] | None:
+        """The ranks that the fault is on; a stage of these jobs is one rank."""
+        ranks: list[int] | None = self.job.where.get("ranks")
+        return ranks or ([self.job.where["stage"]] if "stage" in self.job.where else None)
 
 
 RIGHT_FIX: Final = {
@@ -195,3 +208,26 @@ def healthy_case(seed: int, number: int) -> Case:
     draw = Draw(random.Random(f"{seed} healthy {number}"))
     job = NO_FAULT[number % len(NO_FAULT)](draw)
     return Case(job, FRAMEWORK[job.script])
+
+
+# --- their results ----------------------------------------------------------------------------------
+
+
+def share(told: Iterable[bool]) -> str:
+    """`3 of 4`."""
+    every = list(told)
+    return f"{sum(every)} of {len(every)}"
+
+
+def keep(
+    output: Path, what: str, seed: int, summary: Mapping[str, Any], each: Mapping[str, Any], drawn: Iterable[str]
+) -> None:
+    """Write what was found of each case, in the order in which they were drawn."""
+    result = {
+        "what": what,
+        "machine": {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
+        "seed": seed,
+        "summary": summary,
+        "each": {name: each[name] for name in drawn if name in each},
+    }
+    write_atomically(output, json.dumps(result, indent=1) + "\n")

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ..arrays import Float
-from .transfers_at_once import SHARED, transfers_at_once
+from .transfers_at_once import SHARED, octaves, transfers_at_once
 
 MIN_SIZE_RATIO = 2.0
 """Latency and bandwidth come apart only if the sizes differ by this much."""
@@ -69,9 +69,9 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     shared the link with others (`alone_ns`, if it is told), their bytes would have taken less by themselves, and their
     latency would not. How they shared it is an assumption: on one connection a small one waits for a large one, and
     seems to take as long. Where that makes bytes nearly free, all that were under way at once count as one transfer
-    (`transfers_at_once`), as together they had the whole link. `on_device`: what was
-    measured is what devices took and not what threads did that wanted a core, so a prediction for the same size errs as
-    much as transfers were seen to vary; else that is not known where no two sizes tell.
+    (`transfers_at_once`), as together they had the whole link. `on_device`: what was measured is what devices took and
+    not what threads did that wanted a core, so a prediction for the same size errs as much as transfers were seen to
+    vary; else that is not known where no two sizes tell.
     """
     if collectives.empty:
         return Link(0.0, 0.0, False)
@@ -82,15 +82,18 @@ def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
     found = _refitted(measured, on_device=on_device)
     # Others that were alone may tell the latency: whether bytes are free is asked of those that shared the link.
     suspect = _refitted(_Transfers(*(of[shared] for of in measured)), on_device=on_device)
-    if not suspect.fitted or suspect.largest * suspect.ms_per_byte >= FREE * float(
-        suspect.transfer_ms(np.array(suspect.largest))
-    ):
+    if not suspect.fitted or not _bytes_are_free(suspect):
         return found
     size, ms, largest = transfers_at_once(collectives)
     together = _fit(_Transfers(size, ms, ms), on_device=on_device)
     if largest > MANY_BYTES and (together.fitted or together.latency_ms == 0):
         return replace(together, largest=largest)
     return replace(found, fitted=found.fitted and largest <= FEW_BYTES)
+
+
+def _bytes_are_free(link: Link) -> bool:
+    """Whether next to nothing of the largest transfers is their bytes."""
+    return link.largest * link.ms_per_byte < FREE * float(link.transfer_ms(np.array(link.largest)))
 
 
 def _refitted(table: _Transfers, *, on_device: bool) -> Link:
@@ -102,8 +105,7 @@ def _refitted(table: _Transfers, *, on_device: bool) -> Link:
 
 
 def _fit(table: _Transfers, *, on_device: bool) -> Link:
-    # Octaves rather than sizes: a run with 200 different parameters has too few samples of each.
-    octave = np.floor(np.log2(np.maximum(table.bytes, 1)))
+    octave = octaves(table.bytes)
     alike = [octave == one for one in np.unique(octave)]
     size, transfer = (np.array([np.median(of[one]) for one in alike]) for of in (table.bytes, table.ms))
     usable = transfer > 0

@@ -41,9 +41,15 @@ def transfers_at_once(collectives: pd.DataFrame) -> tuple[Float, Float, float]:
     return (bytes_of / latencies)[often], (alone_of / latencies)[often] / 1e6, float(largest)
 
 
+def octaves(size: Float) -> Float:
+    """Octaves rather than sizes: a run with 200 different parameters has too few samples of each."""
+    found: Float = np.floor(np.log2(np.maximum(size, 1)))
+    return found
+
+
 def _often(moves: pd.DataFrame, size: Float) -> npt.NDArray[np.bool_]:
     """Which of these sizes come often enough; all, where none does."""
-    octave = np.floor(np.log2(np.maximum(size, 1)))
+    octave = octaves(size)
     named, times = np.unique(octave, return_counts=True)
     steps = moves["step"].nunique() if "step" in moves else 1
     found: npt.NDArray[np.bool_] = np.isin(octave, named[times >= OFTEN * steps])
