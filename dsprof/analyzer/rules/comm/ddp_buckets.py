@@ -221,19 +221,14 @@ def _divided_otherwise(study: Study, cuts: Sequence[GradientDivision], sizes: Se
 
 def _beyond(cut: GradientDivision) -> GradientDivision:
     """The same over links of whose bytes more may take long than was fitted to small ones."""
-    links = {name: beyond(now.link) if now.link.fitted else now.link for name, now in cut.groups.items()}
-    return replace(cut, groups={name: replace(now, link=links[name]) for name, now in cut.groups.items()})
+    return cut.over(lambda now: beyond(now.link) if now.link.fitted else now.link)
 
 
 def _with_more_latency(cut: GradientDivision) -> GradientDivision:
     """The same over links of whose transfers a part may be latency, where all that were seen are of one size."""
-    groups = {
-        name: now
-        if now.link.fitted or cut.domain.on_device
-        else replace(now, link=by_latency(now.link, max(now.sizes)))
-        for name, now in cut.groups.items()
-    }
-    return replace(cut, groups=groups)
+    if cut.domain.on_device:
+        return cut
+    return cut.over(lambda now: now.link if now.link.fitted else by_latency(now.link, max(now.sizes)))
 
 
 def _are_far(cuts: Sequence[GradientDivision], sizes: Sequence[Sizes]) -> bool:
@@ -246,11 +241,7 @@ def _are_far(cuts: Sequence[GradientDivision], sizes: Sequence[Sizes]) -> bool:
 
 def _by_bytes(cut: GradientDivision) -> GradientDivision:
     """The same over links of which as much as may be is owed to the bytes."""
-    groups = {
-        name: now if now.link.fitted else replace(now, link=by_bytes(now.link, cut.median_bytes))
-        for name, now in cut.groups.items()
-    }
-    return replace(cut, groups=groups)
+    return cut.over(lambda now: now.link if now.link.fitted else by_bytes(now.link, cut.median_bytes))
 
 
 def _divided(cut: GradientDivision, sizes: Sizes, slower: float = 1.0) -> list[Rebucket]:

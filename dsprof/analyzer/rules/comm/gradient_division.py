@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
@@ -65,6 +65,11 @@ class GradientDivision:
     groups: Mapping[Reduced, ReducedGroup]
     ddp: Mapping[str, Any] | None
     """What the DistributedDataParallel that makes them said of itself."""
+
+    def over(self, link_of: Callable[[ReducedGroup], Link]) -> GradientDivision:
+        """The same over other links, of each group that which this gives."""
+        groups = {name: replace(now, link=link_of(now)) for name, now in self.groups.items()}
+        return replace(self, groups=groups)
 
 
 def division_of(study: Study, domain: Domain) -> GradientDivision:
