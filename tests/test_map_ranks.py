@@ -121,6 +121,15 @@ def test_a_small_trace_is_analyzed_in_one_process() -> None:
         assert pool is None
 
 
+def test_parts_of_several_ranks_find_what_one_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more ranks than there are parts, what is found of a part is joined before it is joined with that of others."""
+    trace = job(7).trace()
+    alone = study(trace)
+    monkeypatch.setattr("dsprof.trace.map_ranks.FEWEST_PARTS", 3)
+    with processes(2, traced_bytes=0, ranks=7) as pool:
+        assert_equal(alone, study(trace, pool))
+
+
 @pytest.mark.slow
 def test_eight_processes_find_what_one_does(tmp_path: Path) -> None:
     check_processes(8, tmp_path / "log")
