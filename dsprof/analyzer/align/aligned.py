@@ -143,7 +143,7 @@ def align(trace: Trace, executor: Executor | None = None, observer: Observer | N
         clocks_told=_clocks_told(run),
         warnings=(*clocks.warnings, *renumbered, *jumps),
     )
-    return aligned, as_rows(name_pipeline_messages(arrivals.table, topology), arrivals)
+    return aligned, RankRows(name_pipeline_messages(arrivals.table, topology))
 
 
 def _places(part: Arrivals) -> dict[int, Int]:

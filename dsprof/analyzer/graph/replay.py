@@ -245,8 +245,12 @@ def weights_of(steps: Steps) -> Float:
     first = structure.plan.chain_first
     segments, tasks = structure.segments, len(structure.tasks)
     found = np.zeros((segments + 2 * tasks + 1, len(steps.numbers)))
-    total = np.cumsum(steps.work.sum(axis=-1), axis=0)
-    np.subtract(total[:segments], np.where((first > 0)[:, None], total[first - 1], 0.0), out=found[:segments])
+    total = found[:segments]  # of many ranks there is not room for many such tables
+    np.sum(steps.work, axis=-1, out=total)
+    np.cumsum(total, axis=0, out=total)
+    before = total[first - 1]
+    before[first == 0] = 0.0
+    total -= before
     found[segments : segments + tasks] = steps.transfer
     found[segments + tasks : -1] = steps.wire
     return found
