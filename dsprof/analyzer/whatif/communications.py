@@ -18,7 +18,7 @@ from ..graph.segment_work import copy_work
 from ..graph.shared_link import link_shares_of, sharing_gradients
 from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf, measured
-from .edit import Recut, Restructure, not_woken, with_tasks
+from .edit import Recut, Restructure, ends_with_the_last, not_woken, with_tasks
 from .select import Communications
 
 SHORTEST_MS: Final = 1e-9
@@ -90,7 +90,20 @@ class ScaleLink(WhatIf):
             else:
                 transfer[c, when] = (fixed * self.latency + rest)[when]
         structure = steps.structure.with_shared_link(tuple(shares)) if shares else steps.structure
-        return replace(steps, structure=structure).with_costs(transfer=transfer, wire=wire)
+        work = None if self.link is None else self._woken(steps, [*links], transfer + wire)
+        return replace(steps, structure=structure).with_costs(work=work, transfer=transfer, wire=wire)
+
+    def _woken(self, steps: Steps, tasks: list[int], took: Float) -> Float:
+        """The work of steps in which these tasks take so long, [C, S] ms: for how much longer what they move takes to
+        come to the last rank changes as much."""
+        assert self.link is not None
+        work = copy_work(steps.work)
+        for c in tasks:
+            segments, later = ends_with_the_last(steps, [c], self.link)
+            times = took[c] / np.maximum(steps.transfer[c] + steps.wire[c], SHORTEST_MS)
+            late = work[segments, :, WAKE_UP_DELAY]
+            work[segments, :, WAKE_UP_DELAY] = late + np.minimum(later, late) * (times - 1)
+        return work
 
     @staticmethod
     def _shares(was: Steps, links: Mapping[int, Link]) -> dict[int, Float]:

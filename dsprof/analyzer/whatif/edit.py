@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Int
+from ..arrays import Float, Int
+from ..graph.link import Link
 from ..graph.step_graph import Costs, CrossStepEdges, Edges, Measured, StepGraph, Steps, Structure
 
 GONE: Final = -1
@@ -62,6 +63,20 @@ def not_woken(structure: Structure, gone: Int) -> Int:
     waits = structure.waits
     of_gone = np.isin(waits[:, 0], gone)
     return np.setdiff1d(waits[of_gone, 1], waits[~of_gone, 1])
+
+
+def ends_with_the_last(steps: Steps, tasks: Sequence[int], link: Link) -> tuple[Int, Float]:
+    """Segments that wait for these tasks, [K], and by how much less late each is woken, [K, S] ms, where the transfers
+    are modelled over `link`. A measured transfer ends when the first rank goes on, and for how much longer it takes to
+    come to the others, these count as woken late. A link is fitted to when the last rank had it all."""
+    chosen, waits = np.array(tasks, np.int64), steps.structure.waits
+    of_chosen = waits[np.isin(waits[:, 0], chosen)]
+    modelled = link.transfer_ms(steps.size[of_chosen[:, 0]])
+    later = np.maximum(modelled - steps.transfer[of_chosen[:, 0]], 0.0)
+    segments, place = np.unique(of_chosen[:, 1], return_inverse=True)
+    found = np.zeros((len(segments), len(steps.numbers)))
+    np.maximum.at(found, place, later)
+    return segments, found
 
 
 class Restructure:

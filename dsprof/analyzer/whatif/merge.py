@@ -14,7 +14,7 @@ from ..graph.link import Link
 from ..graph.segment_work import copy_work
 from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Structure
 from .apply import Turn, WhatIf
-from .edit import Recut, not_woken, with_tasks
+from .edit import Recut, ends_with_the_last, not_woken, with_tasks
 from .issue_order import in_order_of_issue, issue_edges
 from .rebucket import Division, NotRebucketed
 from .select import Communications
@@ -217,7 +217,8 @@ def merged(
         dropped_list += [c for c in pack if c != kept]
     dropped: Int = np.array(sorted(dropped_list), np.int64)
     issues = structure.issues
-    _need_the_same(steps, [c for pack in packs for c in pack])
+    every = [c for pack in packs for c in pack]
+    _need_the_same(steps, every)
     order = np.arange(len(tasks)) if issued is None else in_order_of_issue(structure, issued)
     kept_tasks = order[~np.isin(order, dropped)]
     changed, number = with_tasks(replace(structure, tasks=tuple(tasks)), kept_tasks, issued)
@@ -233,6 +234,8 @@ def merged(
         for segment in spared.tolist():
             taken: Float = work[segment].sum(axis=-1)
             work[segment] *= np.clip(1 - host_ms / np.maximum(taken, 1e-9), 0.0, None)[:, None]
+        woken, earlier = ends_with_the_last(steps, every, link)
+        work[woken, :, WAKE_UP_DELAY] = np.maximum(work[woken, :, WAKE_UP_DELAY] - earlier, 0.0)
         work[unwoken, :, WAKE_UP_DELAY] = 0.0
         return Costs(work, transfer[kept_tasks], wire[kept_tasks], size[kept_tasks])
 

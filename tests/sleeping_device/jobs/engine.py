@@ -135,8 +135,8 @@ def asked() -> dict[str, Any]:
 
 
 def day() -> dict[str, Any]:
-    """A communication of 0.125 ms every ten minutes; the host is ahead of the last one. Ten minutes in floats go in steps
-    of a sixteenth of a ms: a host that takes equally long each time would have all of them rounded alike."""
+    """A communication of 0.125 ms every ten minutes; the host is ahead of the last one. As floats, ten minutes go in
+    steps of a sixteenth of a ms: a host that takes equally long each time would have all of them rounded alike."""
     hooks, spans = Hooks(), Spans()
     hooks.subscribe(spans)
     lane = CudaLane("gradients", hooks)

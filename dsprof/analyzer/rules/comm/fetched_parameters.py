@@ -4,6 +4,7 @@ are scattered together."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -22,7 +23,7 @@ from ...whatif.select import Communications
 from ..base import NotJudged
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
 from .dimensions import Domain, domains, moved_bytes
-from .possible_links import FAR, links_around
+from .possible_links import FAR, links_around, links_of_kinds, rows_of
 from .shards import GATHER, gathers_parameters, is_of_shards
 
 PREFETCH: Final = "stage3_prefetch_bucket_size"
@@ -149,20 +150,22 @@ def _shard_collectives(study: Study, sharded: list[Domain]) -> float:
     )
 
 
-def links_of_shards(domain: Domain) -> dict[str, list[Link]]:
-    """Each group's link, and others that it may as well be. What one group moves may be all of one size: groups of the
-    same ranks share their wires, so what another of them moves tells its latency from its bandwidth."""
-    shards = domain.table[is_of_shards(domain.table)]
-    together, found = fit_link(shards, on_device=domain.on_device), {}
-    for group, table in shards.groupby(shards["group"].astype(str), sort=False):
-        link = fit_link(table, on_device=domain.on_device)
-        larger = FAR * float(table["bytes"].max()) < float(shards["bytes"].max())
+def links_of_shards(domain: Domain) -> dict[Communications, list[Link]]:
+    """The link of each kind of collective of each group, and others that it may as well be. What one group moves may be
+    all of one size: groups of the same ranks share their wires, so what another of them moves tells its latency from
+    its bandwidth."""
+    shards = replace(domain, table=domain.table[is_of_shards(domain.table)])
+    found: dict[Communications, list[Link]] = {}
+    for of, link in links_of_kinds(shards).items():
+        table, of_kind = (shards.table[rows_of(one, shards.table)] for one in (of, replace(of, groups=None)))
+        together = fit_link(of_kind, on_device=domain.on_device)
+        larger = FAR * float(table["bytes"].max()) < float(of_kind["bytes"].max())
         link = together if together.fitted and (larger or not link.fitted) else link
         median = float(table["bytes"].median())
         # What is gathered together is larger than all that was measured: it may be the bytes that take long.
         whole = float(link.transfer_ms(np.array(median)))
         of_bytes = Link(0.0, whole / max(median, 1.0), link.fitted, link.spread)
-        found[str(group)] = [*links_around(link, median), of_bytes]
+        found[of] = [*links_around(link, median), of_bytes]
     return found
 
 
@@ -173,18 +176,16 @@ Change = Callable[[Link, Communications], WhatIf | None]
 def _modelled(sharded: list[Domain], gathered: Change, reduced: Change) -> list[tuple[WhatIfs, WhatIfs]]:
     """Now and then over each of the links that there may be. Transfers of what stays as it is are modelled, too: what
     is under way at once shares the link."""
-    links = {group: around for domain in sharded for group, around in links_of_shards(domain).items()}
+    links = {of: around for domain in sharded for of, around in links_of_shards(domain).items()}
     pairs: list[tuple[WhatIfs, WhatIfs]] = []
     for place in range(max(map(len, links.values()))):
         now: list[WhatIf] = []
         then: list[WhatIf] = []
-        for group, around in links.items():
+        for of, around in links.items():
             link = around[min(place, len(around) - 1)]
-            for kind, change in ((GATHER, gathered), (SCATTER, reduced)):
-                of = Communications(kinds=(kind,), groups=(group,))
-                as_it_is = Merge(of, link, together=1)
-                now.append(as_it_is)
-                then.append(change(link, of) or as_it_is)
+            as_it_is, change = Merge(of, link, together=1), gathered if of.kinds == (GATHER,) else reduced
+            now.append(as_it_is)
+            then.append(change(link, of) or as_it_is)
         pairs.append((tuple(now), tuple(then)))
     return pairs
 

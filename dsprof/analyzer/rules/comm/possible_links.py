@@ -4,11 +4,14 @@ one size, or of far fewer bytes than what is asked about."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
+import pandas as pd
 
+from ...arrays import Bool
 from ...graph.link import Link, fit_link
+from ...whatif.select import Communications
 from .dimensions import GRADIENT, Domain
 
 SLOWEST_MS_PER_BYTE: Final = 1e-5
@@ -21,6 +24,8 @@ IN_MOST: Final = 0.5
 """Of the steps that reduce gradients: what comes in fewer of them does not tell of their link."""
 MOST_APART: Final = 0.25
 """Where other communications tell that gradients take so much more or less than they do, they go another way."""
+Links: TypeAlias = "dict[Communications, Link]"
+"""What is communicated, and the link that it moves over."""
 UNTOLD_LATENCY_MS: Final = 2.0
 """Of a large transfer so much may be latency, where all that were seen are of one size; but at most half of it."""
 
@@ -38,8 +43,7 @@ def link_of_gradients(whole: Domain, gradients: Domain, group: str) -> Link:
         return link
     wider = fit_link(every, on_device=gradients.on_device)
     median = float(mine["bytes"].median())
-    now, then = (float(one.transfer_ms(np.array(median))) for one in (link, wider))
-    return wider if wider.fitted and abs(then - now) <= MOST_APART * now else link
+    return wider if wider.fitted and _agree(link, wider, median) else link
 
 
 def links_of(whole: Domain, part: Domain) -> dict[str, Link]:
@@ -47,6 +51,55 @@ def links_of(whole: Domain, part: Domain) -> dict[str, Link]:
     if set(part.table["purpose"]) != {GRADIENT}:
         return part.links()
     return {group: link_of_gradients(whole, part, group) for group in part.groups}
+
+
+def rows_of(of: Communications, table: pd.DataFrame) -> Bool:
+    """Which rows of a table of collectives are among these."""
+    found = np.ones(len(table), bool)
+    for wanted, value in ((of.groups, table["group"]), (of.purposes, table["purpose"])):
+        if wanted is not None:
+            found &= value.isin(wanted).to_numpy(bool)
+    if of.kinds is not None:
+        found &= (table["name"].astype(str) + " " + table["purpose"].astype(str)).isin(of.kinds).to_numpy(bool)
+    return found
+
+
+def links_of_kinds(domain: Domain) -> Links:
+    """Of each process group and kind of collective. For as large a tensor each kind may put other bytes on the wire: a
+    reduce-scatter of gloo moves twice what a gather does. What is all of one size tells no latency: it is that of all
+    kinds, where one line fits them, or else of the one that most are of whose sizes tell it."""
+    found: Links = {}
+    for group in domain.groups:
+        table = domain.of_group(group)
+        kinds = {
+            f"{name} {purpose}": table.take(places)
+            for (name, purpose), places in table.groupby(["name", "purpose"], sort=False).indices.items()
+        }
+        own = {kind: fit_link(of_kind, on_device=domain.on_device) for kind, of_kind in kinds.items()}
+        together = fit_link(table, on_device=domain.on_device)
+        fitted = [kind for kind, link in own.items() if link.fitted]
+        most = max(fitted, key=lambda kind: len(kinds[kind]), default=None)
+        for kind, link in own.items():
+            size = float(kinds[kind]["bytes"].median())
+            if not link.fitted and together.fitted and _agree(link, together, size):
+                link = together
+            elif not link.fitted and most is not None:
+                link = with_latency(link, own[most].latency_ms, size)
+            found[Communications(kinds=(kind,), groups=(group,))] = link
+    return found
+
+
+def _agree(link: Link, other: Link, size: float) -> bool:
+    """Whether two links tell about the same of what has so many bytes."""
+    now, then = (float(one.transfer_ms(np.array(size))) for one in (link, other))
+    return abs(then - now) <= MOST_APART * now
+
+
+def with_latency(link: Link, latency_ms: float, size: float) -> Link:
+    """The same time for `size` bytes, of which so much is latency."""
+    whole = float(link.transfer_ms(np.array(size)))
+    latency = min(latency_ms, whole)
+    return replace(link, latency_ms=latency, ms_per_byte=(whole - latency) / max(size, 1.0), fitted=True)
 
 
 def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
@@ -58,8 +111,12 @@ def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
     ]
     if not link.fitted:  # all of one size: of small ones it may be the bytes that take long, of large ones latency
         links.append(by_bytes(link, size) if link.latency_ms > 0 else by_latency(link, size))
-    elif most > FAR * link.largest:
-        links.append(beyond(link))
+    else:
+        if most > FAR * link.largest:
+            links.append(beyond(link))
+        whole = float(link.transfer_ms(np.array(size)))
+        if 0 < link.latency_ms <= link.spread * whole:  # less than the fit misses: it may as well be their bytes
+            links.append(replace(link, latency_ms=0.0, ms_per_byte=whole / max(size, 1.0)))
     return links
 
 

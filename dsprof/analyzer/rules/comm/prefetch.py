@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from ...effect import Effect, WhatIfs
@@ -16,7 +17,8 @@ from ...whatif.prefetched import Prefetched
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, at, code_fix, gains_tried
 from .dimensions import Domain, waited_ms
-from .shards import GATHER, KINDS
+from .possible_links import links_of_kinds
+from .shards import GATHER, is_of_shards
 
 AHEAD: Final = (1, 2)
 """So many gathers ahead are tried."""
@@ -63,11 +65,8 @@ def waiting_for_gathers(study: Study, domain: Domain, gain: Gain, fix: Fix | Non
 def _gathered(domain: Domain, ahead: int) -> WhatIfs:
     """Gathers issued so many ahead. Transfers are modelled, even where nothing is moved: what is under way at once
     shares the link."""
-    of_shards = domain.of("parameter", "gradient")
-    changes: list[WhatIf] = [
-        Merge(Communications(kinds=KINDS, groups=(group,)), link, together=1)
-        for group, link in of_shards.links().items()
-    ]
+    of_shards = replace(domain, table=domain.table[is_of_shards(domain.table)])
+    changes: list[WhatIf] = [Merge(of, link, together=1) for of, link in links_of_kinds(of_shards).items()]
     if ahead:
         changes.append(Prefetched(Communications(kinds=(GATHER,), groups=domain.groups), ahead))
     return tuple(changes)

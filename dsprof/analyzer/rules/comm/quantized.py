@@ -16,6 +16,7 @@ from ...whatif import WhatIf
 from ..base import NotJudged
 from .deepspeed_config import is_own_engine, need_zero
 from .dimensions import GRADIENT, moved_bytes
+from .possible_links import links_of_kinds
 from .volume import formats, of_replicas, with_fewer_bytes
 
 PACK_BETWEEN: Final = (0.5, 2.0)
@@ -88,7 +89,7 @@ def _of_packed(study: Study, packed: _Packed) -> Effect:
     def fewer(certain: bool) -> WhatIfs:
         found: list[WhatIf] = []
         for whole, part in domains:  # a group's link is told by all that it moves
-            links = {group: link for group, link in whole.links().items() if group in part.groups}
+            links = {of: link for of, link in links_of_kinds(whole).items() if set(of.groups or ()) <= {*part.groups}}
             found += with_fewer_bytes(part, links, certain, times, (packed.purpose,))
         return tuple(found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -13,15 +13,16 @@ import pandas as pd
 from ...align.groups import REPLICATE
 from ...effect import Effect, WhatIfs
 from ...finding import Evidence, Finding, Fix, Gain
-from ...graph.link import Link, fit_link
+from ...graph.link import Link
 from ...graph.step_graph import SHARDING_PART
 from ...study import Study, once
 from ...text import count, size
+from ...whatif.communications import BY_BYTES
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, NotJudged, at, code_fix, gains_tried
 from .dimensions import Domain, domains, moved_bytes, waited_ms
-from .possible_links import links_around
+from .possible_links import links_around, links_of_kinds
 
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
@@ -90,14 +91,8 @@ class _ShardUnits:
     host_ms: float
 
     def links(self) -> dict[Communications, Link]:
-        """What is merged, by group, and over which link it moves."""
-        groups = self.table["group"].astype(str)
-        found = {
-            Communications(kinds=KINDS, groups=(group,)): fit_link(
-                self.table[groups == group], on_device=self.domain.on_device
-            )
-            for group in dict.fromkeys(groups)
-        }
+        """What is merged, by group and kind, and over which link it moves."""
+        found = links_of_kinds(replace(self.domain, table=self.table))
         for domain in self.replicas:
             for group, link in domain.links().items():
                 found[Communications(kinds=(OF_REPLICAS,), groups=(group,))] = link
@@ -115,24 +110,26 @@ def small_shards(
     """
     units = _units(study, domain, replicas)
     table, a_step, worked, host_ms = units.table, units.a_step, units.worked_ms, units.host_ms
-    link = fit_link(table)
+    latency_ms = float(np.median([link.latency_ms for link in units.links().values()]))
     best = max(_merges(study, units, by_key), key=lambda merged: merged.gain.ms, default=None)
     if best is None or best.gain.ms < LEAST_SHARE * study.step_ms:
         return []
-    saved_ms = a_step * (1 - 1 / best.together) * link.latency_ms if study.on_gpu else best.alone.ms
+    saved_ms = a_step * (1 - 1 / best.together) * latency_ms if study.on_gpu else best.alone.ms
     if saved_ms < MOSTLY * best.gain.ms:
         return []  # it is that they are gathered earlier that gains: comm.exposed
     median = float(table["bytes"].median())
     evidence = (
         Evidence("all-gathers and reduce-scatters a step", round(a_step), "count", round(a_step / best.together)),
         Evidence("median size", round(median / 1024, 1), "KiB"),
-        Evidence("latency of one", round(link.latency_ms, 4), "ms"),
+        Evidence("latency of one", round(latency_ms, 4), "ms"),
         Evidence("work for the units a step", round(worked, 3), "ms")
         if worked
         else Evidence("host time to issue one", round(host_ms, 4), "ms"),
         Evidence("exposed communication a step", round(waited_ms(study, domain), 3), "ms", 0.0),
     )
-    title = f"{a_step:.0f} all-gathers and reduce-scatters a step (median {size(median)}) are bound by latency"
+    bound = all(link.latency_ms > BY_BYTES * link.transfer_ms(np.array(median)) for link in units.links().values())
+    title = f"{a_step:.0f} all-gathers and reduce-scatters a step (median {size(median)}) "
+    title += "are bound by latency" if bound else "take latency, and work for each unit"
     where = domain.where(study, "all_gather")
     return [Finding("comm.small-messages", title + domain.inside, "info", where, evidence, best.gain, best.fixes)]
 

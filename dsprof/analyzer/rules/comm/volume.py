@@ -13,7 +13,6 @@ from ... import signals
 from ...align.groups import PARAMETER, PP, REPLICATE, TP
 from ...effect import Effect, WhatIfs
 from ...finding import NOTHING, Evidence, Finding, Fix, Gain
-from ...graph.link import Link
 from ...price.calibration import ModelError
 from ...price.effects import effect_gains, part_of_cores
 from ...study import Study, once
@@ -26,7 +25,15 @@ from ..rule import Look, Rule
 from .ddp_buckets import best_division
 from .dimensions import GRADIENT, Domain, domains, moved_bytes, need_every_rank, waited_ms
 from .fewer_bytes import compression_fix, micro_batches_fix, short_shards_fix
-from .possible_links import SLOWEST_WIRE_MS_PER_BYTE, by_bytes, links_of, untold_latency_ms
+from .possible_links import (
+    SLOWEST_WIRE_MS_PER_BYTE,
+    Links,
+    by_bytes,
+    links_of,
+    links_of_kinds,
+    rows_of,
+    untold_latency_ms,
+)
 from .redundant_reduce import repeated_reductions
 from .shards import gathers_parameters
 from .slow_link import slow_links
@@ -62,7 +69,7 @@ class _Volume:
     left_ms: float
     moved_bytes: float
     wire_ms: float
-    links: Mapping[str, Link]
+    links: Links
     ddp: Mapping[str, Any] | None
 
     @property
@@ -95,13 +102,14 @@ def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
     waited = waited_ms(study, domain)
     if waited < DOMINATES * study.step_ms or any(one.domain is whole for one in slow_links(study)):
         return None
-    table, links = domain.table, links_of(whole, domain)
+    table, links = domain.table, _links(whole, domain)
     if not (table["bytes"] > 0).any():
         raise NotJudged("how many bytes the collectives move that ranks wait for was not captured")
-    groups = table["group"].astype(str)
     ranks = table["ranks"].to_numpy(np.float64)
     a_rank = len(study.step_numbers) * max(len(study.ranks), 1)
-    per_byte = groups.map({group: link.ms_per_byte for group, link in links.items()}).to_numpy(np.float64)
+    per_byte = np.zeros(len(table))
+    for of, link in links.items():
+        per_byte[rows_of(of, table)] = link.ms_per_byte
     sizes = table["bytes"].to_numpy(np.float64)
     taken = float((table["alone_ns"].to_numpy(np.float64) * ranks).sum()) / 1e6 / a_rank
     wire = float((sizes * per_byte * ranks).sum()) / a_rank
@@ -111,6 +119,13 @@ def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
     if left < DOMINATES * study.step_ms:
         return None
     return _Volume(domain, waited, left, moved_bytes(study, domain.table), wire, links, ddp)
+
+
+def _links(whole: Domain, part: Domain) -> Links:
+    """Of what a part of a dimension communicates: of shards each kind has its own, which differ."""
+    if gathers_parameters(part):
+        return links_of_kinds(part)
+    return {Communications(groups=(group,)): link for group, link in links_of(whole, part).items()}
 
 
 def _left_ms(study: Study, domain: Domain, waited: float, taken: float) -> tuple[float, Mapping[str, Any] | None]:
@@ -197,7 +212,7 @@ def _reduced_again(study: Study) -> list[Domain]:
 
 def _short_numbers(
     study: Study,
-    parts: Sequence[tuple[Domain, Mapping[str, Link]]],
+    parts: Sequence[tuple[Domain, Links]],
     purposes: tuple[str, ...],
     *,
     again: Sequence[Domain] = (),
@@ -205,7 +220,7 @@ def _short_numbers(
 ) -> Effect:
     """Numbers of half the size travel for these purposes in these dimensions, each with all that it moves of gradients
     and parameters. again: dimensions in which what was reduced there is reduced once more, as it is."""
-    every = [*parts, *((part, part.links()) for part in again)]
+    every = [*parts, *((part, links_of_kinds(part)) for part in again)]
 
     def halved(certain: bool) -> WhatIfs:
         return tuple(one for part, links in every for one in with_fewer_bytes(part, links, certain, purposes=purposes))
@@ -216,9 +231,9 @@ def _short_numbers(
         # Inside of a host cores move and add the bytes: as many bytes of short numbers take twice as long.
         least: list[WhatIf] = []
         for part, links in every:
-            for group, link in links.items():
+            for of, link in links.items():
                 cores = part_of_cores(study, link.ms_per_byte) if part in inside else 0.0
-                least += with_fewer_bytes(part, {group: link}, True, 2 / (1 + cores), purposes)
+                least += with_fewer_bytes(part, {of: link}, True, 2 / (1 + cores), purposes)
         others.append(((), tuple(least)))
     if not study.on_gpu and any(
         not link.fitted and link.latency_ms > 0 for _, links in every for link in links.values()
@@ -227,10 +242,10 @@ def _short_numbers(
         most: list[WhatIf] = []
         for part, links in every:
             slow = {
-                group: link
+                of: link
                 if link.fitted or link.latency_ms <= 0
-                else by_bytes(link, float(part.of_group(group)["bytes"].median()), SLOWEST_WIRE_MS_PER_BYTE)
-                for group, link in links.items()
+                else by_bytes(link, _median_bytes(of, part), SLOWEST_WIRE_MS_PER_BYTE)
+                for of, link in links.items()
             }
             most += with_fewer_bytes(part, slow, True, purposes=purposes)
         others.append(((), tuple(most)))
@@ -239,6 +254,11 @@ def _short_numbers(
         "comm.volume", halved(True), others=tuple(others), costs_ms=cast_bytes * CAST_MS_PER_BYTE,
         costs_between=CAST_BETWEEN, counts_cores=True, notes=(note,) if note else (),
     )  # fmt: skip
+
+
+def _median_bytes(of: Communications, domain: Domain) -> float:
+    """NaN where the domain has none of these."""
+    return float(domain.table["bytes"][rows_of(of, domain.table)].median())
 
 
 def _cast_bytes(study: Study, part: Domain, purposes: tuple[str, ...]) -> float:
@@ -252,21 +272,22 @@ def _cast_bytes(study: Study, part: Domain, purposes: tuple[str, ...]) -> float:
 
 
 def with_fewer_bytes(
-    domain: Domain, links: Mapping[str, Link], certain: bool, times: float = 2.0,
+    domain: Domain, links: Links, certain: bool, times: float = 2.0,
     purposes: tuple[str, ...] = (GRADIENT, PARAMETER),
 ) -> list[WhatIf]:  # fmt: skip
     """What moves for these purposes has so many times fewer bytes. certain: transfers are divided as they were fitted;
     else as much of them as may be is latency."""
     found: list[WhatIf] = []
-    median = float(domain.table["bytes"].median())
-    for group, link in links.items():
+    for of, link in links.items():
+        median = _median_bytes(of, domain)
+        if np.isnan(median):
+            continue
         latency, whole = link.latency_ms, float(link.transfer_ms(np.array(median)))
         if not certain:
             more = link.spread * latency if link.fitted else untold_latency_ms(whole)
             latency = min(latency + more, whole)
         divided = replace(link, latency_ms=latency, ms_per_byte=(whole - latency) / max(median, 1.0))
-        of = Communications(purposes=purposes, groups=(group,))
-        found.append(ScaleLink(bandwidth=times, of=of, link=divided))
+        found.append(ScaleLink(bandwidth=times, of=replace(of, purposes=purposes), link=divided))
     return found
 
 
@@ -291,7 +312,7 @@ def with_short_gradients(study: Study) -> Effect:
         raise NotJudged("no collective was seen to carry gradients")
     if not _whole(study, [part for _, part in both], (GRADIENT,)):
         raise NotJudged(f"gradients {SHORT}")
-    return _short_numbers(study, [(part, links_of(whole, part)) for whole, part in both], (GRADIENT,))
+    return _short_numbers(study, [(part, _links(whole, part)) for whole, part in both], (GRADIENT,))
 
 
 def with_short_shards(study: Study, *purposes: str, note: str = "") -> Effect:
@@ -306,7 +327,7 @@ def with_short_shards(study: Study, *purposes: str, note: str = "") -> Effect:
     again = _reduced_again(study) if GRADIENT in whole else []
     if again and GRADIENT not in _whole(study, again, (GRADIENT,)):
         raise NotJudged(f"gradients that replicas reduce {SHORT}")
-    return _short_numbers(study, [(part, part.links()) for part in parts], whole, again=again, note=note)
+    return _short_numbers(study, [(part, links_of_kinds(part)) for part in parts], whole, again=again, note=note)
 
 
 def _whole(study: Study, parts: Sequence[Domain], purposes: tuple[str, ...]) -> tuple[str, ...]:

@@ -89,9 +89,10 @@ def _without_shards(study: Study, more: WhatIfs) -> Effect:
     for place in range(most):
         now: list[WhatIf] = []
         then: list[WhatIf] = list(more)
-        for of_groups in links.values():
-            for group, around in of_groups.items():
-                gathers = Communications(kinds=(GATHER,), groups=(group,))
+        for of_kinds in links.values():
+            for gathers, around in of_kinds.items():
+                if gathers.kinds != (GATHER,):
+                    continue
                 link = around[min(place, len(around) - 1)]
                 now.append(Merge(gathers, link, together=1))
                 then.append(FetchedBy(gathers, link, GatheredWhole(), item_bytes(study)))
