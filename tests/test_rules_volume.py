@@ -65,6 +65,7 @@ def test_turning_the_knob_saves_what_the_fix_says() -> None:
     (row,) = ask(study(trace), [[turned("ddp.comm_hook", "bf16", "RUN")]]).rows
     assert row.gain is not None
     assert row.gain.ms == pytest.approx(told.ms, rel=0.02)
+    assert any("fp16 is always taken" in note for note in row.notes)  # the made-up ranks train on a CPU
 
 
 def test_on_one_host_only_fewer_reductions_are_sure_to_help() -> None:

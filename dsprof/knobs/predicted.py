@@ -44,6 +44,9 @@ from .structures import STRUCTURES
 
 OF_PIPELINES: Final = ("pipeline.", "pipelining.")
 HALF: Final = ("bf16", "fp16", "bfloat16", "float16")
+NO_BF16_HOOK: Final = (
+    "torch takes its hook for bfloat16 only where it is built with CUDA and NCCL, or XPU and XCCL; fp16 is always taken"
+)
 NO_HALF: Final = f"numbers of half the size are predicted, {' or '.join(HALF)}, and not {{}}"
 OPTIMIZER: Final = "optimizer.type"
 FREEZE_STEP: Final = "optimizer.params.freeze_step"
@@ -88,7 +91,10 @@ def _comm_hook(study: Study, value: Any) -> Effect:
         raise NotJudged(NO_HALF.format(value))
     if not study.facts.get("ddp"):
         raise NotJudged("no DistributedDataParallel was seen in this run")
-    return with_short_gradients(study)
+    effect = with_short_gradients(study)
+    if value == "bf16" and not study.on_gpu:
+        effect = replace(effect, notes=(*effect.notes, NO_BF16_HOOK))
+    return effect
 
 
 def _computes_in(study: Study, key: str, value: Any, beside: Mapping[str, Any]) -> Effect:
