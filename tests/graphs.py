@@ -94,7 +94,7 @@ def steps_of(
         structure=structure,
         numbers=np.arange(steps),
         costs=Costs(parts, column(transfers), column(wires), column(sizes or [1.0] * len(tasks))),
-        measured=Measured(np.zeros((outside, steps)), np.zeros((segments, steps)), np.zeros((len(tasks), steps))),
+        measured=Measured(np.zeros((outside, steps)), np.zeros((segments, steps)), *np.zeros((2, len(tasks), steps))),
     )
 
 

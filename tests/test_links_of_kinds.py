@@ -11,7 +11,7 @@ from dsprof.analyzer.graph.link import Link
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import WAKE_UP_DELAY, StepGraph, Task
 from dsprof.analyzer.rules.comm.dimensions import Domain
-from dsprof.analyzer.rules.comm.possible_links import Links, links_around, links_of_kinds, rows_of
+from dsprof.analyzer.rules.comm.possible_links import Links, links_around, links_of_kinds, with_latency
 from dsprof.analyzer.whatif import WhatIf, apply
 from dsprof.analyzer.whatif.communications import ScaleLink
 from dsprof.analyzer.whatif.merge import Merge
@@ -57,80 +57,106 @@ def test_another_kind_tells_the_latency_of_what_is_all_of_one_size() -> None:
     assert not of_kind(alone, *SCATTER).fitted
 
 
-def test_which_rows_are_meant() -> None:
-    table = domain((GATHER, MB, 1), (SCATTER, MB, 1), (LOSS, 4, 1)).table
-    assert rows_of(Communications(), table).all()
-    assert set(table["name"][rows_of(Communications(kinds=("all_gather parameter",)), table)]) == {"all_gather"}
-    assert set(table["name"][rows_of(Communications(purposes=("gradient", "loss")), table)]) == {
-        "reduce_scatter", "all_reduce",
-    }  # fmt: skip
-    assert not rows_of(Communications(groups=("1",)), table).any()
+@pytest.mark.parametrize(("latency_ms", "then"), [(0.2, 0.2), (0.9, 0.0)])
+def test_most_of_what_takes_long_is_no_borrowed_latency(latency_ms: float, then: float) -> None:
+    link = with_latency(Link(0.0, 1 / MB, False), latency_ms, MB)
+    assert link.latency_ms == pytest.approx(then)
+    assert link.fitted == (then > 0)
+    assert link.transfer_ms(np.array(MB)) == pytest.approx(1.0)
+
+
+def test_how_large_those_are_that_are_meant() -> None:
+    moved = domain((GATHER, MB, 1), (SCATTER, 3 * MB, 1), (LOSS, 4, 1))
+    assert moved.median_bytes(Communications()) == MB
+    assert moved.median_bytes(Communications(kinds=("reduce_scatter gradient",))) == 3 * MB
+    assert moved.median_bytes(Communications(purposes=("gradient",))) == 3 * MB
+    assert np.isnan(moved.median_bytes(Communications(groups=("1",))))
 
 
 def test_a_latency_below_what_the_fit_misses_may_be_the_bytes() -> None:
-    link = Link(2.0, 25 / MB, True, spread=0.1)
+    link = Link(2.0, 25 / MB, True, spread=0.1, largest=2 * MB)
     *_, of_bytes = links_around(link, 2 * MB)
+    assert links_around(link, 2 * MB, 16 * MB)[:-1] == links_around(link, 2 * MB)  # the last is of larger ones only
     assert of_bytes.latency_ms == 0
     assert of_bytes.transfer_ms(np.array(2 * MB)) == pytest.approx(link.transfer_ms(np.array(2 * MB)))
     assert all(one.latency_ms > 0 for one in links_around(link, 0.1 * MB))
 
 
-def unequal(kind: str, late_ms: float = 15.0) -> StepGraph:
-    """Two ranks wait for two communications one after the other, each of which the first rank has after 38 ms and the
-    second one so much later."""
-    gradient = kind == "reduce_scatter gradient"
-    tasks = [Task("0", kind, gradient=gradient)] * 2
-    steps = steps_of(["1 I0 0 W0 10 I1 0 W1 10"] * 2, (38.0, 38.0), tasks, sizes=(2 * MB, 2 * MB))
+def unequal(program: str, late_ms: float = 15.0, besides_ms: float = 0.0, kinds: tuple[str, ...] = ()) -> StepGraph:
+    """Two ranks of this program, whose two communications the first rank has after 38 ms, and the second one so much
+    later; besides, that one is woken so late."""
+    named = [Task("0", kind, gradient="gradient" in kind) for kind in kinds or ("all_gather parameter",) * 2]
+    steps = steps_of([program] * 2, (38.0, 38.0), named, sizes=(2 * MB, 2 * MB))
     second = steps.structure.of_thread(1)
-    for segment in sorted(set(steps.structure.waits[:, 1].tolist())):
+    for task, segment in steps.structure.waits.tolist():
         if second.start <= segment < second.stop:
-            steps.work[segment, :, WAKE_UP_DELAY] = late_ms
+            steps.work[segment, :, WAKE_UP_DELAY] = steps.began[segment] = late_ms + besides_ms
+            steps.last[task] = late_ms
     return graph_of(steps, follow=False)
 
 
 def duration(graph: StepGraph, *whatifs: WhatIf) -> float:
+    """The mean of both ranks, ms."""
     return float(replay(apply(graph, whatifs)).durations[0])
 
 
 LINK = Link(1.0, 26 / MB, True)  # 53 ms of 2 MB: as long as the second rank waits
+BY_BYTES = Link(0.0, 53 / (2 * MB), True)
+GATHERS, SCATTERS = (Communications(kinds=(" ".join(kind),)) for kind in (GATHER, SCATTER))
+IN_TURN, TOGETHER = "1 I0 0 W0 10 I1 0 W1 10", "1 I0 1 I1 0 W0,1 10"
 
 
 @pytest.mark.parametrize("late_ms", [0.0, 5.0, 15.0])
 def test_a_transfer_that_is_modelled_ends_once(late_ms: float) -> None:
     """Whatever the second rank waits for longer than the first is not waited for once more behind the modelled
     transfer."""
-    gathers = unequal("all_gather parameter", late_ms)
-    assert duration(gathers) == pytest.approx(1 + 38 + late_ms + 10 + 38 + late_ms / 2 + 10)  # the mean of both
-    of = Communications(kinds=("all_gather parameter",))
-    assert duration(gathers, Merge(of, LINK, together=1)) == pytest.approx(1 + 2 * (53 + 10))
-    assert duration(gathers, Merge(of, LINK, together=2)) == pytest.approx(1 + 1 + 104 + 2 * 10)
+    gathers = unequal(IN_TURN, late_ms)
+    assert duration(gathers) == pytest.approx(1 + 38 + late_ms + 10 + 38 + late_ms / 2 + 10)
+    assert duration(gathers, Merge(GATHERS, LINK, together=1)) == pytest.approx(1 + 2 * (53 + 10))
+    assert duration(gathers, Merge(GATHERS, LINK, together=2)) == pytest.approx(1 + 1 + 104 + 2 * 10)
 
 
-def test_who_is_woken_late_besides_still_is() -> None:
-    gathers = unequal("all_gather parameter", 18.0)
-    merged = Merge(Communications(kinds=("all_gather parameter",)), LINK, together=1)
-    assert duration(gathers, merged) == pytest.approx(1 + 53 + 3 + 10 + 53 + 1.5 + 10)
+@pytest.mark.parametrize("ms_per_mb", [10.0, 26.0, 60.0])
+def test_who_is_woken_late_besides_still_is_over_any_link(ms_per_mb: float) -> None:
+    merged = Merge(GATHERS, Link(1.0, ms_per_mb / MB, True), together=1)
+    took = 1 + 2 * ms_per_mb
+    assert duration(unequal(IN_TURN, 15.0, 3.0), merged) == pytest.approx(1 + took + 3 + 10 + took + 1.5 + 10)
+
+
+def test_what_two_kinds_have_in_common_goes_once() -> None:
+    """One wait for a gather and a scatter, which were both there after 15 of the 18 ms."""
+    both = unequal(TOGETHER, 15.0, 3.0, kinds=("all_gather parameter", "reduce_scatter gradient"))
+    merges = [Merge(of, Link(53.0, 0.0, True), together=1) for of in (GATHERS, SCATTERS)]
+    # The two have the link in turn, after a latency of 53 ms each.
+    assert duration(both, *merges) == pytest.approx(1 + 1 + 53 + 1.5 + 10)
 
 
 def test_other_buckets_end_once_too() -> None:
-    steps = steps_of(
-        ["B 1 I0 1 I1 0 W0,1 10"] * 2, (38.0, 38.0), [Task("0", "all_reduce gradient", gradient=True)] * 2,
-        sizes=(2 * MB, 2 * MB),
-    )  # fmt: skip
-    (last,) = {segment for _, segment in steps.structure.waits.tolist() if steps.structure.thread[segment] == 1}
-    steps.work[last, :, WAKE_UP_DELAY] = 15.0
-    graph = graph_of(steps, follow=False)
-    one, two = (duration(graph, Rebucket(sizes, LINK, 0.0)) for sizes in ((4_000_000,), (2_000_000, 2_000_000)))
-    assert one == pytest.approx(2 + 1 + 104 + 10)
-    assert two == pytest.approx(
-        2 + 104 + 10
-    )  # the first begins a ms earlier, and its latency is over when it has moved
+    buckets = unequal(f"B {TOGETHER}", kinds=("all_reduce gradient",) * 2)
+    one, two = (duration(buckets, Rebucket(sizes, LINK, 0.0)) for sizes in ((4_000_000,), (2_000_000, 2_000_000)))
+    assert one == pytest.approx(1 + 1 + 1 + 104 + 10)
+    assert two == pytest.approx(1 + 1 + 104 + 10)  # the first begins a ms earlier
 
 
-def test_half_the_bytes_come_to_the_last_rank_in_half_the_time() -> None:
-    gathers = unequal("all_gather parameter")
-    of = Communications(kinds=("all_gather parameter",))
-    by_bytes = Link(0.0, 53 / (2 * MB), True)
-    half, twice = (duration(gathers, ScaleLink(bandwidth=times, of=of, link=by_bytes)) for times in (2.0, 0.5))
-    assert half == pytest.approx(1 + 26.5 + 10 + 19 + 7.5 / 2 + 10)
-    assert twice == pytest.approx(1 + 106 + 10 + 76 + 30 / 2 + 10)
+@pytest.mark.parametrize("times", [2.0, 0.5])
+def test_half_the_bytes_come_to_the_last_rank_in_half_the_time(times: float) -> None:
+    changed = ScaleLink(bandwidth=times, of=GATHERS, link=BY_BYTES)
+    in_turn, both = duration(unequal(IN_TURN), changed), duration(unequal(TOGETHER), changed)
+    assert in_turn == pytest.approx(1 + 53 / times + 10 + 38 / times + 7.5 / times + 10)
+    assert both == pytest.approx(1 + 1 + 38 / times + 7.5 / times + 10)  # once, though two are waited for
+
+
+def test_a_modelled_transfer_of_half_the_bytes() -> None:
+    """In either order: what was taken out of the wait for the last rank is not there to be halved."""
+    modelled, fewer = Merge(GATHERS, BY_BYTES, together=1), ScaleLink(bandwidth=2.0, of=GATHERS, link=BY_BYTES)
+    for whatifs in ((modelled, fewer), (fewer, modelled)):
+        assert duration(unequal(IN_TURN), *whatifs) == pytest.approx(1 + 2 * (26.5 + 10))
+
+
+def test_no_what_if_writes_to_what_was_measured() -> None:
+    graph = unequal(IN_TURN)
+    before = duration(graph)
+    fewer = ScaleLink(bandwidth=2.0, of=GATHERS, link=BY_BYTES)
+    assert duration(graph, fewer) < before
+    assert duration(graph, fewer, Merge(GATHERS, BY_BYTES, together=1)) < before
+    assert duration(graph) == before

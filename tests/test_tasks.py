@@ -15,7 +15,7 @@ def tasks_with(kinds: np.ndarray[Any, Any], root: np.ndarray[Any, Any]) -> Tasks
     """Of which each needs what `kinds` says."""
     words, numbers = np.full(len(kinds), "", object), np.zeros(len(kinds), np.int64)
     sizes, trees = numbers.astype(float), np.full(len(kinds), None, object)
-    return Tasks(words, words, numbers > 0, numbers, kinds, root, sizes, numbers, numbers, numbers, trees)
+    return Tasks(words, words, numbers > 0, numbers, kinds, root, sizes, numbers, numbers, numbers, numbers, trees)
 
 
 def test_which_are_shared_is_found_once_for_all() -> None:

@@ -100,8 +100,6 @@ def _concat(parts: Sequence[Any], dtype: str) -> Any:
     first = parts[0].dtype
     if any(part.dtype != first for part in parts):
         return pd.concat([pd.Series(part) for part in parts], ignore_index=True).array
-    if isinstance(parts[0], (np.ndarray, pd.arrays.NumpyExtensionArray)):  # the former were joined before
-        return np.concatenate([np.asarray(part) for part in parts])
     return type(parts[0])._concat_same_type(parts)
 
 

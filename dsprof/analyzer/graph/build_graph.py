@@ -259,7 +259,10 @@ class _Builder:
         began = (began_ns - reference) / 1e6
         picks = np.array([[targets[i] for targets in template.targets] for i, _ in template.tasks], np.int64)
         picks = picks.reshape(len(template.tasks), len(steps))
-        ended = (self.tasks.end[picks] - reference) / 1e6 if picks.size else np.zeros(picks.shape)
+        ended, last = (
+            (end[picks] - reference) / 1e6 if picks.size else np.zeros(picks.shape)
+            for end in (self.tasks.end, self.tasks.last)
+        )
         outside = self._outside(template, steps)
         busy, transfer = self._busy(steps), np.empty(picks.shape)
         at_once = max(AT_ONCE // max(structure.segments, 1), 1)
@@ -280,7 +283,7 @@ class _Builder:
                 wire=np.zeros(transfer.shape),
                 size=self.tasks.size[picks] if picks.size else np.zeros(picks.shape),
             ),
-            measured=Measured(outside=outside, began=began, ended=ended),
+            measured=Measured(outside=outside, began=began, ended=ended, last=np.maximum(last, ended)),
         )
 
     def _busy(self, steps: Int) -> dict[str, Float]:

@@ -207,12 +207,14 @@ class Measured:
     of the step; NaN of operations that a what-if has made.
 
     outside: [O, S] when what other steps supply had ended
-    began:   [W, S] when each segment began; `ended`: [C, S] the same of the ends of tasks
+    began:   [W, S] when each segment began
+    ended:   [C, S] when each task had ended on the first rank that waits for it; `last`: on the last one
     """
 
     outside: Float
     began: Float
     ended: Float
+    last: Float
 
 
 @dataclass(frozen=True)
@@ -251,6 +253,10 @@ class Steps:
     @property
     def ended(self) -> Float:
         return self.measured.ended
+
+    @property
+    def last(self) -> Float:
+        return self.measured.last
 
     def with_costs(
         self, *, work: Float | None = None, transfer: Float | None = None, wire: Float | None = None

@@ -36,7 +36,7 @@ class Tasks:
     """The matched table as arrays, a row a task: see `match.COLLECTIVE_COLUMNS`; and after it, each rank's own tasks.
 
     home: index of the step it belongs to; -1: none of the graph's
-    end:  ns, when the first rank saw it end
+    end:  ns, when the first rank saw it end; `last`: when the last one did, of what all ranks wait for all in
     owner: index of the rank whose own it is, -1: ranks share it
     holds_up: of a broadcast along a tree, index of a rank -> of those that its arrival holds up; else None
     """
@@ -49,6 +49,7 @@ class Tasks:
     root: Int
     size: Float
     end: Int
+    last: Int
     home: Int
     owner: Int
     holds_up: npt.NDArray[np.object_]
@@ -113,10 +114,12 @@ def find_tasks(
     np.minimum.at(earliest, target[seen], ended[seen])
     known = earliest < np.iinfo(np.int64).max
     end[known] = np.maximum(earliest[known], collectives["last_ns"].to_numpy(np.int64)[known])
+    of_all = (collectives["needs"] == "all").to_numpy(bool)
+    latest = np.where(of_all, np.maximum(collectives["end_ns"].to_numpy(np.int64), end), end)
     eager = (collectives["needs"] == "eager").to_numpy(bool)
     last, sent = (collectives[name].to_numpy(np.int64) for name in ("last_ns", "root_ns"))
     transferred = np.where(eager, sent, last) + collectives["transfer_ns"].to_numpy(np.int64)
-    end[message] = transferred[message]
+    end[message] = latest[message] = transferred[message]
     lane = collectives["group"].astype(str).to_numpy(object)
     backends = {name: backend_of(name, run) for name in set(lane.tolist())}
     place = {rank: i for i, rank in enumerate(ranks)}
@@ -133,6 +136,7 @@ def find_tasks(
         root=np.array([place.get(int(rank), -1) for rank in collectives["root_rank"].tolist()], np.int64),
         size=collectives["bytes"].to_numpy(np.float64),
         end=end,
+        last=latest,
         home=home[:shared],
         owner=np.full(shared, -1),
         holds_up=_holds_up(collectives, place, run),
@@ -199,6 +203,7 @@ def _of_rank(own: LaneTasks, owner: int, rank: int, home: Int) -> Tasks:
         root=np.full(count, -1),
         size=own.size.astype(np.float64),
         end=own.end,
+        last=own.end,
         home=home,
         owner=np.full(count, owner),
         holds_up=np.full(count, None, object),
@@ -216,6 +221,7 @@ def _flows(flows: Flows, home: Int) -> Tasks:
         root=np.full(count, -1),
         size=np.zeros(count),
         end=flows.end,
+        last=flows.end,
         home=home,
         owner=np.full(count, -1),
         holds_up=np.full(count, None, object),

@@ -278,6 +278,6 @@ class _Program:
         nothing = np.zeros_like(transfer)
         alike = Steps(
             structure, np.arange(count), Costs(work, transfer, nothing, nothing),
-            Measured(np.zeros((0, count)), np.zeros((segments, count)), nothing),
+            Measured(np.zeros((0, count)), np.zeros((segments, count)), nothing, nothing),
         )  # fmt: skip
         return StepGraph.of_one_template(alike)

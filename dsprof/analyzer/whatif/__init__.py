@@ -17,6 +17,7 @@ fetching        parameters of ZeRO's stage 3 gathered by the policy of an engine
 waited_for      communications waited for at another place: at once, or while others are under way
 overlapped_messages  what a pipeline's stages send each other goes beside their computation
 issue_order     in which order a lane takes tasks that are issued elsewhere
+last_end        communications that come to one rank later than to another
 rebucket        gradients in other buckets
 merge           neighbouring collectives in one
 typical         nothing slower than is typical of its kind

@@ -18,7 +18,8 @@ from ..graph.segment_work import copy_work
 from ..graph.shared_link import link_shares_of, sharing_gradients
 from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf, measured
-from .edit import Recut, Restructure, ends_with_the_last, not_woken, with_tasks
+from .edit import Recut, Restructure, not_woken, with_tasks
+from .last_end import scaled
 from .select import Communications
 
 SHORTEST_MS: Final = 1e-9
@@ -33,7 +34,8 @@ class ScaleLink(WhatIf):
     begins to in half the time.
 
     A measured transfer is divided into the two by the line fitted to all of its process group's. Where their sizes are
-    too alike for that, only both together can be changed. link: the line that divides them, where the caller knows one.
+    too alike for that, only both together can be changed. link: the line that divides them, where the caller knows one:
+    it was fitted to when the last rank had it all, who has it earlier or later, too (`last_end`).
     Where gradients that are waited for together shared the link, they share the other one, too (`sharing_gradients`).
     steps: numbers of the steps in which the link is another one; None: in all.
     """
@@ -59,15 +61,11 @@ class ScaleLink(WhatIf):
             return links[group]
 
         pairs = zip_longest(graph.templates, measured(graph).templates[: len(graph.templates)])
-        return graph.with_templates(
-            tuple(
-                self._scaled(steps, was if was is not None and was.structure is steps.structure else None, link_of)
-                for steps, was in pairs
-            )
-        )
+        return graph.with_templates(tuple(self._scaled(steps, origin, link_of) for steps, origin in pairs))
 
-    def _scaled(self, steps: Steps, was: Steps | None, link_of: Callable[[str], Link]) -> Steps:
-        """was: the same steps as they were measured; None: they consist of other operations."""
+    def _scaled(self, steps: Steps, origin: Steps | None, link_of: Callable[[str], Link]) -> Steps:
+        """origin: the same steps as they were measured."""
+        was = origin if origin is not None and origin.structure is steps.structure else None
         chosen = self.of.of(steps.structure)
         when = np.ones(len(steps.numbers), bool) if self.steps is None else np.isin(steps.numbers, [*self.steps])
         if not len(chosen) or not when.any():
@@ -76,6 +74,7 @@ class ScaleLink(WhatIf):
         a_byte, alike = 1 / self.bandwidth, math.isclose(self.latency, 1 / self.bandwidth)
         divided = [c for c in chosen.tolist() if not (alike or steps.structure.tasks[c].linked)]
         links = {c: self._link(steps.structure.tasks[c], link_of) for c in divided}
+        times: dict[int, Float] = {}  # as long as now does what moves take
         shares = self._shares(was, links) if was is not None and self.steps is None else {}
         for c in chosen.tolist():
             if c not in links:  # both parts change alike, or each is known
@@ -85,25 +84,20 @@ class ScaleLink(WhatIf):
             of_bytes = steps.size[c] * links[c].ms_per_byte
             fixed = transfer[c] * links[c].latency_ms / np.maximum(links[c].latency_ms + of_bytes, SHORTEST_MS)
             rest = (transfer[c] - fixed) * a_byte
+            times[c] = np.where(when, (fixed * self.latency + rest) / np.maximum(transfer[c], SHORTEST_MS), 1.0)
             if c in shares:
                 transfer[c], wire[c] = fixed * self.latency, rest * shares[c]
             else:
                 transfer[c, when] = (fixed * self.latency + rest)[when]
         structure = steps.structure.with_shared_link(tuple(shares)) if shares else steps.structure
-        work = None if self.link is None else self._woken(steps, [*links], transfer + wire)
+        later = scaled(steps, times) if self.link is not None else {}
+        if not later:
+            return replace(steps, structure=structure).with_costs(transfer=transfer, wire=wire)
+        # Any work but the measured one was copied for this graph (`apply` begins at the measured one).
+        work = copy_work(steps.work) if origin is None or steps.work is origin.work else steps.work
+        for segment, ms in later.items():
+            work[segment, :, WAKE_UP_DELAY] += ms
         return replace(steps, structure=structure).with_costs(work=work, transfer=transfer, wire=wire)
-
-    def _woken(self, steps: Steps, tasks: list[int], took: Float) -> Float:
-        """The work of steps in which these tasks take so long, [C, S] ms: for how much longer what they move takes to
-        come to the last rank changes as much."""
-        assert self.link is not None
-        work = copy_work(steps.work)
-        for c in tasks:
-            segments, later = ends_with_the_last(steps, [c], self.link)
-            times = took[c] / np.maximum(steps.transfer[c] + steps.wire[c], SHORTEST_MS)
-            late = work[segments, :, WAKE_UP_DELAY]
-            work[segments, :, WAKE_UP_DELAY] = late + np.minimum(later, late) * (times - 1)
-        return work
 
     @staticmethod
     def _shares(was: Steps, links: Mapping[int, Link]) -> dict[int, Float]:

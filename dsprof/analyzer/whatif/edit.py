@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Float, Int
-from ..graph.link import Link
+from ..arrays import Int
 from ..graph.step_graph import Costs, CrossStepEdges, Edges, Measured, StepGraph, Steps, Structure
 
 GONE: Final = -1
@@ -65,20 +64,6 @@ def not_woken(structure: Structure, gone: Int) -> Int:
     return np.setdiff1d(waits[of_gone, 1], waits[~of_gone, 1])
 
 
-def ends_with_the_last(steps: Steps, tasks: Sequence[int], link: Link) -> tuple[Int, Float]:
-    """Segments that wait for these tasks, [K], and by how much less late each is woken, [K, S] ms, where the transfers
-    are modelled over `link`. A measured transfer ends when the first rank goes on, and for how much longer it takes to
-    come to the others, these count as woken late. A link is fitted to when the last rank had it all."""
-    chosen, waits = np.array(tasks, np.int64), steps.structure.waits
-    of_chosen = waits[np.isin(waits[:, 0], chosen)]
-    modelled = link.transfer_ms(steps.size[of_chosen[:, 0]])
-    later = np.maximum(modelled - steps.transfer[of_chosen[:, 0]], 0.0)
-    segments, place = np.unique(of_chosen[:, 1], return_inverse=True)
-    found = np.zeros((len(segments), len(steps.numbers)))
-    np.maximum.at(found, place, later)
-    return segments, found
-
-
 class Restructure:
     """A change of the structure of each template, made once for each structure: graphs that differ in their costs only
     have the same structure afterwards, too, and are replayed together."""
@@ -122,7 +107,8 @@ def followed_by(steps: Steps, first: Recut, then: Callable[[Steps], Recut | None
 def _steps(steps: Steps, new: Recut) -> Steps:
     segments, tasks = new.structure.segments, len(new.structure.tasks)
     was, count = steps.structure, len(steps.numbers)
-    began, ended = np.full((segments, count), np.nan), np.full((tasks, count), np.nan)
+    began = np.full((segments, count), np.nan)
+    ended, last = (np.full((tasks, count), np.nan) for _ in range(2))
     segment, task = new.operations[: was.segments], new.operations[was.segments :]
     stays, there = segment != GONE, task != GONE
     # What is still there was measured, unless it is a part of what it was.
@@ -131,8 +117,9 @@ def _steps(steps: Steps, new: Recut) -> Steps:
         new.structure.ids[new.operations[new.operations != GONE]], was.ids
     )
     began[segment[stays]] = np.where(same[segment[stays]][:, None], steps.began[stays], np.nan)
-    ended[task[there] - segments] = np.where(same[task[there]][:, None], steps.ended[there], np.nan)
-    return Steps(new.structure, steps.numbers, new.costs(steps), Measured(steps.outside, began, ended))
+    for now, before in ((ended, steps.ended), (last, steps.last)):
+        now[task[there] - segments] = np.where(same[task[there]][:, None], before[there], np.nan)
+    return Steps(new.structure, steps.numbers, new.costs(steps), Measured(steps.outside, began, ended, last))
 
 
 def _moved(old: CrossStepEdges, edited: list[Recut | None]) -> CrossStepEdges:

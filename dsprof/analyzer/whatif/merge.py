@@ -14,8 +14,9 @@ from ..graph.link import Link
 from ..graph.segment_work import copy_work
 from ..graph.step_graph import SHARDING_PART, WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Structure
 from .apply import Turn, WhatIf
-from .edit import Recut, ends_with_the_last, not_woken, with_tasks
+from .edit import Recut, not_woken, with_tasks
 from .issue_order import in_order_of_issue, issue_edges
+from .last_end import end_with_the_last
 from .rebucket import Division, NotRebucketed
 from .select import Communications
 
@@ -234,8 +235,7 @@ def merged(
         for segment in spared.tolist():
             taken: Float = work[segment].sum(axis=-1)
             work[segment] *= np.clip(1 - host_ms / np.maximum(taken, 1e-9), 0.0, None)[:, None]
-        woken, earlier = ends_with_the_last(steps, every, link)
-        work[woken, :, WAKE_UP_DELAY] = np.maximum(work[woken, :, WAKE_UP_DELAY] - earlier, 0.0)
+        end_with_the_last(steps, every, work)
         work[unwoken, :, WAKE_UP_DELAY] = 0.0
         return Costs(work, transfer[kept_tasks], wire[kept_tasks], size[kept_tasks])
 

@@ -13,9 +13,10 @@ import numpy as np
 from ..arrays import Bool, Float, Int
 from ..graph.link import Link
 from ..graph.segment_work import take_work
-from ..graph.step_graph import PARTS, WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Task
+from ..graph.step_graph import PARTS, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf
-from .edit import GONE, Recut, Restructure, ends_with_the_last, taken
+from .edit import GONE, Recut, Restructure, taken
+from .last_end import end_with_the_last
 
 LEAST_COVERED: Final = 0.5
 """Share of the steps that a division must apply to for what it gains to stand for the run."""
@@ -206,10 +207,7 @@ def recut(
         work = take_work(steps.work, like)
         for was, is_now in made:
             work[is_now] = pieces(steps.work[was])
-        woken, earlier = ends_with_the_last(steps, old, link)
-        there = segment[woken] != GONE
-        at = segment[woken[there]]
-        work[at, :, WAKE_UP_DELAY] = np.maximum(work[at, :, WAKE_UP_DELAY] - earlier[there], 0.0)
+        end_with_the_last(steps, old, work, segment)
         sized = np.repeat(np.array(sizes, np.float64)[:, None], len(steps.numbers), axis=1)
         return Costs(
             work,

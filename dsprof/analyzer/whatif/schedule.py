@@ -36,7 +36,7 @@ def schedule_graph(plan: Plan, cost: Callable[[Action], Float | float], lag: flo
         structure=structure,
         numbers=np.arange(steps),
         costs=Costs(parts, nothing + lag, nothing, nothing),
-        measured=Measured(np.zeros((0, steps)), np.zeros((len(segments), steps)), nothing),
+        measured=Measured(np.zeros((0, steps)), np.zeros((len(segments), steps)), nothing, nothing),
     )
     graph = StepGraph.of_one_template(alike)
     graph.kept[PLAN] = plan

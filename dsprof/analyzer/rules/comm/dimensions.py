@@ -11,11 +11,12 @@ import pandas as pd
 
 from ...align.groups import TENSOR_PARALLEL, Dimension
 from ...align.match import SEND_RECV
-from ...arrays import places
+from ...arrays import Int, places
 from ...columns import RankRows
 from ...finding import Where
 from ...graph.link import Link, fit_link
 from ...study import Study, once
+from ...whatif.select import Communications
 from ..base import NotJudged
 
 GRADIENT: Final = "gradient"
@@ -70,6 +71,25 @@ class Domain:
     def links(self) -> dict[str, Link]:
         """Each group's link, fitted to its own collectives of the table."""
         return {group: fit_link(self.of_group(group), on_device=self.on_device) for group in self.groups}
+
+    @cached_property
+    def kinds(self) -> dict[Communications, Int]:
+        """Of each group and kind of collective, its rows of the table."""
+        every = self.table.groupby(["group", "name", "purpose"], sort=False, observed=True, dropna=False).indices
+        return {
+            Communications(kinds=(f"{name} {purpose}",), groups=(str(group),)): np.asarray(rows, np.int64)
+            for (group, name, purpose), rows in every.items()
+        }
+
+    def median_bytes(self, of: Communications) -> float:
+        """Of those of its collectives that these are; NaN where none is."""
+        purpose = self.table["purpose"].astype(object)
+        chosen = [
+            rows
+            for one, rows in self.kinds.items()
+            if one.meets(of) and (of.purposes is None or purpose.iloc[rows[0]] in of.purposes)
+        ]
+        return float(self.table["bytes"].iloc[np.concatenate(chosen)].median()) if chosen else float("nan")
 
     def of_group(self, group: str) -> pd.DataFrame:
         """The collectives of one of the groups."""

@@ -23,7 +23,7 @@ from ...whatif.select import Communications
 from ..base import NotJudged
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
 from .dimensions import Domain, domains, moved_bytes
-from .possible_links import FAR, links_around, links_of_kinds, rows_of
+from .possible_links import FAR, links_around, links_of_kinds
 from .shards import GATHER, gathers_parameters, is_of_shards
 
 PREFETCH: Final = "stage3_prefetch_bucket_size"
@@ -156,16 +156,21 @@ def links_of_shards(domain: Domain) -> dict[Communications, list[Link]]:
     its bandwidth."""
     shards = replace(domain, table=domain.table[is_of_shards(domain.table)])
     found: dict[Communications, list[Link]] = {}
+    of_kind, together = {}, {}
+    for kind in (GATHER, SCATTER):
+        places = [places for of, places in shards.kinds.items() if of.kinds == (kind,)]
+        of_kind[kind] = shards.table.take(np.concatenate([*places, np.empty(0, np.int64)]))
+        together[kind] = fit_link(of_kind[kind], on_device=domain.on_device)
     for of, link in links_of_kinds(shards).items():
-        table, of_kind = (shards.table[rows_of(one, shards.table)] for one in (of, replace(of, groups=None)))
-        together = fit_link(of_kind, on_device=domain.on_device)
-        larger = FAR * float(table["bytes"].max()) < float(of_kind["bytes"].max())
-        link = together if together.fitted and (larger or not link.fitted) else link
+        table, kind = shards.table.take(shards.kinds[of]), GATHER if of.kinds == (GATHER,) else SCATTER
+        larger = FAR * float(table["bytes"].max()) < float(of_kind[kind]["bytes"].max())
+        link = together[kind] if together[kind].fitted and (larger or not link.fitted) else link
         median = float(table["bytes"].median())
         # What is gathered together is larger than all that was measured: it may be the bytes that take long.
         whole = float(link.transfer_ms(np.array(median)))
         of_bytes = Link(0.0, whole / max(median, 1.0), link.fitted, link.spread)
-        found[of] = [*links_around(link, median), of_bytes]
+        around = links_around(link, median)
+        found[of] = around if of_bytes in around else [*around, of_bytes]
     return found
 
 

@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Final, TypeAlias
 
 import numpy as np
-import pandas as pd
 
-from ...arrays import Bool
 from ...graph.link import Link, fit_link
 from ...whatif.select import Communications
 from .dimensions import GRADIENT, Domain
@@ -24,10 +22,11 @@ IN_MOST: Final = 0.5
 """Of the steps that reduce gradients: what comes in fewer of them does not tell of their link."""
 MOST_APART: Final = 0.25
 """Where other communications tell that gradients take so much more or less than they do, they go another way."""
-Links: TypeAlias = "dict[Communications, Link]"
-"""What is communicated, and the link that it moves over."""
 UNTOLD_LATENCY_MS: Final = 2.0
 """Of a large transfer so much may be latency, where all that were seen are of one size; but at most half of it."""
+
+Links: TypeAlias = dict[Communications, Link]
+"""What is communicated, and the link that it moves over."""
 
 
 def link_of_gradients(whole: Domain, gradients: Domain, group: str) -> Link:
@@ -53,39 +52,26 @@ def links_of(whole: Domain, part: Domain) -> dict[str, Link]:
     return {group: link_of_gradients(whole, part, group) for group in part.groups}
 
 
-def rows_of(of: Communications, table: pd.DataFrame) -> Bool:
-    """Which rows of a table of collectives are among these."""
-    found = np.ones(len(table), bool)
-    for wanted, value in ((of.groups, table["group"]), (of.purposes, table["purpose"])):
-        if wanted is not None:
-            found &= value.isin(wanted).to_numpy(bool)
-    if of.kinds is not None:
-        found &= (table["name"].astype(str) + " " + table["purpose"].astype(str)).isin(of.kinds).to_numpy(bool)
-    return found
-
-
 def links_of_kinds(domain: Domain) -> Links:
     """Of each process group and kind of collective. For as large a tensor each kind may put other bytes on the wire: a
-    reduce-scatter of gloo moves twice what a gather does. What is all of one size tells no latency: it is that of all
-    kinds, where one line fits them, or else of the one that most are of whose sizes tell it."""
+    reduce-scatter of gloo moves twice what a gather does. What is all of one size does not tell its latency from its
+    bandwidth: one line for all kinds of the group does, where it fits, or else the latency is that of the kind with
+    most collectives whose sizes tell it."""
     found: Links = {}
     for group in domain.groups:
-        table = domain.of_group(group)
-        kinds = {
-            f"{name} {purpose}": table.take(places)
-            for (name, purpose), places in table.groupby(["name", "purpose"], sort=False).indices.items()
-        }
-        own = {kind: fit_link(of_kind, on_device=domain.on_device) for kind, of_kind in kinds.items()}
-        together = fit_link(table, on_device=domain.on_device)
-        fitted = [kind for kind, link in own.items() if link.fitted]
-        most = max(fitted, key=lambda kind: len(kinds[kind]), default=None)
-        for kind, link in own.items():
-            size = float(kinds[kind]["bytes"].median())
-            if not link.fitted and together.fitted and _agree(link, together, size):
+        kinds = {of: places for of, places in domain.kinds.items() if of.groups == (group,)}
+        tables = {of: domain.table.take(places) for of, places in kinds.items()}
+        own = {of: fit_link(table, on_device=domain.on_device) for of, table in tables.items()}
+        fitted = [of for of, link in own.items() if link.fitted]
+        most = max(fitted, key=lambda of: len(tables[of]), default=None)
+        together = fit_link(domain.of_group(group), on_device=domain.on_device) if len(own) > len(fitted) else None
+        for of, link in own.items():
+            size = float(tables[of]["bytes"].median())
+            if not link.fitted and together is not None and together.fitted and _agree(link, together, size):
                 link = together
             elif not link.fitted and most is not None:
                 link = with_latency(link, own[most].latency_ms, size)
-            found[Communications(kinds=(kind,), groups=(group,))] = link
+            found[of] = link
     return found
 
 
@@ -96,10 +82,11 @@ def _agree(link: Link, other: Link, size: float) -> bool:
 
 
 def with_latency(link: Link, latency_ms: float, size: float) -> Link:
-    """The same time for `size` bytes, of which so much is latency."""
+    """The same time for `size` bytes, of which so much is latency; as it was where most of it would be that."""
     whole = float(link.transfer_ms(np.array(size)))
-    latency = min(latency_ms, whole)
-    return replace(link, latency_ms=latency, ms_per_byte=(whole - latency) / max(size, 1.0), fitted=True)
+    if latency_ms > whole / 2:
+        return link
+    return replace(link, latency_ms=latency_ms, ms_per_byte=(whole - latency_ms) / max(size, 1.0), fitted=True)
 
 
 def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
@@ -111,12 +98,12 @@ def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
     ]
     if not link.fitted:  # all of one size: of small ones it may be the bytes that take long, of large ones latency
         links.append(by_bytes(link, size) if link.latency_ms > 0 else by_latency(link, size))
-    else:
-        if most > FAR * link.largest:
-            links.append(beyond(link))
-        whole = float(link.transfer_ms(np.array(size)))
-        if 0 < link.latency_ms <= link.spread * whole:  # less than the fit misses: it may as well be their bytes
-            links.append(replace(link, latency_ms=0.0, ms_per_byte=whole / max(size, 1.0)))
+        return links
+    whole = float(link.transfer_ms(np.array(size)))
+    if 0 < link.latency_ms <= link.spread * whole:  # less than the fit misses: it may as well be their bytes
+        links.append(replace(link, latency_ms=0.0, ms_per_byte=whole / max(size, 1.0)))
+    if most > FAR * link.largest:  # the last, so that those of fewer bytes are the first of those of more
+        links.append(beyond(link))
     return links
 
 

@@ -89,8 +89,7 @@ def _of_packed(study: Study, packed: _Packed) -> Effect:
     def fewer(certain: bool) -> WhatIfs:
         found: list[WhatIf] = []
         for whole, part in domains:  # a group's link is told by all that it moves
-            links = {of: link for of, link in links_of_kinds(whole).items() if set(of.groups or ()) <= {*part.groups}}
-            found += with_fewer_bytes(part, links, certain, times, (packed.purpose,))
+            found += with_fewer_bytes(part, links_of_kinds(whole), certain, times, (packed.purpose,))
         return tuple(found)
 
     packing_ms = 0.0

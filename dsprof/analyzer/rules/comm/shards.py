@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -22,7 +23,7 @@ from ...whatif.merge import Merge
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, NotJudged, at, code_fix, gains_tried
 from .dimensions import Domain, domains, moved_bytes, waited_ms
-from .possible_links import links_around, links_of_kinds
+from .possible_links import Links, links_around, links_of_kinds
 
 TOGETHER: Final = (2, 4, 8, 16)
 """Neighbours merged into one, that are tried."""
@@ -90,13 +91,32 @@ class _ShardUnits:
     worked_ms: float
     host_ms: float
 
-    def links(self) -> dict[Communications, Link]:
-        """What is merged, by group and kind, and over which link it moves."""
-        found = links_of_kinds(replace(self.domain, table=self.table))
+    @cached_property
+    def of_shards(self) -> Domain:
+        return replace(self.domain, table=self.table)
+
+    @cached_property
+    def links_of_shards(self) -> Links:
+        """Of each kind that is merged, by group."""
+        return links_of_kinds(self.of_shards)
+
+    @cached_property
+    def links(self) -> Links:
+        """The same, with what replicas reduce."""
+        found = dict(self.links_of_shards)
         for domain in self.replicas:
             for group, link in domain.links().items():
                 found[Communications(kinds=(OF_REPLICAS,), groups=(group,))] = link
         return found
+
+    def latency(self) -> tuple[float, float]:
+        """Of a gather or scatter, the mean: ms, and which part of what it takes."""
+        each = [(len(self.of_shards.kinds[of]), self.of_shards.median_bytes(of), link)
+                for of, link in self.links_of_shards.items()]  # fmt: skip
+        count, latency = [many for many, _, _ in each], [link.latency_ms for _, _, link in each]
+        whole = [max(float(link.transfer_ms(np.array(size))), 1e-9) for _, size, link in each]
+        mean = float(np.average(latency, weights=count))
+        return mean, float(np.average(np.divide(latency, whole), weights=count))
 
 
 def small_shards(
@@ -110,7 +130,7 @@ def small_shards(
     """
     units = _units(study, domain, replicas)
     table, a_step, worked, host_ms = units.table, units.a_step, units.worked_ms, units.host_ms
-    latency_ms = float(np.median([link.latency_ms for link in units.links().values()]))
+    latency_ms, of_the_whole = units.latency()
     best = max(_merges(study, units, by_key), key=lambda merged: merged.gain.ms, default=None)
     if best is None or best.gain.ms < LEAST_SHARE * study.step_ms:
         return []
@@ -127,9 +147,8 @@ def small_shards(
         else Evidence("host time to issue one", round(host_ms, 4), "ms"),
         Evidence("exposed communication a step", round(waited_ms(study, domain), 3), "ms", 0.0),
     )
-    bound = all(link.latency_ms > BY_BYTES * link.transfer_ms(np.array(median)) for link in units.links().values())
     title = f"{a_step:.0f} all-gathers and reduce-scatters a step (median {size(median)}) "
-    title += "are bound by latency" if bound else "take latency, and work for each unit"
+    title += "are bound by latency" if of_the_whole > BY_BYTES or not worked else "take work for each unit"
     where = domain.where(study, "all_gather")
     return [Finding("comm.small-messages", title + domain.inside, "info", where, evidence, best.gain, best.fixes)]
 
@@ -210,7 +229,7 @@ def _links(units: _ShardUnits, together: int) -> list[dict[Communications, Link]
     """The links over which it moves, and then others that they may as well be. together: the most that is merged."""
     sizes = units.table["bytes"].astype(float)
     median, largest = float(sizes.median()), together * float(sizes.max())
-    around = {of: links_around(link, median, largest) for of, link in units.links().items()}
+    around = {of: links_around(link, median, largest) for of, link in units.links.items()}
     variants = max(map(len, around.values()))
     return [{of: links[min(i, len(links) - 1)] for of, links in around.items()} for i in range(variants)]
 

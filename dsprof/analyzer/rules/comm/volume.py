@@ -31,7 +31,6 @@ from .possible_links import (
     by_bytes,
     links_of,
     links_of_kinds,
-    rows_of,
     untold_latency_ms,
 )
 from .redundant_reduce import repeated_reductions
@@ -108,8 +107,8 @@ def _moved(study: Study, whole: Domain, domain: Domain) -> _Volume | None:
     ranks = table["ranks"].to_numpy(np.float64)
     a_rank = len(study.step_numbers) * max(len(study.ranks), 1)
     per_byte = np.zeros(len(table))
-    for of, link in links.items():
-        per_byte[rows_of(of, table)] = link.ms_per_byte
+    for kind, places in domain.kinds.items():
+        per_byte[places] = next(link.ms_per_byte for of, link in links.items() if of.meets(kind))
     sizes = table["bytes"].to_numpy(np.float64)
     taken = float((table["alone_ns"].to_numpy(np.float64) * ranks).sum()) / 1e6 / a_rank
     wire = float((sizes * per_byte * ranks).sum()) / a_rank
@@ -221,6 +220,8 @@ def _short_numbers(
     """Numbers of half the size travel for these purposes in these dimensions, each with all that it moves of gradients
     and parameters. again: dimensions in which what was reduced there is reduced once more, as it is."""
     every = [*parts, *((part, links_of_kinds(part)) for part in again)]
+    # Of other purposes what is moved stays as it is.
+    every = [(part, {of: link for of, link in links.items() if carries(of, purposes)}) for part, links in every]
 
     def halved(certain: bool) -> WhatIfs:
         return tuple(one for part, links in every for one in with_fewer_bytes(part, links, certain, purposes=purposes))
@@ -244,7 +245,7 @@ def _short_numbers(
             slow = {
                 of: link
                 if link.fitted or link.latency_ms <= 0
-                else by_bytes(link, _median_bytes(of, part), SLOWEST_WIRE_MS_PER_BYTE)
+                else by_bytes(link, part.median_bytes(of), SLOWEST_WIRE_MS_PER_BYTE)
                 for of, link in links.items()
             }
             most += with_fewer_bytes(part, slow, True, purposes=purposes)
@@ -254,11 +255,6 @@ def _short_numbers(
         "comm.volume", halved(True), others=tuple(others), costs_ms=cast_bytes * CAST_MS_PER_BYTE,
         costs_between=CAST_BETWEEN, counts_cores=True, notes=(note,) if note else (),
     )  # fmt: skip
-
-
-def _median_bytes(of: Communications, domain: Domain) -> float:
-    """NaN where the domain has none of these."""
-    return float(domain.table["bytes"][rows_of(of, domain.table)].median())
 
 
 def _cast_bytes(study: Study, part: Domain, purposes: tuple[str, ...]) -> float:
@@ -271,6 +267,11 @@ def _cast_bytes(study: Study, part: Domain, purposes: tuple[str, ...]) -> float:
     return moved_bytes(study, part.of(GRADIENT).table)
 
 
+def carries(of: Communications, purposes: Sequence[str]) -> bool:
+    """Whether some of these may be for one of the purposes."""
+    return of.kinds is None or any(kind.partition(" ")[2] in purposes for kind in of.kinds)
+
+
 def with_fewer_bytes(
     domain: Domain, links: Links, certain: bool, times: float = 2.0,
     purposes: tuple[str, ...] = (GRADIENT, PARAMETER),
@@ -279,7 +280,9 @@ def with_fewer_bytes(
     else as much of them as may be is latency."""
     found: list[WhatIf] = []
     for of, link in links.items():
-        median = _median_bytes(of, domain)
+        if not carries(of, purposes):
+            continue
+        median = domain.median_bytes(of)
         if np.isnan(median):
             continue
         latency, whole = link.latency_ms, float(link.transfer_ms(np.array(median)))

@@ -84,7 +84,7 @@ def _without_shards(study: Study, more: WhatIfs) -> Effect:
     need_sizes(sharded)
     need_passes(study, sharded)
     own, links = is_own_engine(study), {domain: links_of_shards(domain) for domain in sharded}
-    most = max(len(around) for of in links.values() for around in of.values())
+    most = max(len(around) for kinds in links.values() for of, around in kinds.items() if of.kinds == (GATHER,))
     pairs: list[tuple[WhatIfs, WhatIfs]] = []
     for place in range(most):
         now: list[WhatIf] = []
