@@ -146,6 +146,11 @@ def test_half_the_bytes_come_to_the_last_rank_in_half_the_time(times: float) -> 
     assert both == pytest.approx(1 + 1 + 38 / times + 7.5 / times + 10)  # once, though two are waited for
 
 
+def test_a_link_that_is_slower_in_all() -> None:
+    slower = ScaleLink(latency=3.0, bandwidth=1 / 3)
+    assert duration(unequal(IN_TURN), slower) == pytest.approx(1 + 3 * 53 + 10 + 3 * 38 + 3 * 7.5 + 10)
+
+
 def test_a_modelled_transfer_of_half_the_bytes() -> None:
     """In either order: what was taken out of the wait for the last rank is not there to be halved."""
     modelled, fewer = Merge(GATHERS, BY_BYTES, together=1), ScaleLink(bandwidth=2.0, of=GATHERS, link=BY_BYTES)

@@ -19,7 +19,7 @@ from ..graph.shared_link import link_shares_of, sharing_gradients
 from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf, measured
 from .edit import Recut, Restructure, not_woken, with_tasks
-from .last_end import scaled
+from .last_end import any_ends_later, scale_last_ends
 from .select import Communications
 
 SHORTEST_MS: Final = 1e-9
@@ -34,8 +34,8 @@ class ScaleLink(WhatIf):
     begins to in half the time.
 
     A measured transfer is divided into the two by the line fitted to all of its process group's. Where their sizes are
-    too alike for that, only both together can be changed. link: the line that divides them, where the caller knows one:
-    it was fitted to when the last rank had it all, who has it earlier or later, too (`last_end`).
+    too alike for that, only both together can be changed. link: the line that divides them, where the caller knows one.
+    A rank to which they come last has them as much earlier or later (`last_end`).
     Where gradients that are waited for together shared the link, they share the other one, too (`sharing_gradients`).
     steps: numbers of the steps in which the link is another one; None: in all.
     """
@@ -78,6 +78,7 @@ class ScaleLink(WhatIf):
         shares = self._shares(was, links) if was is not None and self.steps is None else {}
         for c in chosen.tolist():
             if c not in links:  # both parts change alike, or each is known
+                times[c] = np.where(when, self.latency, 1.0)
                 transfer[c, when] *= self.latency
                 wire[c, when] *= a_byte
                 continue
@@ -90,13 +91,11 @@ class ScaleLink(WhatIf):
             else:
                 transfer[c, when] = (fixed * self.latency + rest)[when]
         structure = steps.structure.with_shared_link(tuple(shares)) if shares else steps.structure
-        later = scaled(steps, times) if self.link is not None else {}
-        if not later:
-            return replace(steps, structure=structure).with_costs(transfer=transfer, wire=wire)
-        # Any work but the measured one was copied for this graph (`apply` begins at the measured one).
-        work = copy_work(steps.work) if origin is None or steps.work is origin.work else steps.work
-        for segment, ms in later.items():
-            work[segment, :, WAKE_UP_DELAY] += ms
+        work = None
+        if any_ends_later(steps, [*times]):
+            # Any work but the measured one was copied for this graph (`apply` begins at the measured one).
+            work = copy_work(steps.work) if origin is None or steps.work is origin.work else steps.work
+            scale_last_ends(steps, times, work)
         return replace(steps, structure=structure).with_costs(work=work, transfer=transfer, wire=wire)
 
     @staticmethod

@@ -11,11 +11,11 @@ import numpy as np
 
 from ...effect import Effect, WhatIfs
 from ...graph.link import Link, fit_link
-from ...graph.step_graph import WAKE_UP_DELAY
+from ...graph.step_graph import WAKE_UP_DELAY, StepGraph
 from ...price.effects import unseen_ms
 from ...study import Study
 from ...text import count
-from ...whatif import Refused, WhatIf
+from ...whatif import Refused, WhatIf, apply
 from ...whatif.fetching import DeepSpeedFetching, FetchedBy, Fetching, OwnFetching, passes
 from ...whatif.merge import Merge, packed
 from ...whatif.rebucket import NotRebucketed
@@ -87,10 +87,11 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
     moved = moved_bytes(study, sharded[0].table)
     try:
         unseen = unseen_ms(study, as_it_is, moved)
+        woken_late = woken_late_ms(apply(study.need_graph(), as_it_is))
     except Refused as refused:
         raise NotJudged(f"no other limit was tried: {refused.why}") from None
     # Of both it is not told whether the job itself is the cause, or what else runs on its cores: that would stay.
-    unsure = fewer * (woken_late_ms(study) + unseen)
+    unsure = fewer * (woken_late + unseen)
     return Effect(
         "comm.exposed", then, as_it_is, tuple(others), overlaps="more", fewer=fewer, moved_bytes=moved,
         counts_cores=True, unsure_ms=max(unsure, 0.0), notes=notes,
@@ -220,9 +221,8 @@ def _fewer(study: Study, sharded: list[Domain], policy: Fetching | None) -> tupl
     return (before - after) / _shard_collectives(study, sharded), (told_of,)
 
 
-def woken_late_ms(study: Study) -> float:
+def woken_late_ms(graph: StepGraph) -> float:
     """How much later threads go on than what they waited for has ended, ms a step, mean over ranks."""
-    graph = study.need_graph()
     whole = sum(float(steps.work[..., WAKE_UP_DELAY].sum()) for steps in graph.templates)
     return whole / max(len(graph.numbers) * graph.leads, 1)
 
