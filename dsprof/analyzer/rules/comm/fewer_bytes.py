@@ -74,7 +74,8 @@ def short_shards_fix(study: Study, gain: Gain, purposes: Sequence[str]) -> Fix:
             settings[TRAVELS_IN] = knobs[TRAVELS_IN] = "bf16"  # else gradients would stay what they are
         named = ", ".join(f"{key}: {json.dumps(value)}" for key, value in knobs.items())
         patch = tuple({"op": "add", "path": f"/{key}", "value": value} for key, value in settings.items())
-        return Fix("config", f"{named}: {costs}", patch, gain, tuple(knobs.items()))
+        cast = "; the script casts what it gives the model" if PARAMETER in purposes else ""
+        return Fix("config", f"{named}: {costs}{cast}", patch, gain, tuple(knobs.items()))
     if fact is None:
         return Fix("code", f"gather parameters and reduce gradients in bfloat16: {costs}", gain=gain)
     site, second = fact.get("site"), fact.get("version") == 2
