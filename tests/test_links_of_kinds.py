@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from graphs import graph_of, steps_of
 
-from dsprof.analyzer.graph.link import Link
+from dsprof.analyzer.graph.link import Link, fit_link
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import WAKE_UP_DELAY, StepGraph, Task
 from dsprof.analyzer.rules.comm.dimensions import Domain
@@ -71,6 +71,22 @@ def test_how_large_those_are_that_are_meant() -> None:
     assert moved.median_bytes(Communications(kinds=("reduce_scatter gradient",))) == 3 * MB
     assert moved.median_bytes(Communications(purposes=("gradient",))) == 3 * MB
     assert np.isnan(moved.median_bytes(Communications(groups=("1",))))
+
+
+@pytest.mark.parametrize(
+    ("size", "ms", "on_device", "is_latency"),
+    [
+        (0.5 * MB, 105, False, False),
+        (0.5 * MB, 8, False, True),
+        (0.004 * MB, 30, False, True),
+        (0.5 * MB, 30, True, True),
+    ],
+)
+def test_nothing_waits_for_its_latency_for_long(size: float, ms: float, on_device: bool, is_latency: bool) -> None:
+    link = fit_link(domain((SCATTER, size, ms)).table, on_device=on_device)
+    assert (link.latency_ms > ms / 2) == is_latency
+    assert link.transfer_ms(np.array(size)) == pytest.approx(ms)
+    assert not link.fitted
 
 
 def test_a_latency_below_what_the_fit_misses_may_be_the_bytes() -> None:
