@@ -215,7 +215,7 @@ def test_a_link_that_is_much_slower_than_idle_cores_is_slow_inside_of_a_host_too
 def test_small_gradients_of_one_size_may_be_slow_by_their_bytes(
     latency_ms: float, low: tuple[float, float], high: tuple[float, float]
 ) -> None:
-    """0.5 MiB in 8 ms: all latency, as far as is known; or 65 MB/s, and half of it is saved. In 30 ms it is not latency."""
+    """0.5 MiB in 8 ms: latency, as far as is known; or 65 MB/s, and half of it is saved. 30 ms are no latency."""
     facts = ddp(1)
     for fact in facts:
         fact["gradient_bytes"] = [MIB // 2]

@@ -283,7 +283,7 @@ def _fixes(study: Study, domain: Domain, together: int, gain: Gain, by_key: ByKe
     fact = next(iter(study.facts.get("fsdp", [])[-1:]), None)
     if fact is not None:
         units = int(fact.get("units") or 0)
-        fewer = f"{count(max(units // together, 1), 'unit')} instead of {units}" if units else "fewer units"
+        fewer = f"{count(-(-units // together), 'unit')} instead of {units}" if units else "fewer units"
         call = "fully_shard" if fact.get("version") == 2 else "FullyShardedDataParallel"
         site = fact.get("site")
         title = f"wrap {together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
