@@ -57,7 +57,7 @@ def test_another_kind_tells_the_latency_of_what_is_all_of_one_size() -> None:
     assert not of_kind(alone, *SCATTER).fitted
 
 
-@pytest.mark.parametrize(("latency_ms", "then"), [(0.2, 0.2), (0.9, 0.0)])
+@pytest.mark.parametrize(("latency_ms", "then"), [(0.2, 0.2), (0.9, 0.0), (0.0, 0.0)])
 def test_most_of_what_takes_long_is_no_borrowed_latency(latency_ms: float, then: float) -> None:
     link = with_latency(Link(0.0, 1 / MB, False), latency_ms, MB)
     assert link.latency_ms == pytest.approx(then)
@@ -87,6 +87,15 @@ def test_nothing_waits_for_its_latency_for_long(size: float, ms: float, on_devic
     assert (link.latency_ms > ms / 2) == is_latency
     assert link.transfer_ms(np.array(size)) == pytest.approx(ms)
     assert not link.fitted
+
+
+@pytest.mark.parametrize("alone_ms", [4.0, 9.9, 11.0, 20.0])
+def test_how_long_it_takes_is_asked_of_what_shared_the_link(alone_ms: float) -> None:
+    table = domain((SCATTER, 0.5 * MB, 30)).table.assign(alone_ns=1e6 * alone_ms)
+    link = fit_link(table)
+    assert link.latency_ms == 0
+    assert link.transfer_ms(np.array(0.5 * MB)) == pytest.approx(alone_ms)
+    assert links_around(link, 0.5 * MB)[-1].latency_ms == pytest.approx(alone_ms)  # it may be latency all the same
 
 
 def test_a_latency_below_what_the_fit_misses_may_be_the_bytes() -> None:
@@ -172,6 +181,24 @@ def test_a_modelled_transfer_of_half_the_bytes() -> None:
     modelled, fewer = Merge(GATHERS, BY_BYTES, together=1), ScaleLink(bandwidth=2.0, of=GATHERS, link=BY_BYTES)
     for whatifs in ((modelled, fewer), (fewer, modelled)):
         assert duration(unequal(IN_TURN), *whatifs) == pytest.approx(1 + 2 * (26.5 + 10))
+
+
+def test_what_another_kind_comes_late_with_stays_late() -> None:
+    """One wait for a gather and a scatter, both of which come to the second rank 15 ms later than to the first."""
+    both = unequal(TOGETHER, kinds=("all_gather parameter", "reduce_scatter gradient"))
+    of_gathers, of_both = (ScaleLink(bandwidth=2.0, of=of, link=BY_BYTES) for of in (GATHERS, Communications()))
+    assert duration(both, of_gathers) == pytest.approx(duration(both))
+    assert duration(both, of_both) == pytest.approx(1 + 1 + 19 + 7.5 / 2 + 10)
+    assert duration(both, Merge(GATHERS, Link(38.0, 0.0, True), together=1)) == pytest.approx(duration(both))
+
+
+@pytest.mark.parametrize("times", [2.0, 0.5])
+def test_what_had_ended_when_the_last_rank_came(times: float) -> None:
+    graph = unequal(IN_TURN)
+    for steps in graph.templates:
+        steps.transfer[:] = 0.0
+    changed = ScaleLink(bandwidth=times, of=GATHERS, link=BY_BYTES)
+    assert duration(graph, changed) == pytest.approx(1 + 15 / times + 10 + 7.5 / times + 10)
 
 
 def test_no_what_if_writes_to_what_was_measured() -> None:

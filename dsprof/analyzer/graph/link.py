@@ -26,9 +26,9 @@ took together is asked."""
 MANY_BYTES, FEW_BYTES = 1 << 18, 1 << 16
 """The bytes of messages smaller than the second are free on any link; of those in between, it is not known."""
 LONG_MS = 10.0
-"""Between hosts of a data centre nothing waits for so long for its latency: what is larger than FEW_BYTES, and takes
-longer, is counted as bandwidth where nothing tells the two apart. (Six buckets of 0.5 MiB over 40 MB/s that three ranks
-shared took 105 ms each.) Of devices it is not known what waited."""
+"""What hosts move that is all of one size, larger than FEW_BYTES, and typically takes longer than this is counted as
+bandwidth: the latency of a network is a hundredth of it. (Six buckets of 0.5 MiB over 40 MB/s that three ranks shared
+took 105 ms each.) That it is latency stays possible (`possible_links`). Of devices it is not known what waited."""
 SLOW_MS_PER_BYTE = 2e-5
 """50 MB/s: cores that move and add bytes inside of a host, and wait for one another, are faster than that. (8 us a KB
 were seen of four ranks on two busy cores.)"""
@@ -102,13 +102,21 @@ def _bytes_are_free(link: Link) -> bool:
 
 def _refitted(table: _Transfers, *, on_device: bool) -> Link:
     """Fitted again and again, each time with what the transfers would take without those that shared the link."""
-    found = _fit(table, on_device=on_device)
+    long = _is_long(table, on_device=on_device)  # asked once: without those that shared the link they take less
+    found = _fit(table, on_device=on_device, long=long)
     for _ in range(REFITS):
-        found = _fit(_unshared(table, found), on_device=on_device)
+        found = _fit(_unshared(table, found), on_device=on_device, long=long)
     return found
 
 
-def _fit(table: _Transfers, *, on_device: bool) -> Link:
+def _is_long(table: _Transfers, *, on_device: bool) -> bool:
+    """Whether what is moved takes longer than any latency: see LONG_MS."""
+    return not on_device and bool(len(table.ms)) and float(np.median(table.ms)) > LONG_MS
+
+
+def _fit(table: _Transfers, *, on_device: bool, long: bool | None = None) -> Link:
+    """long: whether what is all of one size takes longer than any latency; None: as it does in the table."""
+    long = _is_long(table, on_device=on_device) if long is None else long
     octave = octaves(table.bytes)
     alike = [octave == one for one in np.unique(octave)]
     size, transfer = (np.array([np.median(of[one]) for one in alike]) for of in (table.bytes, table.ms))
@@ -117,13 +125,12 @@ def _fit(table: _Transfers, *, on_device: bool) -> Link:
     if len(size) == 0:
         return Link(0.0, 0.0, False)
     if size.max() < MIN_SIZE_RATIO * size.min():
-        longest = float(np.median(transfer))
-        # No link is so slow that a small message is all bandwidth, and no network's latency is so long as some take.
-        if size.max() < LARGE_BYTES and (on_device or size.max() <= FEW_BYTES or longest <= LONG_MS):
+        # No link is so slow that a small message is all bandwidth.
+        if size.max() < LARGE_BYTES and not (long and size.max() > FEW_BYTES):
             found = Link(max(float(np.median(transfer - size * LEAST_MS_PER_BYTE)), 0.0), LEAST_MS_PER_BYTE, False)
         else:
             found = Link(0.0, float(np.median(transfer / size)), False)
-            if found.ms_per_byte > SLOW_MS_PER_BYTE:
+            if found.ms_per_byte > SLOW_MS_PER_BYTE and size.max() >= LARGE_BYTES:
                 found = replace(found, spread=SPREAD_OF_SLOW)
         found = replace(found, largest=float(size.max()))
         return _with_spread(found, table) if on_device else found

@@ -208,7 +208,8 @@ class Measured:
 
     outside: [O, S] when what other steps supply had ended
     began:   [W, S] when each segment began
-    ended:   [C, S] when each task had ended on the first rank that waits for it; `last`: on the last one
+    ended:   [C, S] when the first rank saw that each task had ended
+    last:    [C, S] when the last rank did, of what all of its ranks wait for all in; else as `ended`
     """
 
     outside: Float

@@ -19,7 +19,7 @@ from ..graph.shared_link import link_shares_of, sharing_gradients
 from ..graph.step_graph import WAKE_UP_DELAY, Costs, Edges, StepGraph, Steps, Task
 from .apply import Refused, Turn, WhatIf, measured
 from .edit import Recut, Restructure, not_woken, with_tasks
-from .last_end import any_ends_later, scale_last_ends
+from .last_end import late_waits
 from .select import Communications
 
 SHORTEST_MS: Final = 1e-9
@@ -74,7 +74,7 @@ class ScaleLink(WhatIf):
         a_byte, alike = 1 / self.bandwidth, math.isclose(self.latency, 1 / self.bandwidth)
         divided = [c for c in chosen.tolist() if not (alike or steps.structure.tasks[c].linked)]
         links = {c: self._link(steps.structure.tasks[c], link_of) for c in divided}
-        times: dict[int, Float] = {}  # as long as now does what moves take
+        times: dict[int, Float] = {}  # by what the time of each transfer is multiplied
         shares = self._shares(was, links) if was is not None and self.steps is None else {}
         for c in chosen.tolist():
             if c not in links:  # both parts change alike, or each is known
@@ -85,17 +85,20 @@ class ScaleLink(WhatIf):
             of_bytes = steps.size[c] * links[c].ms_per_byte
             fixed = transfer[c] * links[c].latency_ms / np.maximum(links[c].latency_ms + of_bytes, SHORTEST_MS)
             rest = (transfer[c] - fixed) * a_byte
-            times[c] = np.where(when, (fixed * self.latency + rest) / np.maximum(transfer[c], SHORTEST_MS), 1.0)
+            whole = np.maximum(links[c].latency_ms + of_bytes, SHORTEST_MS)
+            changed = (links[c].latency_ms * self.latency + of_bytes * a_byte) / whole
+            times[c] = np.where(when & (whole > SHORTEST_MS), changed, 1.0)
             if c in shares:
                 transfer[c], wire[c] = fixed * self.latency, rest * shares[c]
             else:
                 transfer[c, when] = (fixed * self.latency + rest)[when]
         structure = steps.structure.with_shared_link(tuple(shares)) if shares else steps.structure
         work = None
-        if any_ends_later(steps, [*times]):
+        waits = late_waits(steps, [*times])
+        if waits.ms.any():
             # Any work but the measured one was copied for this graph (`apply` begins at the measured one).
             work = copy_work(steps.work) if origin is None or steps.work is origin.work else steps.work
-            scale_last_ends(steps, times, work)
+            waits.scale(times, work)
         return replace(steps, structure=structure).with_costs(work=work, transfer=transfer, wire=wire)
 
     @staticmethod

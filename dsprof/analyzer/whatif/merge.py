@@ -232,10 +232,10 @@ def merged(
         work[..., SHARDING_PART] *= unit_work
         for kept, total in total_of.items():
             transfer[kept], wire[kept], size[kept] = link.latency_ms, total * link.ms_per_byte, total
+        end_with_the_last(steps, every, work)
         for segment in spared.tolist():
             taken: Float = work[segment].sum(axis=-1)
             work[segment] *= np.clip(1 - host_ms / np.maximum(taken, 1e-9), 0.0, None)[:, None]
-        end_with_the_last(steps, every, work)
         work[unwoken, :, WAKE_UP_DELAY] = 0.0
         return Costs(work, transfer[kept_tasks], wire[kept_tasks], size[kept_tasks])
 

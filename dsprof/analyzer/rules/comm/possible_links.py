@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ...graph.link import Link, fit_link
+from ...graph.link import LARGE_BYTES, Link, fit_link
 from ...whatif.select import Communications
 from .dimensions import GRADIENT, Domain
 
@@ -82,9 +82,9 @@ def _agree(link: Link, other: Link, size: float) -> bool:
 
 
 def with_latency(link: Link, latency_ms: float, size: float) -> Link:
-    """The same time for `size` bytes, of which so much is latency; as it was where most of it would be that."""
+    """The same time for `size` bytes, of which so much is latency; as it was where that is most of it, or none."""
     whole = float(link.transfer_ms(np.array(size)))
-    if latency_ms > whole / 2:
+    if not 0 < latency_ms <= whole / 2:
         return link
     return replace(link, latency_ms=latency_ms, ms_per_byte=(whole - latency_ms) / max(size, 1.0), fitted=True)
 
@@ -96,10 +96,12 @@ def links_around(link: Link, size: float, most: float = 0.0) -> list[Link]:
         replace(link, latency_ms=link.latency_ms * slower, ms_per_byte=link.ms_per_byte * slower)
         for slower in (1 - link.spread, 1 + link.spread)
     ]
+    whole = float(link.transfer_ms(np.array(size)))
     if not link.fitted:  # all of one size: of small ones it may be the bytes that take long, of large ones latency
         links.append(by_bytes(link, size) if link.latency_ms > 0 else by_latency(link, size))
+        if link.latency_ms == 0 and link.largest < LARGE_BYTES:  # it takes so long that it counted as bandwidth
+            links.append(replace(link, latency_ms=whole, ms_per_byte=0.0))
         return links
-    whole = float(link.transfer_ms(np.array(size)))
     if 0 < link.latency_ms <= link.spread * whole:  # less than the fit misses: it may as well be their bytes
         links.append(replace(link, latency_ms=0.0, ms_per_byte=whole / max(size, 1.0)))
     if most > FAR * link.largest:  # the last, so that those of fewer bytes are the first of those of more

@@ -245,7 +245,7 @@ def _short_numbers(
             slow = {
                 of: link
                 if link.fitted or link.latency_ms <= 0
-                else by_bytes(link, part.median_bytes(of), SLOWEST_WIRE_MS_PER_BYTE)
+                else by_bytes(link, part.median_bytes(replace(of, purposes=purposes)), SLOWEST_WIRE_MS_PER_BYTE)
                 for of, link in links.items()
             }
             most += with_fewer_bytes(part, slow, True, purposes=purposes)
@@ -282,6 +282,7 @@ def with_fewer_bytes(
     for of, link in links.items():
         if not carries(of, purposes):
             continue
+        of = replace(of, purposes=purposes)
         median = domain.median_bytes(of)
         if np.isnan(median):
             continue
@@ -290,7 +291,7 @@ def with_fewer_bytes(
             more = link.spread * latency if link.fitted else untold_latency_ms(whole)
             latency = min(latency + more, whole)
         divided = replace(link, latency_ms=latency, ms_per_byte=(whole - latency) / max(median, 1.0))
-        found.append(ScaleLink(bandwidth=times, of=replace(of, purposes=purposes), link=divided))
+        found.append(ScaleLink(bandwidth=times, of=of, link=divided))
     return found
 
 
