@@ -83,9 +83,9 @@ class ScaleLink(WhatIf):
                 wire[c, when] *= a_byte
                 continue
             of_bytes = steps.size[c] * links[c].ms_per_byte
-            fixed = transfer[c] * links[c].latency_ms / np.maximum(links[c].latency_ms + of_bytes, SHORTEST_MS)
-            rest = (transfer[c] - fixed) * a_byte
             whole = np.maximum(links[c].latency_ms + of_bytes, SHORTEST_MS)
+            fixed = transfer[c] * links[c].latency_ms / whole
+            rest = (transfer[c] - fixed) * a_byte
             changed = (links[c].latency_ms * self.latency + of_bytes * a_byte) / whole
             times[c] = np.where(when & (whole > SHORTEST_MS), changed, 1.0)
             if c in shares:

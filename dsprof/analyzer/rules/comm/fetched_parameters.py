@@ -4,7 +4,6 @@ are scattered together."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +23,7 @@ from ..base import NotJudged
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
 from .dimensions import Domain, domains, moved_bytes
 from .possible_links import FAR, links_around, links_of_kinds
-from .shards import GATHER, gathers_parameters, is_of_shards
+from .shards import GATHER, gathers_parameters, is_of_shards, shards_of
 
 PREFETCH: Final = "stage3_prefetch_bucket_size"
 LIVE: Final = "stage3_max_live_parameters"
@@ -155,7 +154,7 @@ def links_of_shards(domain: Domain) -> dict[Communications, list[Link]]:
     """The link of each kind of collective of each group, and others that it may as well be. What one group moves may be
     all of one size: groups of the same ranks share their wires, so what another of them moves tells its latency from
     its bandwidth."""
-    shards = replace(domain, table=domain.table[is_of_shards(domain.table)])
+    shards = shards_of(domain)
     found: dict[Communications, list[Link]] = {}
     of_kind, together = {}, {}
     for kind in (GATHER, SCATTER):

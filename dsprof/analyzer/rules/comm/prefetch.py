@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 from ...effect import Effect, WhatIfs
@@ -18,7 +17,7 @@ from ...whatif.select import Communications
 from ..base import LEAST_SHARE, at, code_fix, gains_tried
 from .dimensions import Domain, waited_ms
 from .possible_links import links_of_kinds
-from .shards import GATHER, is_of_shards
+from .shards import GATHER, shards_of
 
 AHEAD: Final = (1, 2)
 """So many gathers ahead are tried."""
@@ -65,8 +64,7 @@ def waiting_for_gathers(study: Study, domain: Domain, gain: Gain, fix: Fix | Non
 def _gathered(domain: Domain, ahead: int) -> WhatIfs:
     """Gathers issued so many ahead. Transfers are modelled, even where nothing is moved: what is under way at once
     shares the link."""
-    of_shards = replace(domain, table=domain.table[is_of_shards(domain.table)])
-    changes: list[WhatIf] = [Merge(of, link, together=1) for of, link in links_of_kinds(of_shards).items()]
+    changes: list[WhatIf] = [Merge(of, link, together=1) for of, link in links_of_kinds(shards_of(domain)).items()]
     if ahead:
         changes.append(Prefetched(Communications(kinds=(GATHER,), groups=domain.groups), ahead))
     return tuple(changes)

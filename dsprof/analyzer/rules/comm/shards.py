@@ -71,6 +71,11 @@ def is_of_shards(table: pd.DataFrame) -> npt.NDArray[np.bool_]:
     return found
 
 
+def shards_of(domain: Domain) -> Domain:
+    """The part of it that gathers sharded parameters or scatters their gradients."""
+    return replace(domain, table=domain.table[is_of_shards(domain.table)])
+
+
 def gathers_parameters(domain: Domain) -> bool:
     """Whether parameters are gathered in it in every step."""
     return bool(((domain.table["name"] == "all_gather") & (domain.table["purpose"] == "parameter")).any())
@@ -80,25 +85,20 @@ def gathers_parameters(domain: Domain) -> bool:
 class _ShardUnits:
     """What is communicated for sharded units in a dimension, and, where shards have replicas, in that of the replicas.
 
-    table:  of the dimension of the shards; `replicas`: the reductions of the other
-    a_step: collectives of a rank in a step, of the table
+    domain: the gathers and scatters of the dimension of the shards; `replicas`: the reductions of the other
+    a_step: collectives of a rank in a step, of the domain
     """
 
     domain: Domain
-    table: pd.DataFrame
     replicas: tuple[Domain, ...]
     a_step: float
     worked_ms: float
     host_ms: float
 
     @cached_property
-    def of_shards(self) -> Domain:
-        return replace(self.domain, table=self.table)
-
-    @cached_property
     def links_of_shards(self) -> Links:
         """Of each kind that is merged, by group."""
-        return links_of_kinds(self.of_shards)
+        return links_of_kinds(self.domain)
 
     @cached_property
     def links(self) -> Links:
@@ -111,8 +111,8 @@ class _ShardUnits:
 
     def latency(self) -> tuple[float, float]:
         """Of a gather or scatter, the mean: ms, and which part of what it takes."""
-        each = [(len(self.of_shards.kinds[of]), self.of_shards.median_bytes(of), link)
-                for of, link in self.links_of_shards.items()]  # fmt: skip
+        domain = self.domain
+        each = [(len(domain.kinds[of]), domain.median_bytes(of), link) for of, link in self.links_of_shards.items()]
         count, latency = [many for many, _, _ in each], [link.latency_ms for _, _, link in each]
         whole = [max(float(link.transfer_ms(np.array(size))), 1e-9) for _, size, link in each]
         mean = float(np.average(latency, weights=count))
@@ -129,7 +129,7 @@ def small_shards(
     by_key:   the fix where a configuration divides them
     """
     units = _units(study, domain, replicas)
-    table, a_step, worked, host_ms = units.table, units.a_step, units.worked_ms, units.host_ms
+    table, a_step, worked, host_ms = units.domain.table, units.a_step, units.worked_ms, units.host_ms
     latency_ms, of_the_whole = units.latency()
     best = max(_merges(study, units, by_key), key=lambda merged: merged.gain.ms, default=None)
     if best is None or best.gain.ms < LEAST_SHARE * study.step_ms:
@@ -154,12 +154,11 @@ def small_shards(
 
 
 def _units(study: Study, domain: Domain, replicas: Sequence[Domain]) -> _ShardUnits:
-    table = domain.table[is_of_shards(domain.table)]
-    a_step = len(table) / len(study.step_numbers) / table["group"].nunique()
+    shards = shards_of(domain)
     worked = sharding_ms(study) if study.facts.get("fsdp") else 0.0  # DeepSpeed's is of modules, however many are one
     # Where the work for units was seen, the calls to issue are in it.
     host_ms = 0.0 if worked else study.host_ms("gradient", "parameter")
-    return _ShardUnits(domain, table, tuple(one.of("gradient") for one in replicas), a_step, worked, host_ms)
+    return _ShardUnits(shards, tuple(one.of("gradient") for one in replicas), shards.a_step(study), worked, host_ms)
 
 
 def need_fully_shard(study: Study) -> None:
@@ -207,7 +206,7 @@ def _together(study: Study, sharded: Sequence[_ShardUnits], together: int, now: 
         as_it_is,
         tuple(others),
         fewer=1 - 1 / together,
-        moved_bytes=sum(moved_bytes(study, units.table) for units in sharded),
+        moved_bytes=sum(moved_bytes(study, units.domain.table) for units in sharded),
         counts_cores=True,
     )
 
@@ -227,7 +226,7 @@ def _merged_all(study: Study, sharded: Sequence[_ShardUnits], variant: int, toge
 
 def _links(units: _ShardUnits, together: int) -> list[dict[Communications, Link]]:
     """The links over which it moves, and then others that they may as well be. together: the most that is merged."""
-    sizes = units.table["bytes"].astype(float)
+    sizes = units.domain.table["bytes"].astype(float)
     median, largest = float(sizes.median()), together * float(sizes.max())
     around = {of: links_around(link, median, largest) for of, link in units.links.items()}
     variants = max(map(len, around.values()))
@@ -248,7 +247,9 @@ def _merges(study: Study, units: _ShardUnits, by_key: ByKey | None) -> list[_Mer
 
 def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> list[Merge]:
     worked = units.worked_ms
-    on_host = 0.0 if study.on_gpu else moved_bytes(study, units.table) * COPY_MS_PER_BYTE  # else the device copies
+    on_host = (
+        0.0 if study.on_gpu else moved_bytes(study, units.domain.table) * COPY_MS_PER_BYTE
+    )  # else the device copies
     copied = min(on_host / worked, 1.0) if worked else 1.0
     left = 1 - (1 - copied) * OF_A_UNIT * (1 - 1 / together)
     ahead = study.on_gpu and bool(study.facts.get("fsdp"))

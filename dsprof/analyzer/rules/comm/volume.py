@@ -221,7 +221,7 @@ def _short_numbers(
     and parameters. again: dimensions in which what was reduced there is reduced once more, as it is."""
     every = [*parts, *((part, links_of_kinds(part)) for part in again)]
     # Of other purposes what is moved stays as it is.
-    every = [(part, {of: link for of, link in links.items() if carries(of, purposes)}) for part, links in every]
+    every = [(part, {of: link for of, link in links.items() if _carries(of, purposes)}) for part, links in every]
 
     def halved(certain: bool) -> WhatIfs:
         return tuple(one for part, links in every for one in with_fewer_bytes(part, links, certain, purposes=purposes))
@@ -267,7 +267,7 @@ def _cast_bytes(study: Study, part: Domain, purposes: tuple[str, ...]) -> float:
     return moved_bytes(study, part.of(GRADIENT).table)
 
 
-def carries(of: Communications, purposes: Sequence[str]) -> bool:
+def _carries(of: Communications, purposes: Sequence[str]) -> bool:
     """Whether some of these may be for one of the purposes."""
     return of.kinds is None or any(kind.partition(" ")[2] in purposes for kind in of.kinds)
 
@@ -280,8 +280,6 @@ def with_fewer_bytes(
     else as much of them as may be is latency."""
     found: list[WhatIf] = []
     for of, link in links.items():
-        if not carries(of, purposes):
-            continue
         of = replace(of, purposes=purposes)
         median = domain.median_bytes(of)
         if np.isnan(median):

@@ -13,7 +13,7 @@ from .deepspeed_config import elements, told, zero_fix
 from .dimensions import Domain, waited_ms
 from .fetched_parameters import PREFETCH, REDUCE, limits, with_prefetch_bucket, with_scatter_bucket
 from .prefetch import exposed_gathers, waiting_for_gathers
-from .shards import is_of_shards
+from .shards import shards_of
 
 AHEAD: Final = (1, 2, 4)
 """So many of the largest gathers ahead are tried."""
@@ -29,8 +29,7 @@ def larger_buckets(study: Study, domain: Domain, together: int, merged: Gain) ->
     merged: what merging neighbours saves; where it is not seen what the engine would gather, or reduce, with other
     buckets, that is what may be saved, or nothing
     """
-    table = domain.table[is_of_shards(domain.table)]
-    largest = table.groupby("name", observed=True)["bytes"].max()
+    largest = shards_of(domain).table.groupby("name", observed=True)["bytes"].max()
     keys = {"all_gather": (PREFETCH, "prefetch_bucket_size"), "reduce_scatter": (REDUCE, REDUCE)}
     wanted = {keys[str(name)]: elements(study, together * float(size)) for name, size in largest.items()}
     settings = {key: value for (key, setting), value in wanted.items() if value > told(study, setting)}
