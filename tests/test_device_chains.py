@@ -12,6 +12,7 @@ from made_up_device import DeviceJob, always
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.effect import Fewer
 from dsprof.analyzer.finding import Finding
 from dsprof.analyzer.graph.chains import SYNC
 from dsprof.analyzer.graph.link import fit_link
@@ -189,7 +190,7 @@ def test_cores_that_the_hosts_use_up_take_nothing_of_what_is_gained_on_devices()
     used_up = SimpleNamespace(busy=1.0, beside_ms=30.0, ranks_per_core=2.0, of=lambda rank: None)
     crowded = replace(found, load=used_up)
     assert (busy(crowded), kept_of_overlap(crowded), lost_by_waiting_less(crowded, 20.0)) == (0.0, 1.0, 0.0)
-    assert freed_ms(crowded, np.zeros(len(crowded.replayed_steps)), 1e6) == 0.0
+    assert freed_ms(crowded, np.zeros(len(crowded.replayed_steps)), Fewer(1.0, moved_bytes=1e6)) == 0.0
     gains = [{one.code: one.gain for one in judge(of).findings} for of in (found, crowded)]
     assert gains[0] == gains[1]
     assert {"comm.small-messages", "rank.straggler"} <= gains[0].keys()

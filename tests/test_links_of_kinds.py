@@ -19,7 +19,9 @@ from dsprof.analyzer.whatif.rebucket import Rebucket
 from dsprof.analyzer.whatif.select import Communications
 
 MB = 1_000_000.0
+KB = 1_000.0
 GATHER, SCATTER, LOSS = ("all_gather", "parameter"), ("reduce_scatter", "gradient"), ("all_reduce", "loss")
+REDUCE = ("all_reduce", "gradient")
 
 
 def domain(*moved: tuple[tuple[str, str], float, float]) -> Domain:
@@ -208,3 +210,11 @@ def test_no_what_if_writes_to_what_was_measured() -> None:
     assert duration(graph, fewer) < before
     assert duration(graph, fewer, Merge(GATHERS, BY_BYTES, together=1)) < before
     assert duration(graph) == before
+
+
+def test_what_goes_through_buffers_does_not_make_the_bytes_of_all_else_cheap() -> None:
+    """All-reduces over a link of 40 MB/s that a buffer of 32 KiB lies before: 10 KiB took 0.5 ms, and not 0.9."""
+    seen = ((40, 0.66), (1024, 0.46), (10 * KB, 0.49), (256 * KB, 13.0))
+    link = fit_link(domain(*((REDUCE, size, ms) for size, ms in seen)).table)
+    assert link.transfer_ms(np.array(256.0 * KB)) == pytest.approx(13.0, rel=0.15)
+    assert link.latency_ms == pytest.approx(0.5, abs=0.2)

@@ -11,6 +11,20 @@ from .whatif import WhatIf
 WhatIfs = tuple[WhatIf, ...]
 
 
+@dataclass(frozen=True)
+class Fewer:
+    """Collectives of which there are fewer, or more.
+
+    share:       of these that there are no more, and with them what each costs by itself; below 0: there are more
+    moved_bytes: by these, of one rank in a step
+    of_all:      the part of all that the job communicates which these are, by their number
+    """
+
+    share: float
+    moved_bytes: float
+    of_all: float = 1.0
+
+
 @dataclass(frozen=True, eq=False)
 class Effect:
     """A change to the steps: what is replayed of it, and what is known of it that no replay knows. `price.effects`
@@ -23,8 +37,7 @@ class Effect:
     latency, bandwidth: by what those of every link are multiplied
     overlaps: whether what it saves is communication that moves beside computation, or that no longer is there
              ("no more"), for which both need cores
-    fewer:   the share of the collectives that there are no more, and with them what each costs by itself
-    moved_bytes: of one rank's collectives in a step, of which there are fewer
+    fewer:   the collectives of which there are fewer; None: there are as many
     costs_ms: what it costs in each step beside what is replayed; below 0: what it saves
     costs_between: so many times as much it may cost at least, and at most
     at_most_ms: no more can be saved of a step, in the mean
@@ -43,8 +56,7 @@ class Effect:
     latency: float = 1.0
     bandwidth: float = 1.0
     overlaps: Literal["", "more", "no more"] = ""
-    fewer: float = 0.0
-    moved_bytes: float = 0.0
+    fewer: Fewer | None = None
     costs_ms: float = 0.0
     costs_between: tuple[float, float] = (1.0, 1.0)
     at_most_ms: float | None = None

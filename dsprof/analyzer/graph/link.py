@@ -20,6 +20,8 @@ LEAST_MS_PER_BYTE = 1e-6
 
 REFITS = 4
 """How often a fit to transfers that share the link tells what part of them bytes take, and is made anew by that."""
+ROUNDS = 4
+"""In which errors are taken in proportion to what the line of the round before says: more do not move it."""
 FREE = 0.1
 """Of what the largest transfers take: where the bytes of those that shared the link are said to take less, what they
 took together is asked."""
@@ -67,7 +69,9 @@ def capped(link: Link, size: float, ms_per_byte: float, largest: float) -> Link:
 
 
 def fit_link(collectives: pd.DataFrame, *, on_device: bool = False) -> Link:
-    """Fit by non-negative least squares of relative errors over the median transfer of each size.
+    """Fit by non-negative least squares of relative errors over the median transfer of each size. A size counts half
+    for itself and half by the time that its transfers take together: what is small goes through buffers on its way, so
+    it lies on no line with what is large, and the latter is what the steps wait for.
 
     Where all sizes are alike, a small message is counted as latency and a large one as bandwidth. Where transfers
     shared the link with others (`alone_ns`, if it is told), their bytes would have taken less by themselves, and their
@@ -134,12 +138,24 @@ def _fit(table: _Transfers, *, on_device: bool, long: bool | None = None) -> Lin
                 found = replace(found, spread=SPREAD_OF_SLOW)
         found = replace(found, largest=float(size.max()))
         return _with_spread(found, table) if on_device else found
-    design = np.stack([1 / transfer, size / transfer], axis=1)
-    scale = np.abs(design).max(axis=0)
-    latency, per_byte = _not_negative(design / scale, np.ones(len(size))) / scale
+    spent = np.array([table.ms[one].sum() for one in alike])[usable]
+    latency, per_byte = _line(size, transfer, (1 / len(size) + spent / spent.sum()) / 2)
     if size.max() < LARGE_BYTES:
         per_byte = max(per_byte, LEAST_MS_PER_BYTE)
-    return _with_spread(Link(float(latency), float(per_byte), True, largest=float(size.max())), table)
+    return _with_spread(Link(latency, per_byte, True, largest=float(size.max())), table)
+
+
+def _line(size: Float, transfer: Float, weight: Float) -> tuple[float, float]:
+    """Latency and ms a byte, so that the weighted squares of relative errors are least: of errors in proportion to the
+    geometric mean of what was seen and what the line says, so that half as much is as wrong as twice as much."""
+    said = transfer
+    for _ in range(ROUNDS):
+        by = np.sqrt(weight / (transfer * said))
+        design = np.stack([by, size * by], axis=1)
+        scale = np.abs(design).max(axis=0)
+        latency, per_byte = _not_negative(design / scale, transfer * by) / scale
+        said = np.maximum(latency + size * per_byte, 1e-3 * transfer)
+    return float(latency), float(per_byte)
 
 
 def _not_negative(design: Float, wanted: Float) -> Float:

@@ -13,8 +13,10 @@ import numpy as np
 from ..arrays import Float
 from ..budget.host_load import HostLoad
 from ..budget.parts import WAITING
+from ..effect import Fewer
 from ..graph.step_graph import WAKE_UP_DELAY, Structure
 from ..study import Study, once
+from ..work.taken_cores import taken_cores
 
 OF_ONE_MS: Final = 1.1
 """What a communication beside a rank's computation costs the core of each of its ranks where all cores are used, ms:
@@ -68,21 +70,27 @@ def part_of_cores(study: Study, ms_per_byte: float) -> float:
     return min(cores / max(ms_per_byte, 1e-12), 1.0)
 
 
-def freed_ms(study: Study, modelled: Float, moved_bytes: float) -> float:
-    """What a step gets back if no collective had a fixed cost, beyond what a replay with modelled transfers says.
+def freed_ms(study: Study, modelled: Float, collectives: Fewer) -> float:
+    """What a step gets back if none of these collectives had a fixed cost, beyond what a replay with modelled transfers
+    of them says.
 
     The training thread waits for a core while a backend's threads have it; and these get theirs late, so that measured
-    steps take longer than `modelled` ones ([S] ms). Neither is more than the CPU time of these threads. 0 where the
-    scheduler does not tell of such waiting. moved_bytes: by collectives of one rank in a step.
+    steps take longer than `modelled` ones ([S] ms). Neither is more than the CPU time of these threads, of which all
+    that is communicated has as much. 0 where the scheduler does not tell of such waiting.
     """
     load, graph = study.contended, study.graph
     if load is None or load.beside_ms is None or graph is None:
         return 0.0
-    most = load.beside_ms * max(load.ranks_per_core, 1.0)
-    share = _of_backend(load, load.beside_ms, study.step_ms, _spent_ms(study, "worker_cpu_seconds"))
-    waited = min(_spent_ms(study, "core_wait_seconds") * share, most)
+    beside = collectives.of_all * load.beside_ms
+    most = beside * max(load.ranks_per_core, 1.0)
+    taken = taken_cores(study)
+    # Where a core is free, other processes have that one.
+    others = (taken.others or 0.0) if taken.name == "other-processes" else 0.0
+    others *= study.step_ms / len(load.busiest.ranks)
+    share = _of_backend(load, load.beside_ms, study.step_ms, _spent_ms(study, "worker_cpu_seconds") + others)
+    waited = min(_spent_ms(study, "core_wait_seconds") * share * collectives.of_all, most)
     late = float(np.clip(graph.measured.mean() - modelled.mean(), 0.0, min(MOST_LATE * waited, most)))
-    fixed = 1 - min(moved_bytes * CPU_MS_PER_BYTE / max(load.beside_ms, 1e-9), 1.0)
+    fixed = 1 - min(collectives.moved_bytes * CPU_MS_PER_BYTE / max(beside, 1e-9), 1.0)
     return (waited + late) * fixed
 
 
@@ -93,12 +101,13 @@ def _spent_ms(study: Study, gauge: str) -> float:
     return float(told.mean()) if len(told) else 0.0
 
 
-def _of_backend(load: HostLoad, beside_ms: float, step_ms: float, workers_ms: float) -> float:
+def _of_backend(load: HostLoad, beside_ms: float, step_ms: float, others_ms: float) -> float:
     """The share of the waiting for a core that the backend's threads are the cause of. That of the rest are loaders'
-    workers and, where there are more of them than cores, other training threads."""
+    workers and other processes, which take `others_ms` of CPU time a rank in each step, and other training threads
+    where they are more than the cores."""
     cpu = load.busy * step_ms / max(load.ranks_per_core, 1e-9) - beside_ms
     crowding = max(cpu, 0.0) * max(1 - 1 / load.ranks_per_core, 0.0)
-    return beside_ms / max(beside_ms + crowding + workers_ms, 1e-9)
+    return beside_ms / max(beside_ms + crowding + others_ms, 1e-9)
 
 
 @once

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import Float
 from ..candidate import Between
-from ..effect import Effect, WhatIfs
+from ..effect import Effect, Fewer, WhatIfs
 from ..finding import Gain
 from ..graph.replay import replay
 from ..study import Study
@@ -79,8 +79,8 @@ def corrected(study: Study, effect: Effect, before: Float, saved: Float, first: 
         saved = _hidden(study, before, saved)
     elif effect.overlaps == "no more":
         saved = -_hidden(study, before, -saved)
-    if effect.fewer:
-        saved = saved + freed_ms(study, before if first is None else first, effect.moved_bytes) * effect.fewer
+    if effect.fewer is not None:
+        saved = saved + effect.fewer.share * freed_ms(study, before if first is None else first, effect.fewer)
     found: Float = effect.part * (saved - effect.costs_ms)
     return found
 
@@ -109,9 +109,10 @@ def sure_gain(study: Study, effect: Effect, error: ModelError | None) -> Gain | 
     return gain if gain.low > 0 and gain.ms >= LEAST_SHARE * study.step_ms else None
 
 
-def unseen_ms(study: Study, now: WhatIfs, moved_bytes: float) -> float:
-    """What single collectives cost a step beside what a model of them (`now`) says, ms, mean. Raises Refused."""
-    return freed_ms(study, replayed(study, *now), moved_bytes)
+def unseen_ms(study: Study, now: WhatIfs, fewer: Fewer) -> float:
+    """What single ones of these collectives cost a step beside what a model of them (`now`) says, ms, mean. Raises
+    Refused."""
+    return freed_ms(study, replayed(study, *now), fewer)
 
 
 def replayed(study: Study, *changes: WhatIf) -> Float:

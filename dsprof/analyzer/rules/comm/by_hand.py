@@ -16,7 +16,7 @@ from ...whatif.select import Communications
 from ..base import LEAST_SHARE, PartlyJudged, gains_tried
 from .ddp_buckets import ONE_SIZE
 from .deepspeed_config import is_own_engine
-from .dimensions import GRADIENT, Domain, domains, moved_bytes, waited_ms
+from .dimensions import GRADIENT, Domain, domains, fewer, waited_ms
 from .possible_links import FAR, SLOWEST_WIRE_MS_PER_BYTE, by_bytes, links_around
 from .shards import bucket_work_left
 
@@ -81,9 +81,9 @@ def reduced_in(study: Study, domain: Domain, most: float) -> Effect:
             packs = packed(steps, Communications(purposes=(GRADIENT,), groups=(group,)), most, is_own_engine(study))
             before += len(steps.numbers) * sum(map(len, packs))
             after += len(steps.numbers) * len(packs)
-    fewer = 1 - after / before if before else 0.0
+    spared = 1 - after / before if before else 0.0
     alone = sum(len(one.of(GRADIENT).table) > 0 for one in domains(study)) == 1  # else whose work it is is not told
-    left = bucket_work_left(study, domain.table, fewer) if alone and is_own_engine(study) else 1.0
+    left = bucket_work_left(study, domain.table, spared) if alone and is_own_engine(study) else 1.0
     around = _links_around(study, domain)
     now = [_up_to(study, each, 0.0) for each in around]
     then = [_up_to(study, each, most, left) for each in around] if most else now
@@ -95,8 +95,7 @@ def reduced_in(study: Study, domain: Domain, most: float) -> Effect:
         then[0],
         now[0],
         tuple(pairs[1:]),
-        fewer=fewer,
-        moved_bytes=moved_bytes(study, domain.table),
+        fewer=fewer(study, spared, domain.table),
         counts_cores=True,
     )
 

@@ -13,6 +13,7 @@ from ...align.groups import TENSOR_PARALLEL, Dimension
 from ...align.match import SEND_RECV
 from ...arrays import Int, places
 from ...columns import RankRows
+from ...effect import Fewer
 from ...finding import Where
 from ...graph.link import Link, fit_link
 from ...study import Study, once
@@ -171,6 +172,13 @@ def _waited(study: Study) -> pd.DataFrame:
 def moved_bytes(study: Study, table: pd.DataFrame) -> float:
     """By the collectives of a domain's table, of one rank in a step."""
     return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
+
+
+def fewer(study: Study, share: float, *tables: pd.DataFrame) -> Fewer:
+    """So large a share of the collectives of these tables, each of a domain, that there are no more."""
+    of_all = sum(float(table["ranks"].sum()) for table in tables)
+    whole = float(study.judged_collectives.table["ranks"].sum())
+    return Fewer(share, sum(moved_bytes(study, table) for table in tables), min(of_all / max(whole, 1.0), 1.0))
 
 
 def waited_ms(study: Study, domain: Domain) -> float:

@@ -21,7 +21,7 @@ from ...whatif.rebucket import NotRebucketed
 from ...whatif.select import Communications
 from ..base import NotJudged
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
-from .dimensions import Domain, domains, moved_bytes
+from .dimensions import Domain, domains, fewer
 from .possible_links import FAR, links_around, links_of_kinds
 from .shards import GATHER, gathers_parameters, is_of_shards, shards_of
 
@@ -76,24 +76,24 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
     policy = (OwnFetching if is_own_engine(study) else DeepSpeedFetching)(prefetch, live, reuse)
     need_sizes(sharded)
     need_passes(study, sharded)
-    fewer, notes = _fewer(study, sharded, policy if value != now else None)
+    spared, notes = _spared(study, sharded, policy if value != now else None)
 
     def fetched(link: Link, gathers: Communications) -> WhatIf | None:
         return FetchedBy(gathers, link, policy, item_bytes(study)) if value != now else None
 
     pairs = _modelled(sharded, fetched, lambda *_: None)
     (as_it_is, then), *others = pairs
-    moved = moved_bytes(study, sharded[0].table)
+    of_shards = fewer(study, spared, *(one.table[is_of_shards(one.table)] for one in sharded))
     try:
-        unseen = unseen_ms(study, as_it_is, moved)
+        unseen = unseen_ms(study, as_it_is, of_shards)
         woken_late = woken_late_ms(apply(study.need_graph(), as_it_is))
     except Refused as refused:
         raise NotJudged(f"no other limit was tried: {refused.why}") from None
     # Of both it is not told whether the job itself is the cause, or what else runs on its cores: that would stay.
-    unsure = fewer * (woken_late + unseen)
+    unsure = spared * (woken_late + unseen)
     return Effect(
-        "comm.exposed", then, as_it_is, tuple(others), overlaps="more", fewer=fewer, moved_bytes=moved,
-        counts_cores=True, unsure_ms=max(unsure, 0.0), notes=notes,
+        "comm.exposed", then, as_it_is, tuple(others), overlaps="more", fewer=of_shards, counts_cores=True,
+        unsure_ms=max(unsure, 0.0), notes=notes,
     )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ def with_scatter_bucket(study: Study, number: float) -> Effect:
     notes = (f"{count(round(after / a_step), 'scatter')} a step instead of {round(before / a_step)}",)
     return Effect(
         "comm.small-messages", then, as_it_is, tuple(others), counts_cores=True, notes=notes,
-        fewer=(before - after) / _shard_collectives(study, sharded), moved_bytes=moved_bytes(study, sharded[0].table),
+        fewer=fewer(study, (before - after) / max(before, 1.0), *scattered),
     )  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def _modelled(sharded: list[Domain], gathered: Change, reduced: Change) -> list[
     return pairs
 
 
-def _fewer(study: Study, sharded: list[Domain], policy: Fetching | None) -> tuple[float, tuple[str, ...]]:
+def _spared(study: Study, sharded: list[Domain], policy: Fetching | None) -> tuple[float, tuple[str, ...]]:
     """The share of gathers and scatters that there are no more, and what is to be said of it."""
     before = after = 0.0
     kept = 0.0

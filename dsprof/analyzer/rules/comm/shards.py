@@ -22,7 +22,7 @@ from ...whatif.communications import BY_BYTES
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, NotJudged, at, code_fix, gains_tried
-from .dimensions import Domain, domains, moved_bytes, waited_ms
+from .dimensions import Domain, domains, fewer, moved_bytes, waited_ms
 from .possible_links import Links, links_around, links_of_kinds
 
 TOGETHER: Final = (2, 4, 8, 16)
@@ -205,8 +205,7 @@ def _together(study: Study, sharded: Sequence[_ShardUnits], together: int, now: 
         then,
         as_it_is,
         tuple(others),
-        fewer=1 - 1 / together,
-        moved_bytes=sum(moved_bytes(study, units.domain.table) for units in sharded),
+        fewer=fewer(study, 1 - 1 / together, *(units.domain.table for units in sharded)),
         counts_cores=True,
     )
 
@@ -269,25 +268,25 @@ def sharding_ms(study: Study) -> float:
     return whole / len(graph.numbers) / graph.leads
 
 
-def bucket_work_left(study: Study, table: pd.DataFrame, fewer: float) -> float:
-    """Share of what an engine works for its buckets that is left where there are `fewer` (a share of them) of the same
-    gradients, whose reductions are `table`; 1 where that was not told apart, and on devices, where threads of autograd
+def bucket_work_left(study: Study, table: pd.DataFrame, spared: float) -> float:
+    """Share of what an engine works for its buckets that is left of the same gradients, whose reductions are `table`,
+    where a share of the buckets is spared; 1 where that was not told apart, and on devices, where threads of autograd
     do most of it and nobody waits for them."""
     worked = sharding_ms(study)
     if not worked or study.on_gpu:
         return 1.0
     copied = min(moved_bytes(study, table) * COPY_MS_PER_BYTE / worked, 1.0)
-    return 1 - (1 - copied) * OF_A_BUCKET * fewer
+    return 1 - (1 - copied) * OF_A_BUCKET * spared
 
 
 def _fixes(study: Study, domain: Domain, together: int, gain: Gain, by_key: ByKey | None) -> tuple[Fix, ...]:
     fact = next(iter(study.facts.get("fsdp", [])[-1:]), None)
     if fact is not None:
         units = int(fact.get("units") or 0)
-        fewer = f"{count(-(-units // together), 'unit')} instead of {units}" if units else "fewer units"
+        left = f"{count(-(-units // together), 'unit')} instead of {units}" if units else "fewer units"
         call = "fully_shard" if fact.get("version") == 2 else "FullyShardedDataParallel"
         site = fact.get("site")
-        title = f"wrap {together} neighbouring layers in one {call}{at(site)}: {fewer}; each holds more memory"
+        title = f"wrap {together} neighbouring layers in one {call}{at(site)}: {left}; each holds more memory"
         grouped = "fully_shard([layer, layer, ...])" if fact.get("version") == 2 else "auto_wrap_policy"
         knobs = {MODULES: together} if fact.get("version") == 2 else {}
         return (code_fix(title, grouped, "", site, gain, knobs),)

@@ -21,7 +21,7 @@ from ..base import LEAST_SHARE, NotJudged, gains_tried
 from .by_hand import reduced_in
 from .ddp_buckets import with_buckets_of
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
-from .dimensions import domains, moved_bytes
+from .dimensions import domains, fewer
 from .fetched_parameters import need_larger, with_scatter_bucket
 from .possible_links import FAR, links_around
 from .shards import bucket_work_left
@@ -161,8 +161,8 @@ def _of_up_to(
 ) -> Effect:
     """Buckets of up to `most` bytes (0: as they are), of which there are so many a step."""
     each = _links_around(study, table, link, most)  # of `now` the last may be of larger buckets only
-    fewer = 1 - buckets / (len(table) / len(study.step_numbers))
-    left = bucket_work_left(study, table, fewer)
+    spared = 1 - buckets / (len(table) / len(study.step_numbers))
+    left = bucket_work_left(study, table, spared)
     pairs = [(present, _up_to(study, one, most, left)) for present, one in zip(now, each, strict=False)]
     if left < 1:
         pairs.append((now[0], _up_to(study, each[0], most)))
@@ -172,8 +172,7 @@ def _of_up_to(
         then,
         as_it_is,
         tuple(others),
-        fewer=fewer,
-        moved_bytes=moved_bytes(study, table),
+        fewer=fewer(study, spared, table),
         counts_cores=True,
     )
 
