@@ -76,6 +76,8 @@ class Plant:
 
 FIRST_NS = 10e9
 """When a run begins."""
+WOKEN_NS = 4.0 * US
+"""How much later a thread goes on than what it waited for had ended."""
 
 
 class Timeline:
@@ -115,20 +117,23 @@ class Timeline:
                 self.loss = now
                 now = self.backward = now + work(0.3)
             now = now + slow * work((100.0 if layer < self.layers else 200.0) / self.layers)
-            for bucket in np.flatnonzero(after == layer):
-                self.bucket_issue[:, :, bucket] = now + bucket * 20 * US
-            self.issue[:, :, layer] = now + self.buckets * 25 * US * (layer in after)
+            self.issue[:, :, layer] = now
             transfer = 0.15 * MS * (1 + 0.1 * draw.random(steps))
             tail = plant.tail_ns * draw.random(shape)
             if self.reductions:
                 now = teams(self.issue[:, :, layer]) + transfer * link + tail
             self.end[:, :, layer] = now
+            # Behind the layer's reduction, so that a step is over on all ranks when the last has its last bucket.
+            for bucket in np.flatnonzero(after == layer):
+                self.bucket_issue[:, :, bucket] = now + WOKEN_NS + (1 + bucket) * 20 * US
+            now = now + self.buckets * 25 * US * (layer in after)
         self.bucket_end = np.zeros((ranks, steps, self.buckets))
         free = np.zeros(steps)
         for bucket in range(self.buckets):
             free = np.maximum(self.bucket_issue[:, :, bucket].max(axis=0), free) + 1.2 * MS
             self.bucket_end[:, :, bucket] = free + LATER_OF_ALL * plant.tail_ns * draw.random(shape)
-        now = self.waited = np.maximum(now, self.bucket_issue.max(axis=2) + 50 * US)
+        # A thread waits for one at a time: for buckets once it has gone on from the last reduction (`WOKEN_NS`).
+        now = self.waited = np.maximum(now + WOKEN_NS, self.bucket_issue.max(axis=2) + 50 * US)
         self.done = np.maximum(now, self.bucket_end.max(axis=2)) + 50 * US
         # What a step is relative to: when the last bucket of the one before had come.
         last = self.done.max(axis=0)
@@ -249,7 +254,7 @@ def rank_rows(line: Timeline, rank: int) -> Any:
     if line.reductions:
         add("comm", "all_reduce", issue + 5 * US, end, issue=issue, lane=f"comm.{team}", group=team, seq=numbered,
             bytes=1 << 20, purpose="tensor-parallel")  # fmt: skip
-        add("wait", "all_reduce", issue + 8 * US, end + 4 * US, group=team, seq=numbered)
+        add("wait", "all_reduce", issue + 8 * US, end + WOKEN_NS, group=team, seq=numbered)
     if line.pause[rank].all():
         add("pause", "gc", line.forward[rank], line.forward[rank] + line.pause[rank], value=2.0)
     issue, end = line.bucket_issue[rank], line.bucket_end[rank]

@@ -38,6 +38,7 @@ from .device import Devices, compare_devices
 from .freed_memory import give_back
 from .graph.build_graph import build_graph
 from .graph.chain_work import chain_work, hosts
+from .graph.chains import without_unseen_waits
 from .graph.step_graph import StepGraph
 from .graph.validate import ReplayCheck, check
 from .memory.use_by_step import MemoryUse, memory_uses
@@ -362,6 +363,8 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     # The step graph, and whether to believe it.
     waits = waits_table(times, collectives, steps)
     chains = {rank: of_rank.chains.without_waits() for rank, of_rank in measured.items()}
+    if (run.world_size or 0) > len(chains):
+        chains = without_unseen_waits(chains, aligned.topology)
     del measured, times  # what was issued and waited for is in the waits, and in the graph
     give_back()
     graph = build_graph(chains, collectives, steps, run)

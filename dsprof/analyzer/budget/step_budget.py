@@ -70,6 +70,8 @@ class RankTime:
     """Where a device ends steps, `labelled` of the training thread alone; else none, as `labelled` is."""
     unbound: Intervals = field(default_factory=Intervals.empty)
     """The waits of which it is not known what for."""
+    unseen_messages: Intervals = field(default_factory=Intervals.empty)
+    """Those of them that are for messages of a pipeline: of a rank that was not captured."""
     for_lane_tasks: Intervals = field(default_factory=Intervals.empty)
     """The waits for `lane_tasks`."""
 
@@ -83,15 +85,20 @@ class RankTime:
     def _beside_device(self) -> RankTime:
         assert self.thread is not None
         sharding, device = self.sharding & self.thread.spans(COMPUTE), Intervals.empty()
-        unbound, for_lane_tasks = _waited(self.waits, device)
+        unbound, unseen_messages, for_lane_tasks = _waited(self.waits, device)
         return replace(
             self, labelled=self.thread, device=device, sharding=sharding, thread=None, unbound=unbound,
-            for_lane_tasks=for_lane_tasks,
+            unseen_messages=unseen_messages, for_lane_tasks=for_lane_tasks,
         )  # fmt: skip
 
     def without_waits(self) -> RankTime:
         """All but the table of waits, which is large."""
         return replace(self, waits=NO_TABLE)
+
+    def held_by_peers(self) -> RankTime:
+        """The same where a wait for a message of a rank that was not captured is nothing of its own: others of its
+        stage, which it communicates with, have theirs as late, and hold it up as long."""
+        return replace(self, unbound=self.unbound - self.unseen_messages, unseen_messages=Intervals.empty())
 
     def before(self, when: Int, within: Intervals | None = None) -> dict[str, Int]:
         """Layer -> time of that layer before each moment, ns; `other` not among them. `within`: only that in it."""
@@ -136,17 +143,18 @@ def label_time(
     )
 
 
-def _waited(waits: pd.DataFrame, device: Intervals) -> tuple[Intervals, Intervals]:
-    """When the thread waited and the device did not end the step: for what is not known, and for its own lanes."""
-    start, end, collective, lane, task = (
-        waits[name].to_numpy() for name in ("start_ns", "end_ns", "collective", "lane", "lane_task")
+def _waited(waits: pd.DataFrame, device: Intervals) -> tuple[Intervals, Intervals, Intervals]:
+    """When the thread waited and the device did not end the step: for what is not known, of that for messages, and for
+    its own lanes."""
+    start, end, collective, lane, task, bubble = (
+        waits[name].to_numpy() for name in ("start_ns", "end_ns", "collective", "lane", "lane_task", "bubble")
     )
     unknown = (collective == NOTHING) & (lane == NOTHING) & ~waits["derived"].to_numpy(bool)
-    unbound, own = (
+    unbound, unseen_messages, own = (
         Intervals.union(start[chosen].astype(np.int64), end[chosen].astype(np.int64)) - device
-        for chosen in (unknown, task != NOTHING)
+        for chosen in (unknown, unknown & bubble.astype(bool), task != NOTHING)
     )
-    return unbound, own
+    return unbound, unseen_messages, own
 
 
 def _when(rows: RankRows, chosen: Bool) -> Intervals:

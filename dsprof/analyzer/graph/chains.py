@@ -7,6 +7,7 @@ step. In the graph a flow is a task that takes no worker: one chain issues it, t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -14,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from ..align.topology import Topology
 from ..arrays import Float, Int
 from ..budget.intervals import Intervals
 from ..budget.lane_tasks import LaneTasks
@@ -161,6 +163,19 @@ def of_host(chains: RankChains) -> RankChains:
     program = tuple(column[kept] for column in host.program)
     alone = Chain(host.name, program, ThreadTime(chains.time))
     return replace(chains, chains=(alone,), flows=Flows.none())
+
+
+def without_unseen_waits(of_ranks: Mapping[int, RankChains], topology: Topology) -> dict[int, RankChains]:
+    """The same, where waits for messages of ranks that were not captured are nothing that takes a rank time by itself
+    (`RankTime.held_by_peers`): of ranks without a device of whose stage another one was captured."""
+    captured = Counter(topology.stage_of[rank] for rank in of_ranks if rank in topology.stage_of)
+    found = dict(of_ranks)
+    for rank, chains in of_ranks.items():
+        several = captured[topology.stage_of.get(rank, ())] > 1
+        if several and len(chains.chains) == 1 and len(chains.time.unseen_messages.start):
+            (chain,), time = chains.chains, chains.time.held_by_peers()
+            found[rank] = replace(chains, chains=(replace(chain, time=ThreadTime(time)),), time=time)
+    return found
 
 
 def without_own_lanes(chains: RankChains) -> RankChains:

@@ -234,14 +234,13 @@ def _shape(study: Study) -> _Shape:
     if len(names) > 1:
         raise NotJudged(f"the job has several schedules ({', '.join(names)}), and which one runs a step is not known")
     actions = _actions(study)
-    per_step = actions.groupby(["stage", "step", "name"])["ms"].agg(["size", "mean"])
-    count = per_step.xs("F", level="name")["size"]
-    microbatches = int(count.mode().iloc[0])
-    replicas = [len(team_ranks) for team_ranks in _ranks_of_stages(study).values()]
-    microbatches //= max(min(replicas), 1)
-    if microbatches < 1 or (count != count.iloc[0]).any():
+    # Of each rank by itself: of some replicas ranks may not have been captured.
+    forwards = actions[actions["name"] == "F"].groupby(["rank", "stage", "step"]).size()
+    microbatches = int(forwards.mode().iloc[0]) if len(forwards) else 0
+    if microbatches < 1 or (forwards != microbatches).any():
         raise NotJudged("the stages of the pipeline do not all run the same number of micro-batches in every step")
-    mean = per_step["mean"].groupby(level=["step", "name"]).mean().unstack(fill_value=0.0)
+    per_step = actions.groupby(["stage", "step", "name"])["ms"].mean()
+    mean = per_step.groupby(level=["step", "name"]).mean().unstack(fill_value=0.0)
     mean = mean.reindex(index=study.step_numbers).ffill().bfill()
     empty = np.zeros(len(mean))
     forward, backward, weight = (mean[name].to_numpy(np.float64) if name in mean else empty for name in "FBW")
@@ -254,7 +253,7 @@ def _shape(study: Study) -> _Shape:
                         "would do with it cannot be simulated")  # fmt: skip
     of_stage = {
         (int(stage), str(name)): float(ms)
-        for (stage, name), ms in per_step["mean"].groupby(level=["stage", "name"]).mean().items()
+        for (stage, name), ms in per_step.groupby(level=["stage", "name"]).mean().items()
     }
     return _Shape(schedule, ranks, microbatches, virtual, forward, backward, weight, of_stage)
 
@@ -274,13 +273,6 @@ def need_two_of(study: Study, slowest: int) -> None:
     seen, stages = int(study.peer_groups[slowest].sum()), len(study.peer_groups)
     if study.ranks_missing and seen == 1 and (study.run.world_size or 0) >= 2 * stages:
         raise NotJudged("of the slowest stage one rank was captured, which may be slower than the others of its stage")
-
-
-def _ranks_of_stages(study: Study) -> dict[tuple[int, ...], list[int]]:
-    found: dict[tuple[int, ...], list[int]] = {}
-    for rank, stages in study.topology.stage_of.items():
-        found.setdefault(stages, []).append(rank)
-    return found
 
 
 def _actions(study: Study) -> pd.DataFrame:

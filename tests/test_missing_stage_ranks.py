@@ -1,0 +1,50 @@
+"""Pipelines of several replicas, of which some ranks were not captured: who waited for these is held up by others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from made_up_mesh import Mesh, MeshPlant, MeshTimeline, make_mesh_run
+
+from dsprof import trace
+from dsprof.analyzer import analyze
+from dsprof.analyzer.analysis import Analysis
+from dsprof.run import RunFolder
+
+MESH = Mesh(tp=2, ep=1, replicas=3, pp=2, microbatches=6)
+STEPS = 14
+SLOW = np.where(np.arange(MESH.ranks) >= MESH.of_stage, 1.4, 1.0)[:, None]
+"""Stage 1 takes 1.4 times as long as stage 0."""
+
+
+def analyzed(folder: Path, missing: tuple[int, ...]) -> Analysis:
+    make_mesh_run(folder, MESH, STEPS, seed=3, plant=MeshPlant(work=SLOW), missing=missing)
+    return analyze(trace.load(RunFolder(folder)))
+
+
+@pytest.mark.parametrize("missing", [(), (1,), (8,)], ids=["none", "of the first stage", "of the last stage"])
+def test_a_stage_that_is_slow_is_priced_whoever_is_missing(tmp_path: Path, missing: tuple[int, ...]) -> None:
+    """What a rank waited for of the one that is missing was as long, whatever a change did, and took all of the gain."""
+    analysis = analyzed(tmp_path / "run", missing)
+    lasted = [MeshTimeline(MESH, STEPS, 3, MeshPlant(work=work)).lasted_ms() for work in (SLOW, SLOW * 0 + SLOW.mean())]
+    steps = np.sort(analysis.steps["step"][analysis.steps["ordinary"]].unique())
+    saved = float((lasted[0] - lasted[1])[steps].mean())
+    found = {one.code: one for one in analysis.findings}
+    assert found["pipeline.imbalance"].where.stage == 1
+    assert found["pipeline.imbalance"].gain.ms == pytest.approx(saved, rel=0.1)
+    assert "pipeline.bubble" not in analysis.not_judged  # each rank that was captured runs as many micro-batches
+
+
+def test_of_one_replica_a_wait_for_what_is_missing_stays(tmp_path: Path) -> None:
+    """Nobody else of its stage tells how late the message was: nothing is said of what it would be with less work."""
+    alone = Mesh(tp=1, ep=1, replicas=1, pp=3, microbatches=6)
+    make_mesh_run(tmp_path / "run", alone, STEPS, seed=3, plant=MeshPlant(), missing=(1,))
+    analysis = analyze(trace.load(RunFolder(tmp_path / "run")))
+    assert not [one for one in analysis.findings if one.code.startswith("pipeline.")]
+    assert "of the 3 stages of the pipeline were captured" in analysis.not_judged["pipeline.imbalance"]
