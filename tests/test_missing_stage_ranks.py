@@ -30,7 +30,7 @@ def analyzed(folder: Path, missing: tuple[int, ...]) -> Analysis:
 
 @pytest.mark.parametrize("missing", [(), (1,), (8,)], ids=["none", "of the first stage", "of the last stage"])
 def test_a_stage_that_is_slow_is_priced_whoever_is_missing(tmp_path: Path, missing: tuple[int, ...]) -> None:
-    """What a rank waited for of the one that is missing was as long, whatever a change did, and took all of the gain."""
+    """What a rank waited for of the missing one is no time of its own, which would last whatever a change did."""
     analysis = analyzed(tmp_path / "run", missing)
     lasted = [MeshTimeline(MESH, STEPS, 3, MeshPlant(work=work)).lasted_ms() for work in (SLOW, SLOW * 0 + SLOW.mean())]
     steps = np.sort(analysis.steps["step"][analysis.steps["ordinary"]].unique())
