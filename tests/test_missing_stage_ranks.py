@@ -48,3 +48,27 @@ def test_of_one_replica_a_wait_for_what_is_missing_stays(tmp_path: Path) -> None
     analysis = analyze(trace.load(RunFolder(tmp_path / "run")))
     assert not [one for one in analysis.findings if one.code.startswith("pipeline.")]
     assert "of the 3 stages of the pipeline were captured" in analysis.not_judged["pipeline.imbalance"]
+
+
+def test_collectives_are_judged_where_nobody_can_have_waited_for_who_is_missing(tmp_path: Path) -> None:
+    analysis = analyzed(tmp_path / "run", (1,))
+    assert not {"comm.slow-link", "comm.volume", "comm.tensor-parallel"} & analysis.not_judged.keys()
+
+
+def test_they_are_not_judged_where_who_is_missing_may_be_late(tmp_path: Path) -> None:
+    work = np.ones((MESH.ranks, 1))
+    work[1] = 1.5  # its tensor-parallel peer waits for it, and at the end of a step its replicas do
+    make_mesh_run(tmp_path / "run", MESH, STEPS, seed=3, plant=MeshPlant(work=work), missing=(1,))
+    analysis = analyze(trace.load(RunFolder(tmp_path / "run")))
+    assert "waiting for a late peer looks the same" in analysis.not_judged["comm.volume"]
+
+
+def test_a_slow_link_is_found_beside_a_group_that_is_not_whole(tmp_path: Path) -> None:
+    wide = Mesh(tp=4, ep=1, replicas=4, pp=1, microbatches=4)
+    link = np.ones((2, STEPS))
+    link[1] = 20.0  # of the second host: ranks 8 to 15
+    make_mesh_run(tmp_path / "run", wide, STEPS, seed=3, plant=MeshPlant(link=link), missing=(1,))
+    analysis = analyze(trace.load(RunFolder(tmp_path / "run")))
+    (found,) = [one for one in analysis.findings if one.code == "comm.slow-link"]
+    assert found.where.ranks is not None
+    assert {*found.where.ranks} <= {*range(8, 16)}

@@ -23,6 +23,9 @@ from ..base import NotJudged
 GRADIENT: Final = "gradient"
 MOMENTS: Final = ("start_ns", "arrival_ns", "end_ns")
 NOWHERE: Final = np.iinfo(np.int64).min
+IN_TIME: Final = 0.01
+"""Of the step: where no group can have waited so long for ranks that were not captured, it is not for these that others
+wait."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,9 +109,33 @@ class Domain:
 
 
 def need_every_rank(study: Study) -> None:
-    """Raises NotJudged where the steps of some rank were not captured: who is waited for may be one of those."""
-    if study.ranks_missing:
+    """Raises NotJudged where the steps of some rank were not captured, and who is waited for may be one of those."""
+    if study.ranks_missing and _waited_for_missing_ms(study) > IN_TIME * study.step_ms:
         raise NotJudged("without every rank's capture, waiting for a late peer looks the same")
+
+
+@once
+def _waited_for_missing_ms(study: Study) -> float:
+    """How long the groups that ranks are missing of may have waited for these, ms a step, of the one that did most: by
+    what their collectives took longer, once all captured ranks had come, than those of like groups that are whole."""
+    longest = 0.0
+    for domain in domains(study):
+        missing = [group for group in domain.groups if not _is_whole(study, group)]
+        table = domain.table.assign(ms=domain.table["transfer_ns"].to_numpy(np.float64) / 1e6)
+        lacks = table["group"].isin(missing)
+        kind = ["name", "purpose", "bytes"]
+        usual = table[~lacks].groupby(kind, observed=True, dropna=False)["ms"].median().rename("usual")
+        late = table[lacks].join(usual, on=kind)
+        beyond = (late["ms"] - late["usual"].fillna(0.0)).clip(lower=0.0)
+        of_group = beyond.groupby(late["group"], observed=True).sum()
+        longest = max(longest, float(of_group.max()) / len(study.step_numbers) if len(of_group) else 0.0)
+    return longest
+
+
+def _is_whole(study: Study, group: str) -> bool:
+    """Whether all members of a process group are known to have been captured."""
+    told = study.run.group(group).get("ranks")
+    return isinstance(told, list) and set(told) <= set(study.ranks)
 
 
 @once

@@ -82,10 +82,9 @@ def slow_links(study: Study) -> list[SlowLink]:
         if domain.dimension is None or len(domain.dimension.teams) < 2:
             continue
         comparable = ~domain.table["name"].isin(UNEVEN) | _all_exchange_alike(study, domain)
-        table = domain.table[(domain.table["needs"] == "all") & comparable]
-        table = table[table["ranks"] == domain.dimension.size].assign(
-            group=table["group"].astype(str), ms=table["transfer_ns"].to_numpy(np.float64) / 1e6
-        )
+        whole = domain.table["ranks"] == domain.dimension.size
+        table = domain.table[whole & (domain.table["needs"] == "all") & comparable]
+        table = table.assign(group=table["group"].astype(str), ms=table["transfer_ns"].to_numpy(np.float64) / 1e6)
         rows_of, peers = table.groupby("group").indices, _Alike(table)
         now_and_then: list[SlowLink] = []
         beside = _beside(study, domain)
