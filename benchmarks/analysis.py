@@ -51,8 +51,7 @@ STAGES = {
     "budget": ["step_budget", "waits_table"],
     "irregular": ["find_irregular", "mark_ordinary"],
     "load of cores": ["Gauges", "measure_load"],
-    "graph": ["build_graph"],
-    "replay": ["check"],
+    "graph": ["checked_graph"],
 }
 """Stage -> functions of `analyzer.study`. `align` and `ranks` read the files. Before them `load` brings the run up to
 date; `rules` and `answer` follow."""

@@ -24,7 +24,7 @@ from dsprof.analyzer.work.taken_cores import TakenCores, taken_cores
 
 BESIDE = ["5 I0 3 W0 2", "9 I0 W0 2"]
 """The first rank works for 3 ms between issuing the collective and waiting for it."""
-ALL = Fewer(1.0, moved_bytes=0.0)
+ALL = Fewer(1.0)
 BY_ITSELF = TakenCores("own-threads", "")
 IN_TURNS = ["5 I0 W0 2", "9 I0 W0 2"]
 
@@ -35,7 +35,7 @@ def study(
     step_ms: float = 100.0, taken: TakenCores = BY_ITSELF,
 ) -> Any:  # fmt: skip
     graph = graph_of(steps_of(programs, [4], steps=4))
-    busiest = SimpleNamespace(ranks=ranks, cores=cores)
+    busiest = SimpleNamespace(ranks=ranks, cores=cores, absent=0)
     of_load = SimpleNamespace(busy=load, busiest=busiest, ranks_per_core=len(ranks) / cores, beside_ms=beside_ms)
     ordinary = pd.DataFrame({"peer_wait": [waiting_ms], "comm_exposed": [0.0], "bubble": [0.0]})
     spent = {"core_wait_seconds": core_wait_ms, "worker_cpu_seconds": worker_ms}
@@ -96,11 +96,11 @@ def test_fewer_collectives_give_back_what_was_waited_for_a_core() -> None:
 def test_only_their_part_of_what_all_communications_cost_is_given_back() -> None:
     """Reductions beside as many exchanges of tokens, which stay: the backend's threads serve both."""
     modelled = np.full(4, 95.0)
-    half = Fewer(1.0, moved_bytes=0.0, of_all=0.5)
+    half = Fewer(1.0, part_of_all=0.5)
     assert freed_ms(study(BESIDE, core_wait_ms=8.0), modelled, half) == pytest.approx(4.0 + 5.0)
     assert freed_ms(study(BESIDE, core_wait_ms=2.0), modelled, half) == pytest.approx(1.0 + 2.0)
-    # 2.5 MB at 2 ns a byte are half of the 10 ms that is theirs.
-    half = Fewer(1.0, moved_bytes=2.5e6, of_all=0.5)
+    # Of all that is moved, 5 MB at 2 ns a byte are half of the 20 ms: of the rest they have half.
+    half = Fewer(1.0, part_of_all=0.5, moved_bytes=5e6)
     assert freed_ms(study(BESIDE, core_wait_ms=8.0), modelled, half) == pytest.approx(4.5)
 
 
@@ -123,10 +123,14 @@ def test_loaders_workers_are_a_cause_too() -> None:
 
 def test_other_processes_are_a_cause_where_they_leave_no_core_free() -> None:
     modelled = np.full(4, 100.0)
-    full = TakenCores("other-processes", "", job=1.2, others=0.8)  # 80 ms of CPU time a step, for two ranks
-    free = TakenCores("not-known", "", job=0.6, others=0.8)
+    full = TakenCores(
+        "other-processes", "", ranks=(0, 1), job=1.2, others=0.8
+    )  # 80 ms of CPU time a step, for two ranks
+    free = TakenCores("not-known", "", ranks=(0, 1), job=0.6, others=0.8)
     assert freed_ms(study(BESIDE, core_wait_ms=12.0, taken=full), modelled, ALL) == pytest.approx(12.0 * 20 / 60)
-    assert freed_ms(study(BESIDE, core_wait_ms=12.0, taken=free), modelled, ALL) == pytest.approx(12.0)
+    elsewhere = TakenCores("other-processes", "", ranks=(2, 3), job=1.2, others=0.8)
+    for taken in (free, elsewhere):
+        assert freed_ms(study(BESIDE, core_wait_ms=12.0, taken=taken), modelled, ALL) == pytest.approx(12.0)
 
 
 def test_of_more_ranks_than_cores_the_other_training_threads_are_a_cause_too() -> None:

@@ -15,6 +15,8 @@ from made_up_mesh import Mesh, MeshPlant, MeshTimeline, make_mesh_run
 from dsprof import trace
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
+from dsprof.analyzer.rules.comm.dimensions import domains, fewer_of
+from dsprof.analyzer.study import study
 from dsprof.run import RunFolder
 
 MESH = Mesh(tp=2, ep=1, replicas=3, pp=2, microbatches=6)
@@ -39,6 +41,47 @@ def test_a_stage_that_is_slow_is_priced_whoever_is_missing(tmp_path: Path, missi
     assert found["pipeline.imbalance"].where.stage == 1
     assert found["pipeline.imbalance"].gain.ms == pytest.approx(saved, rel=0.1)
     assert "pipeline.bubble" not in analysis.not_judged  # each rank that was captured runs as many micro-batches
+
+
+@pytest.mark.parametrize(
+    ("mesh", "missing", "slow"),
+    [
+        (MESH, tuple(range(MESH.of_stage)), 8),
+        (Mesh(tp=1, ep=1, replicas=2, pp=4, microbatches=8), (0, 1), 5),
+    ],
+    ids=["a host with a whole stage", "both replicas of a stage"],
+)
+def test_where_all_of_a_stage_wait_for_who_is_missing_they_still_wait(
+    tmp_path: Path, mesh: Mesh, missing: tuple[int, ...], slow: int
+) -> None:
+    """None of them has its messages, so none would hold the others up."""
+    work = np.ones((mesh.ranks, 1))
+    work[slow] = 1.4
+    make_mesh_run(tmp_path / "run", mesh, STEPS, seed=3, plant=MeshPlant(work=work), missing=missing)
+    (first, *_) = analyze(trace.load(RunFolder(tmp_path / "run"))).findings
+    assert (first.code, first.where.ranks) == ("rank.straggler", (slow,))
+
+
+def test_two_that_are_missing_of_different_stages(tmp_path: Path) -> None:
+    """Rank 2 waits for rank 0, and its replica, rank 3, for rank 5."""
+    mesh = Mesh(tp=1, ep=1, replicas=2, pp=4, microbatches=4)
+    make_mesh_run(tmp_path / "run", mesh, STEPS, seed=3, plant=MeshPlant(), missing=(0, 5))
+    analysis = analyze(trace.load(RunFolder(tmp_path / "run")))
+    assert "pipeline.bubble" in {one.code for one in analysis.findings}
+
+
+def test_fewer_collectives_are_a_part_of_all_that_is_communicated(tmp_path: Path) -> None:
+    """Of all dimensions together, and of the messages between stages, which nobody removes."""
+    make_mesh_run(tmp_path / "run", MESH, STEPS, seed=3, plant=MeshPlant())
+    measured = study(trace.load(RunFolder(tmp_path / "run")))
+    tables = [one.table for one in domains(measured)]
+    parts = [fewer_of(measured, 1.0, table) for table in tables]
+    together = fewer_of(measured, 0.5, *tables)
+    assert len(parts) > 1
+    assert together.part_of_all == pytest.approx(sum(one.part_of_all for one in parts))
+    assert 0.5 < together.part_of_all < 1
+    assert {one.moved_bytes for one in parts} == {together.moved_bytes}
+    assert together.share == 0.5
 
 
 def test_of_one_replica_a_wait_for_what_is_missing_stays(tmp_path: Path) -> None:

@@ -15,14 +15,15 @@ WhatIfs = tuple[WhatIf, ...]
 class Fewer:
     """Collectives of which there are fewer, or more.
 
-    share:       of these that there are no more, and with them what each costs by itself; below 0: there are more
-    moved_bytes: by these, of one rank in a step
-    of_all:      the part of all that the job communicates which these are, by their number
+    share:       the part of these collectives that a change removes, and with them what each costs by itself; negative:
+                 it adds some
+    part_of_all: the part that these are of all that the job communicates, by number
+    moved_bytes: by all that it communicates, of one rank in a step
     """
 
     share: float
-    moved_bytes: float
-    of_all: float = 1.0
+    part_of_all: float = 1.0
+    moved_bytes: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,11 +36,10 @@ from .budget.wait_table import waits_table
 from .columns import RankRows, is_one_of
 from .device import Devices, compare_devices
 from .freed_memory import give_back
-from .graph.build_graph import build_graph
 from .graph.chain_work import chain_work, hosts
-from .graph.chains import without_unseen_waits
+from .graph.checked_graph import checked_graph
 from .graph.step_graph import StepGraph
-from .graph.validate import ReplayCheck, check
+from .graph.validate import ReplayCheck
 from .memory.use_by_step import MemoryUse, memory_uses
 from .rank_summary import RankSummary, RankTables, summarize_ranks
 
@@ -363,13 +362,10 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     # The step graph, and whether to believe it.
     waits = waits_table(times, collectives, steps)
     chains = {rank: of_rank.chains.without_waits() for rank, of_rank in measured.items()}
-    if (run.world_size or 0) > len(chains):
-        chains = without_unseen_waits(chains, aligned.topology)
     del measured, times  # what was issued and waited for is in the waits, and in the graph
     give_back()
-    graph = build_graph(chains, collectives, steps, run)
-    give_back()
-    checked = check(graph, aligned.clock_error_us / 1e3) if graph is not None else None
+    clock_error_ms = aligned.clock_error_us / 1e3
+    graph, checked = checked_graph(chains, collectives, steps, run, aligned.topology, clock_error_ms)
 
     # Memory, devices, cores.
     uses = memory_uses(tables.memory, run)

@@ -320,6 +320,7 @@ def bind_waits(
             "collective": bound.astype(np.int32),
             "derived": waits.are("source", "derived"),
             "bubble": bubble,
+            "named": named,
             "lane": for_lane.astype(np.int32),
             "part": part.astype(np.int8),
             "lane_task": task.astype(np.int32),

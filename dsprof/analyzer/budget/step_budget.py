@@ -56,8 +56,8 @@ class RankTime:
     labelled: LabelledTime
     waits: pd.DataFrame
     """Of the training thread: start_ns, end_ns, arrival_ns (of the last peer, within the wait), collective (row of the
-    matched table, NOTHING: none or unknown), derived, bubble; lane, part and lane_task, of a wait for what another lane
-    does (see `lanes.Lanes.name`)."""
+    matched table, NOTHING: none or unknown), derived, bubble, named (whether it says what for); lane, part and
+    lane_task, of a wait for what another lane does (see `lanes.Lanes.name`)."""
     outside_training: Mapping[str, Intervals] = field(default_factory=dict)
     """Kind of schema.TIME_KINDS -> when it was under way."""
     device: Intervals = field(default_factory=Intervals.empty)
@@ -71,7 +71,8 @@ class RankTime:
     unbound: Intervals = field(default_factory=Intervals.empty)
     """The waits of which it is not known what for."""
     unseen_messages: Intervals = field(default_factory=Intervals.empty)
-    """Those of them that are for messages of a pipeline: of a rank that was not captured."""
+    """Those of them that name a message of a pipeline, of which nothing is known: as where the rank that it is from was
+    not captured."""
     for_lane_tasks: Intervals = field(default_factory=Intervals.empty)
     """The waits for `lane_tasks`."""
 
@@ -95,9 +96,8 @@ class RankTime:
         """All but the table of waits, which is large."""
         return replace(self, waits=NO_TABLE)
 
-    def held_by_peers(self) -> RankTime:
-        """The same where a wait for a message of a rank that was not captured is nothing of its own: others of its
-        stage, which it communicates with, have theirs as late, and hold it up as long."""
+    def without_unseen_messages(self) -> RankTime:
+        """The same, where waits for these messages are no time of the thread's own."""
         return replace(self, unbound=self.unbound - self.unseen_messages, unseen_messages=Intervals.empty())
 
     def before(self, when: Int, within: Intervals | None = None) -> dict[str, Int]:
@@ -146,13 +146,13 @@ def label_time(
 def _waited(waits: pd.DataFrame, device: Intervals) -> tuple[Intervals, Intervals, Intervals]:
     """When the thread waited and the device did not end the step: for what is not known, of that for messages, and for
     its own lanes."""
-    start, end, collective, lane, task, bubble = (
-        waits[name].to_numpy() for name in ("start_ns", "end_ns", "collective", "lane", "lane_task", "bubble")
+    start, end, collective, lane, task, bubble, named = (
+        waits[name].to_numpy() for name in ("start_ns", "end_ns", "collective", "lane", "lane_task", "bubble", "named")
     )
     unknown = (collective == NOTHING) & (lane == NOTHING) & ~waits["derived"].to_numpy(bool)
     unbound, unseen_messages, own = (
         Intervals.union(start[chosen].astype(np.int64), end[chosen].astype(np.int64)) - device
-        for chosen in (unknown, unknown & bubble.astype(bool), task != NOTHING)
+        for chosen in (unknown, unknown & bubble.astype(bool) & named.astype(bool), task != NOTHING)
     )
     return unbound, unseen_messages, own
 

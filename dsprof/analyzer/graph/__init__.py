@@ -20,6 +20,7 @@ critical_path   the operations that the length of a step is made of, one after t
 path_summary    the same of several steps, in few numbers
 path_operations  those operations
 trace_back   from an operation back to the one at whose end it began
+checked_graph   the graph, and whether to believe a replay of it
 chain_work   what each chain works in a step, and which do the same
 validate     whether a replay agrees with what was measured
 stalled      where threads stood still for copies of their own lanes

@@ -7,7 +7,6 @@ step. In the graph a flow is a task that takes no worker: one chain issues it, t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -166,14 +165,19 @@ def of_host(chains: RankChains) -> RankChains:
 
 
 def without_unseen_waits(of_ranks: Mapping[int, RankChains], topology: Topology) -> dict[int, RankChains]:
-    """The same, where waits for messages of ranks that were not captured are nothing that takes a rank time by itself
-    (`RankTime.held_by_peers`): of ranks without a device of whose stage another one was captured."""
-    captured = Counter(topology.stage_of[rank] for rank in of_ranks if rank in topology.stage_of)
+    """The same, where waits for messages of ranks that were not captured are no time of the rank's own, which would be
+    as long whatever a change did: of ranks without a device, where another one of the stage has all of its messages.
+    That one has them as late, and who communicates with it is held up as long. One that waits for none stays itself."""
+    seen_whole = {
+        topology.stage_of[rank]
+        for rank, chains in of_ranks.items()
+        if rank in topology.stage_of and not len(chains.time.unseen_messages.start)
+    }
     found = dict(of_ranks)
     for rank, chains in of_ranks.items():
-        several = captured[topology.stage_of.get(rank, ())] > 1
-        if several and len(chains.chains) == 1 and len(chains.time.unseen_messages.start):
-            (chain,), time = chains.chains, chains.time.held_by_peers()
+        held = topology.stage_of.get(rank) in seen_whole and len(chains.chains) == 1
+        if held and len(chains.time.unseen_messages.start):
+            (chain,), time = chains.chains, chains.time.without_unseen_messages()
             found[rank] = replace(chains, chains=(replace(chain, time=ThreadTime(time)),), time=time)
     return found
 

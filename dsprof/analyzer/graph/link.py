@@ -20,8 +20,6 @@ LEAST_MS_PER_BYTE = 1e-6
 
 REFITS = 4
 """How often a fit to transfers that share the link tells what part of them bytes take, and is made anew by that."""
-ROUNDS = 4
-"""In which errors are taken in proportion to what the line of the round before says: more do not move it."""
 FREE = 0.1
 """Of what the largest transfers take: where the bytes of those that shared the link are said to take less, what they
 took together is asked."""
@@ -146,15 +144,11 @@ def _fit(table: _Transfers, *, on_device: bool, long: bool | None = None) -> Lin
 
 
 def _line(size: Float, transfer: Float, weight: Float) -> tuple[float, float]:
-    """Latency and ms a byte, so that the weighted squares of relative errors are least: of errors in proportion to the
-    geometric mean of what was seen and what the line says, so that half as much is as wrong as twice as much."""
-    said = transfer
-    for _ in range(ROUNDS):
-        by = np.sqrt(weight / (transfer * said))
-        design = np.stack([by, size * by], axis=1)
-        scale = np.abs(design).max(axis=0)
-        latency, per_byte = _not_negative(design / scale, transfer * by) / scale
-        said = np.maximum(latency + size * per_byte, 1e-3 * transfer)
+    """Latency and ms a byte, neither below 0, so that the weighted squares of relative errors are least."""
+    by = np.sqrt(weight)
+    design = np.stack([by / transfer, by * size / transfer], axis=1)
+    scale = np.abs(design).max(axis=0)
+    latency, per_byte = _not_negative(design / scale, by) / scale
     return float(latency), float(per_byte)
 
 

@@ -1,5 +1,7 @@
 """How far predictions come true, as constants: from the calibration pairs of `benchmarks/predictions.py`
-(benchmarks/results/predictions.json); what is of one code is in its record. Its fresh pairs judge them.
+(benchmarks/results/predictions.json); what is of one code is in its record. Its fresh pairs judge them. Codes that
+have none there (gradients reduced or parameters gathered again, buffers) have what the pairs of `fix_pairs.py` and
+jobs over slow links allow: they miss by 1 to 9 %.
 
 The interval of a gain holds the noise of the steps that it is the mean of. What replay itself gets wrong comes on top:
 of the gain, since a model is one, and of the step, since two runs of one job differ. On busy cores both are larger

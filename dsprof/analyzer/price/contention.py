@@ -70,28 +70,35 @@ def part_of_cores(study: Study, ms_per_byte: float) -> float:
     return min(cores / max(ms_per_byte, 1e-12), 1.0)
 
 
-def freed_ms(study: Study, modelled: Float, collectives: Fewer) -> float:
+def freed_ms(study: Study, modelled: Float, fewer: Fewer) -> float:
     """What a step gets back if none of these collectives had a fixed cost, beyond what a replay with modelled transfers
     of them says.
 
     The training thread waits for a core while a backend's threads have it; and these get theirs late, so that measured
-    steps take longer than `modelled` ones ([S] ms). Neither is more than the CPU time of these threads, of which all
-    that is communicated has as much. 0 where the scheduler does not tell of such waiting.
+    steps take longer than `modelled` ones ([S] ms). Neither is more than the CPU time of these threads, without that of
+    moving bytes, which is divided among all communications by their number. 0 where the scheduler does not tell of such
+    waiting.
     """
     load, graph = study.contended, study.graph
     if load is None or load.beside_ms is None or graph is None:
         return 0.0
-    beside = collectives.of_all * load.beside_ms
-    most = beside * max(load.ranks_per_core, 1.0)
-    taken = taken_cores(study)
-    # Where a core is free, other processes have that one.
-    others = (taken.others or 0.0) if taken.name == "other-processes" else 0.0
-    others *= study.step_ms / len(load.busiest.ranks)
-    share = _of_backend(load, load.beside_ms, study.step_ms, _spent_ms(study, "worker_cpu_seconds") + others)
-    waited = min(_spent_ms(study, "core_wait_seconds") * share * collectives.of_all, most)
-    late = float(np.clip(graph.measured.mean() - modelled.mean(), 0.0, min(MOST_LATE * waited, most)))
-    fixed = 1 - min(collectives.moved_bytes * CPU_MS_PER_BYTE / max(beside, 1e-9), 1.0)
+    most = load.beside_ms * max(load.ranks_per_core, 1.0)
+    beside = _spent_ms(study, "worker_cpu_seconds") + _taken_by_others_ms(study, load)
+    share = _of_backend(load, load.beside_ms, study.step_ms, beside)
+    waited = fewer.part_of_all * min(_spent_ms(study, "core_wait_seconds") * share, most)
+    late = graph.measured.mean() - modelled.mean()
+    late = float(np.clip(late, 0.0, min(MOST_LATE * waited, fewer.part_of_all * most)))
+    fixed = 1 - min(fewer.moved_bytes * CPU_MS_PER_BYTE / max(load.beside_ms, 1e-9), 1.0)
     return (waited + late) * fixed
+
+
+def _taken_by_others_ms(study: Study, load: HostLoad) -> float:
+    """CPU time that other processes of the host use for each rank on the busiest cores in a step, ms; 0 where they and
+    the job leave a core free, which is not waited for, or where it is not known of these ranks."""
+    taken, ranks = taken_cores(study), load.busiest.ranks
+    if taken.name != "other-processes" or taken.ranks != ranks:
+        return 0.0
+    return (taken.others or 0.0) * study.step_ms / (len(ranks) + load.busiest.absent)
 
 
 def _spent_ms(study: Study, gauge: str) -> float:

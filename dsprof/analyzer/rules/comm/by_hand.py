@@ -16,7 +16,7 @@ from ...whatif.select import Communications
 from ..base import LEAST_SHARE, PartlyJudged, gains_tried
 from .ddp_buckets import ONE_SIZE
 from .deepspeed_config import is_own_engine
-from .dimensions import GRADIENT, Domain, domains, fewer, waited_ms
+from .dimensions import GRADIENT, Domain, domains, fewer_of, waited_ms
 from .possible_links import FAR, SLOWEST_WIRE_MS_PER_BYTE, by_bytes, links_around
 from .shards import bucket_work_left
 
@@ -95,7 +95,7 @@ def reduced_in(study: Study, domain: Domain, most: float) -> Effect:
         then[0],
         now[0],
         tuple(pairs[1:]),
-        fewer=fewer(study, spared, domain.table),
+        fewer=fewer_of(study, spared, domain.table),
         counts_cores=True,
     )
 

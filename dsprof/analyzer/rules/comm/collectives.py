@@ -155,7 +155,7 @@ RULES = (
         looks=(_LOOK,),
         needs=(signals.communications,),
         outranked_by=("comm.slow-link",),
-        error=ModelError(of_gain=0.1, of_step=0.014, busy=0.014),
+        error=ModelError(of_gain=0.105, of_step=0.014, busy=0.014),
         came_true=(25, 25),
         place=95,
     ),

@@ -16,7 +16,7 @@ from ...text import count, ms, size
 from ...whatif.rebucket import Rebucket
 from ..base import LEAST_SHARE, NotJudged, ddp_argument_fix, gains_tried
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, zero_fix
-from .dimensions import GRADIENT, Domain, domains, fewer, need_every_rank, waited_ms
+from .dimensions import GRADIENT, Domain, domains, fewer_of, need_every_rank, waited_ms
 from .gradient_division import GradientDivision, Reduced, Sizes, division_of
 from .possible_links import FAR, beyond, by_bytes, by_latency
 
@@ -213,7 +213,7 @@ def _divided_otherwise(study: Study, cuts: Sequence[GradientDivision], sizes: Se
         now,
         tuple(pairs),
         overlaps="more" if after > before else "",
-        fewer=fewer(study, 1 - after / before, *(cut.domain.table for cut in cuts)),
+        fewer=fewer_of(study, 1 - after / before, *(cut.domain.table for cut in cuts)),
         counts_cores=True,
     )
 

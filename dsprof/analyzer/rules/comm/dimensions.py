@@ -201,11 +201,12 @@ def moved_bytes(study: Study, table: pd.DataFrame) -> float:
     return float((table["bytes"] * table["ranks"]).sum()) / len(study.step_numbers) / max(len(study.ranks), 1)
 
 
-def fewer(study: Study, share: float, *tables: pd.DataFrame) -> Fewer:
-    """So large a share of the collectives of these tables, each of a domain, that there are no more."""
-    of_all = sum(float(table["ranks"].sum()) for table in tables)
-    whole = float(study.judged_collectives.table["ranks"].sum())
-    return Fewer(share, sum(moved_bytes(study, table) for table in tables), min(of_all / max(whole, 1.0), 1.0))
+def fewer_of(study: Study, share: float, *tables: pd.DataFrame) -> Fewer:
+    """A change that removes so large a part of the collectives of these tables, each of a domain."""
+    rows = study.judged_collectives
+    every = [one.table for one in domains(study)] + [rows.table.take(np.flatnonzero(rows.are("name", SEND_RECV)))]
+    these, whole = (sum(float(table["ranks"].sum()) for table in of) for of in (tables, every))
+    return Fewer(share, min(these / max(whole, 1.0), 1.0), sum(moved_bytes(study, table) for table in every))
 
 
 def waited_ms(study: Study, domain: Domain) -> float:

@@ -21,7 +21,7 @@ from ...whatif.rebucket import NotRebucketed
 from ...whatif.select import Communications
 from ..base import NotJudged
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
-from .dimensions import Domain, domains, fewer
+from .dimensions import GRADIENT, Domain, domains, fewer_of
 from .possible_links import FAR, links_around, links_of_kinds
 from .shards import GATHER, gathers_parameters, is_of_shards, shards_of
 
@@ -83,7 +83,7 @@ def _fetched(study: Study, key: str, value: Any) -> Effect:
 
     pairs = _modelled(sharded, fetched, lambda *_: None)
     (as_it_is, then), *others = pairs
-    of_shards = fewer(study, spared, *(one.table[is_of_shards(one.table)] for one in sharded))
+    of_shards = fewer_of(study, spared, *(one.table[is_of_shards(one.table)] for one in sharded))
     try:
         unseen = unseen_ms(study, as_it_is, of_shards)
         woken_late = woken_late_ms(apply(study.need_graph(), as_it_is))
@@ -101,7 +101,8 @@ def with_scatter_bucket(study: Study, number: float) -> Effect:
     """Gradients of stage 3 scattered together, in buckets of so many elements. Raises NotJudged where that is less than
     the run had, or no scatters are seen."""
     sharded = [one for one in domains(study) if gathers_parameters(one)]
-    scattered = [one.table[one.table["name"] == "reduce_scatter"] for one in sharded]
+    gradients = [one.of(GRADIENT).table for one in sharded]
+    scattered = [table[table["name"] == "reduce_scatter"] for table in gradients]
     if not any(map(len, scattered)):
         raise NotJudged("no gradients were seen to be scattered beside parameters that are gathered")
     need_sizes(sharded)
@@ -127,7 +128,7 @@ def with_scatter_bucket(study: Study, number: float) -> Effect:
     notes = (f"{count(round(after / a_step), 'scatter')} a step instead of {round(before / a_step)}",)
     return Effect(
         "comm.small-messages", then, as_it_is, tuple(others), counts_cores=True, notes=notes,
-        fewer=fewer(study, (before - after) / max(before, 1.0), *scattered),
+        fewer=fewer_of(study, (before - after) / max(before, 1.0), *scattered),
     )  # fmt: skip
 
 

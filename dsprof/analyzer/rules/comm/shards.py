@@ -22,7 +22,7 @@ from ...whatif.communications import BY_BYTES
 from ...whatif.merge import Merge
 from ...whatif.select import Communications
 from ..base import LEAST_SHARE, NotJudged, at, code_fix, gains_tried
-from .dimensions import Domain, domains, fewer, moved_bytes, waited_ms
+from .dimensions import Domain, domains, fewer_of, moved_bytes, waited_ms
 from .possible_links import Links, links_around, links_of_kinds
 
 TOGETHER: Final = (2, 4, 8, 16)
@@ -205,7 +205,9 @@ def _together(study: Study, sharded: Sequence[_ShardUnits], together: int, now: 
         then,
         as_it_is,
         tuple(others),
-        fewer=fewer(study, 1 - 1 / together, *(units.domain.table for units in sharded)),
+        fewer=fewer_of(
+            study, 1 - 1 / together, *(one.table for units in sharded for one in (units.domain, *units.replicas))
+        ),
         counts_cores=True,
     )
 

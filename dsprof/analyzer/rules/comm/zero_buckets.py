@@ -21,7 +21,7 @@ from ..base import LEAST_SHARE, NotJudged, gains_tried
 from .by_hand import reduced_in
 from .ddp_buckets import with_buckets_of
 from .deepspeed_config import elements, is_own_engine, item_bytes, stage_of, told, zero_config, zero_fix
-from .dimensions import domains, fewer
+from .dimensions import domains, fewer_of
 from .fetched_parameters import need_larger, with_scatter_bucket
 from .possible_links import FAR, links_around
 from .shards import bucket_work_left
@@ -172,7 +172,7 @@ def _of_up_to(
         then,
         as_it_is,
         tuple(others),
-        fewer=fewer(study, spared, table),
+        fewer=fewer_of(study, spared, table),
         counts_cores=True,
     )
 
