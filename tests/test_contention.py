@@ -99,7 +99,7 @@ def test_only_their_part_of_what_all_communications_cost_is_given_back() -> None
     half = Fewer(1.0, part_of_all=0.5)
     assert freed_ms(study(BESIDE, core_wait_ms=8.0), modelled, half) == pytest.approx(4.0 + 5.0)
     assert freed_ms(study(BESIDE, core_wait_ms=2.0), modelled, half) == pytest.approx(1.0 + 2.0)
-    # Of all that is moved, 5 MB at 2 ns a byte are half of the 20 ms: of the rest they have half.
+    # 5 MB at 2 ns a byte are half of the 20 ms that the backend computes: that half stays.
     half = Fewer(1.0, part_of_all=0.5, moved_bytes=5e6)
     assert freed_ms(study(BESIDE, core_wait_ms=8.0), modelled, half) == pytest.approx(4.5)
 

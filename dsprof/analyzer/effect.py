@@ -18,7 +18,7 @@ class Fewer:
     share:       the part of these collectives that a change removes, and with them what each costs by itself; negative:
                  it adds some
     part_of_all: the part that these are of all that the job communicates, by number
-    moved_bytes: by all that it communicates, of one rank in a step
+    moved_bytes: by these, of one rank in a step
     """
 
     share: float

@@ -75,9 +75,9 @@ def freed_ms(study: Study, modelled: Float, fewer: Fewer) -> float:
     of them says.
 
     The training thread waits for a core while a backend's threads have it; and these get theirs late, so that measured
-    steps take longer than `modelled` ones ([S] ms). Neither is more than the CPU time of these threads, without that of
-    moving bytes, which is divided among all communications by their number. 0 where the scheduler does not tell of such
-    waiting.
+    steps take longer than `modelled` ones ([S] ms). Neither is more than the CPU time of these threads. That is divided
+    among all communications by their number, and what is spent on the bytes of these stays. 0 where the scheduler does
+    not tell of such waiting.
     """
     load, graph = study.contended, study.graph
     if load is None or load.beside_ms is None or graph is None:

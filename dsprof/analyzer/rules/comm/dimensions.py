@@ -206,7 +206,7 @@ def fewer_of(study: Study, share: float, *tables: pd.DataFrame) -> Fewer:
     rows = study.judged_collectives
     every = [one.table for one in domains(study)] + [rows.table.take(np.flatnonzero(rows.are("name", SEND_RECV)))]
     these, whole = (sum(float(table["ranks"].sum()) for table in of) for of in (tables, every))
-    return Fewer(share, min(these / max(whole, 1.0), 1.0), sum(moved_bytes(study, table) for table in every))
+    return Fewer(share, min(these / max(whole, 1.0), 1.0), sum(moved_bytes(study, table) for table in tables))
 
 
 def waited_ms(study: Study, domain: Domain) -> float:
