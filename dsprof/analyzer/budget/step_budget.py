@@ -152,7 +152,7 @@ def _waited(waits: pd.DataFrame, device: Intervals) -> tuple[Intervals, Interval
     unknown = (collective == NOTHING) & (lane == NOTHING) & ~waits["derived"].to_numpy(bool)
     unbound, unseen_messages, own = (
         Intervals.union(start[chosen].astype(np.int64), end[chosen].astype(np.int64)) - device
-        for chosen in (unknown, unknown & bubble.astype(bool) & named.astype(bool), task != NOTHING)
+        for chosen in (unknown, unknown & bubble & named, task != NOTHING)
     )
     return unbound, unseen_messages, own
 

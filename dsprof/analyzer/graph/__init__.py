@@ -13,6 +13,7 @@ tasks        collectives, messages and copies as arrays
 template     the structure that equal steps share
 durations    what operations took, from when they were measured to begin and end
 build_graph  from tables to the graph
+checked_graph  the same, and whether a replay of it is to be believed
 evaluation_order   in which order operations are evaluated
 longest_path       longest paths through them, for many steps and variants at once
 replay       how long the steps of a graph take
@@ -20,7 +21,6 @@ critical_path   the operations that the length of a step is made of, one after t
 path_summary    the same of several steps, in few numbers
 path_operations  those operations
 trace_back   from an operation back to the one at whose end it began
-checked_graph   the graph, and whether to believe a replay of it
 chain_work   what each chain works in a step, and which do the same
 validate     whether a replay agrees with what was measured
 stalled      where threads stood still for copies of their own lanes

@@ -248,9 +248,8 @@ def _merges(study: Study, units: _ShardUnits, by_key: ByKey | None) -> list[_Mer
 
 def _merged(study: Study, units: _ShardUnits, links: Mapping[Communications, Link], together: int) -> list[Merge]:
     worked = units.worked_ms
-    on_host = (
-        0.0 if study.on_gpu else moved_bytes(study, units.domain.table) * COPY_MS_PER_BYTE
-    )  # else the device copies
+    # On a GPU the device copies.
+    on_host = 0.0 if study.on_gpu else moved_bytes(study, units.domain.table) * COPY_MS_PER_BYTE
     copied = min(on_host / worked, 1.0) if worked else 1.0
     left = 1 - (1 - copied) * OF_A_UNIT * (1 - 1 / together)
     ahead = study.on_gpu and bool(study.facts.get("fsdp"))
