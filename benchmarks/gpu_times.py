@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from dsprof.collectors.capture import session  # noqa: E402
 from dsprof.run import RunFolder  # noqa: E402
 from dsprof.trace import load  # noqa: E402
-from dsprof.trace.derive.streams import clock_offsets  # noqa: E402
+from dsprof.trace.derive.device_clock import clock_offsets, of_samples  # noqa: E402
 
 WARM, STEPS, PROFILED = 5, 30, 10
 Step = Callable[[], None]
@@ -172,7 +172,7 @@ def clock_error_us(folder: Path) -> float | None:
 
     rows = measured_rows(read_capture(next((folder / "capture").iterdir())))
     samples = rows[(rows["kind"] == "gauge") & (rows["name"] == "device_clock")]
-    return round(clock_offsets(samples)[2] / 1e3, 2) if len(samples) else None
+    return round(clock_offsets(of_samples(samples))[2] / 1e3, 2) if len(samples) else None
 
 
 def cost(size: tuple[int, int, int], folder: Path, blocks: int, steps: int) -> dict[str, Any]:

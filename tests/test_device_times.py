@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dsprof.schema import BACKWARD_DONE, DEVICE_CLOCK
+from dsprof.schema import BACKWARD_DONE, DEVICE_CLOCK, HOST_SYNC
 from dsprof.trace.derive import derive
-from dsprof.trace.derive.streams import clock_offsets
+from dsprof.trace.derive.device_clock import align_clock, clock_offsets, of_samples
+from dsprof.trace.derive.rows import completed
 
 MS = 1_000_000
 
@@ -21,13 +22,12 @@ def sample(device_ns: int, early: int, late: int) -> dict[str, object]:
     return {"kind": "gauge", "name": DEVICE_CLOCK, "start_ns": early, "dur_ns": late - early, "value": float(device_ns)}
 
 
-def test_the_tightest_samples_tell_how_far_the_clocks_are_apart() -> None:
+def test_no_sample_contradicts_how_far_the_clocks_are_apart() -> None:
     told = rows_of(*(sample(at * MS, at * MS + 900, at * MS + 1100) for at in range(4)),
-                   *(sample(at * MS, at * MS - 50_000, at * MS + 90_000) for at in range(12)))  # fmt: skip
-    when, offset, doubt = clock_offsets(told)
-    assert offset.tolist() == [1000.0]
-    assert doubt == 100.0
-    assert when[0] == 1.5 * MS
+                   *(sample(at * MS, at * MS - 50_000, at * MS + 1040) for at in range(12)))  # fmt: skip
+    _, offset, doubt = clock_offsets(of_samples(told))
+    assert offset.tolist() == [970.0]
+    assert doubt == 70.0
 
 
 def test_clocks_that_drift_apart_are_followed() -> None:
@@ -35,11 +35,45 @@ def test_clocks_that_drift_apart_are_followed() -> None:
     at = np.arange(0, 200, 5) * second
     drift = 5000 + at * 50e-6  # 50 ppm
     told = rows_of(*(sample(int(t), int(t + d) - 30_000, int(t + d) + 30_000) for t, d in zip(at, drift, strict=True)))
-    when, offset, _ = clock_offsets(told)
-    assert len(when) == 10
-    found = np.interp(at, when, offset)
-    inner = (at > when[0]) & (at < when[-1])
-    assert np.abs(found - drift)[inner].max() < 300_000
+    when, offset, _ = clock_offsets(of_samples(told))
+    assert np.abs(np.interp(at, when, offset) - drift).max() < 1_000
+
+
+def phase(at: int, end: int, device_at: int, device_end: int) -> list[dict[str, object]]:
+    """A phase that the host launches from `at` to `end`, and the device runs by its own clock."""
+    return [
+        {"kind": "phase", "name": "forward", "start_ns": at, "dur_ns": end - at},
+        {"kind": "kernel", "name": "forward", "lane": "cuda.0", "device": True, "issue_ns": at,
+         "start_ns": device_at, "dur_ns": device_end - device_at},
+    ]  # fmt: skip
+
+
+def wait(at: int, end: int, call: str = "item") -> dict[str, object]:
+    return {"kind": "mark", "name": HOST_SYNC, "purpose": call, "start_ns": at, "dur_ns": end - at}
+
+
+def moved_by(*rows: dict[str, object]) -> int:
+    """What `align_clock` adds to the times of a device, whose only sample was taken 2 ms too late."""
+    aligned = align_clock(completed(rows_of(sample(100 * MS, 100 * MS, 102 * MS), *rows)))
+    of_device = aligned[aligned["device"]]
+    asked = [row["start_ns"] for row in rows if row.get("device")]
+    return int((of_device["start_ns"].to_numpy(np.int64) - np.array(asked, np.int64)).max())
+
+
+def test_a_late_sample_is_made_good_by_a_launch_and_a_wait() -> None:
+    """The device's clock is right. It begins 10 us after the launch; who waits for it goes on 30 us after its end."""
+    began = phase(100 * MS, 105 * MS, 100 * MS + 10_000, 130 * MS)
+    assert moved_by(*began) == MS  # a launch forbids only a clock that is early
+    assert moved_by(*began, wait(106 * MS, 130 * MS + 30_000)) == 15_000
+    early = phase(100 * MS, 105 * MS, 100 * MS - 40_000, 130 * MS - 50_000)
+    assert moved_by(*early, wait(106 * MS, 130 * MS + 10_000)) == 50_000  # between 40 and 60
+
+
+def test_a_call_that_waited_for_less_is_no_bound() -> None:
+    began = phase(100 * MS, 105 * MS, 100 * MS + 10_000, 130 * MS)
+    assert moved_by(*began, wait(106 * MS, 107 * MS, "copy to device")) == MS
+    assert moved_by(*began, wait(106 * MS, 107 * MS)) == MS  # of another stream, it seems
+    assert moved_by(*began, wait(104 * MS, 107 * MS)) == MS  # the phase was not launched to its end
 
 
 def test_a_streams_wait_bears_the_number_of_the_hosts_and_the_reducers_are_derived() -> None:

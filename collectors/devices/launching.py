@@ -47,8 +47,8 @@ class ClockSample(NamedTuple):
 
 
 def clock_offset(samples: Iterable[ClockSample]) -> float | None:
-    """What to add to a device's times, ns; None without samples. `trace.derive.streams.clock_offsets` has the same of a
-    whole capture."""
+    """What to add to a device's times, ns; None without samples. `trace.derive.device_clock` has the same of a whole
+    capture, from more than the samples."""
     best = sorted(samples, key=lambda one: one.to_ns - one.from_ns)
     best = best[: max(1, int(len(best) * TIGHTEST))]
     if not best:

@@ -9,6 +9,7 @@
     period   the pattern in which several optimizers take turns
     waits    what DDP's reducer waits for
     streams  what a device's streams did
+    device_clock  how far its clock lies apart from the host's
     purpose  what a communication is for
 
 Every row made here says `source = derived`.
@@ -26,13 +27,14 @@ from dsprof.schema import COLUMNS, SMALL_GRADIENTS
 
 from ..capture import Capture
 from .counted import counted_rows
+from .device_clock import align_clock
 from .lanes import depths, lanes, training_thread
 from .phases import main_phases, phases_between
 from .purpose import purposes, reduced_by_hand
 from .records import measured_rows
 from .rows import Int, completed, integers, present, texts
 from .steps import end_with_the_device, missing_steps, step_of, step_pattern, step_rows
-from .streams import align_clock, stream_rows, with_arrivals
+from .streams import stream_rows, with_arrivals
 from .waits import backward_waits, name_inner_waits
 
 __all__ = ["derive", "missing_steps", "step_pattern", "trace_rows"]
