@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import forked_python
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -482,16 +483,17 @@ def test_an_engine_run_needs_no_flag(tmp_path: Path) -> None:
         assert set(told["microbatch"]) == {0, 1}
         assert set(told.loc[told["purpose"] == "parameter", "module"].dropna()) >= {"0.linear"}
         worked = mine[(mine["kind"] == "module") & (mine["name"] == SHARDING) & (mine["step"] >= 1)]
-        backward = phases[(phases["name"] == "backward") & (phases["step"] >= 1)]
-        inside = [
-            (
-                (backward["start_ns"] <= row.start_ns)
-                & (row.start_ns + row.dur_ns <= backward["start_ns"] + backward["dur_ns"])
-            ).any()
-            for row in worked.itertuples()
-        ]
-        assert len(inside) >= len(backward)  # at least where its one bucket is launched, and where it is awaited
-        assert all(inside)
+        inside = {}
+        for phase in ("forward", "backward"):
+            spans = phases[(phases["name"] == phase) & (phases["step"] >= 1)]
+            ends = spans["start_ns"] + spans["dur_ns"]
+            inside[phase] = [
+                ((spans["start_ns"] <= row.start_ns) & (row.start_ns + row.dur_ns <= ends)).any()
+                for row in worked.itertuples()
+            ]
+            # At least where its one bucket is launched and where it is awaited, and before and after each module.
+            assert sum(inside[phase]) >= 2 * len(spans)
+        assert all(np.logical_or(*inside.values()))
         # One gradient bucket a micro-batch, one norm a step, one barrier of the script's own.
         count = comm[comm["step"].between(1, 7)].groupby("purpose", observed=True).size()
         assert (count["gradient"], count["norm"]) == (14, 7)

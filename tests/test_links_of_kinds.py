@@ -11,6 +11,7 @@ from dsprof.analyzer.graph.link import Link, fit_link
 from dsprof.analyzer.graph.replay import replay
 from dsprof.analyzer.graph.step_graph import WAKE_UP_DELAY, StepGraph, Task
 from dsprof.analyzer.rules.comm.dimensions import Domain
+from dsprof.analyzer.rules.comm.fetched_parameters import links_of_shards
 from dsprof.analyzer.rules.comm.possible_links import Links, links_around, links_of_kinds, with_latency
 from dsprof.analyzer.whatif import WhatIf, apply
 from dsprof.analyzer.whatif.communications import ScaleLink
@@ -24,11 +25,12 @@ GATHER, SCATTER, LOSS = ("all_gather", "parameter"), ("reduce_scatter", "gradien
 REDUCE = ("all_reduce", "gradient")
 
 
-def domain(*moved: tuple[tuple[str, str], float, float]) -> Domain:
-    """Of a group: name and purpose, bytes and ms of what it moves, in each of four steps."""
+def domain(*moved: tuple[tuple[str, str], float, float], groups: dict[str, str] | None = None) -> Domain:
+    """Of a group: name and purpose, bytes and ms of what it moves, in each of four steps. groups: name -> its group,
+    where there are others of the same ranks."""
     rows = [
-        {"group": "0", "name": name, "purpose": purpose, "bytes": size, "transfer_ns": 1e6 * ms, "alone_ns": 1e6 * ms,
-         "step": step, "ranks": 2}
+        {"group": (groups or {}).get(name, "0"), "name": name, "purpose": purpose, "bytes": size,
+         "transfer_ns": 1e6 * ms, "alone_ns": 1e6 * ms, "step": step, "ranks": 2}
         for step in range(4) for (name, purpose), size, ms in moved
     ]  # fmt: skip
     return Domain(None, "", pd.DataFrame(rows), alone=True)
@@ -46,6 +48,21 @@ def test_a_scatter_that_takes_twice_as_long_as_a_gather() -> None:
     assert of_kind(links, *GATHER).ms_per_byte == pytest.approx(25 / MB, rel=0.01)
     assert of_kind(links, *SCATTER).ms_per_byte == pytest.approx(50 / MB, rel=0.01)
     assert of_kind(links, *GATHER).latency_ms == pytest.approx(1.0, rel=0.01)
+
+
+def test_another_group_of_the_same_ranks_tells_the_latency_of_gathers_of_one_size() -> None:
+    """As dsprof's engine has them, whose gathers and scatters are of groups of their own."""
+    groups = {"all_gather": "1"}
+
+    def gathers(*moved: tuple[tuple[str, str], float, float]) -> Link:
+        of_shards = links_of_shards(domain(*moved, groups=groups))
+        return of_shards[Communications(kinds=("all_gather parameter",), groups=("1",))][0]
+
+    told = gathers((GATHER, 250 * KB, 6.5), (SCATTER, 1250 * KB, 31.5))
+    assert told.fitted
+    assert (told.latency_ms, told.ms_per_byte * MB) == pytest.approx((0.25, 25.0), rel=0.05)
+    # Scatters that move twice the bytes are on no line with gathers.
+    assert not gathers((GATHER, 250 * KB, 6.5), (SCATTER, 1250 * KB, 63)).fitted
 
 
 def test_another_kind_tells_the_latency_of_what_is_all_of_one_size() -> None:

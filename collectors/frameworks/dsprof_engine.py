@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from dsprof.engine.hooks import BUCKET, Span, sizes, subscribe
+from dsprof.engine.hooks import BUCKET, FETCH, Span, sizes, subscribe
 from dsprof.ondisk import LARGEST_PLACE, Flag
 from dsprof.schema import DTYPES, SHARDING, Kind
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 KINDS: Final = {kind.name.lower(): int(kind) for kind in Kind}
 DTYPE_NUMBERS: Final[dict[str | None, int]] = {name: number for number, name in enumerate(DTYPES)}
+FOR_SHARDS: Final = (BUCKET, FETCH)
+"""Spans of what the engine itself works for shards and buckets."""
 INSTANTS: Final = ("mark", "gauge", "mem")
 """Kinds that are told at their end alone."""
 MOST_PARAMETERS: Final = 2000
@@ -83,7 +85,7 @@ class EngineEvents:
             if name is not None:
                 self._open[id(span)] = self._record(span, name)
         else:
-            self._open[id(span)] = self._record(span, SHARDING if span.name == BUCKET else span.name)
+            self._open[id(span)] = self._record(span, SHARDING if span.name in FOR_SHARDS else span.name)
 
     def _end(self, span: Span) -> None:
         if span.kind in ("comm", "launch"):

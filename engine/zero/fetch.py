@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
 from ..config import ZeroConfig
-from ..hooks import Hooks
+from ..hooks import FETCH, Hooks
 from .fetch_order import CurrentPass, ModuleParams, Pass
 from .gather import Gatherer
 from .param_hooks import Functions, SavedParams, WatchedParameters, in_backward, is_torchs, once_a_backward, tensors_in
@@ -176,7 +176,8 @@ class Fetcher(SavedParams):
             if is_root and not in_backward() and not any(other.starts_pass for other in self._calls):
                 call.starts_pass = True
                 self._begin_pass(call)
-            call.using = self._need(owner)
+            with self._hooks.span("module", FETCH):
+                call.using = self._need(owner)
 
         return hook
 
@@ -199,15 +200,16 @@ class Fetcher(SavedParams):
             if not self._calls or self._calls[-1].owner is not owner:
                 return  # it failed before our hook ran
             call = self._calls.pop()
-            if call.saved_hooks is not None:
-                call.saved_hooks.__exit__()
-            if torch.is_grad_enabled() and owner.params:
-                self._watch_outputs(owner, output)
-                self._watch_inputs(owner, (args, kwargs))
-            if not in_backward():  # what a recomputed forward brought, backward needs next
-                self._done(call)
-            if call.starts_pass and not call.with_grad:
-                self._end_pass_without_grad(call)
+            with self._hooks.span("module", FETCH):
+                if call.saved_hooks is not None:
+                    call.saved_hooks.__exit__()
+                if torch.is_grad_enabled() and owner.params:
+                    self._watch_outputs(owner, output)
+                    self._watch_inputs(owner, (args, kwargs))
+                if not in_backward():  # what a recomputed forward brought, backward needs next
+                    self._done(call)
+                if call.starts_pass and not call.with_grad:
+                    self._end_pass_without_grad(call)
 
         return hook
 
@@ -215,7 +217,7 @@ class Fetcher(SavedParams):
         """Fetch for the module's backward when the first gradient of an output arrives."""
         needed = owner.backward or owner
         if needed.params:
-            once_a_backward(tensors_in(output), self._need, needed)
+            once_a_backward(tensors_in(output), self._need_again, needed)
 
     def _watch_inputs(self, owner: ModuleParams, inputs: Any) -> None:
         """Release frozen parameters when a gradient of the module's inputs is there: nothing else marks their end."""
@@ -280,6 +282,11 @@ class Fetcher(SavedParams):
             param.users += 1
         self._fetch(using, owner.name)
         return using
+
+    def _need_again(self, owner: ModuleParams) -> None:
+        """In backward."""
+        with self._hooks.span("module", FETCH):
+            self._need(owner)
 
     def _fetch(self, needed: list[ShardedParam], module: str) -> None:
         missing = [param for param in needed if param not in self.live_params]

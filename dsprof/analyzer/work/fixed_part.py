@@ -86,10 +86,11 @@ nothing: of an embedding a micro-batch reads a few rows."""
 LARGEST: Final = 30e6
 """Bytes of a stage's parameters, twice what the largest model that was measured has: what more of them take is not
 known, beyond what so many do."""
-IN_A_JOB: Final = 0.5
+IN_A_JOB: Final = 0.25
 IN_A_JOB_AT_MOST: Final = 1.5
-"""ms of an action beside that where ranks wake each other up: in a pipeline of two ranks on two cores, whose stages
-have two small layers, forwards took 0.9 ms and backwards 1.4 ms whatever their size."""
+"""ms of an action beside that where ranks wake each other up: of pipelines of two and three ranks on two cores, whose
+stages have two small layers, what more micro-batches saved is what 0 to 0.7 ms explain (p1 to p3 of
+benchmarks/fix_pairs.py, twice each); in another one forwards took 0.9 ms and backwards 1.4 ms whatever their size."""
 CAPPED: Final = 0.9
 """Of an action, that is taken for it at most."""
 ELEMENT_BYTES: Final = 4

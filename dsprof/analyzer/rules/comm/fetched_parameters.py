@@ -22,7 +22,7 @@ from ...whatif.select import Communications
 from ..base import NotJudged
 from .deepspeed_config import is_own_engine, item_bytes, stage_of, told, zero_config
 from .dimensions import GRADIENT, Domain, domains, fewer_of
-from .possible_links import FAR, links_around, links_of_kinds
+from .possible_links import FAR, agree, links_around, links_of_kinds
 from .shards import GATHER, gathers_parameters, is_of_shards, shards_of
 
 PREFETCH: Final = "stage3_prefetch_bucket_size"
@@ -154,7 +154,7 @@ def _shard_collectives(study: Study, sharded: list[Domain]) -> float:
 def links_of_shards(domain: Domain) -> dict[Communications, list[Link]]:
     """The link of each kind of collective of each group, and others that it may as well be. What one group moves may be
     all of one size: groups of the same ranks share their wires, so what another of them moves tells its latency from
-    its bandwidth."""
+    its bandwidth; of the same kind, or of the other one where a line for both fits."""
     shards = shards_of(domain)
     found: dict[Communications, list[Link]] = {}
     of_kind, together = {}, {}
@@ -162,11 +162,15 @@ def links_of_shards(domain: Domain) -> dict[Communications, list[Link]]:
         places = [places for of, places in shards.kinds.items() if of.kinds == (kind,)]
         of_kind[kind] = shards.table.take(np.concatenate([*places, np.empty(0, np.int64)]))
         together[kind] = fit_link(of_kind[kind], on_device=domain.on_device)
+    every = fit_link(shards.table, on_device=domain.on_device)
     for of, link in links_of_kinds(shards).items():
         table, kind = shards.table.take(shards.kinds[of]), GATHER if of.kinds == (GATHER,) else SCATTER
         larger = FAR * float(table["bytes"].max()) < float(of_kind[kind]["bytes"].max())
-        link = together[kind] if together[kind].fitted and (larger or not link.fitted) else link
         median = float(table["bytes"].median())
+        if together[kind].fitted and (larger or not link.fitted):
+            link = together[kind]
+        elif not link.fitted and every.fitted and agree(link, every, median):
+            link = every
         # What is gathered together is larger than all that was measured: it may be the bytes that take long.
         whole = float(link.transfer_ms(np.array(median)))
         of_bytes = Link(0.0, whole / max(median, 1.0), link.fitted, link.spread)

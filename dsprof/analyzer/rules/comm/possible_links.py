@@ -42,7 +42,7 @@ def link_of_gradients(whole: Domain, gradients: Domain, group: str) -> Link:
         return link
     wider = fit_link(every, on_device=gradients.on_device)
     median = float(mine["bytes"].median())
-    return wider if wider.fitted and _agree(link, wider, median) else link
+    return wider if wider.fitted and agree(link, wider, median) else link
 
 
 def links_of(whole: Domain, part: Domain) -> dict[str, Link]:
@@ -67,7 +67,7 @@ def links_of_kinds(domain: Domain) -> Links:
         together = fit_link(domain.of_group(group), on_device=domain.on_device) if len(own) > len(fitted) else None
         for of, link in own.items():
             size = float(tables[of]["bytes"].median())
-            if not link.fitted and together is not None and together.fitted and _agree(link, together, size):
+            if not link.fitted and together is not None and together.fitted and agree(link, together, size):
                 link = together
             elif not link.fitted and most is not None:
                 link = with_latency(link, own[most].latency_ms, size)
@@ -75,7 +75,7 @@ def links_of_kinds(domain: Domain) -> Links:
     return found
 
 
-def _agree(link: Link, other: Link, size: float) -> bool:
+def agree(link: Link, other: Link, size: float) -> bool:
     """Whether two links tell about the same of what has so many bytes."""
     now, then = (float(one.transfer_ms(np.array(size))) for one in (link, other))
     return abs(then - now) <= MOST_APART * now
