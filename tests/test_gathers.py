@@ -9,7 +9,7 @@ import pytest
 from sleeping_jobs import SleepingRanks
 
 from dsprof.analyzer import analyze
-from dsprof.analyzer.graph.gathers import Gathers, awaited, find_gathers, places
+from dsprof.analyzer.graph.gathers import Gathers, awaited, find_gathers, places, reductions_awaited
 
 MS = 1_000_000
 
@@ -42,6 +42,23 @@ def test_a_wait_that_takes_no_time_is_for_the_first_gather_that_nobody_has_waite
     launched, start = ms(0.5, 1.5, 2.5), ms(15, 20, 30)
     assert awaited(found, launched, start, np.array([-1, 1, -1])).tolist() == [0, 1, -1]
     assert awaited(found, launched, ms(15, 20, 45), np.array([-1, 1, -1])).tolist() == [0, 1, 2]
+
+
+def test_a_wait_before_a_reduction_is_launched_is_for_the_one_before() -> None:
+    """As FSDP2 launches a backward: a wait for the next unit's gather (G), its gather, a wait for the reduction before
+    (R), the reduction. Reductions are launched at 1, 4 and 7, gathers at 2 and 5."""
+    issue, reduces = ms(1, 2, 4, 5, 7), np.array([True, False, True, False, True])
+    end, rows = ms(110, 120, 130, 140, 150), np.array([10, 11, 12, 13, 14])
+    launched = ms(1.5, 3, 4.5, 6, 8)  # G R G R, and one with no communication after it
+    nobody = np.full(5, -1)
+
+    def told(over: np.ndarray, known: np.ndarray = nobody) -> list[int]:
+        return reductions_awaited(issue, reduces, end, rows, launched, over, known).tolist()
+
+    assert told(ms(115, 125, 135, 145, 160)) == [-1, 10, -1, 12, -1]
+    assert told(ms(115, 105, 135, 145, 160)) == [-1, -1, -1, 12, -1]  # it went on before that had ended
+    assert told(ms(115, 125, 135, 145, 160), np.array([11, -1, -1, -1, 12])) == [11, 10, -1, -1, 12]  # waited for twice
+    assert reductions_awaited(*(ms(),) * 4, launched, launched, nobody).tolist() == nobody.tolist()
 
 
 def test_a_gather_is_put_where_the_stream_was_and_in_the_step_that_launched_it() -> None:

@@ -37,6 +37,26 @@ def test_three_at_once() -> None:
     assert shares.tolist() == [1 / 3] * 3
 
 
+def test_large_ones_share_what_they_take_together_by_their_bytes() -> None:
+    """As two buckets over 24 MB/s were seen to: the first is through before the second, which began 22 ms later. Of
+    small ones, and of those beside a small one, each has the same share."""
+    begin, end, link = np.array([0.0, 22.5]), np.array([44.3, 99.3]), np.zeros(2, np.int64)
+    size = np.array([1_052_672.0, 1_315_840.0])
+    shares = link_shares(link, begin, end, size)
+    assert (shares * (end - begin)).sum() == pytest.approx(99.3)
+    assert shares * (end - begin) / size == pytest.approx([99.3 / size.sum()] * 2)
+    alike = link_shares(link, begin, end)
+    assert link_shares(link, begin, end, size / 10) == pytest.approx(alike)
+    assert link_shares(link, begin, end, np.array([1_052_672.0, 8.0])) == pytest.approx(alike)
+
+
+def test_no_large_one_had_the_link_for_longer_than_it_was_under_way() -> None:
+    """On the second link, and apart from a third transfer on it."""
+    begin, end = np.array([0.0, 0.0, 90.0, 100.0]), np.array([100.0, 100.0, 100.0, 130.0])
+    shares = link_shares(np.array([0, 1, 1, 1]), begin, end, np.array([MB, MB, 9 * MB, MB], float))
+    assert shares.tolist() == [1.0, 0.1, 1.0, 1.0]
+
+
 def test_collectives_of_one_group_share_its_link() -> None:
     """As they are matched: of two workers' the time that each had the link for itself; NCCL runs one at a time."""
     rows = table(*(comm(rank, "all_reduce", 10 * seq, 30 + 10 * seq, seq) for rank in (0, 1) for seq in (0, 1)))

@@ -1,21 +1,61 @@
-"""Transfers that are under way on one link at once: each moves as fast as its share of the link lets it."""
+"""Transfers that are under way on one link at once, and which share of it each has.
+
+Of small ones, whose latency passes while others move, each has the same. Bytes of large ones go through one after the
+other, in whichever order, or take turns: two collectives of gloo do something in between. When they are through tells
+nothing of each by itself; together they take what their bytes take.
+"""
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays import Float, Int
+from ..arrays import Bool, Float, Int
 
 Moments = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+MANY_BYTES: Final = 1 << 18
+"""A transfer of as many is large: what it takes is mostly its bytes."""
 
 
-def link_shares(link: Int, begin: Moments, end: Moments) -> Float:
+def link_shares(link: Int, begin: Moments, end: Moments, size: Float | None = None) -> Float:
     """Which share of its link each transfer had while it was under way, mean over that time: 1 of one that was alone,
     0.5 of one that another was beside all the time.
 
-    link: of each transfer, a number of its link; begin, end: when it was under way, in whatever unit
+    link: of each transfer, a number of its link; begin, end: when it was under way, in whatever unit; size: bytes of
+    each, by which large ones that were under way at once share the time that these took together
     """
+    found = _at_the_same_time(link, begin, end)
+    if size is None or not (found < 1).any():
+        return found
+    took = (end - begin).astype(np.float64)
+    stretch, spent = _unbroken(link, begin, end)
+    large = np.bincount(stretch, (size < MANY_BYTES) & (took > 0), len(spent)) == 0
+    whole = np.bincount(stretch, size, len(spent))
+    of_bytes = spent[stretch] * size / np.maximum(whole[stretch], 1.0)
+    shared: Bool = large[stretch] & (took > 0)
+    np.divide(np.minimum(of_bytes, took), took, out=found, where=shared)
+    return found
+
+
+def _unbroken(link: Int, begin: Moments, end: Moments) -> tuple[Int, Float]:
+    """The number of the unbroken time, on its link, in which each is under way; and how long each such time is."""
+    order = np.lexsort((end, begin, link))
+    first, last = begin[order].astype(np.float64), end[order].astype(np.float64)
+    # Links one after another on one line of time.
+    number = np.cumsum(np.append(False, np.diff(link[order]) != 0))
+    apart = number * (float(last.max() - first.min()) + 1.0)
+    upto = np.maximum.accumulate(last + apart)
+    starts = np.append(True, first[1:] + apart[1:] >= upto[:-1])
+    at = np.flatnonzero(starts)
+    stretch = np.empty(len(order), np.int64)
+    stretch[order] = np.cumsum(starts) - 1
+    return stretch, np.maximum.reduceat(last + apart, at) - (first + apart)[at]
+
+
+def _at_the_same_time(link: Int, begin: Moments, end: Moments) -> Float:
+    """The share of each, where all that are under way have the same."""
     count = len(begin)
     found: Float = np.ones(count)
     if count < 2:

@@ -250,6 +250,7 @@ def _transfer(matched: pd.DataFrame, run: RunInfo | None) -> tuple[Int, Int]:
     """Time each collective took once all were there and its group had a worker free, first issued, first served; and
     its part of that where others of the group were under way. `matched` is in order of group and number."""
     last, end = matched["last_ns"].to_numpy(np.int64), matched["end_ns"].to_numpy(np.int64)
+    size = matched["bytes"].to_numpy(np.float64, na_value=0)
     groups = matched["group"].to_numpy(object)
     group, _ = pd.factorize(groups)
     taken: Int = np.maximum(end - last, 0)
@@ -261,7 +262,7 @@ def _transfer(matched: pd.DataFrame, run: RunInfo | None) -> tuple[Int, Int]:
         _serve(taken, last, end, group, place, backend.workers)
         if backend.workers > 1:
             took = taken[place]
-            alone[place] = np.round(took * link_shares(group[place], end[place] - took, end[place]))
+            alone[place] = np.round(took * link_shares(group[place], end[place] - took, end[place], size[place]))
         else:
             alone[place] = taken[place]
     return taken, alone

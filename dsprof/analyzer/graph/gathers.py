@@ -142,6 +142,31 @@ def awaited(gathers: Gathers, launched: Int, start: Int, known: Int) -> Int:
     return found
 
 
+def reductions_awaited(
+    issue: Int, reduces: Bool, end: Int, target: Int, launched: Int, over: Int, known: Int
+) -> Int:  # fmt: skip
+    """Of waits that do not say what for, those that FSDP2 has before it reduces a unit's gradients: for the reduction
+    before, whose buffer it lets go of. They are told by the reduction that is the next to be launched.
+
+    issue, end: [N] of a rank's communications, when the host launched each and when it ended, ns; reduces: which
+    reduce gradients; target: their rows. launched, over: [W] of the waits; known: [W] the target of those that are
+    known, else -1. Returns known, with these
+    """
+    order = np.argsort(issue, kind="stable")
+    issue, reduces, end, target = issue[order], reduces[order], end[order], target[order]
+    last = np.maximum.accumulate(np.where(reduces, np.arange(len(issue)), NONE)) if len(issue) else issue
+    found, waited = known.copy(), set(known.tolist())
+    for wait in np.flatnonzero(known == NONE).tolist():
+        following = int(np.searchsorted(issue, launched[wait], "right"))
+        if not 0 < following < len(issue) or not reduces[following]:
+            continue
+        before = int(last[following - 1])
+        if before != NONE and int(target[before]) not in waited and end[before] <= over[wait] + AT_ONCE_NS:
+            found[wait] = target[before]
+            waited.add(int(target[before]))
+    return found
+
+
 def places(gathers: Gathers, moments: Int, keys: Int, host: Int, ended: Int) -> tuple[Int, Int, Int]:
     """Where in the computing stream's program gathers belong: (place before which, moment, target), each [G] in order.
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from ..align.link_shares import MANY_BYTES
 from ..arrays import Float
 from .transfers_at_once import SHARED, octaves, transfers_at_once
 
@@ -23,8 +24,8 @@ REFITS = 4
 FREE = 0.1
 """Of what the largest transfers take: where the bytes of those that shared the link are said to take less, what they
 took together is asked."""
-MANY_BYTES, FEW_BYTES = 1 << 18, 1 << 16
-"""The bytes of messages smaller than the second are free on any link; of those in between, it is not known."""
+FEW_BYTES = 1 << 16
+"""The bytes of smaller messages are free on any link; of those up to MANY_BYTES it is not known."""
 LONG_MS = 10.0
 """What hosts move that is all of one size, larger than FEW_BYTES, and typically takes longer than this is counted as
 bandwidth: the latency of a network is a hundredth of it. (Six buckets of 0.5 MiB over 40 MB/s that three ranks shared

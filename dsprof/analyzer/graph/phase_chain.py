@@ -8,6 +8,7 @@ takes longer than usual is taken to be so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -26,7 +27,15 @@ from ..budget.stream_waits import AT_ONCE_NS, ended_together
 from .chains import LAUNCH, STEP, SYNC, Chain, Flows, RankChains, StreamTime, ThreadTime
 from .device_phases import DevicePhases, device_phases, host_steps, step_ends
 from .events import BACKWARD, ISSUE, WAIT, WAIT_GRADIENTS, Program
-from .gathers import Gathers, awaited, ended_before, find_gathers, issued_from, places
+from .gathers import (
+    Gathers,
+    awaited,
+    ended_before,
+    find_gathers,
+    issued_from,
+    places,
+    reductions_awaited,
+)
 
 MOST_LATENCY_NS: Final = 1_000_000
 """From a launch to its operation, where the device has nothing else to do: no more is taken to be that."""
@@ -199,7 +208,12 @@ class _PhaseStream:
         def gathered(taken: Int) -> Gathers:
             return find_gathers(gathers, issuer, lane, issue, moment, end, target, taken)
 
-        taken = self._waits(gathered(np.empty(0, np.int64)))
+        reduces = (comm["purpose"] == "gradient").to_numpy(bool)
+
+        def reduced(key: Int, over: Int, known: Int) -> Int:
+            return reductions_awaited(issue, reduces, end, target, key, over, known)
+
+        taken = self._waits(gathered(np.empty(0, np.int64)), reduced if gathers.any() else None)
         self._gathers = gathered(taken)
         # The last that a backward reduces is issued with its last gradient.
         for begin, end_of_host, first in self._reducing:
@@ -209,7 +223,7 @@ class _PhaseStream:
                 reached[last] = min(first, arrival[last])
         self._put(issue[~gathers], 2, ISSUE, reached[~gathers], target[~gathers])
 
-    def _waits(self, gathers: Gathers | None = None) -> Int:
+    def _waits(self, gathers: Gathers | None = None, reduced: Callable[[Int, Int, Int], Int] | None = None) -> Int:
         """Of the stream, for communications. Of those that do not say for which, one that took time was for what ended
         as it did, and one that took none for what was gathered. Returns when the stream went on, ascending."""
         rows, of = self._rows, self._phases
@@ -225,6 +239,8 @@ class _PhaseStream:
         if named.any() and self._matches.unique:
             target[named] = self._matches.find(waits[named], self._run)
         target[~named] = ended_together(start[~named], end[~named], rows, self._matches, self._run)
+        if reduced is not None:
+            target = reduced(key, end, target)
         if gathers is not None:
             target = awaited(gathers, key, start, target)
         bound = target != NONE

@@ -31,7 +31,8 @@ def link_shares_of(steps: Steps, tasks: Int, *, gradients: bool = False) -> Floa
         shares: Float = np.ones(end.shape)
         known = np.isfinite(end)
         step = np.broadcast_to(np.arange(count), end.shape)[known]
-        shares[known] = link_shares(step, (end - steps.transfer[mine])[known], end[known])
+        begin, size = (end - steps.transfer[mine])[known], steps.size[mine][known]
+        shares[known] = link_shares(step, begin, end[known], size)
         place = np.searchsorted(mine, tasks)
         there = mine[np.minimum(place, len(mine) - 1)] == tasks
         found[there] = shares[place[there]]

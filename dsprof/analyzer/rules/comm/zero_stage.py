@@ -109,8 +109,8 @@ def _without_shards(study: Study, more: WhatIfs) -> Effect:
         pairs.append((pairs[0][0], (*pairs[0][1], ScaleLink(1 / WHOLE, WHOLE, GRADIENTS))))
     if not study.on_gpu and sharding_ms(study):
         likely, *ends = (ScaleWork({"sharding": left}) for left in (OWN_LEFT if own else (0.0, HOOKS_LEFT)))
-        (now, then), pairs = pairs[0], [(one, (*then, likely)) for one, then in pairs]
-        pairs += [(now, (*then, left)) for left in ends]
+        first, whole = pairs[0]
+        pairs = [*((one, (*then, likely)) for one, then in pairs), *((first, (*whole, left)) for left in ends)]
         notes.append("modules fetch and release no parameters")
     (as_it_is, changed), *others = pairs
     return Effect("comm.redundant-gather", changed, as_it_is, tuple(others), counts_cores=True, notes=tuple(notes))
