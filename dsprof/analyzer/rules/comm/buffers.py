@@ -114,7 +114,7 @@ RULES = (
         explains=("comm_exposed",),
         looks=(Look(broadcast_buffers, needs=(signals.replay,)),),
         needs=(signals.communications,),
-        error=ModelError(of_gain=0.14, of_step=0.014, busy=0.014),
+        error=ModelError(of_gain=0.105, of_step=0.014, busy=0.014),
         place=102,
     ),
 )

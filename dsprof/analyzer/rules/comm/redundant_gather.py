@@ -193,7 +193,7 @@ RULES = (
         looks=(Look(redundant_gather, needs=(signals.replay,)),),
         needs=(signals.communications,),
         outranked_by=("comm.exposed", "comm.slow-link"),
-        error=ModelError(of_gain=0.14, of_step=0.014, busy=0.014),
+        error=ModelError(of_gain=0.105, of_step=0.014, busy=0.014),
         place=107,
     ),
 )
