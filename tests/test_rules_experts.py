@@ -27,24 +27,25 @@ def groups() -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def job(
-    share: Share, slower: Share = lambda rank, step: 1.0, works: Share | None = None, batches: int = 1, **more: Any
-) -> MeshJob:
+    share: Share, slower: Share = lambda rank, step: 1.0, works: Share | None = None, batches: int = 1,
+    second: Share | None = None, **more: Any,
+) -> MeshJob:  # fmt: skip
     """Two layers: dense work, tokens there, the experts' work, tokens back; backward takes twice as long. The same of
     each of several micro-batches.
 
-    slower: by how much a rank is, in everything; works: the part of the experts' work, where it is not the tokens'.
+    slower: by how much a rank is, in everything; works: the part of the experts' work, where it is not the tokens';
+    second: the part of the second layer's tokens, where it is another one.
     """
-    works = works or share
 
     def program(rank: int, step: int) -> Program:
-        size = int(MEAN * max(share(rank, step), 1.0))
-
-        def layer(ms: float) -> tuple[Any, ...]:
-            exchange, slow = Call(f"r{rank // 2}", "all_to_all", size), slower(rank, step)
-            return Work(ms * slow), exchange, Work(ms * slow * works(rank, step)), exchange
+        def layer(ms: float, share: Share = share) -> tuple[Any, ...]:
+            size, slow = int(MEAN * max(share(rank, step), 1.0)), slower(rank, step)
+            exchange = Call(f"r{rank // 2}", "all_to_all", size)
+            return Work(ms * slow), exchange, Work(ms * slow * (works or share)(rank, step)), exchange
 
         gradients = Call("w", "all_reduce", 65536, "gradient"), Call(f"c{rank % 2}", "all_reduce", 16384, "gradient")
-        forward, backward = (*layer(10), *layer(10)), (*layer(20), *layer(20))
+        other = second or share
+        forward, backward = (*layer(10), *layer(10, other)), (*layer(20, other), *layer(20))
         passes = (Phase("forward", forward), Phase("backward", backward)) * batches
         return (*passes, *gradients, Phase("optimizer", (Work(1),)))
 
@@ -79,7 +80,7 @@ def equal(rank: int, step: int) -> float:
 
 
 def check_gain(finding: Finding, share: Share, **more: Any) -> None:
-    true = job(share, **more).step_ms() - job(equal, **more).step_ms()
+    true = job(share, **more).step_ms() - job(equal, **{**more, "second": equal}).step_ms()
     assert finding.gain.ms == pytest.approx(true, rel=0.15)
     assert finding.gain.low <= true <= finding.gain.high
 
@@ -129,6 +130,34 @@ def test_all_ranks_with_the_experts_that_are_asked_most_are_named() -> None:
     first = analysis.findings[0]
     assert (first.code, first.where.ranks) == ("moe.imbalance", (0, 2))
     assert first.title.endswith("ranks 0, 2 (ep 0) get 40 % more than the mean")
+
+
+@pytest.mark.plants("moe.imbalance")
+@pytest.mark.parametrize("spread", [0.01, 0.05])
+def test_each_layer_asks_the_experts_of_another_rank_more(spread: float) -> None:
+    """Each rank gets as many tokens in a step, and waits for the other in every second layer."""
+    first, second = always(0, 0.4, spread=spread), always(1, 0.4, seed=2, spread=spread)
+    analysis = analyze(job(first, second=second).trace())
+    found = analysis.findings[0]
+    assert (found.code, found.where.op, found.where.dimension) == ("moe.imbalance", "all_to_all", "ep")
+    assert found.title.endswith(
+        "the largest of an exchange is 40 % above the mean, on another rank from exchange to exchange"
+    )
+    check_gain(found, first, second=second)
+    assert any("place experts anew" in fix.title for fix in found.fixes)
+    assert above_info(analysis) == ["moe.imbalance"]
+
+
+def test_layers_whose_exchanges_are_unequal_and_cost_nothing_are_no_finding() -> None:
+    analysis = analyze(job(always(0, 0.4), second=always(1, 0.4, seed=2), works=equal).trace())
+    assert "moe.imbalance" not in above_info(analysis)
+
+
+def test_a_slow_rank_whose_layers_ask_in_turn_is_a_slow_rank() -> None:
+    first, second = always(2, 0.08), always(3, 0.08, seed=2)
+    slow = job(first, lambda rank, step: 1.5 if rank == 2 else 1.0, works=equal, second=second)
+    found = analyze(slow.trace()).findings[0]
+    assert (found.code, found.where.ranks) == ("rank.straggler", (2,))
 
 
 def test_megatron_is_told_its_own_flags() -> None:

@@ -18,7 +18,9 @@ from .numbering import mismatches
 from .progress import Progress, find_progress, first_disagreement
 from .topology import Topology
 
-EXCHANGED: Final = ("rank", "step", "group", "bytes")
+EXCHANGED: Final = ("rank", "step", "group", "place", "bytes")
+MOST_PLACES: Final = 128
+"""Exchanges of a step that are kept one by one: of many ranks they are many."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Communicated:
     mismatches:   warnings of communications that ranks disagree about, or that could not be matched
     disagreement: the first collective that is not the same on all ranks
     progress:     how far each rank was when its capture ended
-    exchanged:    EXCHANGED, bytes that each rank exchanged all-to-all in a group in a step
+    exchanged:    EXCHANGED, bytes that each rank exchanged all-to-all in a group in a step, exchange by exchange in
+                  their order, `place`; together, -1, where a step has more than MOST_PLACES
     nothing:      whether no rank communicated
     """
 
@@ -54,7 +57,12 @@ def summarize_arrivals(arrivals: pd.DataFrame | RankRows, run: RunInfo, topology
 
 
 def _exchanged(rows: RankRows, exchanges: Bool) -> pd.DataFrame:
-    table = rows.take(EXCHANGED, np.flatnonzero(exchanges)).astype({"group": str, "bytes": "float64"})
-    if table.empty:
-        return table.reset_index(drop=True)
-    return table.groupby(["rank", "step", "group"], as_index=False)["bytes"].sum()
+    wanted = ("rank", "step", "group", "seq", "bytes")
+    table = rows.take(wanted, np.flatnonzero(exchanges)).astype({"group": str, "bytes": "float64"})
+    of_step = ["rank", "step", "group"]
+    table = table.sort_values([*of_step, "seq"], kind="stable", ignore_index=True)
+    place = table.groupby(of_step).cumcount().to_numpy(np.int64) if len(table) else np.empty(0, np.int64)
+    table = table.assign(place=place)
+    if not len(table) or int(place.max()) < MOST_PLACES:
+        return table[list(EXCHANGED)]
+    return table.groupby(of_step, as_index=False)["bytes"].sum().assign(place=-1)[list(EXCHANGED)]

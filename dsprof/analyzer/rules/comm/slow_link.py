@@ -117,8 +117,8 @@ def _all_exchange_alike(study: Study, domain: Domain) -> bool:
     """Whether all ranks of a dimension exchange as much as each other in each step: then they have equal shares."""
     every = study.communicated.exchanged
     mine = every[every["group"].isin(domain.groups) & every["step"].isin(study.step_numbers)]
-    of_step = mine.groupby("step")["bytes"].agg(["min", "max"])
-    return bool(len(of_step) and (of_step["min"] >= (1 - ALIKE) * of_step["max"]).all())
+    each = mine.groupby(["step", "place"])["bytes"].agg(["min", "max"])
+    return bool(len(each) and (each["min"] >= (1 - ALIKE) * each["max"]).all())
 
 
 def _longer(study: Study, own: pd.DataFrame, every: _Alike, group: str) -> Float:

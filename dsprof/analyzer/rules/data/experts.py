@@ -16,7 +16,7 @@ from dsprof.schema import CALL_SITE
 
 from ... import signals
 from ...align.groups import EXCHANGE
-from ...arrays import Float
+from ...arrays import Bool, Float
 from ...budget.label import spans_of
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
@@ -27,7 +27,7 @@ from ...whatif.work import Change
 from ..base import NotConcerned, NotJudged, at, place_fix, settings_fix
 from ..rule import Rule, fault
 from .pieces import Pieces, pieces_that_follow
-from .routed_tokens import Routed, places_of_teams, routed_tokens
+from .routed_tokens import Routed, exchanges, places_of_teams, routed_tokens
 
 LEAST_CHANGE: Final = 0.002
 """Standard deviation of a rank's share over the steps, of its mean. A router learns and its inputs differ; shares that
@@ -36,6 +36,8 @@ SENT_ALIKE: Final = 0.01
 """Standard deviation of the smallest exchange of a step, of its mean, up to which it is what every rank sends."""
 AS_MUCH: Final = 0.5
 """Of what the rank with most gets beyond the mean, from which on another gets as much: replicas share experts."""
+SMALL: Final = 0.01
+"""Of the largest exchange."""
 CAPACITY: Final = 1.25
 COEFFICIENT: Final = 0.01
 """What is usual: tokens that an expert takes at most, times the mean; weight of the balancing loss."""
@@ -49,7 +51,7 @@ def unequal_shares(study: Study) -> Change | None:
         if study.communicated.exchanged.empty:
             raise NotConcerned
         return None
-    if not _varies(routed):
+    if not _varies(study, routed):
         raise NotJudged(
             "ranks exchange unequal shares all-to-all, and the same ones in every step: something is divided unevenly "
             "for good, such as tables of embeddings, and no router sends tokens"
@@ -68,21 +70,24 @@ def unequal_shares(study: Study) -> Change | None:
     return None if work is None else work.change
 
 
-def _varies(routed: Routed) -> bool:
+def _varies(study: Study, routed: Routed) -> bool:
     """Whether ranks' parts of what is exchanged change; that all exchange more in one step is of larger batches."""
-    part = routed.shares / np.maximum(routed.shares - routed.beyond, 1.0)
+    every, part = exchanges(routed), np.ones_like(exchanges(routed))
+    for places in places_of_teams(study, routed.dimension):
+        part[places] = every[places] / np.maximum(every[places].mean(axis=0), 1.0)
     return float(part.std(axis=1).max(initial=0.0)) > LEAST_CHANGE
 
 
 def _sent_alike(study: Study, routed: Routed) -> bool:
     """Whether all ranks send as much in every step: then who exchanges more got more."""
-    teams = places_of_teams(study, routed.dimension)
-    return all(_is_sent(routed.shares[places].min(axis=0)) for places in teams if len(places) > 1)
+    teams, every = places_of_teams(study, routed.dimension), exchanges(routed)
+    return all(bool(_is_sent(every[places].min(axis=0)).all()) for places in teams if len(places) > 1)
 
 
-def _is_sent(least: Float) -> bool:
-    """Whether the smallest exchange of each step, [S], is what every rank sends."""
-    return float(least.std()) <= SENT_ALIKE * float(least.mean())
+def _is_sent(least: Float) -> Bool:
+    """Of exchanges, [S, K], whether the smallest of each step is what every rank sends, [K]."""
+    found: Bool = least.std(axis=0) <= SENT_ALIKE * least.mean(axis=0)
+    return found
 
 
 def _in_both_passes(study: Study, routed: Routed) -> bool:
@@ -108,7 +113,7 @@ def expert_work(study: Study) -> Pieces | None:
     """Which pieces of work follow a rank's share of the tokens. None: none does."""
     routed = routed_tokens(study)
     assert routed is not None
-    return pieces_that_follow(study, routed.dimension.teams, routed.beyond, routed.shares)
+    return pieces_that_follow(study, routed.dimension.teams, routed.of_pieces)
 
 
 def explained_by_tokens(study: Study) -> Float | None:
@@ -125,50 +130,62 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     routed, work = routed_tokens(study), expert_work(study)
     assert routed is not None
     assert work is not None
-    part = _of_mean(study, routed)
+    by_exchange = _of_mean(study, routed)
+    part = by_exchange.reshape(len(by_exchange), -1)
     each = part.mean(axis=1)
     hot = int(each.argmax())
     always = _always_the_same(part)
+    what = "a step" if routed.each is None else "an exchange"
     asked_most = study.ranks_where(each - 1 >= AS_MUCH * (each[hot] - 1))
     ranks = asked_most if always else tuple(rank for team in routed.dimension.teams for rank in team)
     evidence = (
-        Evidence("largest share of the tokens a step, of the mean", round(float(part.max(axis=0).mean()), 2), "", 1.0),
+        Evidence(
+            f"largest share of the tokens of {what}, of the mean", round(float(part.max(axis=0).mean()), 2), "", 1.0
+        ),
         Evidence(f"share of rank {study.ranks[hot]}, of the mean", round(float(each[hot]), 2), "", 1.0),
-        Evidence("extra compute of the rank with most", round(float(work.excess.max(axis=0).mean()), 3), "ms", 0.0),
         Evidence("correlation of a rank's extra compute with its share", round(work.told, 2), ""),
     )
+    if routed.each is None:  # else it is another rank that has it after the next exchange
+        extra = round(float(work.excess.max(axis=0).mean()), 3)
+        evidence += (Evidence("extra compute of the rank with most", extra, "ms", 0.0),)
     if always:
         more = percent(100 * (float(each[np.isin(study.ranks, ranks)].mean()) - 1))
         gets = "gets" if len(ranks) == 1 else "get"
         who = f"{ranks_in_words(ranks)}{study.mesh.words(ranks)} {gets} {more} more than the mean"
     else:
         more = percent(100 * (float(part.max(axis=0).mean()) - 1))
-        who = f"the largest of a step is {more} above the mean, on another rank each step"
+        whose = "on another rank each step" if routed.each is None else "on another rank from exchange to exchange"
+        who = f"the largest of {what} is {more} above the mean, {whose}"
     title = f"experts get unequal shares of the tokens: {who}"
     where = Where(ranks=ranks, op=EXCHANGE, steps=study.step_range, dimension=routed.dimension.name or None)
-    fixes = _fixes(study, routed, gain, always=always)
+    for_good = all(_always_the_same(by_exchange[..., k]) for k in range(by_exchange.shape[2]))
+    fixes = _fixes(study, routed, gain, always=for_good)
     return Finding("moe.imbalance", title, "info", where, evidence, gain, fixes, share=share)
 
 
 def _of_mean(study: Study, routed: Routed) -> Float:
-    """Each rank's share, of the mean of its team, [R, S]; 1 of a rank of no team.
+    """Each rank's share of each exchange, of the mean of its team, [R, S, K]; 1 of a rank of no team. K is 1 where
+    whole steps tell; what is small beside others, such as how many tokens will come, is left out.
 
     An exchange is as large as what was sent or what came. Where all send as much, it is never less than that, and what
     came is as much in the mean of the ranks.
     """
-    found = np.ones_like(routed.shares)
+    every = exchanges(routed)
+    size = every.mean(axis=(0, 1))
+    every = every[..., size >= SMALL * size.max()]
+    found = np.ones_like(every)
     for places in places_of_teams(study, routed.dimension):
-        mine = routed.shares[places]
+        mine = every[places]
         if not len(places) or not mine.any():
             continue
         least = mine.min(axis=0)
-        mean = least if _is_sent(least) else mine.mean(axis=0)
+        mean = np.where(_is_sent(least), least, mine.mean(axis=0))
         found[places] = mine / np.maximum(mean, 1.0)
     return found
 
 
 def _always_the_same(part: Float) -> bool:
-    """Whether ranks differ more from each other than each from step to step."""
+    """Whether ranks differ more from each other than each from step to step. part: [R, S]"""
     return float(part.mean(axis=1).std()) > float(part.std(axis=1).mean())
 
 

@@ -3,14 +3,14 @@ tokens for its experts, or inputs. So an equal share takes work from where it wa
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from ...arrays import Bool, Float
-from ...graph.step_graph import WAKE_UP_DELAY, Steps
+from ...arrays import Bool, Float, Int
+from ...graph.step_graph import WAKE_UP_DELAY, Steps, Structure
 from ...study import Study
 from ...whatif.work import Change, Spans, within
 
@@ -42,14 +42,20 @@ class Pieces:
     told: float
 
 
-def pieces_that_follow(study: Study, teams: Iterable[Collection[int]], beyond: Float, shares: Float) -> Pieces | None:
-    """None: none does.
+OfPieces: TypeAlias = Callable[[Structure, list[int], list[int], Int], tuple[Float, Float]]
+"""(structure, threads of a team, their places in [R, ..], steps in [.., S]) -> what each of these ranks is given beyond
+the mean of the team for each of its pieces, and in all; [N, W, S], or [N, 1, S] where it is the same of all pieces."""
 
-    teams: ranks that are to do the same work, each; shares: [R, S] of a rank in a judged step, beyond: what it is above
-    the mean of the team
-    """
+
+def given_in_steps(beyond: Float, shares: Float) -> OfPieces:
+    """Of what is given to each rank for a whole step, [R, S]."""
+    return lambda _, __, places, at: (beyond[places][:, None, at], shares[places][:, None, at])
+
+
+def pieces_that_follow(study: Study, teams: Iterable[Collection[int]], given: OfPieces) -> Pieces | None:
+    """None: none does. teams: ranks that are to do the same work, each."""
     graph = study.need_graph()
-    excess, found = np.zeros_like(beyond), []
+    excess, found = np.zeros((len(study.ranks), len(study.step_numbers))), []
     told: list[tuple[Float, Float]] = []
     ranks = graph.ranks[: graph.leads]
     for index, steps in enumerate(graph.templates):
@@ -64,22 +70,30 @@ def pieces_that_follow(study: Study, teams: Iterable[Collection[int]], beyond: F
             if len(threads) < 2 or len({steps.structure.programs[thread] for thread in threads}) > 1:
                 continue
             places = [study.ranks.index(int(ranks[thread])) for thread in threads]
-            above, share = beyond[places][:, at], shares[places][:, at]
+            above, share = given(steps.structure, threads, places, at)
             work = np.stack([_compute(steps, thread)[:, chosen] for thread in threads])
             gone = follows(work, above, share)
             if not gone.any():
                 continue
             pieces: Bool = np.asarray(gone.any(axis=(0, 2)))
-            beside = (work - work.mean(axis=0))[:, pieces].sum(axis=1)
-            told.append((beside.ravel(), above.ravel()))
+            told.append(_told(work, above, pieces))
             np.add.at(excess, (np.array(places)[:, None], at[None, :]), gone.sum(axis=1))
             for thread, mine, took in zip(threads, gone, work, strict=True):
                 found.append(_spans(steps, thread, pieces, chosen, judged, mine / np.maximum(took, 1e-9)))
     if not found:
         return None
     spans = Spans(*(np.concatenate([getattr(one, name) for one in found]) for name in Spans.__dataclass_fields__))
-    beside, given = (np.concatenate(each) for each in zip(*told, strict=True))
-    return Pieces(Change({"compute": excess}, spans=spans), excess, float(np.corrcoef(beside, given)[0, 1]))
+    beside, beyond = (np.concatenate(each) for each in zip(*told, strict=True))
+    return Pieces(Change({"compute": excess}, spans=spans), excess, float(np.corrcoef(beside, beyond)[0, 1]))
+
+
+def _told(work: Float, beyond: Float, pieces: Bool) -> tuple[Float, Float]:
+    """What ranks compute in these pieces beyond the mean of the team, and what they are given: together where that is
+    the same of all pieces, else of each by itself."""
+    beside = (work - work.mean(axis=0))[:, pieces]
+    if beyond.shape[1] == 1:
+        return beside.sum(axis=1).ravel(), beyond.ravel()
+    return beside.ravel(), beyond[:, pieces].ravel()
 
 
 def _compute(steps: Steps, thread: int) -> Float:
@@ -91,11 +105,11 @@ def _compute(steps: Steps, thread: int) -> Float:
 def follows(work: Float, beyond: Float, shares: Float) -> Float:
     """What of each piece a rank's share beyond the mean explains, [N, W, S] ms, of N ranks of a team.
 
-    work: [N, W, S]; beyond, shares: [N, S]. Told by how a rank's own work follows its own share over the steps; where
-    shares hardly change, by how ranks differ.
+    work: [N, W, S]; beyond, shares: [N, W, S], or [N, 1, S] of all pieces. Told by how a rank's own work follows its
+    own share over the steps; where shares hardly change, by how ranks differ.
     """
     beside = work - work.mean(axis=0)
-    own = beyond - beyond.mean(axis=1, keepdims=True)
+    own = beyond - beyond.mean(axis=2, keepdims=True)
     slope, sure, error = _slope(beside - beside.mean(axis=2, keepdims=True), own)
     of_all, surely, _ = _slope(beside, beyond)
     if sure.any():
@@ -106,17 +120,17 @@ def follows(work: Float, beyond: Float, shares: Float) -> Float:
             sure = sure | alike
     else:
         slope, sure = of_all, surely & _in_some_only(beside, beyond, work)
-    gone = np.where(sure, slope, 0.0)[None, :, None] * beyond[:, None, :]
-    most = np.minimum(MOST_OF_SHARE * np.abs(beyond) / np.maximum(shares, 1.0), 0.95)[:, None, :] * work
+    gone = np.where(sure, slope, 0.0)[None, :, None] * beyond
+    most = np.minimum(MOST_OF_SHARE * np.abs(beyond) / np.maximum(shares, 1.0), 0.95) * work
     found: Float = np.clip(gone, np.minimum(-most, beside), most)
     return found
 
 
 def _slope(beside: Float, given: Float) -> tuple[Float, Bool, Float]:
     """Slope of each piece over what is given, [W], whether it surely rises with that, and its standard error."""
-    squares = max(float((given**2).sum()), 1e-9)
-    slope = (beside * given[:, None, :]).sum(axis=(0, 2)) / squares
-    left = beside - slope[None, :, None] * given[:, None, :]
+    squares = np.maximum((given**2).sum(axis=(0, 2)), 1e-9)
+    slope = (beside * given).sum(axis=(0, 2)) / squares
+    left = beside - slope[None, :, None] * given
     of = np.maximum(beside.shape[0] * beside.shape[2] - beside.shape[0] - 1, 1)
     error = np.sqrt((left**2).sum(axis=(0, 2)) / of / squares)
     told = 1 - (left**2).sum(axis=(0, 2)) / np.maximum((beside**2).sum(axis=(0, 2)), 1e-12)
@@ -126,9 +140,9 @@ def _slope(beside: Float, given: Float) -> tuple[Float, Bool, Float]:
 def _in_some_only(beside: Float, beyond: Float, work: Float) -> bool:
     """Whether who is given most is slower in some pieces, and in others is not. A step of many micro-batches has many
     small ones: either has to have MUCH of its compute, in one piece or in several."""
-    hot = int(beyond.mean(axis=1).argmax())
+    hot = np.broadcast_to(beyond.mean(axis=2).argmax(axis=0), work.shape[1])  # of each piece
     mean = work.mean(axis=(0, 2))
-    slower = beside[hot].mean(axis=1) / np.maximum(mean, 1e-9)
+    slower = beside[hot, np.arange(len(hot))].mean(axis=1) / np.maximum(mean, 1e-9)
     order = np.argsort(-slower, kind="stable")
     enough = np.cumsum(mean[order]) >= MUCH * mean.sum()
     level = float(slower[order][enough].max(initial=0.0))

@@ -19,7 +19,7 @@ from ...work.micro_batches import LEAST_SPREAD, UnequalMicroBatches, can_tell, m
 from ..base import NotJudged, at, code_fix
 from ..rule import Look, Rule, fault
 from .loader import loader_site, training_loader
-from .pieces import Pieces, pieces_that_follow
+from .pieces import Pieces, given_in_steps, pieces_that_follow
 from .routed_tokens import routed_tokens
 from .sequence import causal, causal_shards
 
@@ -77,7 +77,7 @@ def pieces_by_size(study: Study) -> Pieces | None:
     if sum(steps.work.shape[0] * steps.work.shape[1] for steps in study.graph.templates) > MOST_PIECES:
         return None
     teams = [study.ranks_where(peer_group) for peer_group in study.peer_groups]
-    found = pieces_that_follow(study, teams, _less_mean_of_team(study, sizes), sizes)
+    found = pieces_that_follow(study, teams, given_in_steps(_less_mean_of_team(study, sizes), sizes))
     if found is None or np.abs(found.excess).sum() < MOST_OF_WHOLE * np.abs(whole).sum():
         return None
     return found
