@@ -138,16 +138,16 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     what = "a step" if routed.each is None else "an exchange"
     asked_most = study.ranks_where(each - 1 >= AS_MUCH * (each[hot] - 1))
     ranks = asked_most if always else tuple(rank for team in routed.dimension.teams for rank in team)
-    evidence = (
-        Evidence(
-            f"largest share of the tokens of {what}, of the mean", round(float(part.max(axis=0).mean()), 2), "", 1.0
-        ),
-        Evidence(f"share of rank {study.ranks[hot]}, of the mean", round(float(each[hot]), 2), "", 1.0),
-        Evidence("correlation of a rank's extra compute with its share", round(work.told, 2), ""),
+    largest = round(float(part.max(axis=0).mean()), 2)
+    evidence: tuple[Evidence, ...] = (
+        Evidence(f"largest share of the tokens of {what}, of the mean", largest, "", 1.0),
     )
-    if routed.each is None:  # else it is another rank that has it after the next exchange
-        extra = round(float(work.excess.max(axis=0).mean()), 3)
-        evidence += (Evidence("extra compute of the rank with most", extra, "ms", 0.0),)
+    if routed.each is None:  # else it is another rank that has it in the next exchange
+        evidence += (
+            Evidence(f"share of rank {study.ranks[hot]}, of the mean", round(float(each[hot]), 2), "", 1.0),
+            Evidence("extra compute of the rank with most", round(float(work.excess.max(axis=0).mean()), 3), "ms", 0.0),
+        )
+    evidence += (Evidence("correlation of a rank's extra compute with its share", round(work.told, 2), ""),)
     if always:
         more = percent(100 * (float(each[np.isin(study.ranks, ranks)].mean()) - 1))
         gets = "gets" if len(ranks) == 1 else "get"
