@@ -53,8 +53,8 @@ class Task:
 
     @property
     def purpose(self) -> str:
-        """What it is for: gradient, parameter, tensor-parallel, ..."""
-        return self.kind.rpartition(" ")[2]
+        """What it is for: gradient, parameter, tensor-parallel, ...; empty: not known."""
+        return self.kind.partition(" ")[2]
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,14 @@ class Tasks:
         return (EVERYONE, *(OWN + i for i in (range(ranks) if sends else (rank,))))
 
 
+def kinds_of(collectives: pd.DataFrame) -> npt.NDArray[np.object_]:
+    """Name and purpose of each, as `Task.kind` has them; of one that has no purpose, its name."""
+    purpose = collectives["purpose"].astype(object).fillna("").astype(str)
+    name = collectives["name"].astype(object).astype(str)
+    found: npt.NDArray[np.object_] = (name + " " + purpose).str.rstrip().to_numpy(object)
+    return found
+
+
 def find_tasks(
     collectives: pd.DataFrame,
     own: Sequence[RankChains],
@@ -129,7 +137,7 @@ def find_tasks(
     ]
     found = Tasks(
         lane=lane,
-        kind=(collectives["name"].astype(str) + " " + collectives["purpose"].astype(str)).to_numpy(object),
+        kind=kinds_of(collectives),
         gradient=(collectives["purpose"] == "gradient").to_numpy(bool),
         workers=np.array(workers, np.int64),
         needs=_needs(collectives, place),

@@ -16,6 +16,7 @@ from ...columns import RankRows
 from ...effect import Fewer
 from ...finding import Where
 from ...graph.link import Link, fit_link
+from ...graph.tasks import kinds_of
 from ...study import Study, once
 from ...whatif.select import Communications
 from ..base import NotJudged
@@ -79,10 +80,11 @@ class Domain:
     @cached_property
     def kinds(self) -> dict[Communications, Int]:
         """Of each group and kind of collective, its rows of the table."""
-        every = self.table.groupby(["group", "name", "purpose"], sort=False, observed=True, dropna=False).indices
+        kind = pd.Series(kinds_of(self.table), self.table.index)
+        every = self.table.groupby([self.table["group"], kind], sort=False, observed=True).indices
         return {
-            Communications(kinds=(f"{name} {purpose}",), groups=(str(group),)): np.asarray(rows, np.int64)
-            for (group, name, purpose), rows in every.items()
+            Communications(kinds=(str(kind),), groups=(str(group),)): np.asarray(rows, np.int64)
+            for (group, kind), rows in every.items()
         }
 
     def median_bytes(self, of: Communications) -> float:
