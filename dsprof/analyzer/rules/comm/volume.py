@@ -378,7 +378,7 @@ RULES = (
             "comm.slow-link",
             "comm.redundant-gather",
         ),
-        error=ModelError(of_gain=0.14, of_step=0.014, busy=0.014),
+        error=ModelError(of_gain=0.105, of_step=0.014, busy=0.014),
         place=103,
     ),
 )
