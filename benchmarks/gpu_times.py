@@ -34,7 +34,8 @@ sys.path.insert(0, str(ROOT))
 from dsprof.collectors.capture import session  # noqa: E402
 from dsprof.run import RunFolder  # noqa: E402
 from dsprof.trace import load  # noqa: E402
-from dsprof.trace.derive.device_clock import clock_offsets, of_samples  # noqa: E402
+from dsprof.trace.derive.device_clock import clock_of  # noqa: E402
+from dsprof.trace.derive.rows import completed  # noqa: E402
 
 WARM, STEPS, PROFILED = 5, 30, 10
 Step = Callable[[], None]
@@ -172,7 +173,8 @@ def clock_error_us(folder: Path) -> float | None:
 
     rows = measured_rows(read_capture(next((folder / "capture").iterdir())))
     samples = rows[(rows["kind"] == "gauge") & (rows["name"] == "device_clock")]
-    return round(clock_offsets(of_samples(samples))[2] / 1e3, 2) if len(samples) else None
+    doubt = clock_of(completed(rows)).offset(samples["value"].to_numpy(float))[1] if len(samples) else np.empty(0)
+    return round(float(np.median(doubt)) / 1e3, 2) if len(samples) else None
 
 
 def cost(size: tuple[int, int, int], folder: Path, blocks: int, steps: int) -> dict[str, Any]:

@@ -50,11 +50,23 @@ def test_large_ones_share_what_they_take_together_by_their_bytes() -> None:
     assert link_shares(link, begin, end, np.array([1_052_672.0, 8.0])) == pytest.approx(alike)
 
 
-def test_no_large_one_had_the_link_for_longer_than_it_was_under_way() -> None:
-    """On the second link, and apart from a third transfer on it."""
-    begin, end = np.array([0.0, 0.0, 90.0, 100.0]), np.array([100.0, 100.0, 100.0, 130.0])
-    shares = link_shares(np.array([0, 1, 1, 1]), begin, end, np.array([MB, MB, 9 * MB, MB], float))
-    assert shares.tolist() == [1.0, 0.1, 1.0, 1.0]
+def test_large_ones_have_the_link_while_they_are_the_only_ones() -> None:
+    """The first was alone for 99, and the second for 10, whatever their bytes; of three that touch, each most of its
+    time. On the other link there is one. What they took together is divided whole."""
+    begin, end = np.array([0.0, 99.0, 0.0]), np.array([100.0, 109.0, 50.0])
+    shares = link_shares(np.array([0, 0, 1]), begin, end, np.array([MB, 10 * MB, MB], float))
+    assert shares * (end - begin) == pytest.approx([99, 10, 50])
+    begin, end = np.array([0.0, 99.0, 198.0]), np.array([100.0, 199.0, 299.0])
+    shares = link_shares(np.zeros(3, np.int64), begin, end, np.array([MB, MB, 8 * MB], float))
+    assert shares * (end - begin) == pytest.approx([99, 98.5, 100.5], abs=1)
+    assert (shares * (end - begin)).sum() == pytest.approx(299)
+
+
+def test_bytes_of_collectives_of_two_kinds_are_not_compared() -> None:
+    """An all-reduce moves twice what a gather does."""
+    link, begin, end, size = np.zeros(2, np.int64), np.array([0.0, 0.0]), np.array([30.0, 20.0]), np.full(2, float(MB))
+    assert link_shares(link, begin, end, size, np.array([0, 1])) * end == pytest.approx([20, 10])
+    assert link_shares(link, begin, end, size) * end == pytest.approx([15, 15])
 
 
 def test_collectives_of_one_group_share_its_link() -> None:

@@ -17,25 +17,45 @@ from ..arrays import Bool, Float, Int
 Moments = npt.NDArray[np.int64] | npt.NDArray[np.float64]
 MANY_BYTES: Final = 1 << 18
 """A transfer of as many is large: what it takes is mostly its bytes."""
+HALVINGS: Final = 40
 
 
-def link_shares(link: Int, begin: Moments, end: Moments, size: Float | None = None) -> Float:
+def link_shares(
+    link: Int, begin: Moments, end: Moments, size: Float | None = None, kind: Int | None = None
+) -> Float:  # fmt: skip
     """Which share of its link each transfer had while it was under way, mean over that time: 1 of one that was alone,
     0.5 of one that another was beside all the time.
 
     link: of each transfer, a number of its link; begin, end: when it was under way, in whatever unit; size: bytes of
-    each, by which large ones that were under way at once share the time that these took together
+    each, by which large ones of one `kind` (a number; without it all are) that were under way at once share the time
+    that these took together: no one gets less than it was the only one, or more than it took
     """
-    found = _at_the_same_time(link, begin, end)
+    found, alone = _at_the_same_time(link, begin, end)
     if size is None or not (found < 1).any():
         return found
     took = (end - begin).astype(np.float64)
     stretch, spent = _unbroken(link, begin, end)
-    large = np.bincount(stretch, (size < MANY_BYTES) & (took > 0), len(spent)) == 0
-    whole = np.bincount(stretch, size, len(spent))
-    of_bytes = spent[stretch] * size / np.maximum(whole[stretch], 1.0)
+    other = ~(size >= MANY_BYTES) & (took > 0)
+    large: Bool = np.bincount(stretch, other, len(spent)) == 0
+    if kind is not None:
+        least, most = np.full(len(spent), np.iinfo(np.int64).max), np.full(len(spent), -1)
+        np.minimum.at(least, stretch, kind)
+        np.maximum.at(most, stretch, kind)
+        large &= least == most
     shared: Bool = large[stretch] & (took > 0)
-    np.divide(np.minimum(of_bytes, took), took, out=found, where=shared)
+    if not shared.any():
+        return found
+    _, stretch = np.unique(stretch[shared], return_inverse=True)
+    took, alone, size = took[shared], alone[shared], size[shared]
+    together = np.bincount(stretch, found[shared] * took)
+    # A byte takes so long that all are through in the time that they took together.
+    low, high = np.zeros(len(together)), np.zeros(len(together))
+    np.maximum.at(high, stretch, took / size)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        less = np.bincount(stretch, np.clip(middle[stretch] * size, alone, took)) < together
+        low, high = np.where(less, middle, low), np.where(less, high, middle)
+    found[shared] = np.clip(high[stretch] * size, alone, took) / took
     return found
 
 
@@ -54,20 +74,21 @@ def _unbroken(link: Int, begin: Moments, end: Moments) -> tuple[Int, Float]:
     return stretch, np.maximum.reduceat(last + apart, at) - (first + apart)[at]
 
 
-def _at_the_same_time(link: Int, begin: Moments, end: Moments) -> Float:
-    """The share of each, where all that are under way have the same."""
+def _at_the_same_time(link: Int, begin: Moments, end: Moments) -> tuple[Float, Float]:
+    """The share of each, where all that are under way have the same; and how long each was the only one."""
     count = len(begin)
     found: Float = np.ones(count)
     if count < 2:
-        return found
+        return found, (end - begin).astype(np.float64)
     moment, change = np.concatenate([begin, end]), np.repeat([1, -1], count)
     order = np.lexsort((moment, np.tile(link, 2)))
     under_way = np.cumsum(change[order])[:-1]
-    passed = np.diff(moment[order])
+    passed = np.diff(moment[order]).astype(np.float64)
     # Between the last end on a link and the first begin on the next one nothing is under way.
     had = np.where(under_way > 0, passed / np.maximum(under_way, 1), 0.0)
-    upto = np.empty(2 * count)
+    upto, only = np.empty(2 * count), np.empty(2 * count)
     upto[order] = np.append(0.0, np.cumsum(had))
+    only[order] = np.append(0.0, np.cumsum(np.where(under_way == 1, passed, 0.0)))
     took = end - begin
     np.divide(upto[count:] - upto[:count], took, out=found, where=took > 0)
-    return found
+    return found, only[count:] - only[:count]

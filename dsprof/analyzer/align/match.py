@@ -253,6 +253,7 @@ def _transfer(matched: pd.DataFrame, run: RunInfo | None) -> tuple[Int, Int]:
     size = matched["bytes"].to_numpy(np.float64, na_value=0)
     groups = matched["group"].to_numpy(object)
     group, _ = pd.factorize(groups)
+    kind, _ = pd.factorize(matched["name"].to_numpy(object))
     taken: Int = np.maximum(end - last, 0)
     alone: Int = taken.copy()
     for backend, mine in by_backend(groups, run):
@@ -262,7 +263,9 @@ def _transfer(matched: pd.DataFrame, run: RunInfo | None) -> tuple[Int, Int]:
         _serve(taken, last, end, group, place, backend.workers)
         if backend.workers > 1:
             took = taken[place]
-            alone[place] = np.round(took * link_shares(group[place], end[place] - took, end[place], size[place]))
+            alone[place] = np.round(
+                took * link_shares(group[place], end[place] - took, end[place], size[place], kind[place])
+            )
         else:
             alone[place] = taken[place]
     return taken, alone

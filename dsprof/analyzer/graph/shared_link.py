@@ -32,7 +32,9 @@ def link_shares_of(steps: Steps, tasks: Int, *, gradients: bool = False) -> Floa
         known = np.isfinite(end)
         step = np.broadcast_to(np.arange(count), end.shape)[known]
         begin, size = (end - steps.transfer[mine])[known], steps.size[mine][known]
-        shares[known] = link_shares(step, begin, end[known], size)
+        names = np.unique([structure.tasks[c].kind.partition(" ")[0] for c in lanes[lane]], return_inverse=True)[1]
+        kind = np.broadcast_to(names[:, None], end.shape)[known]
+        shares[known] = link_shares(step, begin, end[known], size, kind)
         place = np.searchsorted(mine, tasks)
         there = mine[np.minimum(place, len(mine) - 1)] == tasks
         found[there] = shares[place[there]]

@@ -3,12 +3,14 @@
 A device does not begin what the host had not launched yet, and a call that waits for the device does not come back
 before the device is through. Beside the samples that the capture takes for this (`native/device_times.hpp`) each launch
 and each such wait is a bound. Samples are taken by a thread of their own, which on a busy host comes to it
-milliseconds late; among the many bounds there are some of moments at which nothing was late.
+milliseconds late; among the many bounds there are some of moments at which nothing was late. A bound holds at its time,
+and by as much less before and after as clocks may have drifted apart since.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -21,14 +23,14 @@ from .rows import Int, ends, integers, present, texts
 
 Float = npt.NDArray[np.float64]
 
-SEGMENT_NS: Final = 20_000_000_000
-"""In that time the clocks drift apart by a fraction of a millisecond at most."""
-FINEST_NS: Final = 1_000_000_000
-"""Bounds within it that contradict each other do so for another reason than drift."""
-DRIFT: Final = 100e-6
-"""Of the time, by which clocks may drift apart: no bound of a wait that differs by more is one."""
-WAITS: Final = ("item", "copy to host", "torch.cuda.synchronize")
-"""Calls that come back when the stream of the thread is through: others may wait for less, or for nothing."""
+DRIFT: Final = 50e-6
+"""Of the time, by which the clocks may drift apart."""
+APART_NS: Final = 20e9
+"""Samples are taken twice in so long. Where nothing tells of a clock for longer it was not recorded, and may have been
+set anew since (`DeviceTimes::stop`)."""
+WAITS: Final = ("item", "torch.cuda.synchronize")
+"""Calls that come back when the stream of the thread is through. Others may wait for less, or, as a copy to pinned
+memory, for nothing."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,76 @@ class Bounds:
     high_at: Float
     high: Float
 
-    def between(self, begin: float, end: float) -> Bounds:
-        low = (self.low_at >= begin) & (self.low_at < end)
-        high = (self.high_at >= begin) & (self.high_at < end)
-        return Bounds(self.low_at[low], self.low[low], self.high_at[high], self.high[high])
-
     def __add__(self, other: Bounds) -> Bounds:
         names = ("low_at", "low", "high_at", "high")
         return Bounds(*(np.concatenate([getattr(self, name), getattr(other, name)]) for name in names))
+
+
+@dataclass(frozen=True)
+class DeviceClock:
+    """certain: bounds by samples and launches; waits: by calls that waited for the device, of which some may have
+    waited for less: those that are contradicted do not count."""
+
+    certain: Bounds
+    waits: Bounds
+
+    def offset(self, at: Float) -> tuple[Float, Float]:
+        """What to add to a device's times (ns), and how far off that may be, ns."""
+        offset, doubt = np.zeros(len(at)), np.zeros(len(at))
+        which = np.searchsorted(self._begins, at, "right") - 1
+        for part in np.unique(np.maximum(which, 0)).tolist():
+            mine = np.maximum(which, 0) == part
+            bounds = self._parts[part]
+            low, high = (
+                _at_least(bounds.low_at, bounds.low, at[mine]),
+                -_at_least(bounds.high_at, -bounds.high, at[mine]),
+            )
+            offset[mine], doubt[mine] = (low + high) / 2, np.abs(high - low) / 2
+        return offset, doubt
+
+    @cached_property
+    def _bounds(self) -> Bounds:
+        """All that count."""
+        least = _at_least(self.certain.low_at, self.certain.low, self.waits.high_at)
+        kept = self.waits.high >= least
+        nothing = np.empty(0)
+        return self.certain + Bounds(nothing, nothing, self.waits.high_at[kept], self.waits.high[kept])
+
+    @cached_property
+    def _begins(self) -> Float:
+        """When each unbroken time begins in which something tells of the clock, from both sides. Times between belong
+        to the one before."""
+        every = np.sort(np.append(self._bounds.low_at, self._bounds.high_at))
+        begins = every[np.append(True, np.diff(every) > APART_NS)]
+        told = [np.unique(np.searchsorted(begins, at, "right")) for at in (self._bounds.low_at, self._bounds.high_at)]
+        found: Float = begins[np.intersect1d(*told) - 1]
+        return found
+
+    @cached_property
+    def _parts(self) -> list[Bounds]:
+        bounds = self._bounds
+        low, high = (np.searchsorted(self._begins, at, "right") - 1 for at in (bounds.low_at, bounds.high_at))
+        return [
+            Bounds(bounds.low_at[low == i], bounds.low[low == i], bounds.high_at[high == i], bounds.high[high == i])
+            for i in range(len(self._begins))
+        ]
+
+
+def _at_least(when: Float, low: Float, at: Float) -> Float:
+    """What the offset is at least at some times, by bounds of other times; without any, nothing: -inf."""
+    found = np.full(len(at), -np.inf)
+    if not len(when):
+        return found
+    order = np.argsort(when, kind="stable")
+    first = float(when[order[0]])
+    when, low, at = when[order] - first, low[order], at - first
+    before, after = np.maximum.accumulate(low + DRIFT * when), np.maximum.accumulate((low - DRIFT * when)[::-1])[::-1]
+    place = np.searchsorted(when, at, "right")
+    there = place > 0
+    found[there] = before[place[there] - 1] - DRIFT * at[there]
+    there = place < len(when)
+    found[there] = np.maximum(found[there], after[place[there]] + DRIFT * at[there])
+    return found
 
 
 def align_clock(rows: pd.DataFrame) -> pd.DataFrame:
@@ -55,54 +119,21 @@ def align_clock(rows: pd.DataFrame) -> pd.DataFrame:
     sampled = (texts(rows, "kind") == "gauge") & (texts(rows, "name") == DEVICE_CLOCK)
     if not sampled.any():
         return rows
-    when, offset, _ = clock_offsets(of_samples(rows[sampled]), of_launches(rows), of_waits(rows))
+    clock = clock_of(rows)
     timed = (rows["device"] & rows["dur_ns"].notna()).to_numpy(bool)
     rows = rows[~sampled].reset_index(drop=True)
     timed = timed[~sampled]
     start, end = rows["start_ns"].to_numpy(np.int64)[timed], ends(rows)[timed]
-    started, ended = (at + np.rint(np.interp(at, when, offset)).astype(np.int64) for at in (start, end))
+    started, ended = (at + np.rint(clock.offset(at.astype(np.float64))[0]).astype(np.int64) for at in (start, end))
     rows.loc[timed, "start_ns"] = started
     rows.loc[timed, "dur_ns"] = pd.array(np.maximum(ended - started, 0), "Int64")
     return rows
 
 
-def clock_offsets(
-    samples: Bounds, launches: Bounds | None = None, waits: Bounds | None = None
-) -> tuple[Float, Float, float]:
-    """What to add to a device's times (ns) at some of them, in order, and how far off that may be, ns.
-
-    waits: those that contradict the others by more than clocks drift are not used: such a call waited for less.
-    """
-    certain = samples if launches is None else samples + launches
-    if waits is not None and len(certain.low):
-        least = certain.low.max() - DRIFT * float(np.ptp(np.append(certain.low_at, waits.high_at)))
-        kept = waits.high >= least
-        certain += Bounds(waits.low_at, waits.low, waits.high_at[kept], waits.high[kept])
-    first, last = float(samples.low_at.min()), float(np.append(certain.low_at, certain.high_at).max())
-    edges = np.arange(first, last + SEGMENT_NS, SEGMENT_NS)
-    edges[0] = -np.inf
-    found = [
-        point for begin in edges for point in _points(certain, float(begin), max(float(begin), first) + SEGMENT_NS)
-    ]
-    found.sort()
-    when, offset, doubt = (np.array(column) for column in zip(*found, strict=True))
-    return when, offset, float(np.median(doubt))
-
-
-def _points(bounds: Bounds, begin: float, end: float) -> list[tuple[float, float, float]]:
-    """When, what to add, and how far off that may be: of all this time, or of halves of it where it is not the same."""
-    here = bounds.between(begin, end)
-    if not len(here.low) or not len(here.high):
-        return []
-    at, until = int(here.low.argmax()), int(here.high.argmin())
-    low, high = float(here.low[at]), float(here.high[until])
-    every = np.append(here.low_at, here.high_at)
-    if low > high and np.ptp(every) > FINEST_NS:
-        middle = float(every.min() + every.max()) / 2
-        halves = _points(here, begin, middle) + _points(here, middle, end)
-        if halves:
-            return halves
-    return [(float(here.low_at[at] + here.high_at[until]) / 2, (low + high) / 2, abs(high - low) / 2)]
+def clock_of(rows: pd.DataFrame) -> DeviceClock:
+    """Of rows with samples."""
+    sampled = (texts(rows, "kind") == "gauge") & (texts(rows, "name") == DEVICE_CLOCK) & present(rows, "value")
+    return DeviceClock(of_samples(rows[sampled]) + of_launches(rows), of_waits(rows))
 
 
 def of_samples(samples: pd.DataFrame) -> Bounds:
