@@ -111,7 +111,8 @@ BUCKET: Final = "(bucket)"
 """Name of the `module` spans in which the engine works for buckets of gradients in backward: it copies gradients in,
 launches what is complete, and waits for what is to be waited for. No module of a model can have it."""
 FETCH: Final = "(fetch)"
-"""The same of those in which it has parameters whole when they are used, and lets go of them."""
+"""The same of those in which it has a module's parameters whole, before its forward and its backward, and lets go of
+them after its forward."""
 
 DEADLOCK: Final = "deadlock: "
 """Begins the name of the mark for a deadlock that was proved; then comes what is raised."""

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pandas as pd
 import pytest
 from findings import of
 from meshes import Call, MeshJob, Phase, Program, Work
@@ -13,6 +14,7 @@ from meshes import Call, MeshJob, Phase, Program, Work
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.finding import Finding
+from dsprof.trace import Trace
 
 Share = Callable[[int, int], float]
 """(rank, step) -> its part of the tokens of its row, of the mean."""
@@ -235,19 +237,58 @@ def test_samples_that_are_dealt_out_anew_before_forward_are_not_called_experts()
     assert "not in forward and in backward" in analysis.not_judged["moe.imbalance"]
 
 
-def test_more_tokens_of_longer_sequences_are_the_inputs_doing() -> None:
+def longer_sequences(batches: int) -> MeshJob:
     """Each rank sends its own tokens, of which some have more: what it exchanges follows from its input."""
-    share = drawn(3, 0.4)
+    shares = [drawn(3 + batch, 0.4) for batch in range(batches)]
 
     def program(rank: int, step: int) -> Program:
-        exchange, mine = Call(f"r{rank // 2}", "all_to_all", int(MEAN * share(rank, step))), share(rank, step)
-        forward, backward = (Work(20 * mine), exchange, Work(2), exchange), (Work(40 * mine), exchange, Work(4))
-        gradients = Call("w", "all_reduce", 65536, "gradient")
-        return (Phase("forward", forward, int(4096 * mine)), Phase("backward", backward), gradients,
-                Phase("optimizer", (Work(1),)))  # fmt: skip
+        passes: list[Phase] = []
+        for share in shares:
+            exchange, mine = Call(f"r{rank // 2}", "all_to_all", int(MEAN * share(rank, step))), share(rank, step)
+            forward, backward = (Work(20 * mine), exchange, Work(2), exchange), (Work(40 * mine), exchange, Work(4))
+            passes += [Phase("forward", forward, int(4096 * mine)), Phase("backward", backward)]
+        return (*passes, Call("w", "all_reduce", 65536, "gradient"), Phase("optimizer", (Work(1),)))
 
-    analysis = analyze(MeshJob(4, groups(), program, steps=40).trace())
-    assert above_info(analysis) == ["data.imbalance"]
+    return MeshJob(4, groups(), program, steps=40)
+
+
+def test_more_tokens_of_longer_sequences_are_the_inputs_doing() -> None:
+    assert above_info(analyze(longer_sequences(1).trace())) == ["data.imbalance"]
+
+
+@pytest.mark.parametrize("batches", [2, 4])
+def test_longer_sequences_of_some_micro_batches_are_not_laid_to_routing(batches: int) -> None:
+    """Which rank has more is another one from micro-batch to micro-batch, as from layer to layer of experts."""
+    assert of(analyze(longer_sequences(batches).trace()), "moe.imbalance") is None
+
+
+@pytest.mark.parametrize("lost", ["a record", "a size"])
+def test_an_exchange_that_was_lost_does_not_hide_what_the_others_tell(lost: str) -> None:
+    trace = job(always(0, 0.4), second=always(1, 0.4, seed=2)).trace()
+    rows = trace.rows.copy()
+    exchanges = rows.index[(rows["kind"] == "comm") & (rows["name"] == "all_to_all") & (rows["rank"] == 0)]
+    if lost == "a size":
+        rows.loc[exchanges[80], "bytes"] = pd.NA
+    else:
+        rows = rows.drop(exchanges[80])
+    assert of(analyze(Trace.of(trace.run, rows)), "moe.imbalance") is not None
+
+
+def test_small_exchanges_of_counts_are_not_looked_at() -> None:
+    """How many tokens will come, before they do: a few bytes, of which ranks have different numbers."""
+    first, second = always(0, 0.4), always(1, 0.4, seed=2)
+    made = job(first, second=second)
+    draw = random.Random(5)
+    counts = {key: draw.randrange(8, 64) for key in ((rank, step) for rank in range(4) for step in range(40))}
+
+    def program(rank: int, step: int) -> Program:
+        before = Call(f"r{rank // 2}", "all_to_all", counts[rank, step])
+        return tuple(
+            Phase(part.name, (before, *part.parts)) if isinstance(part, Phase) and part.name != "optimizer" else part
+            for part in made.program(rank, step)
+        )
+
+    assert above_info(analyze(MeshJob(4, groups(), program, steps=40).trace())) == ["moe.imbalance"]
 
 
 def test_where_inputs_are_not_known_who_sends_more_is_not_laid_to_routing() -> None:

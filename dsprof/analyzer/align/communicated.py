@@ -19,8 +19,8 @@ from .progress import Progress, find_progress, first_disagreement
 from .topology import Topology
 
 EXCHANGED: Final = ("rank", "step", "group", "place", "bytes")
-MOST_PLACES: Final = 128
-"""Exchanges of a step that are kept one by one: of many ranks they are many."""
+MOST_EXCHANGES: Final = 2_000_000
+"""Of all ranks together, that are kept one by one."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Communicated:
     disagreement: the first collective that is not the same on all ranks
     progress:     how far each rank was when its capture ended
     exchanged:    EXCHANGED, bytes that each rank exchanged all-to-all in a group in a step, exchange by exchange in
-                  their order, `place`; together, -1, where a step has more than MOST_PLACES
+                  their order, `place`; together, -1, where all are more than MOST_EXCHANGES
     nothing:      whether no rank communicated
     """
 
@@ -57,12 +57,13 @@ def summarize_arrivals(arrivals: pd.DataFrame | RankRows, run: RunInfo, topology
 
 
 def _exchanged(rows: RankRows, exchanges: Bool) -> pd.DataFrame:
+    """Of steps: not what is exchanged before the first."""
+    chosen = exchanges & rows.known("group") & (rows.whole("step", -1) >= 0)
     wanted = ("rank", "step", "group", "seq", "bytes")
-    table = rows.take(wanted, np.flatnonzero(exchanges)).astype({"group": str, "bytes": "float64"})
+    table = rows.take(wanted, np.flatnonzero(chosen)).astype({"group": str, "bytes": "float64"})
     of_step = ["rank", "step", "group"]
+    if len(table) > MOST_EXCHANGES:
+        return table.groupby(of_step, as_index=False)["bytes"].sum().assign(place=-1)[list(EXCHANGED)]
     table = table.sort_values([*of_step, "seq"], kind="stable", ignore_index=True)
     place = table.groupby(of_step).cumcount().to_numpy(np.int64) if len(table) else np.empty(0, np.int64)
-    table = table.assign(place=place)
-    if not len(table) or int(place.max()) < MOST_PLACES:
-        return table[list(EXCHANGED)]
-    return table.groupby(of_step, as_index=False)["bytes"].sum().assign(place=-1)[list(EXCHANGED)]
+    return table.assign(place=place)[list(EXCHANGED)]

@@ -83,8 +83,8 @@ class DeviceClock:
         to the one before."""
         every = np.sort(np.append(self._bounds.low_at, self._bounds.high_at))
         begins = every[np.append(True, np.diff(every) > APART_NS)]
-        told = [np.unique(np.searchsorted(begins, at, "right")) for at in (self._bounds.low_at, self._bounds.high_at)]
-        found: Float = begins[np.intersect1d(*told) - 1]
+        low, high = (np.searchsorted(begins, at, "right") - 1 for at in (self._bounds.low_at, self._bounds.high_at))
+        found: Float = begins[np.intersect1d(low, high)]
         return found
 
     @cached_property

@@ -114,11 +114,13 @@ def slow_links(study: Study) -> list[SlowLink]:
 
 
 def _all_exchange_alike(study: Study, domain: Domain) -> bool:
-    """Whether all ranks of a dimension exchange as much as each other in each step: then they have equal shares."""
+    """Whether all ranks of a dimension exchange as much as each other in each step, exchange by exchange: then they
+    have equal shares."""
     every = study.communicated.exchanged
     mine = every[every["group"].isin(domain.groups) & every["step"].isin(study.step_numbers)]
+    whole = mine.groupby(["step", "rank"])["bytes"].sum().groupby("step").agg(["min", "max"])
     each = mine.groupby(["step", "place"])["bytes"].agg(["min", "max"])
-    return bool(len(each) and (each["min"] >= (1 - ALIKE) * each["max"]).all())
+    return bool(len(each) and all((of["min"] >= (1 - ALIKE) * of["max"]).all() for of in (whole, each)))
 
 
 def _longer(study: Study, own: pd.DataFrame, every: _Alike, group: str) -> Float:

@@ -16,7 +16,7 @@ from dsprof.schema import CALL_SITE
 
 from ... import signals
 from ...align.groups import EXCHANGE
-from ...arrays import Bool, Float
+from ...arrays import Float
 from ...budget.label import spans_of
 from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
@@ -27,17 +27,13 @@ from ...whatif.work import Change
 from ..base import NotConcerned, NotJudged, at, place_fix, settings_fix
 from ..rule import Rule, fault
 from .pieces import Pieces, pieces_that_follow
-from .routed_tokens import Routed, exchanges, places_of_teams, routed_tokens
+from .routed_tokens import Routed, exchanges, is_sent, places_of_teams, routed_tokens, sent_alike
 
 LEAST_CHANGE: Final = 0.002
 """Standard deviation of a rank's share over the steps, of its mean. A router learns and its inputs differ; shares that
 never change are of something that was divided unevenly for good, such as tables of embeddings."""
-SENT_ALIKE: Final = 0.01
-"""Standard deviation of the smallest exchange of a step, of its mean, up to which it is what every rank sends."""
 AS_MUCH: Final = 0.5
 """Of what the rank with most gets beyond the mean, from which on another gets as much: replicas share experts."""
-SMALL: Final = 0.01
-"""Of the largest exchange."""
 CAPACITY: Final = 1.25
 COEFFICIENT: Final = 0.01
 """What is usual: tokens that an expert takes at most, times the mean; weight of the balancing loss."""
@@ -48,8 +44,14 @@ def unequal_shares(study: Study) -> Change | None:
     signals.peers(study)
     routed = routed_tokens(study)
     if routed is None:
-        if study.communicated.exchanged.empty:
+        exchanged = study.communicated.exchanged
+        if exchanged.empty:
             raise NotConcerned
+        if (exchanged["place"] < 0).any():
+            raise NotJudged(
+                "ranks get equal shares of what is exchanged all-to-all in a step; whether they do in each exchange is "
+                "not known: these are too many to be kept one by one"
+            )
         return None
     if not _varies(study, routed):
         raise NotJudged(
@@ -61,7 +63,7 @@ def unequal_shares(study: Study) -> Change | None:
             "unequal shares are exchanged all-to-all, but not in forward and in backward, as experts do: what they are "
             "exchanged for is not known"
         )
-    if study.input_sizes is None and not _sent_alike(study, routed):
+    if study.input_sizes is None and not sent_alike(study, routed.dimension, exchanges(routed)):
         raise NotJudged(
             "unequal shares are exchanged all-to-all, of which ranks send unequal ones as well, and the sizes of the "
             "inputs to forward were not captured: whether routing or inputs differ is not known"
@@ -76,18 +78,6 @@ def _varies(study: Study, routed: Routed) -> bool:
     for places in places_of_teams(study, routed.dimension):
         part[places] = every[places] / np.maximum(every[places].mean(axis=0), 1.0)
     return float(part.std(axis=1).max(initial=0.0)) > LEAST_CHANGE
-
-
-def _sent_alike(study: Study, routed: Routed) -> bool:
-    """Whether all ranks send as much in every step: then who exchanges more got more."""
-    teams, every = places_of_teams(study, routed.dimension), exchanges(routed)
-    return all(bool(_is_sent(every[places].min(axis=0)).all()) for places in teams if len(places) > 1)
-
-
-def _is_sent(least: Float) -> Bool:
-    """Of exchanges, [S, K], whether the smallest of each step is what every rank sends, [K]."""
-    found: Bool = least.std(axis=0) <= SENT_ALIKE * least.mean(axis=0)
-    return found
 
 
 def _in_both_passes(study: Study, routed: Routed) -> bool:
@@ -134,7 +124,7 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
     part = by_exchange.reshape(len(by_exchange), -1)
     each = part.mean(axis=1)
     hot = int(each.argmax())
-    always = _always_the_same(part)
+    always = _always_the_same(part)  # the same in all exchanges
     what = "a step" if routed.each is None else "an exchange"
     asked_most = study.ranks_where(each - 1 >= AS_MUCH * (each[hot] - 1))
     ranks = asked_most if always else tuple(rank for team in routed.dimension.teams for rank in team)
@@ -165,27 +155,26 @@ def imbalance(study: Study, change: Change, gain: Gain, share: Gain) -> Finding:
 
 def _of_mean(study: Study, routed: Routed) -> Float:
     """Each rank's share of each exchange, of the mean of its team, [R, S, K]; 1 of a rank of no team. K is 1 where
-    whole steps tell; what is small beside others, such as how many tokens will come, is left out.
+    whole steps tell.
 
     An exchange is as large as what was sent or what came. Where all send as much, it is never less than that, and what
     came is as much in the mean of the ranks.
     """
     every = exchanges(routed)
-    size = every.mean(axis=(0, 1))
-    every = every[..., size >= SMALL * size.max()]
     found = np.ones_like(every)
     for places in places_of_teams(study, routed.dimension):
         mine = every[places]
         if not len(places) or not mine.any():
             continue
         least = mine.min(axis=0)
-        mean = np.where(_is_sent(least), least, mine.mean(axis=0))
+        mean = np.where(is_sent(least), least, mine.mean(axis=0))
         found[places] = mine / np.maximum(mean, 1.0)
     return found
 
 
 def _always_the_same(part: Float) -> bool:
-    """Whether ranks differ more from each other than each from step to step. part: [R, S]"""
+    """Whether ranks differ more from each other than each from step to step, or from exchange to exchange. part: [R, S]
+    of steps, or of exchanges"""
     return float(part.mean(axis=1).std()) > float(part.std(axis=1).mean())
 
 

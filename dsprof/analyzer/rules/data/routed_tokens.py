@@ -14,13 +14,19 @@ import numpy as np
 import pandas as pd
 
 from ...align.groups import EXCHANGE, Dimension
-from ...arrays import Float, Int
+from ...arrays import Bool, Float, Int
 from ...graph.step_graph import Structure
 from ...study import Study, once
 from ...text import percent
 
 LEAST_UNEQUAL: Final = 0.05
 """Of the mean of a team: shares that differ by less are equal."""
+SENT_ALIKE: Final = 0.01
+"""Standard deviation of the smallest exchange of a step, of its mean, up to which it is what every rank sends."""
+SMALL: Final = 0.01
+"""Of the largest exchange."""
+WHOLE: Final = 0.9
+"""Of the steps, in which all exchanges were seen."""
 MORE_UNEQUAL: Final = 1.5
 """Times as unequal as whole steps are single exchanges of them, where each layer asks another rank's experts more."""
 
@@ -36,7 +42,7 @@ class Routed:
     spread:    the largest share less the smallest, of the mean: mean over steps, of the most unequal team
     shares:    bytes that each rank exchanges in a step, [R, S]
     each:      bytes of each exchange in the order of a step, [R, S, K], where it is from one to the next that another
-               rank gets more, and `spread` is that of single ones; None: whole steps tell
+               rank gets more, of which all send as much; `spread` is that of single ones. None: whole steps tell
     """
 
     dimension: Dimension
@@ -91,27 +97,53 @@ def routed_tokens(study: Study) -> Routed | None:
             beyond[places] = wide[places] - mean
             spread = max(spread, float((np.ptp(wide[places], axis=0) / np.maximum(mean, 1.0)).mean()))
         most = LEAST_UNEQUAL if found is None else found.spread
-        single = _each(study, dimension, mine)
+        single = _each(study, mine)
         apart = 0.0 if single is None else _apart(study, dimension, single)
-        if apart > max(most, MORE_UNEQUAL * spread):
+        if single is not None and apart > max(most, MORE_UNEQUAL * spread) and sent_alike(study, dimension, single):
             found = Routed(dimension, beyond, apart, wide, single)
         elif spread > most and not _follows_input(study, dimension, beyond):
             found = Routed(dimension, beyond, spread, wide)
     return found
 
 
-def _each(study: Study, dimension: Dimension, exchanged: pd.DataFrame) -> Float | None:
-    """Bytes of each exchange of a dimension, [R, S, K]; None where not all ranks and steps have as many, or each rank
-    is in several of its groups."""
-    count = int(exchanged["place"].max()) + 1
-    if count < 2 or exchanged.groupby(["rank", "step"])["group"].nunique().max() > 1:
+def _each(study: Study, exchanged: pd.DataFrame) -> Float | None:
+    """Bytes of each exchange of a dimension, [R, S, K]; None where ranks are in several of its groups, or not nearly
+    all steps of all ranks have as many exchanges. In a step that is not whole each rank has what it has in the mean."""
+    exchanged = exchanged[exchanged["place"] >= 0]
+    counts = exchanged.groupby(["rank", "step"])["bytes"].agg(["size", "count"]).unstack()
+    if exchanged.empty or exchanged.groupby(["rank", "step"])["group"].nunique().max() > 1:
         return None
-    ranks = np.flatnonzero(np.isin(study.ranks, exchanged["rank"].unique()))
-    if len(exchanged) != len(ranks) * len(study.step_numbers) * count:
+    most = int(counts["size"].stack().mode().iloc[0])
+    whole = (counts == most).all()
+    steps = np.intersect1d(*(whole[name].index[whole[name]] for name in ("size", "count")))
+    if most < 2 or len(steps) < WHOLE * len(study.step_numbers):
         return None
-    exchanged = exchanged.sort_values(["rank", "step", "place"])
-    found = np.zeros((len(study.ranks), len(study.step_numbers), count))
-    found[ranks] = exchanged["bytes"].to_numpy(np.float64).reshape(len(ranks), -1, count)
+    table = exchanged[exchanged["step"].isin(steps)].sort_values(["rank", "step", "place"])
+    ranks = np.searchsorted(study.ranks, np.unique(table["rank"]))
+    found = np.zeros((len(study.ranks), len(study.step_numbers), most))
+    told = table["bytes"].to_numpy(np.float64).reshape(len(ranks), len(steps), most)
+    found[ranks] = told.mean(axis=1, keepdims=True)
+    found[np.ix_(ranks, np.searchsorted(study.step_numbers, steps))] = told
+    return found
+
+
+def sent_alike(study: Study, dimension: Dimension, every: Float) -> bool:
+    """Whether all ranks of each team send as much in every step, by what each exchanges, [R, S, K]: then who exchanges
+    more got more."""
+    teams = places_of_teams(study, dimension)
+    return all(bool(is_sent(large(every)[places].min(axis=0)).all()) for places in teams if len(places) > 1)
+
+
+def is_sent(least: Float) -> Bool:
+    """Of exchanges, [S, K], whether the smallest of each step is what every rank sends, [K]."""
+    found: Bool = least.std(axis=0) <= SENT_ALIKE * least.mean(axis=0)
+    return found
+
+
+def large(every: Float) -> Float:
+    """Of exchanges, [R, S, K], those that are not small beside others, such as how many tokens will come."""
+    size = every.mean(axis=(0, 1))
+    found: Float = every[..., size >= SMALL * size.max()]
     return found
 
 
@@ -140,8 +172,8 @@ def _exchange_before(structure: Structure, thread: int, groups: Collection[str],
 
 
 def exchanges(routed: Routed) -> Float:
-    """Bytes that each rank exchanges in a step, [R, S, K]: in each exchange, or, K being 1, in all together."""
-    return routed.shares[..., None] if routed.each is None else routed.each
+    """Bytes that each rank exchanges in a step, [R, S, K]: in each large exchange, or, K being 1, in all together."""
+    return routed.shares[..., None] if routed.each is None else large(routed.each)
 
 
 def places_of_teams(study: Study, dimension: Dimension) -> list[list[int]]:
