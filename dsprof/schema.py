@@ -81,8 +81,8 @@ SMALL_GRADIENTS: Final = "gradients"
 """Of a fact `optimizer`: elements of each gradient at its first step, where none has more than OF_A_NORM bytes."""
 
 SHARDING: Final = "FSDP::sharding"
-"""Name of the `module` rows in which FSDP2 works for one of its units, and stage 3 of DeepSpeed or of dsprof's engine for a
-module, before or after its forward or backward, or DeepSpeed's stages 1 and 2 or dsprof's engine for buckets of
+"""Name of the `module` rows in which FSDP2 works for one of its units, and stage 3 of DeepSpeed or of dsprof's engine
+for a module, before or after its forward or backward, or DeepSpeed's stages 1 and 2 or dsprof's engine for buckets of
 gradients. No module of a model can have it."""
 
 BUDGET_PARTS: Final = (
