@@ -20,9 +20,7 @@ MANY_BYTES: Final = 1 << 18
 HALVINGS: Final = 40
 
 
-def link_shares(
-    link: Int, begin: Moments, end: Moments, size: Float | None = None, kind: Int | None = None
-) -> Float:  # fmt: skip
+def link_shares(link: Int, begin: Moments, end: Moments, size: Float | None = None, kind: Int | None = None) -> Float:
     """Which share of its link each transfer had while it was under way, mean over that time: 1 of one that was alone,
     0.5 of one that another was beside all the time.
 
@@ -34,11 +32,11 @@ def link_shares(
     if size is None or not (found < 1).any():
         return found
     took = (end - begin).astype(np.float64)
-    stretch, spent = _unbroken(link, begin, end)
+    stretch = _unbroken(link, begin, end)
     other = ~(size >= MANY_BYTES) & (took > 0)
-    large: Bool = np.bincount(stretch, other, len(spent)) == 0
+    large: Bool = np.bincount(stretch, other) == 0
     if kind is not None:
-        least, most = np.full(len(spent), np.iinfo(np.int64).max), np.full(len(spent), -1)
+        least, most = np.full(len(large), np.iinfo(np.int64).max), np.full(len(large), -1)
         np.minimum.at(least, stretch, kind)
         np.maximum.at(most, stretch, kind)
         large &= least == most
@@ -59,8 +57,8 @@ def link_shares(
     return found
 
 
-def _unbroken(link: Int, begin: Moments, end: Moments) -> tuple[Int, Float]:
-    """The number of the unbroken time, on its link, in which each is under way; and how long each such time is."""
+def _unbroken(link: Int, begin: Moments, end: Moments) -> Int:
+    """The number of the unbroken time, on its link, in which each is under way."""
     order = np.lexsort((end, begin, link))
     first, last = begin[order].astype(np.float64), end[order].astype(np.float64)
     # Links one after another on one line of time.
@@ -68,10 +66,9 @@ def _unbroken(link: Int, begin: Moments, end: Moments) -> tuple[Int, Float]:
     apart = number * (float(last.max() - first.min()) + 1.0)
     upto = np.maximum.accumulate(last + apart)
     starts = np.append(True, first[1:] + apart[1:] >= upto[:-1])
-    at = np.flatnonzero(starts)
     stretch = np.empty(len(order), np.int64)
     stretch[order] = np.cumsum(starts) - 1
-    return stretch, np.maximum.reduceat(last + apart, at) - (first + apart)[at]
+    return stretch
 
 
 def _at_the_same_time(link: Int, begin: Moments, end: Moments) -> tuple[Float, Float]:

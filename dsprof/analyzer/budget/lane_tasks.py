@@ -46,6 +46,14 @@ class LaneTasks:
         return LaneTasks(words, words, numbers, numbers, numbers)
 
 
+def kinds_of(operations: pd.DataFrame) -> Words:
+    """Name and purpose of each, as `Task.kind` has them; of one that has no purpose, its name."""
+    purpose = operations["purpose"].astype(object).fillna("").astype(str)
+    name = operations["name"].astype(object).astype(str)
+    found: Words = (name + " " + purpose).str.rstrip().to_numpy(object)
+    return found
+
+
 def find_lane_tasks(work: pd.DataFrame, lane: Words, start: Int, end: Int) -> tuple[LaneTasks, Int]:
     """Those among `work` (LANE_TASK_COLUMNS), what lanes of one rank did; and of each row its place there, NO_TASK."""
     place = np.full(len(work), NO_TASK)
@@ -59,7 +67,6 @@ def find_lane_tasks(work: pd.DataFrame, lane: Words, start: Int, end: Int) -> tu
     if not len(order):
         return LaneTasks.none(), place
     place[order] = np.arange(len(order))
-    purpose = work["purpose"].astype(object).fillna("").astype(str)
-    kind = (work["name"].astype(str) + " " + purpose).str.rstrip().to_numpy(object)
+    kind = kinds_of(work)
     size = work["bytes"].to_numpy(np.int64, na_value=0)
     return LaneTasks(lane[order], kind[order], issue[order], end[order], size[order]), place

@@ -18,7 +18,7 @@ from ..align.backends import backend_of
 from ..align.broadcast_tree import holds_up, members_of
 from ..align.match import BOTH_SIDES, SEND_RECV, SENDER_GOES_ON
 from ..arrays import Float, Int
-from ..budget.lane_tasks import LaneTasks
+from ..budget.lane_tasks import LaneTasks, kinds_of
 from .chains import Flows, RankChains
 from .events import ISSUE, ProgramEvents
 
@@ -89,14 +89,6 @@ class Tasks:
             return tuple(OWN + i for i in self.holds_up[row].get(rank, (rank,)))
         sends = self.needs[row] == "root" and rank == self.root[row]
         return (EVERYONE, *(OWN + i for i in (range(ranks) if sends else (rank,))))
-
-
-def kinds_of(collectives: pd.DataFrame) -> npt.NDArray[np.object_]:
-    """Name and purpose of each, as `Task.kind` has them; of one that has no purpose, its name."""
-    purpose = collectives["purpose"].astype(object).fillna("").astype(str)
-    name = collectives["name"].astype(object).astype(str)
-    found: npt.NDArray[np.object_] = (name + " " + purpose).str.rstrip().to_numpy(object)
-    return found
 
 
 def find_tasks(

@@ -12,11 +12,11 @@ import pandas as pd
 from ...align.groups import TENSOR_PARALLEL, Dimension
 from ...align.match import SEND_RECV
 from ...arrays import Int, places
+from ...budget.lane_tasks import kinds_of
 from ...columns import RankRows
 from ...effect import Fewer
 from ...finding import Where
 from ...graph.link import Link, fit_link
-from ...graph.tasks import kinds_of
 from ...study import Study, once
 from ...whatif.select import Communications
 from ..base import NotJudged

@@ -74,7 +74,8 @@ def unequal_shares(study: Study) -> Change | None:
 
 def _varies(study: Study, routed: Routed) -> bool:
     """Whether ranks' parts of what is exchanged change; that all exchange more in one step is of larger batches."""
-    every, part = exchanges(routed), np.ones_like(exchanges(routed))
+    every = exchanges(routed)
+    part = np.ones_like(every)
     for places in places_of_teams(study, routed.dimension):
         part[places] = every[places] / np.maximum(every[places].mean(axis=0), 1.0)
     return float(part.std(axis=1).max(initial=0.0)) > LEAST_CHANGE
