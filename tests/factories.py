@@ -18,6 +18,7 @@ from dsprof.analyzer.finding import Evidence, Finding, Fix, Gain, Where
 from dsprof.run import RankExit, RankInfo, RunInfo
 from dsprof.schema import BUDGET_PARTS, COLUMNS
 from dsprof.trace import Trace
+from dsprof.trace.packed_table import PackedTable
 
 MS = 1_000_000
 START_NS = 5_000_000_000
@@ -93,7 +94,9 @@ def build(job: Job, findings: tuple[Finding, ...] = (), passed: tuple[str, ...] 
             "group", "seq", "name", "step", "bytes", "ranks", "first_ns", "last_ns", "late_rank", "end_ns",
             "transfer_ns", "purpose",
         ]),
-        waits=pd.DataFrame(waits, columns=["rank", "start_ns", "end_ns", "arrival_ns", "group", "seq"]),
+        packed_waits=PackedTable(
+            pd.DataFrame(waits, columns=["rank", "start_ns", "end_ns", "arrival_ns", "group", "seq"])
+        ),
         trace=Trace.of(_run(job, captured, complete), _table(rows)),
         findings=findings,
         passed=passed,

@@ -21,6 +21,7 @@ from dsprof.analyzer.study import Study
 from dsprof.run import RankExit, RunInfo
 from dsprof.schema import BUDGET_PARTS, CALL_SITE
 from dsprof.trace import Trace
+from dsprof.trace.packed_table import PackedTable
 
 
 def above_info(analysis: Analysis) -> list[str]:
@@ -325,8 +326,10 @@ def test_waiting_for_tensor_parallelism_is_not_explained_by_buckets(tensor_paral
         "group": ["0", "0", "1"], "seq": [0, 1, 0], "step": 5,
         "purpose": ["gradient", "gradient", "tensor-parallel"],
     })  # fmt: skip
-    found = {"waits": waits, "judged_collectives": RankRows(collectives), "step_numbers": [5], "ranks": (0, 1),
-             "kept": {}}  # fmt: skip
+    found = {
+        "waits": PackedTable(waits.assign(rank=0)), "judged_collectives": RankRows(collectives), "step_numbers": [5],
+        "ranks": (0, 1), "kept": {},
+    }  # fmt: skip
     assert waits_mostly_for_layers(cast(Study, SimpleNamespace(**found))) is not judged
 
 

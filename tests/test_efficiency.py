@@ -101,7 +101,7 @@ def test_operations_stay_where_the_records_of_their_step_were_given_up() -> None
     assert found is not None
     assert (found.flops or {})["backward", "float32"] == 6 * GFLOP
     assert (found.sizes, found.cut) == (None, True)
-    table = module_times([sum_modules(rows)]).set_index("module")
+    table = module_times(sum_modules(rows, 0)).set_index("module")
     assert table["gflop"].to_dict() == {"GPT": 9, "Loss": 0}
     (note,) = judge(run_of(), {0: replace(found, uncounted={})}).notes
     assert note == (

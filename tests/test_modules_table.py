@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from records import Record, capture_of, derive, phase
 
-from dsprof.analyzer.work.module_times import module_times, sum_modules
+from dsprof.analyzer.work.module_times import join_modules, module_times, sum_modules
 from dsprof.schema import SHARDING, Kind
 from dsprof.trace.capture import Gap
 from dsprof.trace.derive import trace_rows
@@ -36,7 +36,7 @@ def step(at: float, slower: float = 0.0) -> list[Record]:
 def test_own_time_is_without_the_modules_inside() -> None:
     """The first step, which warms up, does not count."""
     rows = derive(*step(0, slower=500), *step(1000), *step(2000, slower=2))
-    table = module_times([sum_modules(rows)])
+    table = module_times(sum_modules(rows, 0))
     assert table[["module", "calls", "ms", "own_ms"]].to_dict("list") == {
         "module": ["layers.1", "GPT", "layers.0"],
         "calls": [2, 1, 1],
@@ -52,23 +52,23 @@ def test_steps_that_a_gap_has_cut_do_not_count() -> None:
     capture = replace(capture_of(*kept), gaps=[Gap(len([*step(0), *step(1000)]) + 4, 40, 3, given_up=True)])
     rows = trace_rows(capture, 0, 0)
     assert sorted(rows.loc[rows["kind"] == "module", "step"].unique()) == [0, 1, 2, 41, 42]
-    table = module_times([sum_modules(rows)]).set_index("module")
+    table = module_times(sum_modules(rows, 0)).set_index("module")
     assert table["calls"].to_dict() == {"layers.1": 2, "GPT": 1, "layers.0": 1}
     assert table["own_ms"].to_dict() == pytest.approx({"layers.1": 4, "GPT": 3, "layers.0": 3})
 
 
 def test_the_mean_is_over_the_ranks_that_have_the_module() -> None:
-    first = sum_modules(derive(*step(0), *step(1000)))
+    first = sum_modules(derive(*step(0), *step(1000)), 0)
     tail = [phase("forward", 1000, 1006), module("tail", 1000, 1006)]
     update = [phase("backward", 1007, 1009), phase("optimizer", 1009, 1010)]
-    second = sum_modules(derive(*step(0), *tail, *update))
-    table = module_times([first, second]).set_index("module")
+    second = sum_modules(derive(*step(0), *tail, *update), 1)
+    table = module_times(join_modules([first, second])).set_index("module")
     assert table["own_ms"].to_dict() == pytest.approx({"tail": 6, "layers.1": 4, "GPT": 3, "layers.0": 3})
 
 
 def test_other_threads_nest_among_themselves() -> None:
     records = [*step(0), *step(1000), phase("forward", 1002, 1005, thread=8), module("side", 1002, 1005, thread=8)]
-    table = module_times([sum_modules(derive(*records))]).set_index("module")
+    table = module_times(sum_modules(derive(*records), 0)).set_index("module")
     assert table["own_ms"]["side"] == pytest.approx(3)
     assert table["own_ms"]["layers.0"] == pytest.approx(3)
 
@@ -76,13 +76,13 @@ def test_other_threads_nest_among_themselves() -> None:
 def test_what_is_computed_again_and_evaluated_is_not_part_of_forward() -> None:
     again = [phase("recompute", 1013, 1016), module("layers.0", 1013, 1016)]
     evaluated = [phase("forward", 1025, 1029, flags=0), module("layers.0", 1025, 1029)]
-    table = module_times([sum_modules(derive(*step(0), *step(1000), *again, *evaluated))]).set_index("module")
+    table = module_times(sum_modules(derive(*step(0), *step(1000), *again, *evaluated), 0)).set_index("module")
     assert table["calls"].to_dict() == {"layers.1": 2, "GPT": 1, "layers.0": 1}
 
 
 def test_without_level_full_there_is_none() -> None:
     rows = derive(phase("forward", 0, 10), phase("backward", 12, 20), phase("optimizer", 22, 24))
-    assert module_times([sum_modules(rows)]).empty
+    assert module_times(sum_modules(rows, 0)).empty
 
 
 # --- backward -----------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def trained(at: float, first: int, *inside: Record, more: float = 0.0) -> list[R
 
 
 def table_of(*records: Record) -> dict[str, dict[str, float]]:
-    table = module_times([sum_modules(derive(*records))]).set_index("module")
+    table = module_times(sum_modules(derive(*records), 0)).set_index("module")
     columns = ["ms", "own_ms", "backward_ms", "backward_own_ms", "recompute_ms"]
     found: dict[str, dict[str, float]] = table[columns].round(6).to_dict("index")
     return found
@@ -178,7 +178,9 @@ def test_where_backward_was_not_seen_it_is_not_zero() -> None:
 
 
 def test_the_slowest_rank_is_named() -> None:
-    first, second = (sum_modules(derive(*trained(0, 1), *trained(1000, 11, more=more))) for more in (0, 4))
-    table = module_times({3: first, 5: second}).set_index("module")
+    first, second = (
+        sum_modules(derive(*trained(0, 1), *trained(1000, 11, more=more)), rank) for rank, more in ((3, 0), (5, 4))
+    )
+    table = module_times(join_modules([first, second])).set_index("module")
     assert table.loc["layers.0", "backward_own_ms"] == pytest.approx(8)
     assert (table.loc["layers.0", "slowest_rank"], table.loc["layers.0", "slowest_own_ms"]) == (5, pytest.approx(13))

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from dsprof.analyzer.graph import segment_work
 from dsprof.analyzer.graph.link import Link, capped
-from dsprof.analyzer.graph.segment_work import copy_work, no_work
+from dsprof.analyzer.graph.segment_work import copy_work, no_work, take_work
 from dsprof.analyzer.graph.step_graph import PARTS
 
 
@@ -35,3 +36,9 @@ def test_bytes_take_no_longer_than_in_much_larger_transfers() -> None:
     assert found.transfer_ms(np.array(1 << 16)) == pytest.approx(link.transfer_ms(np.array(1 << 16)))
     assert (found.ms_per_byte, found.largest) == (1e-6, 1 << 21)
     assert capped(link, 1 << 16, 2e-5, math.inf) is link
+
+
+def test_many_numbers_are_held_in_half_the_room_and_so_are_those_of_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment_work, "MANY", 14)
+    assert [no_work(5, steps).dtype for steps in (2, 3)] == [np.float64, np.float32]
+    assert copy_work(no_work(5, 3)).dtype == take_work(no_work(5, 3), np.array([1])).dtype == np.float32

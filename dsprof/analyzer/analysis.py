@@ -14,6 +14,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS, TIME_KINDS
 from dsprof.trace import Trace
+from dsprof.trace.packed_table import PackedTable
 
 from .align.steps import StepTime
 from .budget.irregular import warm_up
@@ -110,7 +111,7 @@ class Analysis:
     waits:       one row per wait on a training thread: rank, start_ns, end_ns, arrival_ns (when the last peer was
                  there, within the wait; from then on the bytes move; null: it was for another lane's work), group,
                  seq (of what it waited for, if known), issued_step (the step it was issued in, where that is an
-                 earlier one).
+                 earlier one). Of many ranks there are millions: the table is made anew each time that it is asked for.
     trace:       all rows, on the common clock, to be read a rank at a time; `rows` are those of all ranks in one table
                  (dsprof.schema.COLUMNS), read anew each time.
     layer_costs: what each layer of the engine's pipelines takes; empty without one.
@@ -143,7 +144,7 @@ class Analysis:
     time: dict[str, float]
     slowest_rank: int | None
     collectives: pd.DataFrame
-    waits: pd.DataFrame
+    packed_waits: PackedTable
     trace: Trace
     findings: tuple[Finding, ...]
     passed: tuple[str, ...]
@@ -161,6 +162,10 @@ class Analysis:
     device: Devices | None = None
     critical_path: PathSummary | None = None
     stack_difference: StackDifference | None = None
+
+    @property
+    def waits(self) -> pd.DataFrame:
+        return self.packed_waits.table()
 
     @property
     def rows(self) -> pd.DataFrame:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-Float = npt.NDArray[np.float64]
+Float = npt.NDArray[np.floating[Any]]
+"""Of any precision: what the steps of many ranks consist of is float32 (`graph.segment_work`)."""
 Int = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 

@@ -32,7 +32,7 @@ from .graph.find_chains import find_chains
 from .memory.use_by_step import nothing, sum_memory
 from .work.layer_costs import NEEDED, staged_rows
 from .work.mfu import RankWork, sum_work
-from .work.module_times import sum_modules
+from .work.module_times import join_modules, sum_modules
 from .work.passes import PASS_COLUMNS, find_passes
 from .work.stream_phases import no_stream_phases, stream_phases
 
@@ -47,7 +47,6 @@ class RankSummary:
     behind:    the part of that for which it was late
     unseen:   why not all of the time of its device is known; empty: it is, or it has none
     seen_ns:  when its first row begins, and its last one ends
-    modules:  what each module takes a step (`module_times.sum_modules`)
     work:     floating-point operations and the batch of a step (`mfu.sum_work`); None below level full
     taken:    how many steps it took, where somebody asked for a part of them only (`steps.steps_taken`)
     device:   what its device's streams did, where that was traced (`device.device_time`)
@@ -60,7 +59,6 @@ class RankSummary:
     behind: Intervals
     unseen: str
     seen_ns: tuple[int, int]
-    modules: pd.DataFrame
     work: RankWork | None
     taken: int | None
     device: DeviceTime | None
@@ -93,6 +91,7 @@ class RankTables(Generic[Rows]):
     memory:   what they had after each step (`use_by_step.COLUMNS`)
     host_waits: where they waited for their devices (`device.host_waits`)
     stream_phases: what their devices took for the phases that they launched (`stream_phases.STREAM_PHASES`)
+    modules:  what each module takes a step (`module_times.sum_modules`)
     """
 
     activity: Rows
@@ -103,6 +102,7 @@ class RankTables(Generic[Rows]):
     memory: pd.DataFrame
     host_waits: pd.DataFrame
     stream_phases: pd.DataFrame
+    modules: pd.DataFrame
 
 
 PartTables: TypeAlias = "RankTables[Columns]"
@@ -119,6 +119,7 @@ def join_parts(parts: Sequence[PartTables]) -> PartTables:
         memory=_those_with_rows([part.memory for part in parts], nothing),
         host_waits=_those_with_rows([part.host_waits for part in parts], no_host_waits),
         stream_phases=_those_with_rows([part.stream_phases for part in parts], no_stream_phases),
+        modules=join_modules([part.modules for part in parts]),
     )
 
 
@@ -127,7 +128,7 @@ def as_tables(ranks: PartTables) -> RankTables[pd.DataFrame]:
     held = (ranks.activity, ranks.issued, ranks.staged)
     activity, issued, staged = (pd.DataFrame(dict(columns), copy=False) for columns in held)
     measured = (ranks.recorded, ranks.passes, ranks.memory, ranks.host_waits, ranks.stream_phases)
-    return RankTables(activity, issued, staged, *measured)
+    return RankTables(activity, issued, staged, *measured, ranks.modules)
 
 
 def _those_with_rows(tables: Sequence[pd.DataFrame], without: Callable[[], pd.DataFrame]) -> pd.DataFrame:
@@ -227,7 +228,6 @@ def _summarize(
         behind=chains.behind,
         unseen=chains.incomplete,
         seen_ns=(int(start.min()), int((start + rows.whole("dur_ns")).max())),
-        modules=sum_modules(rows),
         work=sum_work(table, native),
         taken=steps_taken(rows),
         device=device_time(table, rank, matches, run),
@@ -242,5 +242,6 @@ def _summarize(
         memory=sum_memory(table, rank),
         host_waits=host_waits(rows, rank),
         stream_phases=stream_phases(table, rank),
+        modules=sum_modules(rows, rank),
     )
     return tables, MeasuredRank(summary, time, chains)

@@ -81,7 +81,7 @@ def _computed(graph: StepGraph) -> Iterator[Mapping[Action, float]]:
         judged = np.isin(steps.numbers, graph.judged_steps)
         if not judged.any():
             continue
-        computed = steps.work[:, judged][..., COMPUTED].sum(axis=-1).mean(axis=1)
+        computed = steps.work[:, judged][..., COMPUTED].sum(axis=-1, dtype=np.float64).mean(axis=1)
         total = np.append(0.0, np.cumsum(computed))
         for pipeline in measured_plan(steps.structure).pipelines:
             yield {action: float(total[block.ends] - total[block.begins]) for action, block in pipeline.blocks.items()}

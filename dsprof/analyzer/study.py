@@ -19,6 +19,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
 from dsprof.trace.map_ranks import Observer
+from dsprof.trace.packed_table import PackedTable
 
 from .align.aligned import Aligned, align
 from .align.broadcast_tree import tree_arrivals
@@ -82,7 +83,7 @@ class Study:
     step_time: StepTime | None
     irregular: Irregular
     collectives: pd.DataFrame
-    waits: pd.DataFrame
+    waits: PackedTable
     graph: StepGraph | None
     checked: ReplayCheck | None
     facts: Mapping[str, list[dict[str, Any]]]
@@ -188,7 +189,7 @@ class Study:
     def judged_collectives(self) -> RankRows:
         """`collectives` of the ordinary steps, column by column."""
         inside = np.isin(self.collectives["step"].to_numpy(np.int64), self.step_numbers)
-        return RankRows(self.collectives.take(np.flatnonzero(inside)))
+        return RankRows(self.collectives if inside.all() else self.collectives.take(np.flatnonzero(inside)))
 
     def issued(self, *purposes: str) -> pd.DataFrame:
         """`budget.activity.ISSUED` of what the ranks communicated for these purposes, in the order of ranks."""
@@ -199,7 +200,7 @@ class Study:
         """What issuing a communication of these purposes takes the thread that does, median; 0: not known."""
         told = [summary.activity.host_ns for summary in self.summaries.values()]
         host = [of_rank[purpose] for of_rank in told for purpose in purposes if purpose in of_rank]
-        return float(np.median(np.concatenate(host))) / 1e6 if host else 0.0
+        return float(np.median(np.concatenate(host), overwrite_input=True)) / 1e6 if host else 0.0
 
     @cached_property
     def on_gpu(self) -> bool:
@@ -360,7 +361,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     estimated = estimate_overhead(run, tables.recorded, ordinary)
 
     # The step graph, and whether to believe it.
-    waits = waits_table(times, collectives, steps)
+    waits = PackedTable(waits_table(times, collectives, steps))
     chains = {rank: of_rank.chains.without_waits() for rank, of_rank in measured.items()}
     del measured, times  # what was issued and waited for is in the waits, and in the graph
     give_back()

@@ -7,7 +7,8 @@ kineto/  traces of torch.profiler
 deep     such a trace of a few steps, as rows of a capture
 merge    captures into Parquet files and run.json (merge_rank: what is of one rank; group_facts: process groups, which
          all of their ranks state)
-map_ranks  what is of one rank, done for all of them by an executor (packing: what tasks send back, in few bytes)
+map_ranks  what is of one rank, done for all of them by an executor (packing: what tasks send back, in few bytes;
+         packed_table: a large table that is seldom asked for)
 memory   side tables: segments, blocks and history of a device's allocator
 snapshot reads them from what torch dumps (plain_pickle: pickles that hold nothing but data)
 files    how the folder's files are written

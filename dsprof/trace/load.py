@@ -96,14 +96,15 @@ def concat_columns(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COL
 
 def _concat(parts: Sequence[Any], dtype: str) -> Any:
     if dtype == "category":  # of different categories concat would make objects
-        return _join_categories(parts)
+        return join_categories(parts)
     first = parts[0].dtype
     if any(part.dtype != first for part in parts):
         return pd.concat([pd.Series(part) for part in parts], ignore_index=True).array
     return type(parts[0])._concat_same_type(parts)
 
 
-def _join_categories(parts: Sequence[Any]) -> pd.Categorical:
+def join_categories(parts: Sequence[Any]) -> pd.Categorical:
+    """Values of the categories of all parts, one behind the other."""
     arrays: list[pd.Categorical] = [of if isinstance(of, pd.Categorical) else pd.Categorical(of) for of in parts]
     dtypes = {id(of.dtype): of.dtype for of in arrays}  # most ranks that were read here share one
     words = {key: tuple(dtype.categories.tolist()) for key, dtype in dtypes.items()}

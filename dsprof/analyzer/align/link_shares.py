@@ -10,11 +10,10 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from ..arrays import Bool, Float, Int
 
-Moments = npt.NDArray[np.int64] | npt.NDArray[np.float64]
+Moments = Int | Float
 MANY_BYTES: Final = 1 << 18
 """A transfer of as many is large: what it takes is mostly its bytes."""
 HALVINGS: Final = 40

@@ -13,6 +13,7 @@ import pandas as pd
 from dsprof.schema import CAPTURE_GAP, CAPTURE_OFF, CAPTURE_ON
 from dsprof.trace import Trace, step_pattern
 
+from ..arrays import Float
 from ..columns import RankRows, as_rows
 from ..text import count
 from .match import numbers
@@ -147,9 +148,7 @@ SURE: Final = 8.0
 """Standard errors of the difference of two means that noise never makes."""
 
 
-def lasting_change(
-    numbers: npt.NDArray[np.int64], durations: npt.NDArray[np.float64]
-) -> tuple[int, float, float] | None:
+def lasting_change(numbers: npt.NDArray[np.int64], durations: Float) -> tuple[int, float, float] | None:
     """The first step (of `numbers`) of a lasting change, and the median step before and after it in ms; None without.
 
     `durations`: ms of each. The split is the one that explains most of the variance; both sides must be steady, so

@@ -14,7 +14,7 @@ from dsprof.schema import CALL_SITE, Kind
 from dsprof.trace.load import Columns
 
 from ..align.participants import NOT_TOLD
-from ..arrays import Int
+from ..arrays import Float
 from ..columns import RankRows, as_rows
 
 KINDS: Final = ("step", "phase", "pipe", "gauge", "pause")
@@ -37,14 +37,15 @@ PROGRESS: Final = tuple({*KINDS, "comm"} - {*NO_PROGRESS})
 @dataclass(frozen=True)
 class RankActivity:
     """begun_ns: when it began something last, which samples are not; 0: it did nothing
-    host_ns:  purpose -> how long issuing each communication of it took the thread that did, where that is known
+    host_ns:  purpose -> how long issuing each communication of it took the thread that did, where that is known,
+              float32
     issued:   how many communications it issued in steps, and of how many nobody knows when they ended
     formats:  (process group, purpose) -> the number format that most bytes of its gradients, or parameters, have
     lines:    (operation, bytes, line) of all calls of collectives whose lines were recorded
     """
 
     begun_ns: int
-    host_ns: Mapping[str, Int]
+    host_ns: Mapping[str, Float]
     issued: tuple[int, int]
     formats: Mapping[tuple[str, str], str]
     lines: frozenset[tuple[str, int, str]]
@@ -81,7 +82,11 @@ def find_activity(rows: pd.DataFrame | RankRows) -> RankActivity:
     unknown = ~rows.known("dur_ns")[comm] & rows.true("ended", missing=False)[comm]
     return RankActivity(
         begun_ns=int(rows.whole("start_ns")[moved].max()) if moved.any() else 0,
-        host_ns={str(names[one]): host[timed & (purpose == one)] for one in np.unique(purpose[timed]) if one >= 0},
+        host_ns={
+            str(names[one]): host[timed & (purpose == one)].astype(np.float32)
+            for one in np.unique(purpose[timed])
+            if one >= 0
+        },
         issued=(int(inside.sum()), int((inside & unknown).sum())),
         formats=_formats(rows),
         lines=_lines(rows),

@@ -17,7 +17,7 @@ def chain_work(graph: StepGraph, part: str) -> Float:
     for index, steps in enumerate(graph.templates):
         columns = graph.columns_of(index)
         spent = np.zeros((len(graph.ranks), len(columns)))
-        np.add.at(spent, steps.structure.thread, steps.work[..., places].sum(axis=-1))
+        np.add.at(spent, steps.structure.thread, steps.work[..., places].sum(axis=-1, dtype=np.float64))
         found[:, columns] = spent
     judged: Float = found[:, graph.judged]
     return judged

@@ -57,7 +57,7 @@ def find_stalls(graph: StepGraph) -> tuple[TemplateStalls, ...]:
         waits = []
         if any((lane != SHARED).any() for lane in lanes):
             before = before.copy()
-            over = steps.began + steps.work.sum(axis=-1) - steps.work[..., WAKE_UP_DELAY]
+            over = steps.began + steps.work.sum(axis=-1, dtype=np.float64) - steps.work[..., WAKE_UP_DELAY]
             for segment, columns, template, task, task_columns in _waits(graph, index, lanes):
                 ends, source = steps.began[segment, columns], graph.templates[template]
                 stood = np.maximum(ends - over[segment - 1, columns], 0.0)

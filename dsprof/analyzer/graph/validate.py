@@ -123,7 +123,7 @@ def contradicted(graph: StepGraph, clock_error_ms: float = 0.0) -> float:
     for steps in graph.templates:
         structure, segments = steps.structure, steps.structure.segments
         source, target = structure.edges.source, structure.edges.target
-        over = steps.began + steps.work.sum(axis=-1) - steps.work[..., WAKE_UP_DELAY]
+        over = steps.began + steps.work.sum(axis=-1, dtype=np.float64) - steps.work[..., WAKE_UP_DELAY]
         ends = np.concatenate([over, steps.ended, steps.outside])
         of_wait = target < segments
         early = steps.began[target[of_wait]] < ends[source[of_wait]] - slack

@@ -67,18 +67,19 @@ def attribute(graph: StepGraph, faults: Mapping[str, WhatIf], sampled: int = SAM
 
     replay_these(chosen)
     before = duration[frozenset()]
-    shares, error = {}, {}
+    shares: dict[str, Float] = {}
+    error: dict[str, float] = {}
     for name in names:
         added = np.stack([_added(order, name, duration) for order in orders])
         shares[name] = added.mean(axis=0)
         # An order and its reverse are one draw.
         draws = (added[::2] + added[1::2]).mean(axis=1) / 2 if not exact else np.zeros(1)
         error[name] = float(draws.std(ddof=1) / np.sqrt(len(draws))) if len(draws) > 1 else 0.0
-    alone = {name: before - duration[frozenset((name,))] for name in names}
+    alone: dict[str, Float] = {name: before - duration[frozenset((name,))] for name in names}
     hidden = [name for name in names if len(names) > 1 and alone[name].mean() < HIDDEN * max(0.0, shares[name].mean())]
     pairs = {name: [frozenset((name, other)) for other in names if other != name] for name in hidden}
     replay_these(pair for of_name in pairs.values() for pair in of_name)
-    together = {}
+    together: dict[str, tuple[str, Float]] = {}
     for name, of_name in pairs.items():
         best = min(of_name, key=lambda pair: float(duration[pair].mean()))
         (other,) = best - {name}

@@ -73,7 +73,7 @@ def _work_ms(graph: StepGraph) -> float:
     total = np.zeros(len(graph.numbers))
     own = [column for column in range(len(PARTS)) if column != WAKE_UP_DELAY]
     for index, steps in enumerate(graph.templates):
-        total[graph.columns_of(index)] = steps.work[..., own].sum(axis=(0, 2))
+        total[graph.columns_of(index)] = steps.work[..., own].sum(axis=(0, 2), dtype=np.float64)
     return float(total[graph.judged].mean()) / len(graph.ranks)
 
 
@@ -85,7 +85,7 @@ class _Taken:
         spent = np.zeros((len(graph.ranks), len(graph.numbers)))
         for index, steps in enumerate(graph.templates):
             each = np.zeros((len(graph.ranks), len(steps.numbers)))
-            np.add.at(each, steps.structure.thread, steps.work[..., COLUMNS].sum(axis=-1))
+            np.add.at(each, steps.structure.thread, steps.work[..., COLUMNS].sum(axis=-1, dtype=np.float64))
             spent[:, graph.columns_of(index)] = each
         typical = np.zeros(len(graph.ranks))
         for group in study.peer_groups:

@@ -128,7 +128,7 @@ def _beside(study: Study) -> Float:
     for index, steps in enumerate(graph.templates):
         columns = int(graph.judged[graph.columns_of(index)].sum())
         if columns:
-            work = (steps.work.sum(axis=-1) - steps.work[..., WAKE_UP_DELAY]).mean(axis=1)
+            work = (steps.work.sum(axis=-1) - steps.work[..., WAKE_UP_DELAY]).mean(axis=1, dtype=np.float64)
             found[place] += columns * _beside_of(steps.structure, work)
     return found / max(int(graph.judged.sum()), 1)
 

@@ -66,10 +66,10 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         time=divide_time(span, steps, outside, irregular) if span else {},
         slowest_rank=int(budget_by_rank["peer_wait"].idxmin()) if len(budget_by_rank) > 1 else None,
         collectives=study.collectives,
-        waits=study.waits,
+        packed_waits=study.waits,
         trace=study.trace,
         layer_costs=tuple(layer_costs(study.tables.staged)),
-        modules=module_times({rank: summary.modules for rank, summary in ranks.items()}),
+        modules=module_times(study.tables.modules),
         efficiency=judge_efficiency(
             run,
             {rank: summary.work for rank, summary in ranks.items() if summary.work is not None},

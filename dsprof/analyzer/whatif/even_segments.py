@@ -47,7 +47,7 @@ class EvenSegments(WhatIf):
                 mine = [structure.of_thread(thread) for thread in team]
                 if not mine:
                     continue
-                mean = np.mean([steps.work[of][..., columns] for of in mine], axis=0)
+                mean = np.mean([steps.work[of][..., columns] for of in mine], axis=0, dtype=np.float64)
                 for of in mine:
                     goes = 1.0 if share is None else share[of][:, None, None]
                     work[of.start : of.stop, :, columns] += goes * (mean - steps.work[of][..., columns])

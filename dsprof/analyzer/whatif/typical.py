@@ -72,7 +72,7 @@ def _means(graph: StepGraph) -> dict[str, Float]:
         every = np.concatenate(
             [steps.work[steps.structure.action == name].reshape(-1, len(PARTS)) for steps in graph.templates]
         )
-        found[name] = every.sum(axis=0) / np.maximum((every > 0).sum(axis=0), 1)
+        found[name] = every.sum(axis=0, dtype=np.float64) / np.maximum((every > 0).sum(axis=0), 1)
     return found
 
 

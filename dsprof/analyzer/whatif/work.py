@@ -21,6 +21,8 @@ from .select import named, threads_of
 
 OFFLOAD: Final = "offload"
 """The part of the budget that a wait for a lane of the rank's own is."""
+AT_ONCE: Final = 4096
+"""Segments of which work is taken away at once."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class EvenRanks(WhatIf):
         def evened(steps: Steps) -> Steps:
             structure, work = steps.structure, copy_work(steps.work)
             spent = np.zeros((structure.threads, len(steps.numbers)))
-            np.add.at(spent, structure.thread, work[..., columns].sum(axis=-1))
+            np.add.at(spent, structure.thread, work[..., columns].sum(axis=-1, dtype=np.float64))
             wanted = spent.copy()
             for group in chain_groups(graph, self.peer_groups):
                 wanted[group] = spent[group].mean(axis=0)
@@ -170,7 +172,8 @@ class LessWork(WhatIf):
                 for part, share in (*shares.work.items(), (WAKE_UP_DELAY, shares.stood)):
                     some = np.flatnonzero(share.any(axis=1))
                     if len(some):
-                        found[index].work[part] = some, steps.work[some, :, part] * share[some]
+                        gone = steps.work[some, :, part] * share[some]
+                        found[index].work[part] = some, gone.astype(np.float32)
                 for wait in stood.waits:
                     gone = wait.spent * shares.stood[wait.segment, wait.columns]
                     np.add.at(found[wait.template].transfer, (wait.tasks[:, None], wait.task_columns), gone)
@@ -196,10 +199,12 @@ class _Gone:
         the measured one) and may be written to: of many ranks there is not room for one more."""
         work = copy_work(measured_work) if steps.work is measured_work else steps.work
         for part in range(work.shape[-1]):
-            if (work[..., part] < 0).any():
-                work[..., part] = np.maximum(work[..., part], 0.0)
+            if work[..., part].min(initial=0.0) < 0:
+                np.maximum(work[..., part], 0.0, out=work[..., part])
         for part, (some, gone) in self.work.items():
-            work[some, :, part] = np.maximum(work[some, :, part] - gone, 0.0)
+            for first in range(0, len(some), AT_ONCE):
+                here = slice(first, first + AT_ONCE)
+                work[some[here], :, part] = np.maximum(work[some[here], :, part] - gone[here], 0.0)
         return steps.with_costs(work=work, transfer=np.maximum(steps.transfer - self.transfer, 0.0))
 
 
@@ -252,7 +257,7 @@ def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[
         for thread in np.unique(change.spans.rank).tolist():
             mine = structure.of_thread(thread)
             work, begin = steps.work[mine][:, chosen], steps.began[mine][:, chosen]
-            end = begin + work.sum(axis=-1) - work[..., WAKE_UP_DELAY]
+            end = begin + work.sum(axis=-1, dtype=np.float64) - work[..., WAKE_UP_DELAY]
             gone[mine, chosen] = change.spans.share_between(thread, judged, begin, end)
         return replace(found, work=dict.fromkeys(parts, gone))
     if change.where_beyond_peers:
@@ -293,7 +298,7 @@ class _TakenByThreads:
 
     def by(self, thread: int) -> Float:
         mine = self._steps.structure.of_thread(thread)
-        work = self._steps.work[mine][:, self._columns][..., self._parts].sum(axis=-1)
+        work = self._steps.work[mine][:, self._columns][..., self._parts].sum(axis=-1, dtype=np.float64)
         return np.concatenate([work, self._stood[mine]])
 
     def usual(self, group: int, program: bytes, peers: npt.NDArray[np.int64]) -> Float | None:

@@ -7,15 +7,16 @@ call of a module it was prepared (`corr`), so what a module has called is found 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
 from dsprof.schema import COUNTED, FLOPS, SHARDING
+from dsprof.trace.load import join_categories
 
 from ..arrays import Bool, Int
 from ..budget.intervals import nest
@@ -32,10 +33,10 @@ RECOMPUTE: Final = "recompute"
 NO_THREAD: Final = -1
 
 
-def sum_modules(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
-    """Of one rank, by name, a step, mean over whole steps after the first: calls, time in forward and in backward (ns;
-    `own`: without the modules called inside), own time in recomputation, and own floating-point operations of forward
-    and backward. Empty where no module was timed.
+def sum_modules(rows: pd.DataFrame | RankRows, rank: int) -> pd.DataFrame:
+    """Of one rank, `rank`, `module` and SUMS: a step, mean over whole steps after the first: calls, time in forward and
+    in backward (ns; `own`: without the modules called inside), own time in recomputation, and own floating-point
+    operations of forward and backward. Empty where no module was timed.
 
     backward_ns is NaN where the module made a part of the graph and was not seen to compute it. flops is NaN where no
     step was counted.
@@ -75,11 +76,31 @@ def sum_modules(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
         np.full(len(index), np.nan) if counted is None else counted.reindex(index).fillna(0.0).to_numpy(np.float64)
     )
     called = sums["calls"] > 0
-    return pd.DataFrame({name: of_names[called] for name, of_names in sums.items()}, index=index[called], copy=False)
+    return _table(np.full(int(called.sum()), rank), pd.Categorical(index[called]), {
+        name: of_names[called] for name, of_names in sums.items()
+    })  # fmt: skip
+
+
+def join_modules(tables: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """`sum_modules` of some ranks, and of those after them."""
+    held = [table for table in tables if len(table)]
+    if not held:
+        return _nothing()
+    numbers = {name: np.concatenate([table[name].to_numpy() for table in held]) for name in ("rank", *SUMS)}
+    return _table(numbers.pop("rank"), join_categories([table["module"].array for table in held]), numbers)
+
+
+def _table(rank: Int, module: pd.Categorical, sums: Mapping[str, npt.NDArray[Any]]) -> pd.DataFrame:
+    """Of thousands of ranks there are millions of rows: a name is a category, and a time a float32."""
+    narrow = {
+        name: of_names.astype(np.float64 if name == "flops" else np.float32, copy=False)
+        for name, of_names in sums.items()
+    }
+    return pd.DataFrame({"rank": rank.astype(np.int32, copy=False), "module": module, **narrow}, copy=False)
 
 
 def _nothing() -> pd.DataFrame:
-    return pd.DataFrame(columns=list(SUMS), index=pd.Index([], name="module", dtype=object), dtype=float)
+    return _table(np.empty(0, np.int64), pd.Categorical([]), dict.fromkeys(SUMS, np.empty(0)))
 
 
 class _Calls:
@@ -253,17 +274,15 @@ def _operations(rows: pd.DataFrame) -> pd.Series[float] | None:
     return found
 
 
-def module_times(sums: Mapping[int, pd.DataFrame] | Iterable[pd.DataFrame]) -> pd.DataFrame:
+def module_times(sums: pd.DataFrame) -> pd.DataFrame:
     """COLUMNS, most own time first: a step, mean over the ranks that have the module, and the rank on which its own
-    time, of forward and backward, is longest. `sums`: of each rank."""
-    by_rank = sums if isinstance(sums, Mapping) else dict(enumerate(sums))
-    tables = {rank: table for rank, table in by_rank.items() if len(table)}
-    if not tables:
+    time, of forward and backward, is longest. `sums`: of all ranks."""
+    if sums.empty:
         return pd.DataFrame(columns=list(COLUMNS))
-    every = pd.concat(tables, names=["rank"])
+    every = sums.astype(dict.fromkeys(SUMS, np.float64))
     every["both_ns"] = every["own_ns"] + every["backward_own_ns"].fillna(0)
-    mean = every.groupby("module").mean()
-    slowest = every.loc[every.groupby("module")["both_ns"].idxmax(), "both_ns"].reset_index("rank")
+    of_module = every.groupby("module", observed=True)
+    mean, slowest = of_module.mean(), every.loc[of_module["both_ns"].idxmax()].set_index("module")
     found = pd.DataFrame(
         {
             "calls": mean["calls"],
@@ -278,5 +297,6 @@ def module_times(sums: Mapping[int, pd.DataFrame] | Iterable[pd.DataFrame]) -> p
             "both": mean["both_ns"],
         }
     )
+    found.index = found.index.astype(object)
     ordered = found.reset_index().sort_values(["both", "module"], ascending=[False, True], ignore_index=True)
     return ordered[list(COLUMNS)]

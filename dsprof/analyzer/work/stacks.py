@@ -86,7 +86,8 @@ def stacks_of(study: Study) -> Mapping[int, Stacks]:
     found: dict[int, Stacks] = {}
     if rows.empty:
         return found
-    of_rank, steps_of, waits_of = (dict(iter(table.groupby("rank"))) for table in (rows, study.ordinary, study.waits))
+    waited = study.waits.table()
+    of_rank, steps_of, waits_of = (dict(iter(table.groupby("rank"))) for table in (rows, study.ordinary, waited))
     for rank in study.ranks:
         if rank not in of_rank or rank not in steps_of:
             continue
@@ -96,7 +97,7 @@ def stacks_of(study: Study) -> Mapping[int, Stacks]:
         if not chosen.any():
             continue
         numbers = mine["value"].to_numpy(np.float64)[chosen].astype(int)
-        waits = waits_of.get(rank, study.waits[:0])
+        waits = waits_of.get(rank, waited[:0])
         waiting = _within(when[chosen], waits.assign(dur_ns=waits["end_ns"] - waits["start_ns"]))
         found[rank] = Stacks(
             tuple(paths[rank].get(number, ()) for number in numbers.tolist()),

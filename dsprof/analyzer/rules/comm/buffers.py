@@ -40,7 +40,7 @@ def broadcast_buffers(study: Study) -> Found:
     if _statistics(study) and moved < SMALL:  # to have them alike on all ranks costs a message
         return []
     graph = study.need_graph()
-    packed = np.zeros((len(graph.ranks), len(study.step_numbers)))
+    packed: Float = np.zeros((len(graph.ranks), len(study.step_numbers)))
     if not study.led_by_devices:  # there the host only launches the copies
         packed = _packed_ms(study)
     replayed = np.isin(study.step_numbers, study.replayed_steps)

@@ -176,25 +176,27 @@ def _waited(study: Study) -> pd.DataFrame:
     """group, purpose, ms that ranks wait in a step for collectives of it once all were there, mean over all ranks."""
     issued = study.judged_collectives
     (group, groups), (purpose, purposes), seq = issued.codes("group"), issued.codes("purpose"), issued.whole("seq")
-    # Of many ranks there are many waits: numbers take less room than names.
-    waits = study.waits
-    waited_for = waits["seq"].to_numpy(np.int64, na_value=NOWHERE)
-    of_wait = pd.Index(groups).get_indexer(waits["group"].to_numpy(object))
     least, most = (int(bound) for bound in (seq.min(initial=0), seq.max(initial=0)))
-    chosen = np.flatnonzero((of_wait >= 0) & (waited_for >= least) & (waited_for <= most))
-    start, arrival, end = (waits[name].to_numpy(np.float64, na_value=np.nan)[chosen] for name in MOMENTS)
-    exposed = np.maximum(end - np.fmax(start, arrival), 0.0) / 1e6
     span = most - least + 1
-    key, theirs = of_wait[chosen] * span + waited_for[chosen] - least, group * span + seq - least
+    theirs = group * span + seq - least
     known = np.flatnonzero(purpose >= 0)
     known = known[np.argsort(theirs[known], kind="stable")]
-    # A number that was used again has several rows: what waits for it counts for each.
-    begin, end = (np.searchsorted(theirs[known], key, side) for side in ("left", "right"))
-    times = end - begin
-    row = known[places(begin, times)]
-    kinds, kind = np.unique(group[row] * (len(purposes) + 1) + purpose[row], return_inverse=True)
-    at, of = np.divmod(kinds, len(purposes) + 1)
-    ms = np.bincount(kind, np.repeat(exposed, times), len(kinds)) / max(len(study.step_numbers) * len(study.ranks), 1)
+    theirs = theirs[known]
+    kind = group[known] * len(purposes) + purpose[known]
+    total = np.zeros(len(groups) * len(purposes))
+    for waits in study.waits.blocks():  # of many ranks there are many: numbers take less room than names
+        waited_for = waits["seq"].to_numpy(np.int64, na_value=NOWHERE)
+        of_wait = pd.Index(groups).get_indexer(waits["group"].to_numpy(object))
+        chosen = np.flatnonzero((of_wait >= 0) & (waited_for >= least) & (waited_for <= most))
+        start, arrival, end = (waits[name].to_numpy(np.float64, na_value=np.nan)[chosen] for name in MOMENTS)
+        exposed = np.maximum(end - np.fmax(start, arrival), 0.0) / 1e6
+        key = of_wait[chosen] * span + waited_for[chosen] - least
+        # A number that was used again has several rows: what waits for it counts for each.
+        begin, end = (np.searchsorted(theirs, key, side) for side in ("left", "right"))
+        times = end - begin
+        total += np.bincount(kind[places(begin, times)], np.repeat(exposed, times), len(total))
+    at, of = np.divmod(np.unique(kind), max(len(purposes), 1))
+    ms = total[np.unique(kind)] / max(len(study.step_numbers) * len(study.ranks), 1)
     return pd.DataFrame({"group": groups[at], "purpose": purposes[of], "ms": ms})
 
 

@@ -227,7 +227,7 @@ def _spared(study: Study, sharded: list[Domain], policy: Fetching | None) -> tup
 
 def woken_late_ms(graph: StepGraph) -> float:
     """How much later threads go on than what they waited for has ended, ms a step, mean over ranks."""
-    whole = sum(float(steps.work[..., WAKE_UP_DELAY].sum()) for steps in graph.templates)
+    whole = sum(float(steps.work[..., WAKE_UP_DELAY].sum(dtype=np.float64)) for steps in graph.templates)
     return whole / max(len(graph.numbers) * graph.leads, 1)
 
 

@@ -265,7 +265,7 @@ def sharding_ms(study: Study) -> float:
     """What FSDP itself works for its units in a step, DeepSpeed for modules (stage 3) or buckets (1 and 2), or dsprof's
     engine for both, mean over ranks and steps; 0 where that is not recorded."""
     graph = study.need_graph()
-    whole = sum(float(steps.work[..., SHARDING_PART].sum()) for steps in graph.templates)
+    whole = sum(float(steps.work[..., SHARDING_PART].sum(dtype=np.float64)) for steps in graph.templates)
     return whole / len(graph.numbers) / graph.leads
 
 

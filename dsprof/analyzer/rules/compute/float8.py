@@ -213,15 +213,14 @@ def _layers(study: Study, recipe: Recipe = "tensorwise") -> dict[int, list[Linea
         raise NotJudged(f"the sizes of linear layers are not known: {FULL}")
     sizes = _sizes(study)
     found: dict[int, list[LinearLayer]] = {}
+    counted = study.tables.modules[["rank", "module", "calls", "flops"]].dropna()
     for rank, of_rank in sizes.items():
-        summary = study.summaries.get(rank)
-        if summary is None or summary.modules.empty or summary.modules["flops"].isna().all():
-            continue
+        mine = counted[counted["rank"] == rank].set_index("module").astype(np.float64)
         layers = []
         for name, (k, n) in of_rank.items():
-            if name not in summary.modules.index:
+            if name not in mine.index:
                 continue
-            calls, flops = summary.modules.loc[name, ["calls", "flops"]]
+            calls, flops = mine.loc[name, ["calls", "flops"]]
             rows = round(flops / (OPERATIONS * k * n * calls)) if calls > 0 else 0
             if rows > 0:
                 layers.append(LinearLayer(name, rows, k, n, float(calls), recipe))

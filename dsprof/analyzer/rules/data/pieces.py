@@ -98,7 +98,7 @@ def _told(work: Float, beyond: Float, pieces: Bool) -> tuple[Float, Float]:
 
 def _compute(steps: Steps, thread: int) -> Float:
     """[segments of the thread, S] ms."""
-    found: Float = steps.work[steps.structure.of_thread(thread)][..., within("compute")].sum(axis=-1)
+    found: Float = steps.work[steps.structure.of_thread(thread)][..., within("compute")].sum(axis=-1, dtype=np.float64)
     return found
 
 
@@ -156,7 +156,7 @@ def _spans(
     mine = steps.structure.of_thread(thread)
     began = steps.began[mine][pieces][:, chosen]
     took = steps.work[mine][pieces][:, chosen]
-    lasts = took.sum(axis=-1) - took[..., WAKE_UP_DELAY]
+    lasts = took.sum(axis=-1, dtype=np.float64) - took[..., WAKE_UP_DELAY]
     of_step = np.broadcast_to(judged, began.shape)
     return Spans(
         np.full(began.size, thread, np.int64), of_step.ravel().astype(np.int64), began.ravel(), lasts.ravel(),

@@ -124,7 +124,7 @@ class _Kind:
 
     def compute(self, segments: slice) -> Float:
         """[W, S] ms of a thread's segments."""
-        found: Float = self.steps.work[segments][:, self.chosen][..., within("compute")].sum(axis=-1)
+        found: Float = self.steps.work[segments][:, self.chosen][..., within("compute")].sum(axis=-1, dtype=np.float64)
         return found
 
     def phases(self, segments: slice, rank: int, groups: frozenset[str]) -> tuple[Bool, Bool, Bool]:

@@ -99,8 +99,8 @@ def _of_whole_steps(study: Study) -> Float | None:
         slope = float((within * (compute - compute.mean(axis=1, keepdims=True))).sum() / (within**2).sum())
     else:
         slope = float((between * _less_mean_of_team(study, compute)).sum() / (between**2).sum())
-    excess: Float = max(slope, 0.0) * between
-    return np.minimum(excess, 0.95 * compute)
+    excess: Float = np.minimum(max(slope, 0.0) * between, 0.95 * compute)
+    return excess
 
 
 @once

@@ -120,7 +120,7 @@ def pairs_of(study: Study) -> tuple[Pair, ...]:
             took.setdefault(task.lane, []).append(steps.transfer[number, judged & waited[number]])
             sizes.setdefault(task.lane, []).append(steps.size[number, judged])
             waiting = steps.structure.waits[steps.structure.waits[:, 0] == number, 1]
-            behind[task.lane] += float(steps.work[waiting][:, judged, WAKE_UP_DELAY].sum())
+            behind[task.lane] += float(steps.work[waiting][:, judged, WAKE_UP_DELAY].sum(dtype=np.float64))
     found = [
         Pair(
             lane, *ends[lane], np.concatenate(took[lane]), float(np.median(np.concatenate(sizes[lane]))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -153,34 +154,51 @@ def _lateness_in_team(study: Study) -> Float:
 
 def _phase_excess(study: Study, slow: Bool) -> dict[str, tuple[float, float]]:
     """Phase -> mean ms of own work a step on the slow ranks and on the others, without pauses and waits for others."""
-    pauses, waits, columns = study.of_kind("pause"), study.waits, ["rank", "start_ns", "dur_ns"]
-    pauses = pauses[columns][(pauses["lane"] == "main") & pauses["dur_ns"].notna()]
-    waits = waits[waits["arrival_ns"].notna()]  # the others are for what the rank itself does in another lane
-    idle = pd.concat([waits.assign(dur_ns=waits["end_ns"] - waits["start_ns"])[columns], pauses.astype("int64")])
+    pauses, columns = study.of_kind("pause"), ["rank", "start_ns", "dur_ns"]
+    pauses = pauses[columns][(pauses["lane"] == "main") & pauses["dur_ns"].notna()].astype("int64")
     phases = study.training_phases[[*columns, "name"]][study.training_phases["step"].isin(study.step_numbers)]
-    within = (phases["start_ns"].min(), (phases["start_ns"] + phases["dur_ns"]).max())
-    idle = idle[idle["start_ns"].between(*within)]
-    idle, phases = (table[table["rank"].isin(study.ranks)] for table in (idle, phases))
     spent = {name: np.zeros(len(study.ranks)) for name in TRAINING_PHASES}
+    first = 0
+    for some in np.array_split(study.ranks, len(study.waits)):  # of many ranks there are many waits
+        ranks = some.tolist()
+        if not ranks:
+            continue
+        waits = study.waits.of_ranks(ranks[0], ranks[-1])
+        waits = waits[waits["arrival_ns"].notna()]  # the others are for what the rank itself does in another lane
+        idle = [waits.assign(dur_ns=waits["end_ns"] - waits["start_ns"])[columns], pauses[pauses["rank"].isin(ranks)]]
+        own = _own_of_phases(pd.concat(idle), phases[phases["rank"].isin(ranks)], ranks)
+        for name, ns in own.items():
+            spent[name][first : first + len(ranks)] = ns
+        first += len(ranks)
+    found = {name: mine_and_others(ns / 1e6 / len(study.step_numbers), slow) for name, ns in spent.items()}
+    return {**found, OUTSIDE: mine_and_others(study.work("other").mean(axis=1), slow)}
+
+
+def _own_of_phases(idle: pd.DataFrame, phases: pd.DataFrame, ranks: Sequence[int]) -> dict[str, Float]:
+    """Name of a phase -> what each rank does itself in those of it, [R] ns. idle: when training threads stood still."""
+    if phases.empty:
+        return {}
+    within = (phases["start_ns"].min(), (phases["start_ns"] + phases["dur_ns"]).max())
+    idle = idle[idle["start_ns"].between(*within) & idle["rank"].isin(ranks)]
     # All ranks at once, one behind the other on one line of time.
-    first = min((int(table["start_ns"].min()) for table in (idle, phases) if len(table)), default=0)
-    last = max((int((table["start_ns"] + table["dur_ns"]).max()) for table in (idle, phases) if len(table)), default=0)
-    length = last - first + 1
+    every = [table for table in (idle, phases) if len(table)]
+    first = min(int(table["start_ns"].min()) for table in every)
+    length = max(int((table["start_ns"] + table["dur_ns"]).max()) for table in every) - first + 1
     at_once = max(LONGEST_LINE_NS // length, 1)
+    found: dict[str, Float] = {name: np.zeros(len(ranks)) for name in TRAINING_PHASES}
 
     def in_line(table: pd.DataFrame, begin: int) -> pd.DataFrame:
-        place = np.searchsorted(study.ranks, table["rank"].to_numpy(np.int64)) - begin
+        place = np.searchsorted(ranks, table["rank"].to_numpy(np.int64)) - begin
         here = (place >= 0) & (place < at_once)
         start = table["start_ns"].to_numpy(np.int64)[here] - first + place[here] * length
         return table[here].assign(start_ns=start)
 
-    for begin in range(0, len(study.ranks), at_once):
+    for begin in range(0, len(ranks), at_once):
         waited = spans_of(in_line(idle, begin))
         for name, spans in innermost(in_line(phases, begin), {phase: phase for phase in TRAINING_PHASES}).items():
             own = spans.end - spans.start - (waited.before(spans.end) - waited.before(spans.start))
-            spent[name] += np.bincount(begin + spans.start // length, own, len(study.ranks))
-    found = {name: mine_and_others(ns / 1e6 / len(study.step_numbers), slow) for name, ns in spent.items()}
-    return {**found, OUTSIDE: mine_and_others(study.work("other").mean(axis=1), slow)}
+            found[name] += np.bincount(begin + spans.start // length, own, len(ranks))
+    return found
 
 
 def _look_at(line: Line, ranks: tuple[int, ...]) -> Fix:

@@ -231,7 +231,7 @@ def awaited(steps: Steps) -> Bool:
     """[C, S] whether some rank stood still until a task had ended, as it was measured. Of others it is not seen when
     they had: a receiver that computes looks for what has come when it is through."""
     structure = steps.structure
-    over = steps.began + steps.work.sum(axis=-1)
+    over = steps.began + steps.work.sum(axis=-1, dtype=np.float64)
     before = np.roll(over, 1, axis=0)
     idle = steps.began - before > LEAST_IDLE_MS
     idle[np.searchsorted(structure.thread, np.arange(structure.threads))] = False

@@ -1,0 +1,63 @@
+"""Large tables that are kept in few bytes: by blocks of whole ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from pandas.testing import assert_frame_equal
+
+from dsprof.trace import packed_table
+from dsprof.trace.packed_table import PackedTable
+
+
+def table_of(ranks: list[int]) -> pd.DataFrame:
+    """Types of `wait_table`, with what is not known in some."""
+    number = np.arange(len(ranks))
+    return pd.DataFrame(
+        {
+            "rank": np.array(ranks, np.int32),
+            "start_ns": 10_000_000_000 + 1000 * number,
+            "arrival_ns": pd.array([None if one % 3 == 0 else one for one in number.tolist()], "Int64"),
+            "group": pd.Categorical.from_codes(number % 3 - 1, ["dp", "tp"]),
+        }
+    )
+
+
+RANKS = [0] * 5 + [2] * 3 + [3] * 9 + [7]
+
+
+@pytest.fixture(params=[1, 4, 1 << 16], ids=["a row a block", "four rows", "one block"])
+def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PackedTable:
+    monkeypatch.setattr(packed_table, "ROWS", request.param)
+    return PackedTable(table_of(RANKS))
+
+
+def test_the_table_is_the_same(packed: PackedTable) -> None:
+    assert_frame_equal(packed.table(), table_of(RANKS))
+
+
+def test_no_rank_lies_in_two_blocks(packed: PackedTable) -> None:
+    blocks = [block["rank"].unique().tolist() for block in packed.blocks()]
+    assert [rank for block in blocks for rank in block] == [0, 2, 3, 7]
+    assert len(blocks) == len(packed)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (1, 3), (2, 7), (8, 9)])
+def test_some_ranks_are_told_alone(packed: PackedTable, first: int, last: int) -> None:
+    every = table_of(RANKS)
+    wanted = every[every["rank"].between(first, last)].reset_index(drop=True)
+    assert_frame_equal(packed.of_ranks(first, last), wanted)
+
+
+def test_without_a_row_there_are_its_columns() -> None:
+    packed = PackedTable(table_of([]))
+    assert_frame_equal(packed.table(), table_of([]))
+    assert_frame_equal(packed.of_ranks(0, 5), table_of([]))
+    assert len(packed) == 1
+
+
+def test_it_is_sorted_by_rank_and_else_stays_in_order() -> None:
+    packed = PackedTable(table_of([3, 1, 3, 1]))
+    assert (packed.table()["start_ns"] - 10_000_000_000).tolist() == [1000, 3000, 0, 2000]
+    assert packed.of_ranks(3, 3)["rank"].tolist() == [3, 3]
