@@ -6,6 +6,7 @@ A rank's rows are looked at once, with all else that is measured of it: jobs hav
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -65,6 +66,12 @@ def _table(rows: RankRows, rank: int, place: Int, watched: bool, busy: Intervals
 
 def no_host_waits() -> pd.DataFrame:
     """HOST_WAITS without a row."""
+    return _empty().copy()
+
+
+@cache
+def _empty() -> pd.DataFrame:
+    """Made once: most ranks of most jobs have none."""
     kinds = {
         "rank": "int64", "step": "int64", "watched": "bool", "ms": "float64", "updating": "bool", "idle_ms": "float64",
     }  # fmt: skip

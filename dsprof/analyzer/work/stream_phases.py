@@ -5,6 +5,7 @@ between their ends but for the waits; where kernels were traced, the kernels tha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -41,6 +42,12 @@ def stream_phases(rows: pd.DataFrame, rank: int) -> pd.DataFrame:
 
 def no_stream_phases() -> pd.DataFrame:
     """STREAM_PHASES without a row."""
+    return _empty().copy()
+
+
+@cache
+def _empty() -> pd.DataFrame:
+    """Made once: most ranks of most jobs have none."""
     return pd.DataFrame({name: pd.Series(dtype=dtype) for name, dtype in STREAM_PHASES.items()})
 
 
