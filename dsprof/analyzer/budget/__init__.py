@@ -13,6 +13,6 @@ irregular    ordinary steps, and those that are not
 rhythm       what comes again after a fixed number of steps
 wall_time    what the run's wall time went into
 wait_table   every wait of the training threads as a table
-host_load    how busy the hosts' cores are
+host_load    how busy the hosts' cores are (uncaptured_ranks: who else may run on them)
 capture_overhead   what capturing cost the job
 """

@@ -3,7 +3,6 @@ while a core is idle."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from dsprof.run import RunInfo
 
 from ..arrays import Bool, Float, Int
 from ..columns import RankRows, as_rows
+from .uncaptured_ranks import uncaptured_on
 
 
 class Gauges:
@@ -170,13 +170,11 @@ def measure_load(
     captured = [([rank for rank in ranks if rank in of_rank], cores) for ranks, cores in masks]
     if step_ms <= 0 or not any(measured[of_rank[rank]] for ranks, _ in captured for rank in ranks):
         return None
-    hosts, seen = {item.host for item in run.ranks}, {item.rank for item in run.ranks}
-    absent = math.ceil(max((run.world_size or 0) - len(seen), 0) / max(len(hosts), 1))
     busy = np.where(measured[:, None], cpu, wall)
     shared = []
-    for ranks, cores in captured:
-        if not ranks:
-            continue
+    captured = [(ranks, cores) for ranks, cores in captured if ranks]
+    uncaptured = uncaptured_on(run, [tuple(ranks) for ranks, _ in captured])
+    for (ranks, cores), absent in zip(captured, uncaptured, strict=True):
         here = [of_rank[rank] for rank in ranks]
         length, used = wall[here].mean(axis=0), busy[here]
         occupied = np.maximum(used, length).sum(axis=0) * (1 + absent / len(ranks))
