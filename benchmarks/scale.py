@@ -63,7 +63,7 @@ def analyze_and_tell(folder: Path, processes: int, ranks: int, seed: int, layout
 
     load, before, wall = os.getloadavg()[0], spent_s(), time.perf_counter()
     analysis = reports.examine(RunFolder(folder), processes)
-    wall = time.perf_counter() - wall
+    wall, peak = time.perf_counter() - wall, peak_mb()  # what is true of the job takes more to tell
     forkserver._forkserver._stop()  # whose children the pool's processes are: they count when it was waited for
     cpu = spent_s() - before
     job = draw(ranks, seed, layout)
@@ -81,9 +81,9 @@ def analyze_and_tell(folder: Path, processes: int, ranks: int, seed: int, layout
                 "right": bool(found and len(analysis.ranks_captured) == captured),
                 "said": analysis.verdict.headline, "found": [one.code for one in analysis.findings if one.is_problem],
                 "saves": saves(analysis, job, ranks, seed), "ranks_captured": len(analysis.ranks_captured),
-                "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "peak_mb": round(peak_mb()),
+                "wall_s": round(wall, 1), "cpu_s": round(cpu, 1), "peak_mb": round(peak),
                 "largest_worker_mb": round(largest) if processes > 1 else 0,
-                "together_mb": round(peak_mb() + (processes * largest if processes > 1 else 0)),
+                "together_mb": round(peak + (processes * largest if processes > 1 else 0)),
                 "clock_error_us": clock_errors(analysis, trace.load(RunFolder(folder)), job.plant),
                 "clock_error_stated_us": round(analysis.capture.clock_error_us or 0.0, 1),
                 "unequal_paths_us": round(truth.tail_us, 1),

@@ -13,8 +13,8 @@ import numpy as np
 from ..arrays import Float, Int
 from .step_graph import PARTS
 
-MANY: Final = 1 << 20
-"""Numbers of one part. A rank of a thousand steps has about as many."""
+MANY: Final = 1 << 19
+"""Numbers of one part."""
 
 
 def no_work(segments: int, steps: int, parts: int = len(PARTS)) -> Float:
