@@ -146,3 +146,13 @@ def test_one_slow_rank_is_what_the_headline_promises() -> None:
     first, said = headline(Job(ranks=4, steps=30, forward=lambda rank, step: 60.0 if rank == 1 else 40.0))
     assert first.by_rank == {}
     assert f"fixing it saves {first.gain.ms:.1f} ms" in said
+
+
+def test_of_two_that_weigh_about_as_much_the_surer_stands_first() -> None:
+    """A tenth more is no more than predictions miss; beyond it, and among remarks, what weighs more does."""
+    wide, sure = finding("pipeline.bubble", "medium", 69, low=31), finding("moe.imbalance", "medium", 67, low=60)
+    assert [code for code, _ in order(wide, sure)] == ["moe.imbalance", "pipeline.bubble"]
+    larger = replace(wide, gain=replace(wide.gain, ms=75.0))
+    assert [code for code, _ in order(larger, sure)] == ["pipeline.bubble", "moe.imbalance"]
+    remarks = [replace(one, severity="info") for one in (wide, sure)]
+    assert [code for code, _ in order(*remarks)] == ["pipeline.bubble", "moe.imbalance"]

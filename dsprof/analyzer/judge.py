@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from itertools import pairwise
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -39,6 +40,9 @@ from .text import count
 from .whatif import WhatIf
 
 Answer = TypeVar("Answer")
+
+ABOUT_AS_MUCH: Final = 0.9
+"""Of what another finding weighs: no prediction tells less apart."""
 
 
 @dataclass(frozen=True)
@@ -300,9 +304,11 @@ class _Judging:
 
 
 def ranked(findings: list[Finding], rules: Mapping[str, Rule]) -> list[Finding]:
-    """Worst first: by severity, and then by what each weighs. One that another outranks is no more severe than that,
-    and stands after it, if that may well weigh as much: at least what this one surely gains."""
+    """Worst first: by severity, and then by what each weighs; of two that weigh about as much the one that is surer
+    stands first. One that another outranks is no more severe than that, and stands after it, if that may well weigh as
+    much: at least what this one surely gains."""
     weight = {id(finding): finding.weight.ms for finding in findings}
+    surest = {id(finding): finding.weight.low for finding in findings}
     for place, finding in enumerate(findings):
         above = rules[finding.code].outranked_by if finding.code in rules else ()
         surely = finding.weight.low
@@ -316,10 +322,19 @@ def ranked(findings: list[Finding], rules: Mapping[str, Rule]) -> list[Finding]:
                 evidence=(*finding.evidence, Evidence("counts only once this is fixed", other.code, "")),
             )
             weight[id(capped)] = min(finding.weight.ms, float(np.nextafter(other.weight.ms, -math.inf)))
+            surest[id(capped)] = -math.inf
             findings[place] = capped
 
     def place_of(finding: Finding) -> tuple[bool, int, float]:
         ends_run = finding.code in rules and rules[finding.code].ends_run
         return not ends_run, SEVERITIES.index(finding.severity), -weight[id(finding)]
 
-    return sorted(findings, key=place_of)
+    found = sorted(findings, key=place_of)
+    while True:  # each turn puts two in the order of what is sure, so this ends
+        for place, (one, other) in enumerate(pairwise(found)):
+            alike = place_of(one)[:2] == place_of(other)[:2] and weight[id(other)] >= ABOUT_AS_MUCH * weight[id(one)]
+            if alike and one.is_problem and surest[id(other)] > surest[id(one)]:
+                found[place : place + 2] = other, one
+                break
+        else:
+            return found

@@ -11,7 +11,7 @@ import pandas as pd
 
 from dsprof.run import RunInfo
 from dsprof.trace import Trace
-from dsprof.trace.load import Columns, concat_columns
+from dsprof.trace.load import Columns, drain_columns
 from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
 from dsprof.trace.packing import ByRank
@@ -109,11 +109,11 @@ PartTables: TypeAlias = "RankTables[Columns]"
 
 
 def join_parts(parts: Sequence[PartTables]) -> PartTables:
-    """Those of some ranks, and of those after them; without any, no rows."""
+    """Those of some ranks, and of those after them, whose columns are used up; without any, no rows."""
     return RankTables(
-        activity=concat_columns([part.activity for part in parts], ACTIVITY),
-        issued=concat_columns([part.issued for part in parts], ISSUED),
-        staged=concat_columns([part.staged for part in parts], NEEDED),
+        activity=drain_columns([part.activity for part in parts], ACTIVITY),
+        issued=drain_columns([part.issued for part in parts], ISSUED),
+        staged=drain_columns([part.staged for part in parts], NEEDED),
         recorded=_concat([part.recorded for part in parts], RECORDED),
         passes=_concat([part.passes for part in parts], PASS_COLUMNS),
         memory=_those_with_rows([part.memory for part in parts], nothing),

@@ -21,7 +21,7 @@ from .memory import Memory, StoredMemory
 from .merge import bring_up_to_date, derive_anew, parquet_files, warn
 
 EVERY_COLUMN: Final = tuple(COLUMNS)
-Columns: TypeAlias = Mapping[str, Any]
+Columns: TypeAlias = dict[str, Any]
 """A table held as columns: name -> array of pandas. To make a DataFrame of what each rank has takes longer than to find
 it."""
 
@@ -92,6 +92,20 @@ def concat_columns(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COL
     if not tables:
         return {name: pd.Series(dtype=COLUMNS[name]).array for name in columns}
     return {name: _concat([table[name] for table in tables], COLUMNS[name]) for name in tables[0]}
+
+
+def drain_columns(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COLUMN) -> Columns:
+    """The same of tables that are used up by it: of thousands of ranks there is not room for all columns twice."""
+    if not tables:
+        return concat_columns(tables, columns)
+    return {name: _concat([table.pop(name) for table in tables], COLUMNS[name]) for name in list(tables[0])}
+
+
+def drain_rows(tables: list[pd.DataFrame], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
+    """`concat_rows`, which uses the tables up. The list is empty then."""
+    arrays = [{str(name): table[name].array for name in table.columns} for table in tables]
+    tables.clear()
+    return pd.DataFrame(dict(drain_columns(arrays, columns)), copy=False)
 
 
 def _concat(parts: Sequence[Any], dtype: str) -> Any:

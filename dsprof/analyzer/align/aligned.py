@@ -16,8 +16,8 @@ import pandas as pd
 from pandas.api.extensions import ExtensionArray
 
 from dsprof.run import RunInfo, last_processes
-from dsprof.trace import Trace, concat_rows
-from dsprof.trace.load import EVERY_COLUMN, concat_arrays
+from dsprof.trace import Trace
+from dsprof.trace.load import EVERY_COLUMN, concat_arrays, drain_rows
 from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
 
@@ -122,8 +122,7 @@ def align(trace: Trace, executor: Executor | None = None, observer: Observer | N
     lengths = {rank: length for part in parts for rank, length in zip(part.ranks, part.lengths, strict=True)}
     tables = [part.table for part in parts if part.ranks]
     del parts
-    arrivals = RankRows(concat_rows(tables, ARRIVED))
-    tables.clear()
+    arrivals = RankRows(drain_rows(tables, ARRIVED))
     give_back()
     numbered = number_by_order(arrivals, run)
     numbers = None if numbered is arrivals.table else _by_rank(numbered["seq"], places)

@@ -6,6 +6,7 @@
 apply           `apply`, and what every what-if is: `WhatIf`; `Refused`: two that do not go together
 select          which operations a what-if is about: by purpose, process group, rank
 work            own work taken away, scaled, or made equal on ranks that do the same
+uncaptured      what ranks wait for those that were not captured
 even_segments   as much work between the same events on all ranks of a team
 faster_hosts    what hosts compute to launch takes less
 device_work     what devices compute takes longer, or less

@@ -70,12 +70,15 @@ class Change:
               collectives; else from all of the step in proportion.
     spans:    it goes from these stretches of time, from each as much as it says; not from all of the step alike.
     launches: on a device, its host has as much less to launch: the same share of what it does in that part.
+    waits:    [C, S] ms of each template of the measured graph that communications take less: what they waited for ranks
+              that were not captured, and that change like the others (`uncaptured`).
     """
 
     removed: Mapping[str, Float]
     where_beyond_peers: bool = False
     spans: Spans | None = None
     launches: bool = False
+    waits: tuple[Float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -163,7 +166,8 @@ class LessWork(WhatIf):
     def _of(self, origin: StepGraph) -> list[_Gone]:
         """Of each template, what goes."""
         if self._gone is None or self._gone[0]() is not origin:
-            found = [_Gone({}, np.zeros(steps.transfer.shape)) for steps in origin.templates]
+            waits = self.removed.waits or tuple(np.zeros(steps.transfer.shape) for steps in origin.templates)
+            found = [_Gone({}, of_template.copy()) for of_template in waits]
             removed, groups = _on_chains(origin, self.removed), self.peer_groups
             if groups and len(groups[0]) < len(origin.ranks):
                 groups = chain_groups(origin, groups)

@@ -122,7 +122,7 @@ def _waited_for_missing_ms(study: Study) -> float:
     what their collectives took longer, once all captured ranks had come, than those of like groups that are whole."""
     longest = 0.0
     for domain in domains(study):
-        missing = [group for group in domain.groups if not _is_whole(study, group)]
+        missing = [group for group in domain.groups if not is_whole(study, group)]
         table = domain.table.assign(ms=domain.table["transfer_ns"].to_numpy(np.float64) / 1e6)
         lacks = table["group"].isin(missing)
         kind = ["name", "purpose", "bytes"]
@@ -134,7 +134,7 @@ def _waited_for_missing_ms(study: Study) -> float:
     return longest
 
 
-def _is_whole(study: Study, group: str) -> bool:
+def is_whole(study: Study, group: str) -> bool:
     """Whether all members of a process group are known to have been captured."""
     told = study.run.group(group).get("ranks")
     return isinstance(told, list) and set(told) <= set(study.ranks)

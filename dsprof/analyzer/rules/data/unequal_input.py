@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,9 +16,11 @@ from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent
+from ...whatif.uncaptured import waits_for_uncaptured
 from ...whatif.work import Change
 from ...work.micro_batches import LEAST_SPREAD, UnequalMicroBatches, can_tell, micro_batch_counts, unequal_micro_batches
 from ..base import NotJudged, at, code_fix
+from ..comm.dimensions import is_whole
 from ..rule import Look, Rule, fault
 from .loader import loader_site, training_loader
 from .pieces import Pieces, given_in_steps, pieces_that_follow
@@ -150,7 +154,14 @@ def _less_mean_of_team(study: Study, values: Float) -> Float:
 
 
 def unequal(study: Study) -> Change | None:
-    """Every rank given an equal share of the step's input."""
+    """Every rank given an equal share of the step's input, also those that were not captured."""
+    change = _unequal(study)
+    if change is None or not study.ranks_missing or study.led_by_devices:
+        return change
+    return replace(change, waits=waits_for_uncaptured(study.need_graph(), partial(is_whole, study)))
+
+
+def _unequal(study: Study) -> Change | None:
     signals.peers(study)
     routed = routed_tokens(study)
     if routed is not None:
