@@ -122,6 +122,15 @@ def test_what_a_long_time_of_lateness_cost_is_told_of_this_run() -> None:
     assert wording.saving_in_short(found) == "cost this run 23.8 ms a step (15 %)"
 
 
+def test_what_lasts_for_a_second_is_a_long_time_in_fewer_steps() -> None:
+    """As of long steps."""
+    found = straggler(lambda rank, step: 310 if rank == 2 and 18 <= step < 24 else 130)
+    assert found is not None
+    assert (found.is_problem, found.where.steps) == (True, (18, 23))
+    found = straggler(lambda rank, step: 310 if rank == 2 and 18 <= step < 23 else 130)
+    assert found is None or not found.is_problem
+
+
 def test_a_moment_is_no_long_time_however_many_steps_it_has() -> None:
     found = straggler(lambda rank, step: 12 if rank == 2 and 18 <= step < 26 else 4)
     assert found is None or not found.is_problem
