@@ -127,8 +127,9 @@ def test_what_lasts_for_a_second_is_a_long_time_in_fewer_steps() -> None:
     found = straggler(lambda rank, step: 310 if rank == 2 and 18 <= step < 24 else 130)
     assert found is not None
     assert (found.is_problem, found.where.steps) == (True, (18, 23))
-    found = straggler(lambda rank, step: 310 if rank == 2 and 18 <= step < 23 else 130)
-    assert found is None or not found.is_problem
+    for first, ms in ((19, 420), (18, 280)):  # five steps of 1.4 s in all, six of 0.9 s
+        found = straggler(lambda rank, step, first=first, ms=ms: ms if rank == 2 and first <= step < 24 else 130)
+        assert found is None or not found.is_problem
 
 
 def test_a_moment_is_no_long_time_however_many_steps_it_has() -> None:

@@ -27,7 +27,11 @@ def table_of(ranks: list[int]) -> pd.DataFrame:
 RANKS = [0] * 5 + [2] * 3 + [3] * 9 + [7]
 
 
-@pytest.fixture(params=[1, 4, 1 << 16], ids=["a row a block", "four rows", "one block"])
+BLOCKS = {1: 4, 4: 2, 1 << 16: 1}
+"""Rows that a block has about -> how many there are."""
+
+
+@pytest.fixture(params=BLOCKS)
 def packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> PackedTable:
     monkeypatch.setattr(packed_table, "ROWS", request.param)
     return PackedTable(table_of(RANKS))
@@ -37,27 +41,39 @@ def test_the_table_is_the_same(packed: PackedTable) -> None:
     assert_frame_equal(packed.table(), table_of(RANKS))
 
 
-def test_no_rank_lies_in_two_blocks(packed: PackedTable) -> None:
-    blocks = [block["rank"].unique().tolist() for block in packed.blocks()]
+@pytest.mark.parametrize("rows", BLOCKS)
+def test_no_rank_lies_in_two_blocks(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_table, "ROWS", rows)
+    blocks = [block["rank"].unique().tolist() for block in PackedTable(table_of(RANKS)).blocks()]
     assert [rank for block in blocks for rank in block] == [0, 2, 3, 7]
-    assert len(blocks) == len(packed)
+    assert len(blocks) == BLOCKS[rows]
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 0), (1, 3), (2, 7), (8, 9)])
-def test_some_ranks_are_told_alone(packed: PackedTable, first: int, last: int) -> None:
+@pytest.mark.parametrize("ranks", [(0,), (1, 3), (7, 2), (8, 9)])
+def test_some_ranks_are_told_alone(packed: PackedTable, ranks: tuple[int, ...]) -> None:
     every = table_of(RANKS)
-    wanted = every[every["rank"].between(first, last)].reset_index(drop=True)
-    assert_frame_equal(packed.of_ranks(first, last), wanted)
+    assert_frame_equal(packed.of_ranks(*ranks), every[every["rank"].isin(ranks)].reset_index(drop=True))
+
+
+def test_all_ranks_are_gone_through_with_their_rows(packed: PackedTable) -> None:
+    """Also those that have none, before, between and after the others."""
+    every = table_of(RANKS)
+    given, rows = [], []
+    for ranks, block in packed.with_ranks([0, 1, 2, 3, 5, 7, 8]):
+        given += ranks
+        rows += [block[block["rank"] == rank] for rank in ranks]
+    assert given == [0, 1, 2, 3, 5, 7, 8]
+    assert_frame_equal(pd.concat(rows, ignore_index=True), every)
 
 
 def test_without_a_row_there_are_its_columns() -> None:
     packed = PackedTable(table_of([]))
     assert_frame_equal(packed.table(), table_of([]))
     assert_frame_equal(packed.of_ranks(0, 5), table_of([]))
-    assert len(packed) == 1
+    assert [ranks for ranks, _ in packed.with_ranks([0, 5])] == [[0, 5]]
 
 
 def test_it_is_sorted_by_rank_and_else_stays_in_order() -> None:
     packed = PackedTable(table_of([3, 1, 3, 1]))
     assert (packed.table()["start_ns"] - 10_000_000_000).tolist() == [1000, 3000, 0, 2000]
-    assert packed.of_ranks(3, 3)["rank"].tolist() == [3, 3]
+    assert packed.of_ranks(3)["rank"].tolist() == [3, 3]

@@ -154,5 +154,9 @@ def test_of_two_that_weigh_about_as_much_the_surer_stands_first() -> None:
     assert [code for code, _ in order(wide, sure)] == ["moe.imbalance", "pipeline.bubble"]
     larger = replace(wide, gain=replace(wide.gain, ms=75.0))
     assert [code for code, _ in order(larger, sure)] == ["pipeline.bubble", "moe.imbalance"]
+    surest = finding("pause.gc", "medium", 61, low=61)
+    of_three = ["pipeline.bubble", "moe.imbalance", "pipeline.bubble"]
+    assert [code for code, _ in order(larger, wide, sure)] == of_three
+    assert [code for code, _ in order(larger, sure, surest)] == ["pipeline.bubble", "pause.gc", "moe.imbalance"]
     remarks = [replace(one, severity="info") for one in (wide, sure)]
     assert [code for code, _ in order(*remarks)] == ["pipeline.bubble", "moe.imbalance"]

@@ -24,20 +24,27 @@ def run_of(hosts: str, world_size: int, missing: tuple[int, ...]) -> RunInfo:
         ("AAAABBBB", 8, (), [(0, 1, 2, 3), (4, 5, 6, 7)], [0, 0]),
         ("AAAABBBB", 8, (5,), [(0, 1, 2, 3), (4, 6, 7)], [0, 1]),
         ("AAAABBBB", 8, (4,), [(0, 1, 2, 3), (5, 6, 7)], [0, 1]),
-        # The last of one host and the first of the next one: either may be on either.
-        ("AAAABBBB", 8, (3, 4), [(0, 1, 2), (5, 6, 7)], [2, 2]),
-        ("AAAABBBB", 8, (4, 5, 6, 7), [(0, 1, 2, 3)], [4]),
-        ("ABABABAB", 8, (5,), [(0, 2, 4, 6), (1, 3, 7)], [1, 1]),
+        ("AAAABBBB", 8, (3, 4), [(0, 1, 2), (5, 6, 7)], [1, 1]),
+        # Four hosts of four or two of six.
+        ("AAAABBBBCCCC", 12, (4, 5, 6, 7), [(0, 1, 2, 3), (8, 9, 10, 11)], [2, 2]),
+        ("AAAABBBBCCCCDDDD", 16, (4, 5, 6, 7), [(0, 1, 2, 3), (8, 9, 10, 11), (12, 13, 14, 15)], [0, 0, 0]),
+        ("AABB", 4, (1, 3), [(0,), (2,)], [1, 1]),
+        ("ABABABAB", 8, (5,), [(0, 2, 4, 6), (1, 3, 7)], [0, 1]),
+        ("ABABABAB", 8, (1, 3, 5), [(0, 2, 4, 6), (7,)], [0, 3]),
+        ("ABBAABBA", 9, (2, 3), [(0, 4, 7), (1, 5, 6)], [2, 2]),
         ("A", 8, (), [(0,)], [7]),
         # Two sets of cores on each host.
         ("AAAABBBB", 8, (5,), [(0, 1), (2, 3), (4,), (6, 7)], [0, 0, 1, 0]),
+        ("AAAABBBB", 8, (5, 6, 7), [(0, 1), (2, 3), (4,)], [0, 0, 1]),
         ("AAAA", 6, (), [(0, 1), (2, 3)], [2, 2]),
         # A core for each rank.
         ("AAAABBBB", 8, (5, 6), [(0,), (1,), (2,), (3,), (4,), (7,)], [0] * 6),
+        ("AABB", 4, (1,), [(0,), (2,), (3,)], [0, 0, 0]),
         ("AA", 2, (), [], []),
     ],
-    ids=["none", "between", "first of a host", "either host", "a host", "dealt", "others of the host", "a smaller set",
-         "sets as large", "pinned", "no set"],
+    ids=["none", "between", "first of a host", "of either host", "a host", "a host of four", "half of each", "in turn",
+         "most of one in turn", "in no order", "others of the host", "a smaller set", "a set not seen", "sets as large",
+         "pinned", "pinned on another host", "no set"],
 )  # fmt: skip
 def test_they_run_where_their_neighbours_do(
     hosts: str, world_size: int, missing: tuple[int, ...], sets: list[tuple[int, ...]], wanted: list[int]

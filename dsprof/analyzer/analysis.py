@@ -165,6 +165,7 @@ class Analysis:
 
     @property
     def waits(self) -> pd.DataFrame:
+        """Made anew each time: of thousands of ranks ask `packed_waits` for those of some."""
         return self.packed_waits.table()
 
     @property

@@ -118,7 +118,7 @@ class Without:
             mine = np.isin(threads[spans.rank], self.ranks)
             spans = Spans(*(getattr(spans, one.name)[mine] for one in fields(spans)))
         what = self.says.removeprefix("without ")
-        return LessWork(what, replace(removed, removed=parts, spans=spans), change.peer_groups)
+        return LessWork(what, replace(removed, removed=parts, spans=spans, waits=()), change.peer_groups)
 
 
 def _not_replayed(says: str, looked: Looked) -> Exception:

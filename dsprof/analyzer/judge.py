@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Final, TypeVar
 
 import numpy as np
@@ -42,7 +41,7 @@ from .whatif import WhatIf
 Answer = TypeVar("Answer")
 
 ABOUT_AS_MUCH: Final = 0.9
-"""Of what another finding weighs: no prediction tells less apart."""
+"""Findings whose weights are within a tenth of one another weigh about as much: predictions are no more precise."""
 
 
 @dataclass(frozen=True)
@@ -329,12 +328,13 @@ def ranked(findings: list[Finding], rules: Mapping[str, Rule]) -> list[Finding]:
         ends_run = finding.code in rules and rules[finding.code].ends_run
         return not ends_run, SEVERITIES.index(finding.severity), -weight[id(finding)]
 
-    found = sorted(findings, key=place_of)
-    while True:  # each turn puts two in the order of what is sure, so this ends
-        for place, (one, other) in enumerate(pairwise(found)):
-            alike = place_of(one)[:2] == place_of(other)[:2] and weight[id(other)] >= ABOUT_AS_MUCH * weight[id(one)]
-            if alike and one.is_problem and surest[id(other)] > surest[id(one)]:
-                found[place : place + 2] = other, one
-                break
-        else:
-            return found
+    found, left = [], sorted(findings, key=place_of)
+    while left:
+        heaviest = left[0]
+        alike = [heaviest]
+        if heaviest.is_problem:
+            least = ABOUT_AS_MUCH * weight[id(heaviest)]
+            alike = [one for one in left if place_of(one)[:2] == place_of(heaviest)[:2] and weight[id(one)] >= least]
+        found.append(max(alike, key=lambda one: surest[id(one)]))
+        left = [one for one in left if one is not found[-1]]
+    return found

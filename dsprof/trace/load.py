@@ -95,14 +95,15 @@ def concat_columns(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COL
 
 
 def drain_columns(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COLUMN) -> Columns:
-    """The same of tables that are used up by it: of thousands of ranks there is not room for all columns twice."""
+    """Like `concat_columns`, but it empties the tables that it is given, column by column: of thousands of ranks there
+    is not room for all of them twice."""
     if not tables:
         return concat_columns(tables, columns)
     return {name: _concat([table.pop(name) for table in tables], COLUMNS[name]) for name in list(tables[0])}
 
 
 def drain_rows(tables: list[pd.DataFrame], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
-    """`concat_rows`, which uses the tables up. The list is empty then."""
+    """Like `concat_rows`, but it empties the list that it is given, and frees its tables column by column."""
     arrays = [{str(name): table[name].array for name in table.columns} for table in tables]
     tables.clear()
     return pd.DataFrame(dict(drain_columns(arrays, columns)), copy=False)

@@ -5,7 +5,7 @@ It lies in blocks of whole ranks. What goes through all of it asks for one block
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -18,7 +18,7 @@ ROWS: Final = 1 << 16
 
 
 class PackedTable:
-    """The table is made anew each time that it is asked for."""
+    """Each time that rows are asked for they are made anew."""
 
     def __init__(self, table: pd.DataFrame) -> None:
         """table: has a column `rank`; it is sorted by that."""
@@ -32,10 +32,6 @@ class PackedTable:
         self._blocks = [pack(table.iloc[one:end].reset_index(drop=True)) for one, end in zip(first, ends, strict=True)]
         self._ranks = [(int(rank[one]), int(rank[end - 1])) for one, end in zip(first, ends, strict=True) if end > one]
 
-    def __len__(self) -> int:
-        """How many blocks there are: one at least."""
-        return len(self._blocks)
-
     def table(self) -> pd.DataFrame:
         """All of it."""
         return _joined([*self.blocks()])
@@ -46,11 +42,19 @@ class PackedTable:
             found: pd.DataFrame = unpack(block)
             yield found
 
-    def of_ranks(self, first: int, last: int) -> pd.DataFrame:
-        """The rows of ranks from `first` to `last`."""
-        places = [place for place, (low, high) in enumerate(self._ranks) if low <= last and high >= first] or [0]
-        table = _joined([unpack(self._blocks[place]) for place in places])
-        return table[table["rank"].between(first, last)].reset_index(drop=True)
+    def with_ranks(self, ranks: Sequence[int]) -> Iterator[tuple[list[int], pd.DataFrame]]:
+        """Some of these ranks, which are sorted, and a block that has all rows of them, until all were given."""
+        ends = [last for _, last in self._ranks[:-1]]
+        at = np.searchsorted(ranks, ends, "right").tolist()
+        for block, first, last in zip(self.blocks(), [0, *at], [*at, len(ranks)], strict=True):
+            yield [*ranks[first:last]], block
+
+    def of_ranks(self, *ranks: int) -> pd.DataFrame:
+        """The rows of these ranks."""
+        wanted = np.array(ranks)
+        places = [place for place, (low, high) in enumerate(self._ranks) if ((wanted >= low) & (wanted <= high)).any()]
+        table = _joined([unpack(self._blocks[place]) for place in places or [0]])
+        return table[table["rank"].isin(ranks)].reset_index(drop=True)
 
 
 def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:

@@ -53,8 +53,8 @@ def one_step(analysis: Analysis, step: int, why: str = "", ranks: tuple[int, ...
     shown = tables.pick_ranks(captured, [*ranks, *analysis.named_ranks], TIMELINE_RANKS)
     rows = concat_rows([analysis.trace.read(rank) for rank in shown])
     figure = timeline(
-        rows, step, waits=analysis.waits, collectives=analysis.collectives, max_ranks=TIMELINE_RANKS,
-        of_ranks=len(captured),
+        rows, step, waits=analysis.packed_waits.of_ranks(*shown), collectives=analysis.collectives,
+        max_ranks=TIMELINE_RANKS, of_ranks=len(captured),
     )  # fmt: skip
     note = figure.layout.meta["note"]
     figure.layout.meta = {

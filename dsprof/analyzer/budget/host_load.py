@@ -167,12 +167,11 @@ def measure_load(
     masks, of_rank = core_masks(run, facts), {rank: r for r, rank in enumerate(gauges.ranks)}
     cpu, wall = gauges.spent("cpu_seconds"), gauges.wall_ms
     measured: Bool = np.isfinite(cpu.sum(axis=1))
-    captured = [([rank for rank in ranks if rank in of_rank], cores) for ranks, cores in masks]
+    captured = [(mine, cores) for ranks, cores in masks if (mine := [rank for rank in ranks if rank in of_rank])]
     if step_ms <= 0 or not any(measured[of_rank[rank]] for ranks, _ in captured for rank in ranks):
         return None
     busy = np.where(measured[:, None], cpu, wall)
     shared = []
-    captured = [(ranks, cores) for ranks, cores in captured if ranks]
     uncaptured = uncaptured_on(run, [tuple(ranks) for ranks, _ in captured])
     for (ranks, cores), absent in zip(captured, uncaptured, strict=True):
         here = [of_rank[rank] for rank in ranks]

@@ -1,7 +1,7 @@
 """The work of segments, [W, S, PARTS], held part by part: of the parts of a step most segments have one or two, and
 some parts no segment has. Memory that nobody has written to takes no room, so of many ranks a table takes as many parts
 as there are, and not as many as there could be. Of MANY numbers each is a float32, which tells a second to 0.1 us; sums
-are worked out as float64.
+over segments or steps are worked out as float64.
 """
 
 from __future__ import annotations

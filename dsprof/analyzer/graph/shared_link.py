@@ -62,14 +62,7 @@ def _waited_together(steps: Steps, tasks: Int) -> bool:
     most = WAITED_TOGETHER * float(steps.transfer[tasks].mean())
     for segments in waits.values():
         between = steps.work[min(segments) : max(segments)]
-        if (
-            float(
-                (
-                    between.sum(axis=(0, 2), dtype=np.float64)
-                    - between[..., WAKE_UP_DELAY].sum(axis=0, dtype=np.float64)
-                ).mean()
-            )
-            > most
-        ):
+        woken = between[..., WAKE_UP_DELAY].sum(axis=0, dtype=np.float64)
+        if float((between.sum(axis=(0, 2), dtype=np.float64) - woken).mean()) > most:
             return False
     return True

@@ -338,7 +338,7 @@ def _where_other(analysis: Analysis) -> str | None:
         return None
     start = phases["start_ns"].to_numpy(np.int64)
     reached = np.maximum.accumulate(start + phases["dur_ns"].to_numpy(np.int64))
-    waits = analysis.packed_waits.of_ranks(rank, rank)
+    waits = analysis.packed_waits.of_ranks(rank)
     gap = start[1:] - reached[:-1]
     step, names = phases["step"].to_numpy(np.int64), phases["name"].astype(str).to_numpy(object)
     waited_until = np.cumsum((waits["end_ns"] - waits["start_ns"]).to_numpy(np.int64), dtype=np.int64)

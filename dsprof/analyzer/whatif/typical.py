@@ -56,8 +56,9 @@ class Typical(WhatIf):
             structure = steps.structure
             usual = np.stack([means[name] for name in structure.action.tolist()])
             # A part that a segment has none of it does not get; how often it has it is how the job runs.
-            made = np.where(steps.work > 0, usual[:, None], steps.work)
-            made = np.where(chosen[structure.thread][:, None, None], made, steps.work)
+            made, mine = copy_work(steps.work), chosen[structure.thread][:, None]
+            for part in range(made.shape[-1]):
+                np.copyto(made[..., part], usual[:, None, part], where=mine & (made[..., part] > 0))
             transfer = steps.transfer
             if medians and len(structure.tasks):
                 transfer = np.repeat([[medians[task.kind]] for task in structure.tasks], len(steps.numbers), axis=1)

@@ -1,47 +1,76 @@
-"""What ranks wait for those that were not captured, seen as transfers that take longer than those of like groups."""
+"""What ranks wait for those that were not captured: such a wait looks like a transfer that takes longer than others."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 import numpy as np
 
 from ..arrays import Float
-from ..graph.step_graph import StepGraph, Steps
+from ..graph.step_graph import StepGraph
 
-USUAL: Final = 95
-"""Percentile of what like groups take that are whole: no longer transfer has waited."""
+LONGER_THAN: Final = 95
+"""Percentile of like transfers of whole groups. What takes longer is taken to have waited, by what it takes beyond
+their median."""
+FEWEST_LIKE: Final = 8
+"""Transfers that tell what is usual."""
+
+_Like = tuple[str, int, float]
+"""Kind, members of the group, bytes."""
 
 
-def waits_for_uncaptured(graph: StepGraph, is_whole: Callable[[str], bool]) -> tuple[Float, ...]:
-    """Of each template [C, S] ms: by how much communications of groups that are not whole take longer than the median
-    of those of whole groups, of like kind and size. 0 where that is usual, or nothing is like them."""
-    lanes = {task.lane for steps in graph.templates for task in steps.structure.tasks}
-    whole = {lane: is_whole(lane) for lane in lanes}
-    usual: dict[tuple[str, int], list[Float]] = defaultdict(list)
-    for steps in graph.templates:
-        for c, key in enumerate(_kinds(steps)):
-            if whole[steps.structure.tasks[c].lane]:
-                usual[key].append(steps.transfer[c])
-    known = {
-        key: (float(np.median(every)), float(np.percentile(every, USUAL)))
-        for key, every in ((key, np.concatenate(of)) for key, of in usual.items())
-    }
+def waits_for_uncaptured(
+    graph: StepGraph, members: Callable[[str], Collection[int] | None], most_ms: Float
+) -> tuple[Float, ...]:
+    """Of each template of a measured graph [C, S] ms: how long communications may have waited for ranks that were not
+    captured, and that change from step to step. 0 where nothing is like them, and in steps that are not judged.
+
+    Like are those of the same kind and bytes in groups of as many members, all of which were captured. What a group
+    waits in every step is a slow rank's doing or a slow link's, and not counted.
+
+    members: ranks of a process group; None: not known. most_ms: [S] of each judged step, how late such a rank may be.
+    """
+    captured = set(graph.ranks)
+    known = {lane: members(lane) for lane in {task.lane for of in graph.templates for task in of.structure.tasks}}
+    size = {lane: len(ranks) for lane, ranks in known.items() if ranks is not None}
+    lacking = {lane for lane, ranks in known.items() if ranks is not None and not set(ranks) <= captured}
+    number = np.cumsum(graph.judged) - 1
+    judged = [np.flatnonzero(graph.judged[graph.columns_of(index)]) for index in range(len(graph.templates))]
+    usual = _usual(graph, judged, {lane: count for lane, count in size.items() if lane not in lacking})
     found = []
-    for steps in graph.templates:
-        beyond = np.zeros(steps.transfer.shape)
-        for c, key in enumerate(_kinds(steps)):
-            task = steps.structure.tasks[c]
-            if task.owner < 0 and not whole[task.lane] and key in known:
-                median, most = known[key]
-                beyond[c] = np.where(steps.transfer[c] > most, steps.transfer[c] - median, 0.0)
-        found.append(beyond)
+    for index, (steps, columns) in enumerate(zip(graph.templates, judged, strict=True)):
+        waits = np.zeros(steps.transfer.shape)
+        of_lane: dict[str, list[int]] = {}
+        for c, task in enumerate(steps.structure.tasks):
+            if task.owner < 0 and task.lane in lacking:
+                of_lane.setdefault(task.lane, []).append(c)
+                for column in columns.tolist():
+                    like = task.kind, size[task.lane], float(steps.size[c, column])
+                    median, most = usual.get(like, (0.0, np.inf))
+                    if steps.transfer[c, column] > most:
+                        waits[c, column] = steps.transfer[c, column] - median
+        most = most_ms[number[graph.columns_of(index)[columns]]]
+        for mine in of_lane.values():
+            whole = waits[mine][:, columns].sum(axis=0)
+            varies = np.clip(whole - whole.min(initial=np.inf), 0.0, most) if len(columns) else whole
+            waits[np.ix_(np.array(mine), columns)] *= np.divide(varies, whole, out=np.zeros_like(whole), where=whole > 0)
+        found.append(waits)
     return tuple(found)
 
 
-def _kinds(steps: Steps) -> list[tuple[str, int]]:
-    """Kind of each task and the octave of its size."""
-    octave = np.round(np.log2(np.maximum(np.median(steps.size, axis=1), 1.0))).astype(np.int64)
-    return [(task.kind, one) for task, one in zip(steps.structure.tasks, octave.tolist(), strict=True)]
+def _usual(graph: StepGraph, judged: list[np.ndarray], size: dict[str, int]) -> dict[_Like, tuple[float, float]]:
+    """Median and LONGER_THAN of what transfers take in groups whose sizes are given."""
+    took: dict[_Like, list[float]] = {}
+    for steps, columns in zip(graph.templates, judged, strict=True):
+        for c, task in enumerate(steps.structure.tasks):
+            if task.owner < 0 and task.lane in size:
+                for bytes_, ms in zip(
+                    steps.size[c, columns].tolist(), steps.transfer[c, columns].tolist(), strict=True
+                ):
+                    took.setdefault((task.kind, size[task.lane], bytes_), []).append(ms)
+    return {
+        like: (float(np.median(ms)), float(np.percentile(ms, LONGER_THAN)))
+        for like, ms in took.items()
+        if len(ms) >= FEWEST_LIKE
+    }

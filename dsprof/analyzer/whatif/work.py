@@ -70,8 +70,8 @@ class Change:
               collectives; else from all of the step in proportion.
     spans:    it goes from these stretches of time, from each as much as it says; not from all of the step alike.
     launches: on a device, its host has as much less to launch: the same share of what it does in that part.
-    waits:    [C, S] ms of each template of the measured graph that communications take less: what they waited for ranks
-              that were not captured, and that change like the others (`uncaptured`).
+    waits:    [C, S] ms of each template of the measured graph, by which communications take less: what they waited for
+              ranks that were not captured, whose work changes, too (`uncaptured`).
     """
 
     removed: Mapping[str, Float]
@@ -177,7 +177,7 @@ class LessWork(WhatIf):
                     some = np.flatnonzero(share.any(axis=1))
                     if len(some):
                         gone = steps.work[some, :, part] * share[some]
-                        found[index].work[part] = some, gone.astype(np.float32)
+                        found[index].work[part] = some, gone.astype(steps.work.dtype)
                 for wait in stood.waits:
                     gone = wait.spent * shares.stood[wait.segment, wait.columns]
                     np.add.at(found[wait.template].transfer, (wait.tasks[:, None], wait.task_columns), gone)

@@ -34,9 +34,10 @@ NO_THREAD: Final = -1
 
 
 def sum_modules(rows: pd.DataFrame | RankRows, rank: int) -> pd.DataFrame:
-    """Of one rank, `rank`, `module` and SUMS: a step, mean over whole steps after the first: calls, time in forward and
-    in backward (ns; `own`: without the modules called inside), own time in recomputation, and own floating-point
-    operations of forward and backward. Empty where no module was timed.
+    """A row for each module of one rank, with the columns `rank`, `module` and SUMS. These are of a step, as the mean
+    over whole steps after the first: calls, time in forward and in backward (ns; `own`: without the modules called
+    inside), own time in recomputation, and own floating-point operations of forward and backward. Empty where no module
+    was timed.
 
     backward_ns is NaN where the module made a part of the graph and was not seen to compute it. flops is NaN where no
     step was counted.

@@ -122,7 +122,7 @@ def _waited_for_missing_ms(study: Study) -> float:
     what their collectives took longer, once all captured ranks had come, than those of like groups that are whole."""
     longest = 0.0
     for domain in domains(study):
-        missing = [group for group in domain.groups if not is_whole(study, group)]
+        missing = [group for group in domain.groups if not _is_whole(study, group)]
         table = domain.table.assign(ms=domain.table["transfer_ns"].to_numpy(np.float64) / 1e6)
         lacks = table["group"].isin(missing)
         kind = ["name", "purpose", "bytes"]
@@ -134,7 +134,7 @@ def _waited_for_missing_ms(study: Study) -> float:
     return longest
 
 
-def is_whole(study: Study, group: str) -> bool:
+def _is_whole(study: Study, group: str) -> bool:
     """Whether all members of a process group are known to have been captured."""
     told = study.run.group(group).get("ranks")
     return isinstance(told, list) and set(told) <= set(study.ranks)
@@ -179,11 +179,11 @@ def _waited(study: Study) -> pd.DataFrame:
     least, most = (int(bound) for bound in (seq.min(initial=0), seq.max(initial=0)))
     span = most - least + 1
     theirs = group * span + seq - least
-    known = np.flatnonzero(purpose >= 0)
+    known = np.flatnonzero((purpose >= 0) & (group >= 0))
     known = known[np.argsort(theirs[known], kind="stable")]
     theirs = theirs[known]
     kind = group[known] * len(purposes) + purpose[known]
-    total = np.zeros(len(groups) * len(purposes))
+    total, waited = np.zeros(len(groups) * len(purposes)), np.zeros(len(groups) * len(purposes), bool)
     for waits in study.waits.blocks():  # of many ranks there are many: numbers take less room than names
         waited_for = waits["seq"].to_numpy(np.int64, na_value=NOWHERE)
         of_wait = pd.Index(groups).get_indexer(waits["group"].to_numpy(object))
@@ -194,9 +194,11 @@ def _waited(study: Study) -> pd.DataFrame:
         # A number that was used again has several rows: what waits for it counts for each.
         begin, end = (np.searchsorted(theirs, key, side) for side in ("left", "right"))
         times = end - begin
-        total += np.bincount(kind[places(begin, times)], np.repeat(exposed, times), len(total))
-    at, of = np.divmod(np.unique(kind), max(len(purposes), 1))
-    ms = total[np.unique(kind)] / max(len(study.step_numbers) * len(study.ranks), 1)
+        for_kind = kind[places(begin, times)]
+        total += np.bincount(for_kind, np.repeat(exposed, times), len(total))
+        waited[for_kind] = True
+    at, of = np.divmod(np.flatnonzero(waited), max(len(purposes), 1))
+    ms = total[waited] / max(len(study.step_numbers) * len(study.ranks), 1)
     return pd.DataFrame({"group": groups[at], "purpose": purposes[of], "ms": ms})
 
 

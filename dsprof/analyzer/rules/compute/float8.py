@@ -214,13 +214,16 @@ def _layers(study: Study, recipe: Recipe = "tensorwise") -> dict[int, list[Linea
     sizes = _sizes(study)
     found: dict[int, list[LinearLayer]] = {}
     counted = study.tables.modules[["rank", "module", "calls", "flops"]].dropna()
+    by_rank = {rank: of_rank.set_index("module")[["calls", "flops"]] for rank, of_rank in counted.groupby("rank")}
     for rank, of_rank in sizes.items():
-        mine = counted[counted["rank"] == rank].set_index("module").astype(np.float64)
+        mine = by_rank.get(rank)
+        if mine is None:
+            continue
         layers = []
         for name, (k, n) in of_rank.items():
             if name not in mine.index:
                 continue
-            calls, flops = mine.loc[name, ["calls", "flops"]]
+            calls, flops = mine.loc[name].astype(np.float64)
             rows = round(flops / (OPERATIONS * k * n * calls)) if calls > 0 else 0
             if rows > 0:
                 layers.append(LinearLayer(name, rows, k, n, float(calls), recipe))

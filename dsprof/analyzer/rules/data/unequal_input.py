@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -20,7 +21,6 @@ from ...whatif.uncaptured import waits_for_uncaptured
 from ...whatif.work import Change
 from ...work.micro_batches import LEAST_SPREAD, UnequalMicroBatches, can_tell, micro_batch_counts, unequal_micro_batches
 from ..base import NotJudged, at, code_fix
-from ..comm.dimensions import is_whole
 from ..rule import Look, Rule, fault
 from .loader import loader_site, training_loader
 from .pieces import Pieces, given_in_steps, pieces_that_follow
@@ -158,7 +158,14 @@ def unequal(study: Study) -> Change | None:
     change = _unequal(study)
     if change is None or not study.ranks_missing or study.led_by_devices:
         return change
-    return replace(change, waits=waits_for_uncaptured(study.need_graph(), partial(is_whole, study)))
+    most_ms = change.removed["compute"].max(axis=0)
+    return replace(change, waits=waits_for_uncaptured(study.need_graph(), partial(_members, study), most_ms))
+
+
+def _members(study: Study, group: str) -> Sequence[int] | None:
+    """The ranks of a process group; None: not known."""
+    told = study.run.group(group).get("ranks")
+    return told if isinstance(told, list) else None
 
 
 def _unequal(study: Study) -> Change | None:

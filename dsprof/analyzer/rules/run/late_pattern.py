@@ -26,14 +26,11 @@ DENSE: Final = 0.7
 """Of the steps of its spell, it is late in so many at least."""
 COVERED: Final = 0.5
 """Ranks that are late in turn are so in more than this share of the steps, one or another of them."""
-FEWEST_LONG: Final = 8
+LONG_SPELLS: Final = ((8, 300.0), (6, 1000.0))
+"""Steps of a long spell at least, and by how many ms the rank is late in all of them together: what other work takes of
+a host for a moment is less. Either will do."""
 LEAST_LONG: Final = 0.1
-LONG_MS: Final = 300.0
-"""Steps of a long spell, share of the run's, and by how much a rank is late in all of them together: what some other
-work takes of a host for a moment is less."""
-FEWEST_LONGER: Final = 6
-LONGER_MS: Final = 1000.0
-"""The same of a spell of fewer steps: what lasts for seconds is no moment, however long the steps are."""
+"""Share of the run's steps that a long spell has at least."""
 GAP: Final = 3.0
 """In each step of a long spell a rank is late by more than so many times what it is at most otherwise: what drifts, as
 the noise of a host does, has no such gap."""
@@ -101,14 +98,14 @@ def struck_steps(late: Float) -> Bool:
 def stands_out(late: Float, struck: Bool) -> bool:
     """Whether the spell of the struck steps is a long one, far above all others. late: ms, [S]."""
     spell = spell_of(struck)
-    if spell is None or struck.sum() < FEWEST_LONGER or struck.mean() < LEAST_LONG:
+    if spell is None or struck.mean() < LEAST_LONG:
         return False
-    least_ms = LONG_MS if struck.sum() >= FEWEST_LONG else LONGER_MS
     inside = within(spell, len(struck))
     otherwise = late[~inside]
     usual = float(np.median(otherwise))
     then = late[inside & struck] - usual
-    return bool(then.sum() >= least_ms and then.min() > GAP * (otherwise.max() - usual))
+    long = any(struck.sum() >= steps and then.sum() >= ms_ for steps, ms_ in LONG_SPELLS)
+    return bool(long and then.min() > GAP * (otherwise.max() - usual))
 
 
 def within(spell: tuple[int, int], count: int) -> Bool:

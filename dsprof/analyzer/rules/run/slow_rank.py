@@ -159,11 +159,9 @@ def _phase_excess(study: Study, slow: Bool) -> dict[str, tuple[float, float]]:
     phases = study.training_phases[[*columns, "name"]][study.training_phases["step"].isin(study.step_numbers)]
     spent = {name: np.zeros(len(study.ranks)) for name in TRAINING_PHASES}
     first = 0
-    for some in np.array_split(study.ranks, len(study.waits)):  # of many ranks there are many waits
-        ranks = some.tolist()
+    for ranks, waits in study.waits.with_ranks(study.ranks):  # of many ranks there are many waits
         if not ranks:
             continue
-        waits = study.waits.of_ranks(ranks[0], ranks[-1])
         waits = waits[waits["arrival_ns"].notna()]  # the others are for what the rank itself does in another lane
         idle = [waits.assign(dur_ns=waits["end_ns"] - waits["start_ns"])[columns], pauses[pauses["rank"].isin(ranks)]]
         own = _own_of_phases(pd.concat(idle), phases[phases["rank"].isin(ranks)], ranks)
