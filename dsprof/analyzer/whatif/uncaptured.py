@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import numpy as np
 
-from ..arrays import Float
-from ..graph.step_graph import StepGraph
+from ..arrays import Float, Int
+from ..graph.step_graph import StepGraph, Steps
 
 LONGER_THAN: Final = 95
 """Percentile of like transfers of whole groups. What takes longer is taken to have waited, by what it takes beyond
@@ -45,21 +45,27 @@ def waits_for_uncaptured(
         for c, task in enumerate(steps.structure.tasks):
             if task.owner < 0 and task.lane in lacking:
                 of_lane.setdefault(task.lane, []).append(c)
-                for column in columns.tolist():
-                    like = task.kind, size[task.lane], float(steps.size[c, column])
-                    median, most = usual.get(like, (0.0, np.inf))
-                    if steps.transfer[c, column] > most:
-                        waits[c, column] = steps.transfer[c, column] - median
         most = most_ms[number[graph.columns_of(index)[columns]]]
-        for mine in of_lane.values():
-            whole = waits[mine][:, columns].sum(axis=0)
-            varies = np.clip(whole - whole.min(initial=np.inf), 0.0, most) if len(columns) else whole
-            waits[np.ix_(np.array(mine), columns)] *= np.divide(varies, whole, out=np.zeros_like(whole), where=whole > 0)
+        for lane, mine in of_lane.items():
+            beyond = np.stack([_beyond(steps, c, columns, size[lane], usual) for c in mine])
+            whole = beyond.sum(axis=0)
+            varies = np.clip(whole - whole.min(initial=np.inf), 0.0, most)
+            part = np.divide(varies, whole, out=np.zeros_like(whole), where=whole > 0)
+            waits[np.ix_(np.array(mine), columns)] = beyond * part
         found.append(waits)
     return tuple(found)
 
 
-def _usual(graph: StepGraph, judged: list[np.ndarray], size: dict[str, int]) -> dict[_Like, tuple[float, float]]:
+def _beyond(steps: Steps, c: int, columns: Int, members: int, usual: Mapping[_Like, tuple[float, float]]) -> Float:
+    """By how much a task took longer than the median of its like, where it took longer than nearly all, [columns]."""
+    kind, took = steps.structure.tasks[c].kind, steps.transfer[c, columns]
+    like = [usual.get((kind, members, size), (0.0, np.inf)) for size in steps.size[c, columns].tolist()]
+    median, most = np.array(like).reshape(-1, 2).T
+    found: Float = np.where(took > most, took - median, 0.0)
+    return found
+
+
+def _usual(graph: StepGraph, judged: Sequence[Int], size: Mapping[str, int]) -> dict[_Like, tuple[float, float]]:
     """Median and LONGER_THAN of what transfers take in groups whose sizes are given."""
     took: dict[_Like, list[float]] = {}
     for steps, columns in zip(graph.templates, judged, strict=True):
