@@ -240,7 +240,9 @@ def test_two_faults_on_different_ranks_share_what_they_cost() -> None:
     assert f"alone saves next to nothing, as {other} holds the step up too; fixing both saves 30" in (
         analysis.verdict.headline
     )
-    assert first.weight.ms > analysis.findings[1].weight.ms
+    second = analysis.findings[1]
+    assert first.weight.ms == pytest.approx(second.weight.ms, rel=0.1)
+    assert first.weight.low > second.weight.low  # of two that weigh about as much the surer stands first
 
 
 def test_what_no_other_fault_hides_gains_its_share_by_itself() -> None:
