@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..arrays import Float, Int
-from ..graph.step_graph import StepGraph, Steps
+from ..graph.step_graph import StepGraph
 
 LONGER_THAN: Final = 95
 """Percentile of like transfers of whole groups. What takes longer is taken to have waited, by what it takes beyond
@@ -16,8 +16,36 @@ their median."""
 FEWEST_LIKE: Final = 8
 """Transfers that tell what is usual."""
 
-_Like = tuple[str, int, float]
-"""Kind, members of the group, bytes."""
+_Like = tuple[str, int]
+"""Kind, and members of the group."""
+
+
+class _Usual(NamedTuple):
+    """What transfers of one kind take by their bytes, as a line, in ms; of which bytes that is known; and what they
+    take beyond it: the median, and LONGER_THAN."""
+
+    latency: float
+    per_byte: float
+    least_bytes: float
+    most_bytes: float
+    median: float
+    longer: float
+
+    @staticmethod
+    def of(size: Float, took: Float) -> _Usual:
+        varies = float(size.std()) > 0
+        slope = max(float(np.polyfit(size, took, 1)[0]), 0.0) if varies else 0.0
+        latency = float((took - slope * size).mean())
+        beyond = took - latency - slope * size
+        ends = float(size.min()), float(size.max())
+        return _Usual(latency, slope, *ends, float(np.median(beyond)), float(np.percentile(beyond, LONGER_THAN)))
+
+    def waited(self, size: Float, took: Float) -> Float:
+        """By how much they took longer than usual, where nearly none does."""
+        beyond = took - self.latency - self.per_byte * size
+        known = (size >= self.least_bytes) & (size <= self.most_bytes)
+        found: Float = np.where(known & (beyond > self.longer), beyond - self.median, 0.0)
+        return found
 
 
 def waits_for_uncaptured(
@@ -26,10 +54,11 @@ def waits_for_uncaptured(
     """Of each template of a measured graph [C, S] ms: how long communications may have waited for ranks that were not
     captured, and that change from step to step. 0 where nothing is like them, and in steps that are not judged.
 
-    Like are those of the same kind and bytes in groups of as many members, all of which were captured. What a group
-    waits in every step is a slow rank's doing or a slow link's, and not counted.
+    Like are those of the same kind, and of no other sizes, in groups of as many members, all of which were captured.
+    What is waited in every step is a slow rank's doing or a slow link's, and not counted.
 
-    members: ranks of a process group; None: not known. most_ms: [S] of each judged step, how late such a rank may be.
+    members: ranks of a process group; None: not known. most_ms: [S] of each judged step, for how long others may have
+    waited for such a rank.
     """
     captured = set(graph.ranks)
     known = {lane: members(lane) for lane in {task.lane for of in graph.templates for task in of.structure.tasks}}
@@ -47,36 +76,28 @@ def waits_for_uncaptured(
                 of_lane.setdefault(task.lane, []).append(c)
         most = most_ms[number[graph.columns_of(index)[columns]]]
         for lane, mine in of_lane.items():
-            beyond = np.stack([_beyond(steps, c, columns, size[lane], usual) for c in mine])
+            beyond = np.zeros((len(mine), len(columns)))
+            for place, c in enumerate(mine):
+                like = usual.get((steps.structure.tasks[c].kind, size[lane]))
+                if like is not None:
+                    waited = like.waited(steps.size[c, columns], steps.transfer[c, columns])
+                    beyond[place] = waited - waited.min(initial=np.inf)
             whole = beyond.sum(axis=0)
-            varies = np.clip(whole - whole.min(initial=np.inf), 0.0, most)
-            part = np.divide(varies, whole, out=np.zeros_like(whole), where=whole > 0)
+            part = np.divide(np.minimum(whole, most), whole, out=np.zeros_like(whole), where=whole > 0)
             waits[np.ix_(np.array(mine), columns)] = beyond * part
         found.append(waits)
     return tuple(found)
 
 
-def _beyond(steps: Steps, c: int, columns: Int, members: int, usual: Mapping[_Like, tuple[float, float]]) -> Float:
-    """By how much a task took longer than the median of its like, where it took longer than nearly all, [columns]."""
-    kind, took = steps.structure.tasks[c].kind, steps.transfer[c, columns]
-    like = [usual.get((kind, members, size), (0.0, np.inf)) for size in steps.size[c, columns].tolist()]
-    median, most = np.array(like).reshape(-1, 2).T
-    found: Float = np.where(took > most, took - median, 0.0)
-    return found
-
-
-def _usual(graph: StepGraph, judged: Sequence[Int], size: Mapping[str, int]) -> dict[_Like, tuple[float, float]]:
-    """Median and LONGER_THAN of what transfers take in groups whose sizes are given."""
-    took: dict[_Like, list[float]] = {}
+def _usual(graph: StepGraph, judged: Sequence[Int], members: Mapping[str, int]) -> dict[_Like, _Usual]:
+    """Of each kind, in groups whose numbers of members are given."""
+    sizes: dict[_Like, list[Float]] = {}
+    took: dict[_Like, list[Float]] = {}
     for steps, columns in zip(graph.templates, judged, strict=True):
         for c, task in enumerate(steps.structure.tasks):
-            if task.owner < 0 and task.lane in size:
-                for bytes_, ms in zip(
-                    steps.size[c, columns].tolist(), steps.transfer[c, columns].tolist(), strict=True
-                ):
-                    took.setdefault((task.kind, size[task.lane], bytes_), []).append(ms)
-    return {
-        like: (float(np.median(ms)), float(np.percentile(ms, LONGER_THAN)))
-        for like, ms in took.items()
-        if len(ms) >= FEWEST_LIKE
-    }
+            if task.owner < 0 and task.lane in members:
+                like = task.kind, members[task.lane]
+                sizes.setdefault(like, []).append(steps.size[c, columns])
+                took.setdefault(like, []).append(steps.transfer[c, columns])
+    every = {like: (np.concatenate(sizes[like]), np.concatenate(ms)) for like, ms in took.items()}
+    return {like: _Usual.of(size, ms) for like, (size, ms) in every.items() if len(size) >= FEWEST_LIKE}

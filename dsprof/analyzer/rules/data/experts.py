@@ -28,6 +28,7 @@ from ..base import NotConcerned, NotJudged, at, place_fix, settings_fix
 from ..rule import Rule, fault
 from .pieces import Pieces, pieces_that_follow
 from .routed_tokens import Routed, exchanges, is_sent, places_of_teams, routed_tokens, sent_alike
+from .uncaptured import of_every_rank
 
 LEAST_CHANGE: Final = 0.002
 """Standard deviation of a rank's share over the steps, of its mean. A router learns and its inputs differ; shares that
@@ -69,7 +70,7 @@ def unequal_shares(study: Study) -> Change | None:
             "inputs to forward were not captured: whether routing or inputs differ is not known"
         )
     work = expert_work(study)
-    return None if work is None else work.change
+    return None if work is None else of_every_rank(study, work.change)
 
 
 def _varies(study: Study, routed: Routed) -> bool:

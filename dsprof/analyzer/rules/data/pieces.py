@@ -42,14 +42,15 @@ class Pieces:
     told: float
 
 
-OfPieces: TypeAlias = Callable[[Structure, list[int], list[int], Int], tuple[Float, Float]]
+OfPieces: TypeAlias = Callable[[Structure, list[int], list[int], Int], tuple[Float, Float, Bool | None]]
 """(structure, threads of a team, their places in [R, ..], steps in [.., S]) -> what each of these ranks is given beyond
-the mean of the team for each of its pieces, and in all; [N, W, S], or [N, 1, S] where it is the same of all pieces."""
+the mean of the team for each of its pieces, and in all; [N, W, S], or [N, 1, S] where it is the same of all pieces.
+And where it is only known to be no more than the mean, [N, W, S]; None: nowhere."""
 
 
 def given_in_steps(beyond: Float, shares: Float) -> OfPieces:
     """Of what is given to each rank for a whole step, [R, S]."""
-    return lambda _, __, places, at: (beyond[places][:, None, at], shares[places][:, None, at])
+    return lambda _, __, places, at: (beyond[places][:, None, at], shares[places][:, None, at], None)
 
 
 def pieces_that_follow(study: Study, teams: Iterable[Collection[int]], given: OfPieces) -> Pieces | None:
@@ -70,9 +71,9 @@ def pieces_that_follow(study: Study, teams: Iterable[Collection[int]], given: Of
             if len(threads) < 2 or len({steps.structure.programs[thread] for thread in threads}) > 1:
                 continue
             places = [study.ranks.index(int(ranks[thread])) for thread in threads]
-            above, share = given(steps.structure, threads, places, at)
+            above, share, unseen = given(steps.structure, threads, places, at)
             work = np.stack([_compute(steps, thread)[:, chosen] for thread in threads])
-            gone = follows(work, above, share)
+            gone = follows(work, above, share, unseen)
             if not gone.any():
                 continue
             pieces: Bool = np.asarray(gone.any(axis=(0, 2)))
@@ -102,11 +103,12 @@ def _compute(steps: Steps, thread: int) -> Float:
     return found
 
 
-def follows(work: Float, beyond: Float, shares: Float) -> Float:
+def follows(work: Float, beyond: Float, shares: Float, unseen: Bool | None = None) -> Float:
     """What of each piece a rank's share beyond the mean explains, [N, W, S] ms, of N ranks of a team.
 
     work: [N, W, S]; beyond, shares: [N, W, S], or [N, 1, S] of all pieces. Told by how a rank's own work follows its
     own share over the steps; where shares hardly change, by how ranks differ.
+    unseen: [N, W, S] where a share is only known to be no more than the mean. How much less it is, the work tells.
     """
     beside = work - work.mean(axis=0)
     own = beyond - beyond.mean(axis=2, keepdims=True)
@@ -123,6 +125,9 @@ def follows(work: Float, beyond: Float, shares: Float) -> Float:
     gone = np.where(sure, slope, 0.0)[None, :, None] * beyond
     most = np.minimum(MOST_OF_SHARE * np.abs(beyond) / np.maximum(shares, 1.0), 0.95) * work
     found: Float = np.clip(gone, np.minimum(-most, beside), most)
+    if unseen is not None:
+        nothing = -np.where(sure, slope, 0.0)[None, :, None] * shares.mean(axis=0)  # what one without a share has less
+        found = np.where(unseen, np.clip(beside, nothing, 0.0), found)
     return found
 
 

@@ -43,6 +43,7 @@ class Routed:
     shares:    bytes that each rank exchanges in a step, [R, S]
     each:      bytes of each exchange in the order of a step, [R, S, K], where it is from one to the next that another
                rank gets more, of which all send as much; `spread` is that of single ones. None: whole steps tell
+    received:  of these, what came (`_received`)
     """
 
     dimension: Dimension
@@ -50,20 +51,27 @@ class Routed:
     spread: float
     shares: Float
     each: Float | None = None
+    received: Float | None = None
 
-    def of_pieces(self, structure: Structure, threads: list[int], places: list[int], at: Int) -> tuple[Float, Float]:
-        """Of ranks of a team, what each exchanges beyond the mean of the team, and in all, [N, W, S], for each of the W
-        pieces of its program: in the exchange before it, or in the whole step.
+    def of_pieces(
+        self, structure: Structure, threads: list[int], places: list[int], at: Int
+    ) -> tuple[Float, Float, Bool | None]:
+        """Of ranks of a team, what each gets beyond the mean of the team, and in all, [N, W, S], for each of the W
+        pieces of its program: in the exchange before it, or in the whole step. And where it is seen to be no more than
+        the mean, but not how much less.
 
         threads: which of the graph's they are; places: in [R, ..]; at: [S] in [.., S, ..]"""
         beyond, shares = self.beyond[places][:, at], self.shares[places][:, at]
-        if self.each is not None:
-            after = _exchange_before(structure, threads[0], self.dimension.groups, self.each.shape[2])
+        if self.each is not None and self.received is not None:
+            after = _exchange_before(structure, threads[0], self.dimension.groups, self.received.shape[2])
             if after is not None:
-                every = np.moveaxis(self.each[places][:, at], 2, 1)
-                every = np.concatenate([every, np.zeros_like(every[:, :1])], axis=1)[:, after]  # -1: before the first
-                return every - every.mean(axis=0), every
-        return beyond[:, None, :], shares[:, None, :]
+                every, sent = (np.moveaxis(of[places][:, at], 2, 1) for of in (self.received, self.each))
+                every, sent = (
+                    np.concatenate([of, np.zeros_like(of[:, :1])], axis=1)[:, after]  # -1: before the first
+                    for of in (every, sent)
+                )
+                return every - every.mean(axis=0), every, every < sent
+        return beyond[:, None, :], shares[:, None, :], None
 
     @property
     def reason(self) -> str:
@@ -100,7 +108,7 @@ def routed_tokens(study: Study) -> Routed | None:
         single = _each(study, mine)
         apart = 0.0 if single is None else _apart(study, dimension, single)
         if single is not None and apart > max(most, MORE_UNEQUAL * spread) and sent_alike(study, dimension, single):
-            found = Routed(dimension, beyond, apart, wide, single)
+            found = Routed(dimension, beyond, apart, wide, single, _received(study, dimension, single))
         elif spread > most and not _follows_input(study, dimension, beyond):
             found = Routed(dimension, beyond, spread, wide)
     return found
@@ -129,9 +137,30 @@ def _each(study: Study, exchanged: pd.DataFrame) -> Float | None:
 
 def sent_alike(study: Study, dimension: Dimension, every: Float) -> bool:
     """Whether all ranks of each team send as much in every step, by what each exchanges, [R, S, K]: then who exchanges
-    more got more."""
-    teams = places_of_teams(study, dimension)
-    return all(bool(is_sent(large(every)[places].min(axis=0)).all()) for places in teams if len(places) > 1)
+    more got more. Teams that lack a rank do not tell, where others do not: all but that one may get more."""
+    teams = [places for places in places_of_teams(study, dimension) if len(places) > 1]
+    whole = [places for places in teams if len(places) == max(map(len, teams))]
+    return all(bool(is_sent(large(every)[places].min(axis=0)).all()) for places in whole)
+
+
+def _received(study: Study, dimension: Dimension, every: Float) -> Float:
+    """What came in each exchange, [R, S, K], where all ranks of a team send as much. Where less came than was sent,
+    only the latter is seen. These ranks share evenly what others have left: in all as much comes as is sent."""
+    found, size = every.copy(), every.mean(axis=(0, 1))
+    there = size >= SMALL * size.max()
+    place_of = {rank: place for place, rank in enumerate(study.ranks)}
+    for team in dimension.teams:
+        places = [place_of[rank] for rank in team if rank in place_of]
+        if len(places) < 2:
+            continue
+        mine = every[places]
+        least = mine.min(axis=0)
+        sent = np.where(is_sent(least), least.mean(axis=0), mine.min(axis=(0, 1)))  # of a team that lacks a rank
+        more = mine > sent * (1 + SENT_ALIKE)
+        left = np.clip(len(team) * sent - np.where(more, mine, 0.0).sum(axis=0), 0.0, None)
+        others = np.maximum(len(team) - more.sum(axis=0), 1)
+        found[places] = np.where(more | ~there, mine, np.minimum(left / others, sent))
+    return found
 
 
 def is_sent(least: Float) -> Bool:

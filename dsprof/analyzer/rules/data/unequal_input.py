@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Final
 
 import numpy as np
@@ -17,7 +14,6 @@ from ...finding import Evidence, Finding, Fix, Gain, Where
 from ...price.calibration import ModelError
 from ...study import Study, once
 from ...text import percent
-from ...whatif.uncaptured import waits_for_uncaptured
 from ...whatif.work import Change
 from ...work.micro_batches import LEAST_SPREAD, UnequalMicroBatches, can_tell, micro_batch_counts, unequal_micro_batches
 from ..base import NotJudged, at, code_fix
@@ -26,6 +22,7 @@ from .loader import loader_site, training_loader
 from .pieces import Pieces, given_in_steps, pieces_that_follow
 from .routed_tokens import routed_tokens
 from .sequence import causal, causal_shards
+from .uncaptured import of_every_rank
 
 SIZES_TELL: Final = 0.5
 """Correlation of what ranks compute beyond their peers, as their inputs' sizes say and as their micro-batches do, from
@@ -156,16 +153,7 @@ def _less_mean_of_team(study: Study, values: Float) -> Float:
 def unequal(study: Study) -> Change | None:
     """Every rank given an equal share of the step's input, also those that were not captured."""
     change = _unequal(study)
-    if change is None or not study.ranks_missing or study.led_by_devices:
-        return change
-    most_ms = change.removed["compute"].max(axis=0)
-    return replace(change, waits=waits_for_uncaptured(study.need_graph(), partial(_members, study), most_ms))
-
-
-def _members(study: Study, group: str) -> Sequence[int] | None:
-    """The ranks of a process group; None: not known."""
-    told = study.run.group(group).get("ranks")
-    return told if isinstance(told, list) else None
+    return None if change is None else of_every_rank(study, change)
 
 
 def _unequal(study: Study) -> Change | None:

@@ -1,0 +1,81 @@
+"""What comes in an exchange of tokens, of which only the larger of what was sent and what came is seen."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from made_up_mesh import Mesh, MeshPlant, MeshTimeline, make_mesh_run
+
+from dsprof import trace
+from dsprof.analyzer import analyze
+from dsprof.analyzer.rules.data.pieces import follows
+from dsprof.analyzer.rules.data.routed_tokens import _received
+from dsprof.run import RunFolder
+
+SENT = 100.0
+
+
+def seen(came: np.ndarray) -> np.ndarray:
+    return np.maximum(came, SENT)
+
+
+def received(ranks: tuple[int, ...], every: np.ndarray) -> np.ndarray:
+    dimension = cast(Any, SimpleNamespace(teams=((0, 1, 2, 3),)))
+    return _received(cast(Any, SimpleNamespace(ranks=ranks)), dimension, every)
+
+
+def test_ranks_that_get_less_than_they_send_share_what_is_left() -> None:
+    came = np.array([[160.0, 40.0], [110.0, 90.0], [70.0, 200.0], [60.0, 70.0]])[:, :, None]
+    found = received((0, 1, 2, 3), seen(came))[..., 0]
+    assert found[:, 0] == pytest.approx([160, 110, 65, 65])
+    assert found[:, 1] == pytest.approx([200 / 3, 200 / 3, 200, 200 / 3])
+
+
+def test_ranks_that_were_not_captured_have_their_part_of_it() -> None:
+    """Rank 3 gets 60 and 70."""
+    came = np.array([[160.0, 40.0], [110.0, 90.0], [70.0, 200.0]])[:, :, None]
+    found = received((0, 1, 2), seen(came))[..., 0]
+    assert found[:, 0] == pytest.approx([160, 110, 65])
+    assert found[:, 1] == pytest.approx([200 / 3, 200 / 3, 200])
+
+
+def test_small_exchanges_stay_as_they_are() -> None:
+    every = np.stack([np.full((4, 5), 1000.0), np.tile([[1.0], [2.0], [3.0], [4.0]], (1, 5))], axis=2)
+    assert np.array_equal(received((0, 1, 2, 3), every), every)
+
+
+def test_how_much_less_a_rank_got_its_work_tells() -> None:
+    """But no rank that got less is made faster, whatever else it is slow for."""
+    drawn = np.random.default_rng(3)
+    came = drawn.uniform(40, 160, (4, 1, 60))
+    came *= 4 * SENT / came.sum(axis=0)
+    work = 0.05 * came + drawn.normal(0, 0.02, came.shape)
+    each = received((0, 1, 2, 3), np.moveaxis(seen(came), 1, 2))
+    shares = np.moveaxis(each, 2, 1)
+    unseen = shares < SENT
+    gone = follows(work, shares - SENT, shares, unseen)
+    assert np.abs(work - gone - 0.05 * SENT).max() < 0.4
+    work[2] += 3.0
+    assert (follows(work, shares - SENT, shares, unseen)[unseen] <= 0).all()
+
+
+def test_the_gain_of_equal_shares_is_the_true_one(tmp_path: Path) -> None:
+    mesh, steps, seed = Mesh(tp=1, ep=4, replicas=1, pp=2, microbatches=6), 14, 4
+    shares = np.random.default_rng(seed).uniform(0.4, 1.6, (2, 1, 4, steps, 6))
+    tokens = (4 * shares / shares.sum(axis=2, keepdims=True)).reshape(-1, steps, 6)
+    plants = [MeshPlant(work=np.ones((mesh.ranks, steps)), tokens=each) for each in (tokens, np.ones_like(tokens))]
+    make_mesh_run(tmp_path / "run", mesh, steps, seed, plants[0], ())
+    analysis = analyze(trace.load(RunFolder(tmp_path / "run")))
+    judged = np.sort(analysis.steps["step"][analysis.steps["ordinary"]].unique())
+    now, then = (MeshTimeline(mesh, steps, seed, plant).lasted_ms()[judged].mean() for plant in plants)
+    (found,) = [one for one in analysis.findings if one.code == "moe.imbalance"]
+    assert found.gain.ms == pytest.approx(now - then, rel=0.12)
+    assert found.gain.low < now - then < found.gain.high
