@@ -7,6 +7,6 @@ skipped        the same of two ranks: what the first skips at every exchange, wh
 routed_tokens  ranks get unequal numbers of tokens for their experts, which is neither's doing
 experts        moe.imbalance: what that costs
 pieces         which pieces of the work follow what ranks are given
-uncaptured     equal shares for ranks that were not captured, too
+every_rank     equal shares for ranks that were not captured, too
 loader         which DataLoader training waits for, and where its arguments are set
 """

@@ -26,9 +26,9 @@ from ...text import ranks as ranks_in_words
 from ...whatif.work import Change
 from ..base import NotConcerned, NotJudged, at, place_fix, settings_fix
 from ..rule import Rule, fault
+from .every_rank import of_every_rank
 from .pieces import Pieces, pieces_that_follow
 from .routed_tokens import Routed, exchanges, is_sent, places_of_teams, routed_tokens, sent_alike
-from .uncaptured import of_every_rank
 
 LEAST_CHANGE: Final = 0.002
 """Standard deviation of a rank's share over the steps, of its mean. A router learns and its inputs differ; shares that

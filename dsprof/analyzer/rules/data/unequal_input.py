@@ -18,11 +18,11 @@ from ...whatif.work import Change
 from ...work.micro_batches import LEAST_SPREAD, UnequalMicroBatches, can_tell, micro_batch_counts, unequal_micro_batches
 from ..base import NotJudged, at, code_fix
 from ..rule import Look, Rule, fault
+from .every_rank import of_every_rank
 from .loader import loader_site, training_loader
 from .pieces import Pieces, given_in_steps, pieces_that_follow
 from .routed_tokens import routed_tokens
 from .sequence import causal, causal_shards
-from .uncaptured import of_every_rank
 
 SIZES_TELL: Final = 0.5
 """Correlation of what ranks compute beyond their peers, as their inputs' sizes say and as their micro-batches do, from
