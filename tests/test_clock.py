@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dsprof.analyzer.align.clock import _ways, find_clocks, find_jumps
+from dsprof.analyzer.align.clock import _collectives_of_hosts, _Ends, _ways, find_clocks, find_jumps
 from dsprof.run import RankInfo, RunInfo
 from dsprof.schema import COLUMNS
 
@@ -220,3 +220,15 @@ def test_a_restarted_rank_keeps_its_host() -> None:
     run = run_of("a", "b")
     run.ranks.append(replace(run.ranks[1], restart=1))
     assert starts(align(rows, run)[0], 1) == [0, MS]
+
+
+def test_what_a_host_has_is_a_part_of_what_all_have() -> None:
+    """A copy of all of it for each host took 1.4 GB of 1,250 hosts."""
+    hosts, each = 6, 5
+    key = np.repeat(np.arange(each), hosts)
+    rank = np.tile(np.arange(hosts), each)
+    ends = _Ends(key, rank, np.zeros_like(key), 100 * key + rank)
+    found = _collectives_of_hosts(ends, np.arange(hosts), np.arange(hosts))
+    assert [keys.tolist() for keys, _ in found] == [list(range(each))] * hosts
+    assert [end.tolist() for _, end in found] == [[100 * one + host for one in range(each)] for host in range(hosts)]
+    assert len({id(keys.base) for keys, _ in found}) == 1

@@ -195,7 +195,8 @@ def _collectives_of_hosts(ends: _Ends, ranks: Int, host_at: Int) -> list[tuple[I
     host = host_at[np.searchsorted(ranks, ends.rank[known])]
     of, median = _medians(end, key, host)
     edges = np.searchsorted(host[of], np.arange(int(host_at.max()) + 2))
-    return [(key[of][a:b], median[a:b]) for a, b in pairwise(edges.tolist())]
+    ended = key[of]  # once: each host holds a part of it
+    return [(ended[a:b], median[a:b]) for a, b in pairwise(edges.tolist())]
 
 
 def _offsets(ended: list[tuple[Int, Float]], count: int) -> list[_Offset | None]:
