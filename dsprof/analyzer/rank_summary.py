@@ -127,8 +127,8 @@ def as_tables(ranks: PartTables) -> RankTables[pd.DataFrame]:
     """What was held as columns, as tables."""
     held = (ranks.activity, ranks.issued, ranks.staged)
     activity, issued, staged = (pd.DataFrame(dict(columns), copy=False) for columns in held)
-    measured = (ranks.recorded, ranks.passes, ranks.memory, ranks.host_waits, ranks.stream_phases)
-    return RankTables(activity, issued, staged, *measured, ranks.modules)
+    measured = (ranks.recorded, ranks.passes, ranks.memory, ranks.host_waits, ranks.stream_phases, ranks.modules)
+    return RankTables(activity, issued, staged, *measured)
 
 
 def _those_with_rows(tables: Sequence[pd.DataFrame], without: Callable[[], pd.DataFrame]) -> pd.DataFrame:

@@ -8,8 +8,9 @@ of them gives it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
+from operator import floordiv, mod
 
 from dsprof.run import RunInfo
 
@@ -31,34 +32,29 @@ def uncaptured_on(run: RunInfo, sets: Sequence[tuple[int, ...]]) -> list[int]:
         room = {place: largest - len(sets[place]) for place in places}
         for place in places:
             if not divided:
-                found[place] = on_host[host]
+                found[place] = on_host.get(host, 0)
             elif any(room.values()):
-                found[place] = min(on_host[host], room[place])
-            elif largest > 1:
-                found[place] = on_host[host]
+                found[place] = min(on_host.get(host, 0), room[place])
+            elif largest > 1:  # else each has a core of its own, and so have those that are missing
+                found[place] = on_host.get(host, 0)
     return found
 
 
-def _by_host(host_of: Mapping[int, str], missing: Sequence[int], world: int) -> Counter[str]:
+def _by_host(host_of: Mapping[int, str], missing: Sequence[int], world: int) -> Mapping[str, int]:
     """How many of the missing ranks may run on each host."""
-    hosts = len(set(host_of.values()))
-    ways: list[Callable[[int], int]] = []
-    for count in (one for one in range(1, world + 1) if world % one == 0):
-        ways += [lambda rank, each=count: rank // each, lambda rank, of=count: rank % of]  # type: ignore[misc]
-    found: Counter[str] = Counter()
-    for way in ways:
-        host_at = _hosts_by(way, host_of)
+    hosts = set(host_of.values())
+    ways = [(of, count) for count in range(1, world + 1) if world % count == 0 for of in (floordiv, mod)]
+    most: Counter[str] | None = None
+    for host_number, count in ways:
+        host_at = _numbered({rank: host_number(rank, count) for rank in host_of}, host_of)
         if host_at is not None:
-            found |= Counter(host_at[way(rank)] for rank in missing if way(rank) in host_at)
-    if any(_hosts_by(way, host_of) is not None for way in ways):
-        return found
-    return Counter(dict.fromkeys(host_of.values(), ceil(len(missing) / hosts)))
+            there = [host_number(rank, count) for rank in missing]
+            most = (most or Counter()) | Counter(host_at[number] for number in there if number in host_at)
+    return dict.fromkeys(hosts, ceil(len(missing) / len(hosts))) if most is None else most
 
 
-def _hosts_by(way: Callable[[int], int], host_of: Mapping[int, str]) -> dict[int, str] | None:
-    """Number that a way gives a host -> the host; None where the captured ranks were not dealt out like this."""
-    found: dict[int, str] = {}
-    for rank, host in host_of.items():
-        if found.setdefault(way(rank), host) != host:
-            return None
-    return found if len(set(found.values())) == len(found) else None
+def _numbered(number_of: Mapping[int, int], host_of: Mapping[int, str]) -> dict[int, str] | None:
+    """Number -> the host whose ranks have it; None where ranks of one number are on several, or a host has several."""
+    found = {number: host_of[rank] for rank, number in number_of.items()}
+    alike = all(found[number] == host_of[rank] for rank, number in number_of.items())
+    return found if alike and len(set(found.values())) == len(found) else None

@@ -146,11 +146,8 @@ def sent_alike(study: Study, dimension: Dimension, every: Float) -> bool:
 def _received(study: Study, dimension: Dimension, every: Float) -> Float:
     """What came in each exchange, [R, S, K], where all ranks of a team send as much. Where less came than was sent,
     only the latter is seen. These ranks share evenly what others have left: in all as much comes as is sent."""
-    found, size = every.copy(), every.mean(axis=(0, 1))
-    there = size >= SMALL * size.max()
-    place_of = {rank: place for place, rank in enumerate(study.ranks)}
-    for team in dimension.teams:
-        places = [place_of[rank] for rank in team if rank in place_of]
+    found, chosen = every.copy(), _is_large(every)
+    for team, places in zip(dimension.teams, places_of_teams(study, dimension), strict=True):
         if len(places) < 2:
             continue
         mine = every[places]
@@ -159,7 +156,7 @@ def _received(study: Study, dimension: Dimension, every: Float) -> Float:
         more = mine > sent * (1 + SENT_ALIKE)
         left = np.clip(len(team) * sent - np.where(more, mine, 0.0).sum(axis=0), 0.0, None)
         others = np.maximum(len(team) - more.sum(axis=0), 1)
-        found[places] = np.where(more | ~there, mine, np.minimum(left / others, sent))
+        found[places] = np.where(more | ~chosen, mine, np.minimum(left / others, sent))
     return found
 
 
@@ -171,8 +168,14 @@ def is_sent(least: Float) -> Bool:
 
 def large(every: Float) -> Float:
     """Of exchanges, [R, S, K], those that are not small beside others, such as how many tokens will come."""
+    found: Float = every[..., _is_large(every)]
+    return found
+
+
+def _is_large(every: Float) -> Bool:
+    """Which these are, [K]."""
     size = every.mean(axis=(0, 1))
-    found: Float = every[..., size >= SMALL * size.max()]
+    found: Bool = size >= SMALL * size.max()
     return found
 
 
