@@ -75,8 +75,8 @@ def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
     from dsprof.analyzer.rank_summary import summarize_ranks
 
     analysis = analyze(Job(jitter=0.05).trace())
-    ranks, _ = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
-    chains = {rank: of.chains for rank, of in ranks.items()}
+    measured = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
+    chains = {rank: of.chains for rank, of in measured.ranks.items()}
     graph = build_graph(chains, analysis.collectives, analysis.steps)
     assert graph is not None
     middle = analysis.steps[analysis.steps["ordinary"]].groupby("step")["dur_ns"].mean() / 1e6

@@ -73,6 +73,18 @@ def test_without_a_row_there_are_its_columns() -> None:
     assert [ranks for ranks, _ in packed.with_ranks([0, 5])] == [[0, 5]]
 
 
+def test_tables_are_joined_rank_after_rank(packed: PackedTable) -> None:
+    """Those without a row add none, wherever they are."""
+    later = [8] * 4 + [9]
+    joined = PackedTable.joined([PackedTable(table_of(of)) for of in ([], RANKS, [], later, [])])
+    every = pd.concat([table_of(RANKS), table_of(later)], ignore_index=True)
+    assert_frame_equal(joined.table(), every)
+    assert_frame_equal(joined.of_ranks(3, 9), every[every["rank"].isin([3, 9])].reset_index(drop=True))
+    assert [rank for ranks, _ in joined.with_ranks([0, 5, 9, 12]) for rank in ranks] == [0, 5, 9, 12]
+    nothing = PackedTable.joined([PackedTable(table_of([])), PackedTable(table_of([]))])
+    assert_frame_equal(nothing.table(), table_of([]))
+
+
 def test_it_is_sorted_by_rank_and_else_stays_in_order() -> None:
     packed = PackedTable(table_of([3, 1, 3, 1]))
     assert (packed.table()["start_ns"] - 10_000_000_000).tolist() == [1000, 3000, 0, 2000]

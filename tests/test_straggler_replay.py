@@ -38,8 +38,8 @@ def analyzed(name: str) -> Analysis:
 @cache
 def graph_of(name: str) -> StepGraph:
     analysis = analyzed(name)
-    ranks, _ = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
-    chains = {rank: of.chains for rank, of in ranks.items()}
+    measured = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
+    chains = {rank: of.chains for rank, of in measured.ranks.items()}
     graph = build_graph(chains, analysis.collectives, analysis.steps, analysis.run)
     assert graph is not None
     return graph

@@ -78,7 +78,10 @@ class RankRows:
 
     def real(self, name: str) -> Float:
         """A column of numbers; NaN where there is none."""
-        return self._once((name, "real"), lambda: self.array(name).to_numpy(np.float64, na_value=np.nan))
+        array = self.array(name)
+        if array.dtype == np.float64:  # told to put NaN where NaN is, pandas makes a copy
+            return cast(Float, np.asarray(array))
+        return self._once((name, "real"), lambda: array.to_numpy(np.float64, na_value=np.nan))
 
     def known(self, name: str) -> Bool:
         """Which rows have a value."""
@@ -123,7 +126,7 @@ class RankRows:
     def by_step(self, value: Float, place: Int, ranks: Int, steps: Int) -> Float:
         """Sums of `value`, one a row, over the rows at these places, [R, S] by these ranks and steps, which are in
         order; NaN where there is no row."""
-        rank, step = self.whole("rank")[place], self.whole("step")[place]
+        rank, step = (np.asarray(self.array(name))[place] for name in ("rank", "step"))  # not kept: of many it is much
         inside = np.isin(rank, ranks) & np.isin(step, steps)
         at = np.searchsorted(ranks, rank[inside]) * len(steps) + np.searchsorted(steps, step[inside])
         size = len(ranks) * len(steps)

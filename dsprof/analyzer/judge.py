@@ -26,6 +26,7 @@ from .finding import (
     Gain,
     severity_of,
 )
+from .freed_memory import give_back
 from .price.certainty import with_all_errors
 from .price.gains import noise_floor_ms
 from .price.pricing import Priced, price_by_itself, price_together
@@ -198,6 +199,7 @@ class _Judging:
         """Price the candidates, and say what they are."""
         study = self.study
         replayed = [one for one in self.candidates if isinstance(one.change, WhatIf)]
+        give_back()  # what rules made in order to look is free: of many ranks, graphs that are changed need the room
         if refusal is None:
             replays = price_together(study, signals.replay(study), replayed)
             self.not_judged |= replays.refused

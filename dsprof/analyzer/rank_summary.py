@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeAlias, TypeVar
 
 import pandas as pd
@@ -14,15 +15,17 @@ from dsprof.trace import Trace
 from dsprof.trace.load import Columns, drain_columns
 from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
+from dsprof.trace.packed_table import PackedTable
 from dsprof.trace.packing import ByRank
 
 from .align.match import Matches
-from .align.steps import steps_taken
+from .align.steps import completed_steps, no_steps, steps_taken
 from .arrays import Int
 from .budget.activity import ACTIVITY, ISSUED, RankActivity, activity_rows, find_activity, issued_rows
 from .budget.capture_overhead import RECORDED, count_records
 from .budget.intervals import Intervals
-from .budget.step_budget import RankTime, label_time
+from .budget.step_budget import RankTime, in_ms, label_time, time_of_parts
+from .budget.wait_table import CollectiveColumns, no_waits, waits_table
 from .budget.wall_time import spans_outside_training
 from .columns import RankRows
 from .device import DeviceTime, device_time, host_waits, kernel_steps
@@ -68,12 +71,11 @@ class RankSummary:
 @dataclass(frozen=True)
 class MeasuredRank:
     """summary: what a study keeps of the rank
-    time:    where its training thread's time went
-    chains:  what that thread, and its device's stream, issued and waited for (`graph.chains`): until the graph is made
+    chains:  what its training thread, and its device's stream, issued and waited for (`graph.chains`): until the graph
+             is made
     """
 
     summary: RankSummary
-    time: RankTime
     chains: RankChains
 
 
@@ -83,7 +85,7 @@ class RankTables(Generic[Rows]):
     each rank of thousands would take many times the room of what is in it. Until all ranks are there, what is taken
     from their rows as it stands is columns, and no table.
 
-    activity: their steps, phases, actions, gauges and pauses (`budget.activity.ACTIVITY`)
+    activity: their steps, phases, actions, gauges and pauses, by kind (`budget.activity.ACTIVITY`)
     issued:   what they communicated that is of no layer's computation (`budget.activity.ISSUED`)
     staged:   of a pipeline, their layers and actions (`layer_costs.NEEDED`)
     recorded: how much was recorded in each step (`capture_overhead.RECORDED`)
@@ -94,7 +96,7 @@ class RankTables(Generic[Rows]):
     modules:  what each module takes a step (`module_times.sum_modules`)
     """
 
-    activity: Rows
+    activity: Mapping[str, Rows]
     issued: Rows
     staged: Rows
     recorded: pd.DataFrame
@@ -111,7 +113,7 @@ PartTables: TypeAlias = "RankTables[Columns]"
 def join_parts(parts: Sequence[PartTables]) -> PartTables:
     """Those of some ranks, and of those after them, whose columns are used up; without any, no rows."""
     return RankTables(
-        activity=drain_columns([part.activity for part in parts], ACTIVITY),
+        activity={kind: drain_columns([part.activity[kind] for part in parts], of) for kind, of in ACTIVITY.items()},
         issued=drain_columns([part.issued for part in parts], ISSUED),
         staged=drain_columns([part.staged for part in parts], NEEDED),
         recorded=_concat([part.recorded for part in parts], RECORDED),
@@ -125,10 +127,14 @@ def join_parts(parts: Sequence[PartTables]) -> PartTables:
 
 def as_tables(ranks: PartTables) -> RankTables[pd.DataFrame]:
     """What was held as columns, as tables."""
-    held = (ranks.activity, ranks.issued, ranks.staged)
-    activity, issued, staged = (pd.DataFrame(dict(columns), copy=False) for columns in held)
+    activity = {kind: _as_table(columns) for kind, columns in ranks.activity.items()}
+    issued, staged = _as_table(ranks.issued), _as_table(ranks.staged)
     measured = (ranks.recorded, ranks.passes, ranks.memory, ranks.host_waits, ranks.stream_phases, ranks.modules)
     return RankTables(activity, issued, staged, *measured)
+
+
+def _as_table(columns: Columns) -> pd.DataFrame:
+    return pd.DataFrame(dict(columns), copy=False)
 
 
 def _those_with_rows(tables: Sequence[pd.DataFrame], without: Callable[[], pd.DataFrame]) -> pd.DataFrame:
@@ -142,17 +148,28 @@ def _concat(tables: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFr
 
 
 @dataclass(frozen=True)
-class MeasuredRanks:
-    """What is measured of some ranks, by rank.
+class MeasuredRanks(Generic[Rows]):
+    """What is measured of some ranks, or of all of them.
 
-    tables:   of all of them that have rows
-    ranks:    each of those
-    warnings: that reading gave
-    failed:   rank -> why it could not be analyzed
+    ranks:  each of those that have rows
+    tables: of all of these
+    steps:  where the time of their training threads went: of some ranks `step_budget.time_of_parts`, of all of them
+            `step_budget.step_budget`
+    waits:  of these threads (`budget.wait_table.WAIT_COLUMNS`)
     """
 
-    tables: PartTables
-    ranks: ByRank[MeasuredRank]
+    ranks: Mapping[int, MeasuredRank]
+    tables: RankTables[Rows]
+    steps: pd.DataFrame
+    waits: PackedTable
+
+
+@dataclass(frozen=True)
+class MeasuredPart:
+    """What is measured of some ranks; None where none of them has rows. warnings: that reading gave. failed: rank ->
+    why it could not be analyzed."""
+
+    measured: MeasuredRanks[Columns] | None
     warnings: tuple[str, ...]
     failed: Mapping[int, str]
 
@@ -167,20 +184,31 @@ class SummarizeRanks:
     without_helper: frozenset[int] = frozenset()
     """Ranks whose records the native helper did not write."""
 
-    def __call__(self, ranks: Sequence[int]) -> MeasuredRanks:
+    def __call__(self, ranks: Sequence[int]) -> MeasuredPart:
         run = self.trace.run
         known = len(run.warnings)
         every = each(self._of_rank, ranks)
         found = {rank: result for rank, result in every.found.items() if result is not None}
-        tables = [of_rank for of_rank, _ in found.values()]
+        measured = self._joined(found) if found else None
+        return MeasuredPart(measured, tuple(run.warnings[known:]), every.failed)
+
+    def _joined(self, found: Mapping[int, _OfRank]) -> MeasuredRanks[Columns]:
+        every = [of_rank.tables for of_rank in found.values()]
+        tables = every[0] if len(every) == 1 else join_parts(every)  # joined with those of others later
+        times = {rank: of_rank.time for rank, of_rank in found.items()}
+        steps = time_of_parts(times, pd.concat([of_rank.steps for of_rank in found.values()], ignore_index=True))
         return MeasuredRanks(
-            tables=tables[0] if len(tables) == 1 else join_parts(tables),  # joined with those of others later
-            ranks=ByRank((rank, measured) for rank, (_, measured) in found.items()),
-            warnings=tuple(run.warnings[known:]),
-            failed=every.failed,
+            ranks=ByRank((rank, of_rank.measured) for rank, of_rank in found.items()),
+            tables=tables,
+            steps=steps,
+            waits=PackedTable(waits_table(times, self._collective_columns, steps)),
         )
 
-    def _of_rank(self, rank: int) -> tuple[PartTables, MeasuredRank] | None:
+    @cached_property
+    def _collective_columns(self) -> CollectiveColumns:
+        return CollectiveColumns.of(self.collectives)
+
+    def _of_rank(self, rank: int) -> _OfRank | None:
         """Nothing without rows."""
         rows = RankRows(self.trace.read(rank))
         if not len(rows):
@@ -195,9 +223,8 @@ def summarize_ranks(
     matches: Matches,
     executor: Executor | None = None,
     observer: Observer | None = None,
-) -> tuple[dict[int, MeasuredRank], RankTables[pd.DataFrame]]:
-    """What is measured of each rank that has rows, and of all of them. One that fails is left out, and `trace.run`
-    warns of it."""
+) -> MeasuredRanks[pd.DataFrame]:
+    """What is measured of all ranks that have rows. One that fails is left out, and `trace.run` warns of it."""
     told = Trace(trace.run, trace.source)  # what allocators held is not asked here, and need not travel
     without_helper = frozenset(item.rank for item in trace.run.ranks if not item.native)
     measure = SummarizeRanks(told, collectives, matches, without_helper)
@@ -208,15 +235,32 @@ def summarize_ranks(
     for part in parts:
         for rank, why in part.failed.items():
             warn(trace.run, f"rank {rank}: it could not be analyzed and is left out ({why})")
-    measured = {rank: one for part in parts for rank, one in part.ranks.items()}
-    tables = [part.tables for part in parts if part.ranks]
+    found = [part.measured for part in parts if part.measured is not None]
     del parts
-    return measured, as_tables(join_parts(tables))
+    tables = as_tables(join_parts([part.tables for part in found]))
+    steps = [part.steps for part in found]
+    return MeasuredRanks(
+        ranks={rank: one for part in found for rank, one in part.ranks.items()},
+        tables=tables,
+        steps=in_ms(pd.concat(steps, ignore_index=True) if steps else time_of_parts({}, no_steps())),
+        waits=PackedTable.joined([part.waits for part in found]) if found else PackedTable(no_waits()),
+    )
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """steps: that it completed (`align.steps.completed_steps`)
+    time:  where its training thread's time went. It stays in the task."""
+
+    measured: MeasuredRank
+    steps: pd.DataFrame
+    time: RankTime
+    tables: PartTables
 
 
 def _summarize(
     rows: RankRows, collectives: pd.DataFrame, matches: Matches, rank: int, run: RunInfo, *, native: bool
-) -> tuple[PartTables, MeasuredRank]:
+) -> _OfRank:
     table = rows.table
     time = label_time(rows, collectives, rank, run, spans_outside_training(rows), matches)
     chains = find_chains(time, rows, collectives, matches, run)
@@ -244,4 +288,4 @@ def _summarize(
         stream_phases=stream_phases(table, rank),
         modules=sum_modules(rows, rank),
     )
-    return tables, MeasuredRank(summary, time, chains)
+    return _OfRank(MeasuredRank(summary, chains.without_waits()), completed_steps(rows), time, tables)

@@ -26,14 +26,13 @@ from .align.broadcast_tree import tree_arrivals
 from .align.communicated import Communicated, summarize_arrivals
 from .align.groups import Mesh
 from .align.match import Matches, match_collectives
-from .align.steps import StepTime, completed_steps, step_time
+from .align.steps import StepTime, step_time
 from .align.topology import Topology
 from .arrays import Bool, Float, Int
+from .budget.activity import ACTIVITY
 from .budget.capture_overhead import estimate_overhead, measure_overhead
 from .budget.host_load import Gauges, HostLoad, measure_load
 from .budget.irregular import Irregular, find_irregular, mark_ordinary, profiled_steps
-from .budget.step_budget import step_budget
-from .budget.wait_table import waits_table
 from .columns import RankRows, is_one_of
 from .device import Devices, compare_devices
 from .freed_memory import give_back
@@ -46,9 +45,6 @@ from .rank_summary import RankSummary, RankTables, summarize_ranks
 
 Found = TypeVar("Found")
 
-PHASE_COLUMNS: Final = (
-    "rank", "step", "name", "lane", "start_ns", "dur_ns", "ended", "bytes", "value", "grad", "source",
-)  # fmt: skip
 HOST_PARTS: Final = ("data", "pause")
 """Parts of the budget that no device does."""
 
@@ -106,11 +102,6 @@ class Study:
         return self.aligned.trace
 
     @property
-    def activity(self) -> pd.DataFrame:
-        """Steps, phases, actions, gauges and pauses of all ranks, in order (`budget.activity.ACTIVITY`)."""
-        return self.tables.activity
-
-    @property
     def passes(self) -> pd.DataFrame:
         """Forwards and backwards of all ranks, in order (`passes.PASS_COLUMNS`)."""
         return self.tables.passes
@@ -120,14 +111,10 @@ class Study:
         """What the ranks had after each step (`use_by_step.COLUMNS`)."""
         return self.tables.memory
 
-    @cached_property
-    def acts(self) -> RankRows:
-        """`activity`, column by column."""
-        return RankRows(self.activity)
-
-    def of_kind(self, *kinds: str) -> pd.DataFrame:
-        """The rows of `activity` of these kinds."""
-        return self.activity.take(np.flatnonzero(self.acts.are("kind", *kinds)))
+    def of_kind(self, kind: str) -> pd.DataFrame:
+        """The steps, phases, actions of a pipeline's schedule, gauges or pauses of all ranks, by rank and start
+        (`budget.activity.ACTIVITY`)."""
+        return self.tables.activity[kind]
 
     @property
     def topology(self) -> Topology:
@@ -149,20 +136,19 @@ class Study:
         """Mean of the ordinary steps; 0 without one."""
         return self.step_time.mean if self.step_time else 0.0
 
-    @cached_property
+    @property
     def ordinary(self) -> pd.DataFrame:
+        """Those of `steps` that are judged. They are not kept: of thousands of ranks that would be all steps twice."""
         return self.steps[self.steps["ordinary"]]
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         return tuple(np.unique(self.steps["rank"].to_numpy(np.int64)).tolist())
 
-    @cached_property
+    @property
     def phases(self) -> pd.DataFrame:
-        """PHASE_COLUMNS of every phase, of any thread and also if it did not end, by rank and start."""
-        there = np.flatnonzero(self.acts.are("kind", "phase"))
-        order = np.lexsort((self.acts.whole("start_ns")[there], self.acts.whole("rank")[there]))
-        return self.acts.take(PHASE_COLUMNS, there[order])
+        """Every phase, of any thread and also if it did not end, by rank and start."""
+        return self.of_kind("phase")
 
     @cached_property
     def phase_rows(self) -> RankRows:
@@ -172,10 +158,14 @@ class Study:
     @cached_property
     def training_phases(self) -> pd.DataFrame:
         """Those of `phases` that ended, of the training threads; `dur_ns` is never missing."""
-        rows = self.phase_rows
-        chosen = np.flatnonzero(rows.are("lane", "main") & rows.known("dur_ns"))
-        columns = {**rows.take_arrays(PHASE_COLUMNS, chosen), "dur_ns": rows.whole("dur_ns")[chosen]}
-        return pd.DataFrame(columns, index=self.phases.index.take(chosen), copy=False)
+        rows, names = self.phase_rows, ACTIVITY["phase"]
+        chosen = rows.are("lane", "main") & rows.known("dur_ns")
+        if chosen.all():  # of thousands of ranks there are too many to hold them twice
+            columns = {**{name: rows.array(name) for name in names}, "dur_ns": rows.whole("dur_ns")}
+        else:
+            place = np.flatnonzero(chosen)
+            columns = {**rows.take_arrays(names, place), "dur_ns": rows.whole("dur_ns")[place]}
+        return pd.DataFrame(columns, copy=False)
 
     @cached_property
     def stream_phases(self) -> pd.DataFrame:
@@ -281,8 +271,12 @@ class Study:
         numbers = self.ordinary.select_dtypes("number")
         place = (np.searchsorted(self.ranks, self.ordinary["rank"].to_numpy(np.int64)),
                  np.searchsorted(self.step_numbers, self.ordinary["step"].to_numpy(np.int64)))  # fmt: skip
-        wide = np.full((numbers.shape[1], len(self.ranks), len(self.step_numbers)), np.nan)
-        wide[:, *place] = numbers.to_numpy(np.float64).T
+        shape = numbers.shape[1], len(self.ranks), len(self.step_numbers)
+        complete = len(numbers) == shape[1] * shape[2]
+        wide = np.zeros(shape) if complete else np.full(shape, np.nan)
+        for of_part, name in zip(wide, numbers.columns, strict=True):
+            if not complete or numbers[name].any():  # of zeros, nothing that is not written to takes room
+                of_part[place] = numbers[name].to_numpy(np.float64)
         wide.flags.writeable = False
         return dict(zip(numbers.columns, wide, strict=True))
 
@@ -347,24 +341,22 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     give_back()
 
     # Second pass. Each rank by itself: what it did when it was not training, and where its training thread's time went.
-    measured, tables = summarize_ranks(aligned.trace, collectives, matches, executor, observer)
-    ranks = {rank: of_rank.summary for rank, of_rank in measured.items()}
-    times = {rank: of_rank.time for rank, of_rank in measured.items()}
+    measured = summarize_ranks(aligned.trace, collectives, matches, executor, observer)
+    ranks = {rank: of_rank.summary for rank, of_rank in measured.ranks.items()}
+    chains = {rank: of_rank.chains for rank, of_rank in measured.ranks.items()}
+    tables, steps, waits = measured.tables, measured.steps, measured.waits
     activity = tables.activity
+    del measured, matches  # what was issued and waited for is in the waits, and in the graph
+    give_back()
 
     # All ranks together: their steps, and which of them are ordinary.
-    steps = step_budget(times, completed_steps(activity))
-    irregular = find_irregular(steps, activity, profiled_steps(run))
+    irregular = find_irregular(steps, activity["phase"], profiled_steps(run))
     steps = mark_ordinary(steps, irregular)
     ordinary, length = steps[steps["ordinary"]], step_time(steps)
-    overhead = measure_overhead(activity, ordinary)
+    overhead = measure_overhead(activity["gauge"], ordinary)
     estimated = estimate_overhead(run, tables.recorded, ordinary)
 
     # The step graph, and whether to believe it.
-    waits = PackedTable(waits_table(times, collectives, steps))
-    chains = {rank: of_rank.chains.without_waits() for rank, of_rank in measured.items()}
-    del measured, times  # what was issued and waited for is in the waits, and in the graph
-    give_back()
     clock_error_ms = aligned.clock_error_us / 1e3
     graph, checked = checked_graph(chains, collectives, steps, run, aligned.topology, clock_error_ms)
 
@@ -372,7 +364,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     uses = memory_uses(tables.memory, run)
     traced = {rank: summary.device for rank, summary in ranks.items() if summary.device is not None}
     devices = compare_devices(traced, collectives, run)
-    facts, gauges = run.facts_by_kind(), Gauges(activity, steps)
+    facts, gauges = run.facts_by_kind(), Gauges(activity["gauge"], steps)
     return Study(
         aligned=aligned,
         communicated=communicated,

@@ -29,7 +29,8 @@ Result = TypeVar("Result")
 Part = TypeVar("Part")
 
 FEWEST_PARTS: Final = 32
-"""Ranks go to the executor in so many parts, and not each by itself, as what the function holds travels with each."""
+"""Ranks are done in so many parts, and not each by itself, as what the function holds travels with each to the
+executor, and what is found of a part is joined."""
 MOST_OF_A_PART: Final = 128
 """Ranks: of more there are more parts, so that no worker holds what was found of too many at once, and one that is lost
 costs little."""
@@ -74,8 +75,7 @@ def map_parts(
     observer: Observer | None = None,
     what: str = "",
 ) -> list[Part]:
-    """`function` of all of `ranks`, part by part, in order of rank; without an executor each is a part. `what` is done,
-    for the observer."""
+    """`function` of all of `ranks`, part by part, in order of rank. `what` is done, for the observer."""
     ordered = sorted(ranks)
     every: dict[int, Part] = {}
     finished = 0
@@ -88,8 +88,8 @@ def map_parts(
             observer(what, finished, len(ordered))
 
     if executor is None:
-        for rank in ordered:
-            done((rank,), function((rank,)))
+        for part in _parts(ordered):
+            done(part, function(part))
     else:
         futures: dict[Future[bytes], tuple[int, ...]] = {}
         for part in _parts(ordered):

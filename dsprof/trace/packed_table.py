@@ -6,6 +6,7 @@ It lies in blocks of whole ranks. What goes through all of it asks for one block
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Final
 
 import numpy as np
@@ -31,6 +32,15 @@ class PackedTable:
         ends = [*first[1:], len(table)]
         self._blocks = [pack(table.iloc[one:end].reset_index(drop=True)) for one, end in zip(first, ends, strict=True)]
         self._ranks = [(int(rank[one]), int(rank[end - 1])) for one, end in zip(first, ends, strict=True) if end > one]
+
+    @staticmethod
+    def joined(tables: Sequence[PackedTable]) -> PackedTable:
+        """Tables of other ranks each, in order of rank, one behind the other."""
+        found = copy(tables[0])
+        blocks = [block for of in tables for block in zip(of._blocks, of._ranks, strict=False)]
+        if blocks:
+            found._blocks, found._ranks = [block for block, _ in blocks], [ranks for _, ranks in blocks]
+        return found
 
     def table(self) -> pd.DataFrame:
         """All of it."""

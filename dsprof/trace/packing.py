@@ -69,6 +69,14 @@ class _Names:
         self._place: dict[Any, int] = {}
         self._seen: dict[int, tuple[Any, int | None]] = {}
 
+    def word(self, item: str) -> int:
+        """Where it is among `every`."""
+        place = self._place.get(item)
+        if place is None:
+            place = self._place[item] = len(self.every)
+            self.every.append(item)
+        return place
+
     def place(self, item: Any) -> int | None:
         """Where it is among `every`; None: it holds other things than names."""
         if id(item) not in self._seen:
@@ -108,6 +116,9 @@ class _TakenApart(pickle.Pickler):
 
     def persistent_id(self, item: Any) -> Any:
         kind = type(item)
+        if kind is str:
+            self.names.append(self._names.word(item))
+            return f"{len(self.names) - 1}"
         if kind is int:
             if not INT64.min <= item <= INT64.max:
                 return None
@@ -274,9 +285,9 @@ def _leaves(stream: _Source, sent: _Leaves) -> list[_Result]:
             values = stream.whole().astype(dtype, copy=False)
         else:
             values = stream.plain(np.dtype(dtype))
-        ends = np.cumsum(lengths).tolist()
+        ends, nothing = np.cumsum(lengths).tolist(), values[:0]  # which most arrays of most ranks are
         for i, (end, size) in enumerate(zip(ends, shape.T.tolist(), strict=True)):
-            mine = values[end - int(lengths[i]) : end]
+            mine = values[end - int(lengths[i]) : end] if lengths[i] else nothing
             if ndim != 1:
                 mine = mine.reshape(size[::-1]).T if by_column else mine.reshape(size)
             arrays[i].append(mine)

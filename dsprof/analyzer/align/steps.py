@@ -12,6 +12,7 @@ import pandas as pd
 
 from dsprof.schema import CAPTURE_GAP, CAPTURE_OFF, CAPTURE_ON
 from dsprof.trace import Trace, step_pattern
+from dsprof.trace.load import concat_rows
 
 from ..arrays import Float
 from ..columns import RankRows, as_rows
@@ -83,6 +84,11 @@ def completed_steps(rows: pd.DataFrame | RankRows) -> pd.DataFrame:
     steps = steps[np.lexsort((rows.whole("step")[steps], rows.whole("rank")[steps]))]
     columns = rows.take_arrays(("rank", "step", "start_ns"), steps)
     return pd.DataFrame({**columns, "dur_ns": rows.whole("dur_ns")[steps]}, copy=False)
+
+
+def no_steps() -> pd.DataFrame:
+    """`completed_steps` of no rank."""
+    return completed_steps(concat_rows([]))
 
 
 def early_ends(steps: pd.DataFrame) -> list[str]:

@@ -17,10 +17,16 @@ from ..align.participants import NOT_TOLD
 from ..arrays import Float
 from ..columns import RankRows, as_rows
 
-KINDS: Final = ("step", "phase", "pipe", "gauge", "pause")
-ACTIVITY: Final = (
-    "rank", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "stage", "bytes", "value", "grad", "source",
-)  # fmt: skip
+ACTIVITY: Final[Mapping[str, tuple[str, ...]]] = {
+    "step": ("rank", "step", "kind", "value"),
+    "phase": ("rank", "step", "kind", "name", "lane", "start_ns", "dur_ns", "ended", "bytes", "value", "grad",
+              "source"),
+    "pipe": ("rank", "step", "kind", "name", "stage", "start_ns", "dur_ns"),
+    "gauge": ("rank", "kind", "name", "start_ns", "value"),
+    "pause": ("rank", "step", "kind", "lane", "start_ns", "dur_ns", "value"),
+}  # fmt: skip
+"""Of rows of each kind, the columns that say something: of thousands of ranks there are millions of rows."""
+KINDS: Final = tuple(ACTIVITY)
 ISSUED: Final = ("rank", "step", "purpose", "name", "group", "issue_ns", "bytes")
 GRADIENT, BUFFER, PARAMETER, OTHER, BARRIER = "gradient", "buffer", "parameter", "other", "barrier"
 """Purposes; buffers are what DDP broadcasts in forward."""
@@ -51,9 +57,17 @@ class RankActivity:
     lines: frozenset[tuple[str, int, str]]
 
 
-def activity_rows(rows: RankRows) -> Columns:
-    """ACTIVITY of the steps of a rank, its phases, actions of a pipeline's schedule, gauges and pauses."""
-    return rows.take_arrays(ACTIVITY, np.flatnonzero(rows.are("kind", *KINDS)))
+def activity_rows(rows: RankRows) -> dict[str, Columns]:
+    """ACTIVITY of the steps, phases, actions of a pipeline's schedule, gauges and pauses of a rank, by kind, each in
+    order of its beginning."""
+    found = {}
+    for kind, columns in ACTIVITY.items():
+        place = np.flatnonzero(rows.are("kind", kind))
+        begun = rows.whole("start_ns")[place]
+        if (begun[1:] < begun[:-1]).any():
+            place = place[np.argsort(begun, kind="stable")]
+        found[kind] = rows.take_arrays(columns, place)
+    return found
 
 
 def issued_rows(rows: RankRows) -> Columns:

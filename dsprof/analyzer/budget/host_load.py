@@ -14,7 +14,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from ..arrays import Bool, Float, Int
-from ..columns import RankRows, as_rows
+from ..columns import RankRows, as_rows, is_one_of
 from .uncaptured_ranks import uncaptured_on
 
 
@@ -26,12 +26,8 @@ class Gauges:
     """
 
     def __init__(self, rows: pd.DataFrame | RankRows, steps: pd.DataFrame) -> None:
-        ordinary, rows = steps[["rank", "step", "start_ns", "dur_ns"]][steps["ordinary"]], as_rows(rows)
-        samples = np.flatnonzero(rows.are("kind", "gauge"))
-        rank, when = rows.whole("rank")[samples], rows.whole("start_ns")[samples]
-        order = np.lexsort((when, rank))
-        codes, self._names = rows.codes("name")
-        self._samples = rank[order], codes[samples[order]], when[order], rows.real("value")[samples[order]]
+        ordinary = steps[["rank", "step", "start_ns", "dur_ns"]][steps["ordinary"]]
+        self._rows = as_rows(rows).table
         self._spent: dict[str, Float] = {}
         ranks, self._rank = np.unique(ordinary["rank"].to_numpy(np.int64), return_inverse=True)
         self.steps, self._step = np.unique(ordinary["step"].to_numpy(np.int64), return_inverse=True)
@@ -42,8 +38,8 @@ class Gauges:
 
     def names(self, beginning: str) -> tuple[str, ...]:
         """The gauges whose names begin so."""
-        found = (str(self._names[code]) for code in np.unique(self._samples[1]).tolist() if code >= 0)
-        return tuple(sorted(name for name in found if name.startswith(beginning)))
+        names = pd.unique(self._rows["name"][is_one_of(self._rows["kind"], "gauge")].dropna()).astype(str).tolist()
+        return tuple(sorted(name for name in names if name.startswith(beginning)))
 
     def spent(self, gauge: str) -> Float:
         """By how much `gauge` rose in each ordinary step, ms, [R, S]; NaN on ranks without it, and only there.
@@ -55,9 +51,11 @@ class Gauges:
         return self._spent[gauge]
 
     def _rise(self, gauge: str) -> Float:
-        of_rank, name, when, value = self._samples
-        mine = np.isin(name, np.flatnonzero(self._names == gauge)) & np.isin(of_rank, self.ranks)
-        rank, when, value = np.searchsorted(self.ranks, of_rank[mine]), when[mine], value[mine]
+        rows = self._rows
+        rows = rows[is_one_of(rows["kind"], "gauge") & is_one_of(rows["name"], gauge) & rows["rank"].isin(self.ranks)]
+        rank, when = np.searchsorted(self.ranks, rows["rank"].to_numpy(np.int64)), rows["start_ns"].to_numpy(np.int64)
+        order = np.lexsort((when, rank))
+        rank, when, value = rank[order], when[order], rows["value"].to_numpy(np.float64, na_value=np.nan)[order]
         begin, end = (_read(rank, when, value, self._rank, at) for at in (self._begin, self._end))
         spent = self._wide((end - begin) * 1e3)
         spent[np.bincount(rank, minlength=len(self.ranks)) < 2] = np.nan

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..arrays import Bool, Int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Intervals:
     """Sorted, disjoint, half-open [start, end) in ns."""
 

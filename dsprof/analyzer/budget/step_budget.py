@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -24,7 +24,7 @@ from dsprof.run import RunInfo
 from dsprof.schema import BUDGET_PARTS, SHARDING
 
 from ..align.match import Matches
-from ..arrays import Bool, Float, Int
+from ..arrays import Bool, Int
 from ..columns import RankRows, as_rows
 from .intervals import Intervals
 from .label import NOTHING, PHASE_PART, Parts, add, innermost_of, labelled, labels_of
@@ -37,6 +37,9 @@ LAYERS: Final = (
 )  # fmt: skip
 """In order of precedence. `outside_training` is no part of the budget: it counts as `other`."""
 COMPUTE: Final = LAYERS.index("compute")
+OF_STEP: Final = ("rank", "step", "start_ns", "dur_ns")
+COLUMN: Final = {"outside_training": "apart_ms"}
+"""Layers that have a column of another name."""
 WORK: Final = ("compute", "data", "optimizer", "offload", "pause", "other")
 """Parts that are a rank's own doing; the rest is waiting for others."""
 THREAD_WORK: Final = ("phase", "pipe", "module", "copy", "launch", "pause")
@@ -231,14 +234,19 @@ def _scheduled(rows: RankRows, main: Bool) -> Intervals:
     return Intervals.union(np.minimum.reduceat(start[order], begins), np.maximum.reduceat(end[order], begins))
 
 
-def step_budget(times: dict[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame:
+def step_budget(times: Mapping[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame:
     """`steps` (rank, step, start_ns, dur_ns) with a column in ms for each budget part; they sum to dur_ns / 1e6.
 
     Beside them `apart_ms`, which is part of `other`, and `<kind>_ms` for each kind of time in it.
     """
-    names = {kind for time in times.values() for kind in time.outside_training}
-    columns: dict[str, Float] = {part: np.zeros(len(steps)) for part in BUDGET_PARTS}
-    columns |= {f"{name}_ms": np.zeros(len(steps)) for name in ("apart", *sorted(names))}
+    return in_ms(time_of_parts(times, steps))
+
+
+def time_of_parts(times: Mapping[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame:
+    """The same columns in whole ns, but for `other`, which is all the rest: as tasks send them."""
+    kinds = {kind: None for time in times.values() for kind in time.outside_training}
+    names = (*(part for part in BUDGET_PARTS if part != "other"), *(f"{kind}_ms" for kind in ("apart", *sorted(kinds))))
+    columns: dict[str, Int] = {name: np.zeros(len(steps), np.int64) for name in names}
     starts, lengths = steps["start_ns"].to_numpy(np.int64), steps["dur_ns"].to_numpy(np.int64)
     of = steps["rank"].to_numpy(np.int64)
     by_rank = np.argsort(of, kind="stable")
@@ -247,15 +255,24 @@ def step_budget(times: dict[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame
         start = starts[chosen]
         end = start + lengths[chosen]
         upto_start, upto_end = time.before(start), time.before(end)
-        explained = np.zeros(len(start))
         for part in LAYERS:
-            spent = (upto_end[part] - upto_start[part]) / 1e6
-            if part == "outside_training":
-                columns["apart_ms"][chosen] = spent
-                continue
-            columns[part][chosen] = spent
-            explained += spent
-        columns["other"][chosen] = (end - start) / 1e6 - explained
+            columns[COLUMN.get(part, part)][chosen] = upto_end[part] - upto_start[part]
         for kind, spans in time.outside_training.items():
-            columns[f"{kind}_ms"][chosen] = (spans.before(end) - spans.before(start)) / 1e6
+            columns[f"{kind}_ms"][chosen] = spans.before(end) - spans.before(start)
     return steps.assign(**columns)
+
+
+def in_ms(steps: pd.DataFrame) -> pd.DataFrame:
+    """`time_of_parts` of all ranks, with `other`, in ms."""
+    spent = {str(name): steps[name].to_numpy(np.int64) for name in steps.columns if name not in OF_STEP}
+    other = steps["dur_ns"].to_numpy(np.int64).copy()
+    for part in LAYERS:
+        if part not in COLUMN:
+            other -= spent[part]
+    spent["other"] = other
+    apart = (name for name in spent if name not in BUDGET_PARTS)
+    columns: dict[str, Any] = {name: steps[name].array for name in OF_STEP}
+    for name in (*BUDGET_PARTS, *apart):
+        ns = spent.pop(name)
+        columns[name] = ns / 1e6 if ns.any() else np.zeros(len(ns))  # which takes no room until it is written to
+    return pd.DataFrame(columns, copy=False)

@@ -16,6 +16,7 @@ PASS_COLUMNS: Final = ("rank", "step", "stage", "micro", "name", "start_ns", "du
 FORWARD: Final = "F"
 BACKWARD: Final = "B"
 WEIGHTS: Final = "W"
+NAMES: Final = pd.CategoricalDtype(pd.Index([BACKWARD, FORWARD, WEIGHTS], dtype=object))
 FORWARDS, BACKWARDS = "forward", "backward"
 """Names of phases."""
 
@@ -39,10 +40,20 @@ def find_passes(rows: pd.DataFrame | RankRows, time: RankTime) -> pd.DataFrame:
         name = np.where(forward, FORWARD, BACKWARD).astype(object)
         stage, micro = np.zeros(len(there), np.int64), _place_in_step(step[there], forward)
     start, length = rows.whole("start_ns")[there], rows.whole("dur_ns")[there]
-    whole = {"rank": rows.whole("rank")[there], "step": step[there], "stage": stage, "micro": micro}
-    name = pd.Series(name, dtype=str)
     own = time.of_part("compute", start + length) - time.of_part("compute", start)
-    return pd.DataFrame({**whole, "name": name, "start_ns": start, "dur_ns": length, "own_ns": own}, copy=False)
+    return pd.DataFrame(
+        {
+            "rank": rows.whole("rank")[there].astype(np.int32),
+            "step": step[there].astype(np.int32),
+            "stage": stage.astype(np.int16),
+            "micro": micro.astype(np.int32),
+            "name": pd.Categorical(name, dtype=NAMES),
+            "start_ns": start,
+            "dur_ns": length,
+            "own_ns": own,
+        },
+        copy=False,
+    )
 
 
 def _place_in_step(step: Int, forward: Bool) -> Int:

@@ -20,6 +20,7 @@ from dsprof.schema import STACK, STACK_FACT
 
 from ..arrays import Bool, Int
 from ..budget.label import PHASE_PART, spans_of
+from ..columns import is_one_of
 from ..study import Study, once
 from ..text import ms
 
@@ -78,8 +79,8 @@ def _is_line(frame: str) -> bool:
 @once
 def stacks_of(study: Study) -> Mapping[int, Stacks]:
     """Rank -> its samples; without ranks that have none."""
-    samples = np.flatnonzero(study.acts.are("kind", "gauge") & study.acts.are("name", STACK))
-    rows = study.acts.take(("rank", "name", "start_ns", "value"), samples)
+    gauges = study.of_kind("gauge")
+    rows = gauges[is_one_of(gauges["name"], STACK)]
     paths: dict[int, dict[int, Path]] = defaultdict(dict)
     for fact in study.facts.get(STACK_FACT, []):
         paths[int(fact["rank"])][int(fact["number"])] = tuple(str(frame) for frame in fact.get("frames") or ())

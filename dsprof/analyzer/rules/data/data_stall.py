@@ -170,7 +170,7 @@ def _input_bytes(study: Study) -> float:
     """Bytes given to forward, mean of a rank's step."""
     rows = study.phase_rows
     forward = rows.are("name", "forward") & np.isin(rows.whole("step"), study.step_numbers)
-    return float(rows.whole("bytes")[forward].sum()) / max(len(study.ranks) * len(study.step_numbers), 1)
+    return float(rows.table["bytes"][forward].sum()) / max(len(study.ranks) * len(study.step_numbers), 1)
 
 
 def _per_rank(study: Study, gauge: str) -> Float | None:

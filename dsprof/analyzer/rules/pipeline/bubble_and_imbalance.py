@@ -175,7 +175,7 @@ def bubble(study: Study) -> Found:
         for times, saved in tried.items()
     )  # fmt: skip
     fact = _schedule_fact(study)
-    acted = bool((study.activity["kind"] == "pipe").any())
+    acted = bool(len(study.of_kind("pipe")))
     by_config = acted and (not fact or fact.get("framework") == DEEPSPEED)
     argument = "gradient_accumulation_steps" if by_config else "n_microbatches" if fact else "micro-batches"
     site = fact.get("site")
@@ -280,13 +280,13 @@ def _actions(study: Study) -> pd.DataFrame:
     backwards are taken for F and B."""
     if study.on_gpu:
         return _on_devices(study)
-    rows = study.of_kind("pipe", "phase")
-    chosen = rows[rows["step"].isin(study.step_numbers) & rows["dur_ns"].notna()]
-    acted = chosen[(chosen["kind"] == "pipe") & chosen["stage"].notna()]
+    acted = study.of_kind("pipe")
+    acted = acted[acted["step"].isin(study.step_numbers) & acted["dur_ns"].notna() & acted["stage"].notna()]
     if acted.empty:
-        acted = chosen[
-            (chosen["kind"] == "phase") & (chosen["lane"] == "main") & (chosen["source"] == "measured")
-            & chosen["name"].isin(["forward", "backward"])
+        acted = study.training_phases
+        acted = acted[
+            acted["step"].isin(study.step_numbers) & (acted["source"] == "measured")
+            & acted["name"].isin(["forward", "backward"])
         ]  # fmt: skip
         stage = acted["rank"].map({rank: held[0] for rank, held in study.topology.stage_of.items()})
         name = acted["name"].astype(str).map({"forward": "F", "backward": "B"})

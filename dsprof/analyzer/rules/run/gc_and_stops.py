@@ -157,7 +157,7 @@ def _stops(study: Study, told: list[int]) -> list[Candidate]:
 def _without_core(study: Study, rank: int, step: int) -> float:
     """How long the rank was ready to run in that step and had no core, ms; NaN if not known."""
     steps = study.steps[study.steps["step"] == step].assign(ordinary=True)
-    gauges = Gauges(study.activity, steps)
+    gauges = Gauges(study.of_kind("gauge"), steps)
     return float(gauges.spent("core_wait_seconds")[gauges.ranks.index(rank), 0])
 
 
