@@ -11,7 +11,7 @@ from synthetic import Job
 from dsprof.analyzer import analyze
 from dsprof.analyzer.arrays import Float
 from dsprof.analyzer.finding import Finding
-from dsprof.analyzer.rules.run.late import in_a_spell
+from dsprof.analyzer.rules.run.late import in_a_spell, late_ones
 from dsprof.analyzer.rules.run.late_pattern import Pattern, find_pattern, stands_out, struck_steps
 from dsprof.reports import wording
 
@@ -174,3 +174,22 @@ def test_ranks_that_are_disturbed_at_random_have_no_spell(seed: int) -> None:
 def test_a_healthy_job_has_no_late_rank_of_any_kind() -> None:
     found = straggler(lambda rank, step: 40 + (rank * 7 + step * 3) % 5)
     assert found is None or not found.is_problem
+
+
+def names(late: Float) -> list[int]:
+    share = late_ones(100.0 + late, late, [np.ones(len(late), bool)], 1.0)
+    assert share is not None
+    return np.flatnonzero(share.any(axis=1)).tolist()
+
+
+def test_of_thousands_one_is_a_little_late_by_chance() -> None:
+    """By five times what means vary by, which of 4,000 some may be by chance; of eight that is late."""
+    late = np.random.default_rng(3).normal(0, 3.0, (4000, 15))
+    late[7, ::3] += 110.0
+    late[8, 1::3] += 110.0
+    late[9] = np.random.default_rng(4).normal(3.9, 1.0, 15)
+    assert names(late) == [7, 8]
+    late[9] += 8.0
+    assert names(late) == [7, 8, 9], "which none is by chance"
+    late[9] -= 8.0
+    assert names(late[[1, 2, 3, 9, 10, 11, 12, 13]]) == [3]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from scipy.special import ndtri
 
 from ...arrays import Bool, Float
 from ...price.confidence_interval import intervals
@@ -14,6 +15,10 @@ from .late_pattern import WITHIN, spell_of, stands_out, struck_steps, within
 LEAST_OF_WORST: Final = 0.1
 """A rank this much less late than the latest is not named beside it."""
 MOST_OF_WORK: Final = 0.95
+MANY: Final = 32
+"""Of so many ranks that do the same, one is late only if it is later than the latest of them would be by chance."""
+LONG_TAIL: Final = 1.5
+"""So many times as late as a normal distribution has it: what disturbs hosts comes seldom and is large."""
 APART: Final = 5.0
 """A rank is late for a while only if it is so by so many times what its lateness varies by otherwise, or for long."""
 
@@ -39,7 +44,7 @@ def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) 
         members = int(group.sum())
         # Of ranks that are late in turn each is late, but none more than the others.
         others = (own[group].sum(axis=0) - own[group]) / (members - 1)
-        slow[group] &= intervals(own[group] - others)[0] > 0
+        slow[group] &= (intervals(own[group] - others)[0] > 0) & (mean[group] > _by_chance(mean[group]))
         if 2 * slow[group].sum() > members:  # then that is how long it takes
             slow &= ~group
         if not slow[group].any():
@@ -52,6 +57,15 @@ def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) 
     removed *= (mean / np.maximum(removed.mean(axis=1), 1e-9))[:, None] * slow[:, None]
     share: Float = np.clip(removed / np.maximum(own, 1e-9), 0, MOST_OF_WORK)
     return share
+
+
+def _by_chance(mean: Float) -> float:
+    """How late the latest of many that do the same may be by chance, ms. mean: of each, [R]. What they vary by is told
+    by those that are early, as who is late is not so by chance."""
+    if len(mean) < MANY:
+        return 0.0
+    early, middle = np.percentile(mean, [16, 50])
+    return float(middle + LONG_TAIL * (middle - early) * ndtri(1 - 0.025 / len(mean)))
 
 
 def in_a_spell(late: Float, group: Bool, rank: int, own: Float) -> bool:
