@@ -3,6 +3,7 @@ tokens for its experts, or inputs. So an equal share takes work from where it wa
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -18,6 +19,8 @@ SURELY: Final = 4.0
 """Standard errors that the slope of a piece of work over the tokens is above nothing."""
 SAME: Final = 3.0
 """Standard errors by which what the steps say and what the ranks say may differ."""
+LEAST_BY_STEPS: Final = 0.25
+"""Of what the ranks say of all pieces, what the steps have to say of some to be asked."""
 LEAST_TOLD: Final = 0.5
 """Correlation of a piece's deviation from the mean of the team with the share of what is given, from which on it is the
 work of that."""
@@ -26,6 +29,8 @@ DENSE: Final = 0.25
 tokens is slower by less than this part of what he is among the experts; else it is a slow rank."""
 MUCH: Final = 0.05
 """Of a step's compute, from which on pieces of it count as other work."""
+MOST_OF_WORK: Final = 0.95
+"""That equal shares can take away."""
 MOST_OF_SHARE: Final = 2.0
 """Times the part by which a rank's exchange is above the mean, that its work in a piece can be more: an exchange is as
 large as what was sent or what came, so a rank that gets little seems to have the mean."""
@@ -42,10 +47,10 @@ class Pieces:
     told: float
 
 
-OfPieces: TypeAlias = Callable[[Structure, list[int], list[int], Int], tuple[Float, Float, Bool | None]]
-"""(structure, threads of a team, their places in [R, ..], steps in [.., S]) -> what each of these ranks is given beyond
-the mean of the team for each of its pieces, and in all; [N, W, S], or [N, 1, S] where it is the same of all pieces.
-And where it is only known to be no more than the mean, [N, W, S]; None: nowhere."""
+OfPieces: TypeAlias = Callable[[Structure, int, list[int], Int], tuple[Float, Float, Bool | None]]
+"""(structure, a thread, places of a team in [R, ..], steps in [.., S]) -> what each rank of the team is given beyond
+the mean of the team for each of the pieces that the thread's program has, and in all; [N, W, S], or [N, 1, S] where it
+is the same of all pieces. And where it is only known to be no more than the mean, [N, W, S]; None: nowhere."""
 
 
 def given_in_steps(beyond: Float, shares: Float) -> OfPieces:
@@ -56,36 +61,104 @@ def given_in_steps(beyond: Float, shares: Float) -> OfPieces:
 def pieces_that_follow(study: Study, teams: Iterable[Collection[int]], given: OfPieces) -> Pieces | None:
     """None: none does. teams: ranks that are to do the same work, each."""
     graph = study.need_graph()
-    excess, found = np.zeros((len(study.ranks), len(study.step_numbers))), []
-    told: list[tuple[Float, Float]] = []
-    ranks = graph.ranks[: graph.leads]
-    for index, steps in enumerate(graph.templates):
-        columns = graph.columns_of(index)
-        chosen = np.flatnonzero(graph.judged[columns])
-        judged = (np.cumsum(graph.judged) - 1)[columns[chosen]]
-        if not len(chosen):
-            continue
-        at = np.searchsorted(study.step_numbers, graph.judged_steps[judged])
-        for team in teams:
-            threads = [thread for thread, rank in enumerate(ranks) if rank in team]
-            if len(threads) < 2 or len({steps.structure.programs[thread] for thread in threads}) > 1:
-                continue
-            places = [study.ranks.index(int(ranks[thread])) for thread in threads]
-            above, share, unseen = given(steps.structure, threads, places, at)
-            work = np.stack([_compute(steps, thread)[:, chosen] for thread in threads])
-            gone = follows(work, above, share, unseen)
-            if not gone.any():
-                continue
-            pieces: Bool = np.asarray(gone.any(axis=(0, 2)))
-            told.append(_told(work, above, pieces))
-            np.add.at(excess, (np.array(places)[:, None], at[None, :]), gone.sum(axis=1))
-            for thread, mine, took in zip(threads, gone, work, strict=True):
-                found.append(_spans(steps, thread, pieces, chosen, judged, mine / np.maximum(took, 1e-9)))
+    excess = np.zeros((len(study.ranks), len(study.step_numbers)))
+    every = [_Following(study, index, given, excess) for index in range(len(graph.templates))]
+    for of_template in every:
+        if len(of_template.chosen):
+            of_template.find(teams)
+    found, told = ([one for of in every for one in getattr(of, name)] for name in ("spans", "told"))
     if not found:
         return None
     spans = Spans(*(np.concatenate([getattr(one, name) for one in found]) for name in Spans.__dataclass_fields__))
     beside, beyond = (np.concatenate(each) for each in zip(*told, strict=True))
     return Pieces(Change({"compute": excess}, spans=spans), excess, float(np.corrcoef(beside, beyond)[0, 1]))
+
+
+class _Following:
+    """What follows in the steps of one template.
+
+    A team is compared by those of its ranks that have one program. What is not seen of a rank, as what it waits for
+    comes from one that was not captured, makes its program another, of other pieces: of such a rank only its step as a
+    whole is known to do more. And where a team's own ranks do not tell, those of other teams with that program do.
+
+    spans: whose work goes; told: `_told` of each team that tells; excess: [R, S] ms, is added to
+    """
+
+    def __init__(self, study: Study, index: int, given: OfPieces, excess: Float) -> None:
+        graph = study.need_graph()
+        self.steps, self.given, self.excess = graph.templates[index], given, excess
+        columns = graph.columns_of(index)
+        self.chosen = np.flatnonzero(graph.judged[columns])
+        self.judged = (np.cumsum(graph.judged) - 1)[columns[self.chosen]]
+        self.at = np.searchsorted(study.step_numbers, graph.judged_steps[self.judged])
+        self.ranks = graph.ranks[: graph.leads]
+        self.place = {rank: place for place, rank in enumerate(study.ranks)}
+        self.spans: list[Spans] = []
+        self.told: list[tuple[Float, Float]] = []
+        self._slopes: dict[bytes, list[Float]] = defaultdict(list)
+
+    def find(self, teams: Iterable[Collection[int]]) -> None:
+        programs = self.steps.structure.programs
+        left: list[tuple[list[int], list[int]]] = []
+        for team in teams:
+            threads = [thread for thread, rank in enumerate(self.ranks) if rank in team]
+            of_each = [programs[thread] for thread in threads]
+            most = max(of_each, key=of_each.count, default=b"")
+            alike = [thread for thread in threads if programs[thread] == most]
+            told = len(alike) >= 2 and self._compare(threads, alike)
+            others = [thread for thread in threads if not told or thread not in alike]
+            if others:
+                left.append((threads, others))
+        for threads, others in left:
+            known = [thread for thread in threads if programs[thread] in self._slopes]
+            if known:
+                self._as_elsewhere(threads, others, known[0])
+
+    def _compare(self, threads: list[int], alike: list[int]) -> bool:
+        """Whether the ranks of a team tell which of their pieces follow. alike: those of one program."""
+        of_team = np.isin(threads, alike)
+        above, share, unseen = self._given(threads, alike[0])
+        work = np.stack([self._compute(thread) for thread in alike])
+        gone, slope = follows(work, above[of_team], share[of_team], None if unseen is None else unseen[of_team])
+        if not gone.any():
+            return False
+        pieces: Bool = np.asarray(gone.any(axis=(0, 2)))
+        self.told.append(_told(work, above[of_team], pieces))
+        self._slopes[self.steps.structure.programs[alike[0]]].append(slope)
+        for thread, mine, took in zip(alike, gone, work, strict=True):
+            self._take(thread, mine, took, pieces)
+        return True
+
+    def _as_elsewhere(self, threads: list[int], others: list[int], known: int) -> None:
+        """Of some ranks of a team, what is told by the ranks of any team that have the program of one that is known."""
+        program = self.steps.structure.programs[known]
+        slope = np.mean(self._slopes[program], axis=0)
+        above, share, _ = self._given(threads, known)
+        for thread in others:
+            place = threads.index(thread)
+            took, gone = self._compute(thread), slope[:, None] * above[place]
+            if self.steps.structure.programs[thread] == program:
+                self._take(thread, np.minimum(gone, most_of(took, above[place], share[place])), took, slope > 0)
+                continue
+            whole = took.sum(axis=0)
+            part = np.minimum(gone.sum(axis=0) / np.maximum(whole, 1e-9), MOST_OF_WORK)
+            self._take(thread, part * took, took, np.asarray(took.any(axis=1)))
+
+    def _given(self, threads: list[int], thread: int) -> tuple[Float, Float, Bool | None]:
+        places = [self.place[self.ranks[one]] for one in threads]
+        return self.given(self.steps.structure, thread, places, self.at)
+
+    def _compute(self, thread: int) -> Float:
+        """[segments of the thread, S] ms."""
+        work = self.steps.work[self.steps.structure.of_thread(thread)]
+        found: Float = work[..., within("compute")].sum(axis=-1, dtype=np.float64)[:, self.chosen]
+        return found
+
+    def _take(self, thread: int, gone: Float, took: Float, pieces: Bool) -> None:
+        """gone, took: [W, S] ms of each piece of a thread; pieces: [W], of which something goes."""
+        self.excess[self.place[self.ranks[thread]], self.at] += gone.sum(axis=0)
+        share = gone / np.maximum(took, 1e-9)
+        self.spans.append(_spans(self.steps, thread, pieces, self.chosen, self.judged, share))
 
 
 def _told(work: Float, beyond: Float, pieces: Bool) -> tuple[Float, Float]:
@@ -97,24 +170,19 @@ def _told(work: Float, beyond: Float, pieces: Bool) -> tuple[Float, Float]:
     return beside.ravel(), beyond[:, pieces].ravel()
 
 
-def _compute(steps: Steps, thread: int) -> Float:
-    """[segments of the thread, S] ms."""
-    found: Float = steps.work[steps.structure.of_thread(thread)][..., within("compute")].sum(axis=-1, dtype=np.float64)
-    return found
-
-
-def follows(work: Float, beyond: Float, shares: Float, unseen: Bool | None = None) -> Float:
-    """What of each piece a rank's share beyond the mean explains, [N, W, S] ms, of N ranks of a team.
+def follows(work: Float, beyond: Float, shares: Float, unseen: Bool | None = None) -> tuple[Float, Float]:
+    """What of each piece a rank's share beyond the mean explains, [N, W, S] ms, of N ranks of a team. And how much that
+    is for one that is given one more, [W] ms.
 
     work: [N, W, S]; beyond, shares: [N, W, S], or [N, 1, S] of all pieces. Told by how a rank's own work follows its
     own share over the steps; where shares hardly change, by how ranks differ.
     unseen: [N, W, S] where a share is only known to be no more than the mean. How much less it is, the work tells.
     """
-    beside = work - work.mean(axis=0)
-    own = beyond - beyond.mean(axis=2, keepdims=True)
+    beside, apart = work - work.mean(axis=0), beyond - beyond.mean(axis=0)  # of the team there may be others
+    own = apart - apart.mean(axis=2, keepdims=True)
     slope, sure, error = _slope(beside - beside.mean(axis=2, keepdims=True), own)
-    of_all, surely, _ = _slope(beside, beyond)
-    if sure.any():
+    of_all, surely, _ = _slope(beside, apart)
+    if sure.any() and slope[sure].sum() >= LEAST_BY_STEPS * of_all[surely].sum():  # a few pieces seem so by chance
         # Where a rank is always ahead of the others the steps tell little, and the ranks much, if they say the same.
         alike = surely & (np.abs(of_all - slope) <= SAME * error)
         slope = np.where(alike, of_all, slope)
@@ -122,13 +190,20 @@ def follows(work: Float, beyond: Float, shares: Float, unseen: Bool | None = Non
             sure = sure | alike
     else:
         slope, sure = of_all, surely & _in_some_only(beside, beyond, work)
-    gone = np.where(sure, slope, 0.0)[None, :, None] * beyond
-    most = np.minimum(MOST_OF_SHARE * np.abs(beyond) / np.maximum(shares, 1.0), 0.95) * work
+    slope = np.where(sure, slope, 0.0)
+    gone = slope[None, :, None] * beyond
+    most = most_of(work, beyond, shares)
     found: Float = np.clip(gone, np.minimum(-most, beside), most)
     if unseen is not None:
-        nothing = -np.where(sure, slope, 0.0)[None, :, None] * shares.mean(axis=0)  # what one without a share has less
+        nothing = -slope[None, :, None] * shares.mean(axis=0)  # what one without a share has less
         found = np.where(unseen, np.clip(beside, nothing, 0.0), found)
-    return found
+    return found, slope
+
+
+def most_of(work: Float, beyond: Float, shares: Float) -> Float:
+    """The most of pieces of work that can be what a rank is given beyond the mean, ms."""
+    most: Float = np.minimum(MOST_OF_SHARE * np.abs(beyond) / np.maximum(shares, 1.0), MOST_OF_WORK) * work
+    return most
 
 
 def _slope(beside: Float, given: Float) -> tuple[Float, Bool, Float]:

@@ -54,16 +54,16 @@ class Routed:
     received: Float | None = None
 
     def of_pieces(
-        self, structure: Structure, threads: list[int], places: list[int], at: Int
+        self, structure: Structure, thread: int, places: list[int], at: Int
     ) -> tuple[Float, Float, Bool | None]:
         """Of ranks of a team, what each gets beyond the mean of the team, and in all, [N, W, S], for each of the W
-        pieces of its program: in the exchange before it, or in the whole step. And where it is seen to be no more than
-        the mean, but not how much less.
+        pieces of a thread's program: in the exchange before it, or in the whole step. And where it is seen to be no
+        more than the mean, but not how much less.
 
-        threads: which of the graph's they are; places: in [R, ..]; at: [S] in [.., S, ..]"""
+        places: in [R, ..]; at: [S] in [.., S, ..]"""
         beyond, shares = self.beyond[places][:, at], self.shares[places][:, at]
         if self.each is not None and self.received is not None:
-            after = _exchange_before(structure, threads[0], self.dimension.groups, self.received.shape[2])
+            after = _exchange_before(structure, thread, self.dimension.groups, self.received.shape[2])
             if after is not None:
                 every, sent = (np.moveaxis(of[places][:, at], 2, 1) for of in (self.received, self.each))
                 every, sent = (
