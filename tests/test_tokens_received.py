@@ -16,7 +16,8 @@ from made_up_mesh import Mesh, MeshPlant, MeshTimeline, make_mesh_run
 
 from dsprof import trace
 from dsprof.analyzer import analyze
-from dsprof.analyzer.rules.data.pieces import follows
+from dsprof.analyzer.graph.step_graph import PARTS
+from dsprof.analyzer.rules.data.pieces import follows, given_in_steps, pieces_that_follow
 from dsprof.analyzer.rules.data.routed_tokens import _received
 from dsprof.run import RunFolder
 
@@ -100,3 +101,39 @@ def test_a_rank_that_waits_for_one_without_a_trace_is_compared_all_the_same(
     (found,) = [one for one in analysis.findings if one.code == "moe.imbalance"]
     assert found.where.ranks == (8, 12)
     assert told * (now - then) < found.gain.ms < now - then
+
+
+def team_of(work: np.ndarray) -> Any:
+    """What `_PiecesOfTemplate` knows of several teams of four, [teams * 4, W, S], of one program."""
+    ranks, pieces, steps = work.shape
+    thread = np.repeat(np.arange(ranks), pieces)
+    structure = SimpleNamespace(
+        programs=[b"p"] * ranks, of_thread=lambda of: slice(of * pieces, (of + 1) * pieces), thread=thread
+    )
+    parts = np.zeros((ranks * pieces, steps, len(PARTS)))
+    parts[..., PARTS.index("compute")] = work.reshape(ranks * pieces, steps)
+    template = SimpleNamespace(structure=structure, work=parts, began=np.zeros(parts.shape[:2]))
+    graph = SimpleNamespace(
+        templates=[template], ranks=tuple(range(ranks)), leads=ranks, judged=np.ones(steps, bool),
+        columns_of=lambda _: np.arange(steps), judged_steps=np.arange(steps),
+    )  # fmt: skip
+    return SimpleNamespace(need_graph=lambda: graph, ranks=tuple(range(ranks)), step_numbers=np.arange(steps))
+
+
+def test_what_a_team_tells_is_not_said_of_one_whose_ranks_say_otherwise() -> None:
+    """Of each team the first rank is given most. In the first team it takes longer in one piece; in the second it does
+    not; and in the third all are given as much but one, which is another program's."""
+    drawn = np.random.default_rng(2)
+    work = drawn.normal(10.0, 0.05, (12, 3, 20))
+    given = np.tile([1.6, 0.8, 0.8, 0.8], 3)[:, None] * drawn.uniform(0.98, 1.02, (12, 20))
+    given[9:] = 0.8
+    work[:4, 1] += 5.0 * (given[:4] - 1)
+    study = team_of(work)
+    study.need_graph().templates[0].structure.programs[8] = b"q"
+    teams = [range(4), range(4, 8), range(8, 12)]
+    found = pieces_that_follow(study, teams, given_in_steps(given - 1, given))
+    assert found is not None
+    mean = found.excess.mean(axis=1)
+    assert mean[:4] == pytest.approx([3.0, -1.0, -1.0, -1.0], abs=0.2)
+    assert mean[4:8] == pytest.approx(0.0, abs=0.01)
+    assert mean[8] == pytest.approx(3.0, abs=0.2)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from pandas.api.extensions import ExtensionArray
+from pandas.arrays import NumpyExtensionArray
 
 from .arrays import Bool, Float, Int
 
@@ -78,10 +79,7 @@ class RankRows:
 
     def real(self, name: str) -> Float:
         """A column of numbers; NaN where there is none."""
-        array = self.array(name)
-        if array.dtype == np.float64:  # told to put NaN where NaN is, pandas makes a copy
-            return cast(Float, np.asarray(array))
-        return self._once((name, "real"), lambda: array.to_numpy(np.float64, na_value=np.nan))
+        return self._once((name, "real"), lambda: _real(self.array(name)))
 
     def known(self, name: str) -> Bool:
         """Which rows have a value."""
@@ -126,7 +124,9 @@ class RankRows:
     def by_step(self, value: Float, place: Int, ranks: Int, steps: Int) -> Float:
         """Sums of `value`, one a row, over the rows at these places, [R, S] by these ranks and steps, which are in
         order; NaN where there is no row."""
-        rank, step = (np.asarray(self.array(name))[place] for name in ("rank", "step"))  # not kept: of many it is much
+        rank, step = (
+            np.asarray(self.array(name))[place] for name in ("rank", "step")
+        )  # of many ranks too much to keep
         inside = np.isin(rank, ranks) & np.isin(step, steps)
         at = np.searchsorted(ranks, rank[inside]) * len(steps) + np.searchsorted(steps, step[inside])
         size = len(ranks) * len(steps)
@@ -144,6 +144,14 @@ class RankRows:
         if key not in self._kept:
             self._kept[key] = make()
         return cast(Found, self._kept[key])
+
+
+def _real(array: ExtensionArray) -> Float:
+    if isinstance(array, NumpyExtensionArray) and array.to_numpy().dtype == np.float64:
+        found: Float = array.to_numpy().view()  # pandas, told to put NaN where NaN is, makes a copy
+        found.flags.writeable = False
+        return found
+    return cast(Float, array.to_numpy(np.float64, na_value=np.nan))
 
 
 def as_rows(rows: pd.DataFrame | RankRows, known: RankRows | None = None) -> RankRows:

@@ -269,13 +269,13 @@ class Study:
     def _wide(self) -> dict[str, Float]:
         """Each number that is known of a step, [R, S] over the ordinary steps in order: a part of one array."""
         numbers = self.ordinary.select_dtypes("number")
-        place = (np.searchsorted(self.ranks, self.ordinary["rank"].to_numpy(np.int64)),
-                 np.searchsorted(self.step_numbers, self.ordinary["step"].to_numpy(np.int64)))  # fmt: skip
+        place = (np.searchsorted(self.ranks, numbers["rank"].to_numpy(np.int64)),
+                 np.searchsorted(self.step_numbers, numbers["step"].to_numpy(np.int64)))  # fmt: skip
         shape = numbers.shape[1], len(self.ranks), len(self.step_numbers)
         complete = len(numbers) == shape[1] * shape[2]
         wide = np.zeros(shape) if complete else np.full(shape, np.nan)
         for of_part, name in zip(wide, numbers.columns, strict=True):
-            if not complete or numbers[name].any():  # of zeros, nothing that is not written to takes room
+            if not complete or numbers[name].any():  # pages of zeros that nobody writes to take no room
                 of_part[place] = numbers[name].to_numpy(np.float64)
         wide.flags.writeable = False
         return dict(zip(numbers.columns, wide, strict=True))

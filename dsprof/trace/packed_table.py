@@ -35,11 +35,11 @@ class PackedTable:
 
     @staticmethod
     def joined(tables: Sequence[PackedTable]) -> PackedTable:
-        """Tables of other ranks each, in order of rank, one behind the other."""
-        found = copy(tables[0])
-        blocks = [block for of in tables for block in zip(of._blocks, of._ranks, strict=False)]
-        if blocks:
-            found._blocks, found._ranks = [block for block, _ in blocks], [ranks for _, ranks in blocks]
+        """Tables of different ranks each, in order of rank, one behind the other."""
+        found, filled = copy(tables[0]), [table for table in tables if table._ranks]
+        if filled:
+            found._blocks = [block for table in filled for block in table._blocks]
+            found._ranks = [ranks for table in filled for ranks in table._ranks]
         return found
 
     def table(self) -> pd.DataFrame:

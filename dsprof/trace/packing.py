@@ -113,12 +113,15 @@ class _TakenApart(pickle.Pickler):
         self.by_rank: list[ByRank[Any]] = []
         self.content = b""
         self._place: dict[int, int] = {}
+        self._words: dict[str, str] = {}
 
     def persistent_id(self, item: Any) -> Any:
         kind = type(item)
         if kind is str:
-            self.names.append(self._names.word(item))
-            return f"{len(self.names) - 1}"
+            if item not in self._words:
+                self._words[item] = f"{len(self.names)}"  # the same text each time is a few bytes in a pickle
+                self.names.append(self._names.word(item))
+            return self._words[item]
         if kind is int:
             if not INT64.min <= item <= INT64.max:
                 return None

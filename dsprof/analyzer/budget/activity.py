@@ -25,7 +25,8 @@ ACTIVITY: Final[Mapping[str, tuple[str, ...]]] = {
     "gauge": ("rank", "kind", "name", "start_ns", "value"),
     "pause": ("rank", "step", "kind", "lane", "start_ns", "dur_ns", "value"),
 }  # fmt: skip
-"""Of rows of each kind, the columns that say something: of thousands of ranks there are millions of rows."""
+"""Of rows of each kind, the columns that say something: of thousands of ranks there are millions of rows. `kind` is for
+what is asked of whole ranks' rows, too."""
 KINDS: Final = tuple(ACTIVITY)
 ISSUED: Final = ("rank", "step", "purpose", "name", "group", "issue_ns", "bytes")
 GRADIENT, BUFFER, PARAMETER, OTHER, BARRIER = "gradient", "buffer", "parameter", "other", "barrier"

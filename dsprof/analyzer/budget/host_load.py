@@ -27,7 +27,7 @@ class Gauges:
 
     def __init__(self, rows: pd.DataFrame | RankRows, steps: pd.DataFrame) -> None:
         ordinary = steps[["rank", "step", "start_ns", "dur_ns"]][steps["ordinary"]]
-        self._rows = as_rows(rows).table
+        self._rows = as_rows(rows).table[["kind", "rank", "name", "start_ns", "value"]]
         self._spent: dict[str, Float] = {}
         ranks, self._rank = np.unique(ordinary["rank"].to_numpy(np.int64), return_inverse=True)
         self.steps, self._step = np.unique(ordinary["step"].to_numpy(np.int64), return_inverse=True)

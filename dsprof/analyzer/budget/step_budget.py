@@ -38,8 +38,8 @@ LAYERS: Final = (
 """In order of precedence. `outside_training` is no part of the budget: it counts as `other`."""
 COMPUTE: Final = LAYERS.index("compute")
 OF_STEP: Final = ("rank", "step", "start_ns", "dur_ns")
-COLUMN: Final = {"outside_training": "apart_ms"}
-"""Layers that have a column of another name."""
+KINDS: Final = ("checkpointing", "compilation", "evaluation")
+"""Of schema.TIME_KINDS, those that `outside_training` tells."""
 WORK: Final = ("compute", "data", "optimizer", "offload", "pause", "other")
 """Parts that are a rank's own doing; the rest is waiting for others."""
 THREAD_WORK: Final = ("phase", "pipe", "module", "copy", "launch", "pause")
@@ -243,10 +243,8 @@ def step_budget(times: Mapping[int, RankTime], steps: pd.DataFrame) -> pd.DataFr
 
 
 def time_of_parts(times: Mapping[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame:
-    """The same columns in whole ns, but for `other`, which is all the rest: as tasks send them."""
-    kinds = {kind: None for time in times.values() for kind in time.outside_training}
-    names = (*(part for part in BUDGET_PARTS if part != "other"), *(f"{kind}_ms" for kind in ("apart", *sorted(kinds))))
-    columns: dict[str, Int] = {name: np.zeros(len(steps), np.int64) for name in names}
+    """`steps` with a column in ns for each of LAYERS and each kind of time outside training: as tasks send them."""
+    columns: dict[str, Int] = {name: np.zeros(len(steps), np.int64) for name in (*LAYERS, *KINDS)}
     starts, lengths = steps["start_ns"].to_numpy(np.int64), steps["dur_ns"].to_numpy(np.int64)
     of = steps["rank"].to_numpy(np.int64)
     by_rank = np.argsort(of, kind="stable")
@@ -256,23 +254,21 @@ def time_of_parts(times: Mapping[int, RankTime], steps: pd.DataFrame) -> pd.Data
         end = start + lengths[chosen]
         upto_start, upto_end = time.before(start), time.before(end)
         for part in LAYERS:
-            columns[COLUMN.get(part, part)][chosen] = upto_end[part] - upto_start[part]
+            columns[part][chosen] = upto_end[part] - upto_start[part]
         for kind, spans in time.outside_training.items():
-            columns[f"{kind}_ms"][chosen] = spans.before(end) - spans.before(start)
+            columns[kind][chosen] = spans.before(end) - spans.before(start)
     return steps.assign(**columns)
 
 
 def in_ms(steps: pd.DataFrame) -> pd.DataFrame:
-    """`time_of_parts` of all ranks, with `other`, in ms."""
-    spent = {str(name): steps[name].to_numpy(np.int64) for name in steps.columns if name not in OF_STEP}
-    other = steps["dur_ns"].to_numpy(np.int64).copy()
-    for part in LAYERS:
-        if part not in COLUMN:
-            other -= spent[part]
-    spent["other"] = other
-    apart = (name for name in spent if name not in BUDGET_PARTS)
+    """`step_budget` of the steps that `time_of_parts` was told."""
+    spent = {name: steps[name].to_numpy(np.int64) for name in (*LAYERS, *KINDS)}
+    labelled = sum((spent[part] for part in LAYERS if part != "outside_training"), np.zeros(len(steps), np.int64))
+    spent["other"] = steps["dur_ns"].to_numpy(np.int64) - labelled
+    names = {part: part for part in BUDGET_PARTS}
+    names |= {"apart_ms": "outside_training", **{f"{kind}_ms": kind for kind in KINDS}}
     columns: dict[str, Any] = {name: steps[name].array for name in OF_STEP}
-    for name in (*BUDGET_PARTS, *apart):
-        ns = spent.pop(name)
-        columns[name] = ns / 1e6 if ns.any() else np.zeros(len(ns))  # which takes no room until it is written to
+    for name, part in names.items():
+        ns = spent.pop(part)
+        columns[name] = ns / 1e6 if ns.any() else np.zeros(len(ns))  # of large ones, pages that nobody writes to
     return pd.DataFrame(columns, copy=False)

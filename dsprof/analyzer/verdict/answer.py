@@ -43,7 +43,8 @@ FOR_CORES: Final = 0.3
 def answer(study: Study, judgement: Judged) -> Analysis:
     """The analysis of a run, with its verdict."""
     run, steps, irregular, ranks = study.run, study.steps, study.irregular, study.summaries
-    budget_by_rank = study.ordinary.groupby("rank")[list(BUDGET_PARTS)].mean()
+    ordinary = study.ordinary
+    budget_by_rank = ordinary.groupby("rank")[list(BUDGET_PARTS)].mean()
     # A snapshot imported by itself tells when memory changed, and of no time what it went into.
     timed = len(steps) or not study.trace.memory or any(item.capture for item in run.ranks)
     span = run_span(run, (summary.seen_ns for summary in ranks.values())) if timed else None
@@ -61,7 +62,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         steps=steps,
         irregular=irregular.table,
         step_is=describe_steps(study.of_kind("step"), study.trace),
-        budget={part: float(study.ordinary[part].mean()) for part in BUDGET_PARTS} if len(study.ordinary) else {},
+        budget={part: float(ordinary[part].mean()) for part in BUDGET_PARTS} if len(ordinary) else {},
         budget_by_rank=budget_by_rank,
         time=divide_time(span, steps, outside, irregular) if span else {},
         slowest_rank=int(budget_by_rank["peer_wait"].idxmin()) if len(budget_by_rank) > 1 else None,

@@ -38,7 +38,7 @@ SIZES: Final = re.compile(r"size mismatch|\.size\(|\.shape|stride", re.IGNORECAS
 @once
 def compiling(study: Study) -> Float:
     """How long each rank compiles in each ordinary step, ms, [R, S]."""
-    found: Float = np.nan_to_num(study.work(COMPILING)) if COMPILING in study.ordinary else np.zeros(
+    found: Float = np.nan_to_num(study.work(COMPILING)) if COMPILING in study.steps else np.zeros(
         (len(study.ranks), len(study.step_numbers))
     )  # fmt: skip
     return found

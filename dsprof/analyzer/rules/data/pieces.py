@@ -3,7 +3,7 @@ tokens for its experts, or inputs. So an equal share takes work from where it wa
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -17,10 +17,8 @@ from ...whatif.work import Change, Spans, within
 
 SURELY: Final = 4.0
 """Standard errors that the slope of a piece of work over the tokens is above nothing."""
-SAME: Final = 3.0
+SAME: Final = 4.0
 """Standard errors by which what the steps say and what the ranks say may differ."""
-LEAST_BY_STEPS: Final = 0.25
-"""Of what the ranks say of all pieces, what the steps have to say of some to be asked."""
 LEAST_TOLD: Final = 0.5
 """Correlation of a piece's deviation from the mean of the team with the share of what is given, from which on it is the
 work of that."""
@@ -60,105 +58,130 @@ def given_in_steps(beyond: Float, shares: Float) -> OfPieces:
 
 def pieces_that_follow(study: Study, teams: Iterable[Collection[int]], given: OfPieces) -> Pieces | None:
     """None: none does. teams: ranks that are to do the same work, each."""
-    graph = study.need_graph()
-    excess = np.zeros((len(study.ranks), len(study.step_numbers)))
-    every = [_Following(study, index, given, excess) for index in range(len(graph.templates))]
+    every = [_PiecesOfTemplate(study, index, given) for index in range(len(study.need_graph().templates))]
     for of_template in every:
         if len(of_template.chosen):
             of_template.find(teams)
-    found, told = ([one for of in every for one in getattr(of, name)] for name in ("spans", "told"))
+    found = [spans for of_template in every for spans in of_template.spans]
     if not found:
         return None
     spans = Spans(*(np.concatenate([getattr(one, name) for one in found]) for name in Spans.__dataclass_fields__))
+    told = [pair for of_template in every for pair in of_template.told]
     beside, beyond = (np.concatenate(each) for each in zip(*told, strict=True))
+    excess: Float = np.sum([of_template.excess for of_template in every], axis=0)
     return Pieces(Change({"compute": excess}, spans=spans), excess, float(np.corrcoef(beside, beyond)[0, 1]))
 
 
-class _Following:
-    """What follows in the steps of one template.
+class _PiecesOfTemplate:
+    """Which pieces follow in the steps of one template.
 
     A team is compared by those of its ranks that have one program. What is not seen of a rank, as what it waits for
     comes from one that was not captured, makes its program another, of other pieces: of such a rank only its step as a
-    whole is known to do more. And where a team's own ranks do not tell, those of other teams with that program do.
+    whole is known to do more. And where the ranks of a team do not tell, since they are given as much, those of other
+    teams with that program do.
 
-    spans: whose work goes; told: `_told` of each team that tells; excess: [R, S] ms, is added to
+    spans: whose work goes; told: `_told` of each team that tells; excess: [R, S] ms, what goes of each rank's step
     """
 
-    def __init__(self, study: Study, index: int, given: OfPieces, excess: Float) -> None:
+    def __init__(self, study: Study, index: int, given: OfPieces) -> None:
         graph = study.need_graph()
-        self.steps, self.given, self.excess = graph.templates[index], given, excess
+        self._steps, self._given_of = graph.templates[index], given
         columns = graph.columns_of(index)
         self.chosen = np.flatnonzero(graph.judged[columns])
-        self.judged = (np.cumsum(graph.judged) - 1)[columns[self.chosen]]
-        self.at = np.searchsorted(study.step_numbers, graph.judged_steps[self.judged])
-        self.ranks = graph.ranks[: graph.leads]
-        self.place = {rank: place for place, rank in enumerate(study.ranks)}
+        self._judged = (np.cumsum(graph.judged) - 1)[columns[self.chosen]]
+        self._at = np.searchsorted(study.step_numbers, graph.judged_steps[self._judged])
+        self._ranks = graph.ranks[: graph.leads]
+        self._place = {rank: place for place, rank in enumerate(study.ranks)}
+        self._slopes: dict[bytes, list[Float]] = defaultdict(list)
         self.spans: list[Spans] = []
         self.told: list[tuple[Float, Float]] = []
-        self._slopes: dict[bytes, list[Float]] = defaultdict(list)
+        self.excess = np.zeros((len(study.ranks), len(study.step_numbers)))
 
     def find(self, teams: Iterable[Collection[int]]) -> None:
-        programs = self.steps.structure.programs
-        left: list[tuple[list[int], list[int]]] = []
+        programs, thread_of = self._steps.structure.programs, {rank: at for at, rank in enumerate(self._ranks)}
+        left: list[tuple[list[int], list[int], _Slopes | None]] = []
         for team in teams:
-            threads = [thread for thread, rank in enumerate(self.ranks) if rank in team]
-            of_each = [programs[thread] for thread in threads]
-            most = max(of_each, key=of_each.count, default=b"")
-            alike = [thread for thread in threads if programs[thread] == most]
-            told = len(alike) >= 2 and self._compare(threads, alike)
-            others = [thread for thread in threads if not told or thread not in alike]
+            threads = sorted(thread_of[rank] for rank in team if rank in thread_of)
+            most = Counter(programs[thread] for thread in threads).most_common(1)
+            alike = [thread for thread in threads if programs[thread] == most[0][0]]
+            slopes = self._compare(threads, alike) if len(alike) >= 2 else None
+            others = threads if slopes is None or not slopes.taken else sorted({*threads} - {*alike})
             if others:
-                left.append((threads, others))
-        for threads, others in left:
-            known = [thread for thread in threads if programs[thread] in self._slopes]
-            if known:
-                self._as_elsewhere(threads, others, known[0])
+                left.append((threads, others, slopes))
+        for threads, others, slopes in left:
+            self._as_elsewhere(threads, others, slopes)
 
-    def _compare(self, threads: list[int], alike: list[int]) -> bool:
-        """Whether the ranks of a team tell which of their pieces follow. alike: those of one program."""
+    def _compare(self, threads: list[int], alike: list[int]) -> _Slopes:
+        """Which pieces of a team's ranks follow, by those of one program, `alike`."""
         of_team = np.isin(threads, alike)
         above, share, unseen = self._given(threads, alike[0])
         work = np.stack([self._compute(thread) for thread in alike])
         gone, slope = follows(work, above[of_team], share[of_team], None if unseen is None else unseen[of_team])
         if not gone.any():
-            return False
+            beyond = above[of_team] - above[of_team].mean(axis=0)
+            return _Slopes(False, *_slope(work - work.mean(axis=0), beyond)[::2])
         pieces: Bool = np.asarray(gone.any(axis=(0, 2)))
         self.told.append(_told(work, above[of_team], pieces))
-        self._slopes[self.steps.structure.programs[alike[0]]].append(slope)
+        self._slopes[self._steps.structure.programs[alike[0]]].append(slope)
         for thread, mine, took in zip(alike, gone, work, strict=True):
             self._take(thread, mine, took, pieces)
-        return True
+        return _Slopes(True, slope, slope)
 
-    def _as_elsewhere(self, threads: list[int], others: list[int], known: int) -> None:
-        """Of some ranks of a team, what is told by the ranks of any team that have the program of one that is known."""
-        program = self.steps.structure.programs[known]
-        slope = np.mean(self._slopes[program], axis=0)
-        above, share, _ = self._given(threads, known)
-        for thread in others:
-            place = threads.index(thread)
-            took, gone = self._compute(thread), slope[:, None] * above[place]
-            if self.steps.structure.programs[thread] == program:
-                self._take(thread, np.minimum(gone, most_of(took, above[place], share[place])), took, slope > 0)
+    def _as_elsewhere(self, threads: list[int], others: list[int], own: _Slopes | None) -> None:
+        """What is told of some ranks of a team by the ranks, of any team, that have their program, or that of another
+        one of them. Nothing where the team's own ranks say otherwise. own: what they say; None: nothing."""
+        programs = self._steps.structure.programs
+        known = [thread for thread in threads if programs[thread] in self._slopes]
+        for thread in others if known else ():
+            like = thread if thread in known else known[0]
+            slope = np.mean(self._slopes[programs[like]], axis=0)
+            if own is not None and not own.agrees(slope):
+                continue
+            every, shares, _ = self._given(threads, like)
+            above, share = (of[threads.index(thread)] for of in (every, shares))
+            took = self._compute(thread)
+            gone = slope[:, None] * above
+            if programs[thread] == programs[like]:
+                most = most_of(took, above, share)
+                self._take(thread, np.clip(gone, -most, most), took, slope > 0)
                 continue
             whole = took.sum(axis=0)
-            part = np.minimum(gone.sum(axis=0) / np.maximum(whole, 1e-9), MOST_OF_WORK)
+            part = np.clip(gone.sum(axis=0) / np.maximum(whole, 1e-9), -MOST_OF_WORK, MOST_OF_WORK)
             self._take(thread, part * took, took, np.asarray(took.any(axis=1)))
 
     def _given(self, threads: list[int], thread: int) -> tuple[Float, Float, Bool | None]:
-        places = [self.place[self.ranks[one]] for one in threads]
-        return self.given(self.steps.structure, thread, places, self.at)
+        places = [self._place[self._ranks[one]] for one in threads]
+        return self._given_of(self._steps.structure, thread, places, self._at)
 
     def _compute(self, thread: int) -> Float:
         """[segments of the thread, S] ms."""
-        work = self.steps.work[self.steps.structure.of_thread(thread)]
+        work = self._steps.work[self._steps.structure.of_thread(thread)]
         found: Float = work[..., within("compute")].sum(axis=-1, dtype=np.float64)[:, self.chosen]
         return found
 
     def _take(self, thread: int, gone: Float, took: Float, pieces: Bool) -> None:
         """gone, took: [W, S] ms of each piece of a thread; pieces: [W], of which something goes."""
-        self.excess[self.place[self.ranks[thread]], self.at] += gone.sum(axis=0)
+        self.excess[self._place[self._ranks[thread]], self._at] += gone.sum(axis=0)
         share = gone / np.maximum(took, 1e-9)
-        self.spans.append(_spans(self.steps, thread, pieces, self.chosen, self.judged, share))
+        self.spans.append(_spans(self._steps, thread, pieces, self.chosen, self._judged, share))
+
+
+@dataclass(frozen=True)
+class _Slopes:
+    """What a team says of its pieces. taken: whether some follow, so that its work was taken. slope, error: [W] ms for
+    one that is given one more, and the standard error of that."""
+
+    taken: bool
+    slope: Float
+    error: Float
+
+    def agrees(self, other: Float) -> bool:
+        """Whether what other teams say, [W], may be so here, too: of the pieces that follow there, all together."""
+        if self.taken:
+            return True
+        pieces = other > 0
+        apart = abs(float((self.slope - other)[pieces].sum()))
+        return apart <= SAME * float(np.sqrt((self.error[pieces] ** 2).sum()))
 
 
 def _told(work: Float, beyond: Float, pieces: Bool) -> tuple[Float, Float]:
@@ -178,11 +201,11 @@ def follows(work: Float, beyond: Float, shares: Float, unseen: Bool | None = Non
     own share over the steps; where shares hardly change, by how ranks differ.
     unseen: [N, W, S] where a share is only known to be no more than the mean. How much less it is, the work tells.
     """
-    beside, apart = work - work.mean(axis=0), beyond - beyond.mean(axis=0)  # of the team there may be others
+    beside, apart = work - work.mean(axis=0), beyond - beyond.mean(axis=0)  # these may be some of a team only
     own = apart - apart.mean(axis=2, keepdims=True)
     slope, sure, error = _slope(beside - beside.mean(axis=2, keepdims=True), own)
     of_all, surely, _ = _slope(beside, apart)
-    if sure.any() and slope[sure].sum() >= LEAST_BY_STEPS * of_all[surely].sum():  # a few pieces seem so by chance
+    if sure.any():
         # Where a rank is always ahead of the others the steps tell little, and the ranks much, if they say the same.
         alike = surely & (np.abs(of_all - slope) <= SAME * error)
         slope = np.where(alike, of_all, slope)

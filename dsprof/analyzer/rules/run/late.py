@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from scipy.special import ndtri
+from scipy.special import ndtri, stdtrit
 
 from ...arrays import Bool, Float
 from ...price.confidence_interval import intervals
@@ -16,9 +16,14 @@ LEAST_OF_WORST: Final = 0.1
 """A rank this much less late than the latest is not named beside it."""
 MOST_OF_WORK: Final = 0.95
 MANY: Final = 32
-"""Of so many ranks that do the same, one is late only if it is later than the latest of them would be by chance."""
+"""Of so many ranks that do the same, some are late in the mean by chance (`_not_by_chance`)."""
+OF_ALL: Final = 0.025
+"""The probability that any of them is."""
+HALF_OF_NORMAL: Final = 1.349
+"""Standard deviations of a normal distribution that its middle half is wide."""
 LONG_TAIL: Final = 1.5
-"""So many times as late as a normal distribution has it: what disturbs hosts comes seldom and is large."""
+"""The latest of many is at most this many times as far from the middle as in a normal distribution, since what disturbs
+hosts comes seldom and is large."""
 APART: Final = 5.0
 """A rank is late for a while only if it is so by so many times what its lateness varies by otherwise, or for long."""
 
@@ -44,7 +49,7 @@ def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) 
         members = int(group.sum())
         # Of ranks that are late in turn each is late, but none more than the others.
         others = (own[group].sum(axis=0) - own[group]) / (members - 1)
-        slow[group] &= (intervals(own[group] - others)[0] > 0) & (mean[group] > _by_chance(mean[group]))
+        slow[group] &= (intervals(own[group] - others)[0] > 0) & _not_by_chance(late[group])
         if 2 * slow[group].sum() > members:  # then that is how long it takes
             slow &= ~group
         if not slow[group].any():
@@ -59,13 +64,20 @@ def late_ones(own: Float, late: Float, groups: Sequence[Bool], least_ms: float) 
     return share
 
 
-def _by_chance(mean: Float) -> float:
-    """How late the latest of many that do the same may be by chance, ms. mean: of each, [R]. What they vary by is told
-    by those that are early, as who is late is not so by chance."""
-    if len(mean) < MANY:
-        return 0.0
-    early, middle = np.percentile(mean, [16, 50])
-    return float(middle + LONG_TAIL * (middle - early) * ndtri(1 - 0.025 / len(mean)))
+def _not_by_chance(late: Float) -> Bool:
+    """Which of the ranks that do the same are later than one of so many would be by chance, [R]: by what their own
+    steps vary by, or by what half of the ranks, those that are most alike, differ by. All of a few ranks. late: [R, S]
+    """
+    ranks, steps = late.shape
+    if ranks < MANY:
+        return np.ones(ranks, bool)
+    mean, error = late.mean(axis=1), late.std(axis=1, ddof=1) / np.sqrt(steps)
+    always = mean > stdtrit(steps - 1, 1 - OF_ALL / ranks) * error
+    ordered, half = np.sort(mean), ranks // 2 + 1
+    spread = float((ordered[half - 1 :] - ordered[: ranks - half + 1]).min()) / HALF_OF_NORMAL
+    far: Bool = mean > np.median(mean) + LONG_TAIL * spread * ndtri(1 - OF_ALL / ranks)
+    late_for_sure: Bool = far | always
+    return late_for_sure
 
 
 def in_a_spell(late: Float, group: Bool, rank: int, own: Float) -> bool:
