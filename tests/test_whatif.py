@@ -284,7 +284,7 @@ def outcome(graph: StepGraph, *calls: Sequence[WhatIf]) -> list[object] | str:
         structure = steps.structure
         found += [structure.ids.tolist(), structure.tasks, structure.thread.tolist(), structure.action.tolist()]
         found.append(sorted(zip(structure.edges.source.tolist(), structure.edges.target.tolist(), strict=True)))
-        found += [costs.tobytes() for costs in vars(steps.costs).values()]
+        found += [of.tobytes() for of in (steps.work, steps.transfer, steps.wire, steps.size)]
         found += [seen.tobytes() for seen in vars(steps.measured).values()]
     return [*found, replay(graph).durations.tolist()]
 

@@ -278,7 +278,7 @@ class _Builder:
             structure=structure,
             numbers=self.numbers[steps],
             costs=Costs(
-                work=work,
+                given=work,
                 transfer=transfer,
                 wire=np.zeros(transfer.shape),
                 size=self.tasks.size[picks] if picks.size else np.zeros(picks.shape),

@@ -246,7 +246,7 @@ def find_segments(
     for group, beginnings in zip(alike, began, strict=True):
         first[group], apart[group] = ends[-1] + np.arange(len(group)), len(group)
         ends.append(ends[-1] + beginnings.size)
-    work = no_work(ends[-1], 1)[:, 0]
+    work = no_work(ends[-1], 1, len(PARTS))[:, 0]
     for i, time in enumerate(times):
         count = counts[:, i]
         edges = np.cumsum(count + 2)

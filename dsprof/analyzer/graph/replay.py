@@ -246,7 +246,8 @@ def weights_of(steps: Steps) -> Float:
     segments, tasks = structure.segments, len(structure.tasks)
     found = np.zeros((segments + 2 * tasks + 1, len(steps.numbers)))
     total = found[:segments]  # of many ranks there is not room for many such tables
-    np.sum(steps.work, axis=-1, out=total)
+    for part in range(steps.costs.given.shape[-1]):
+        total += steps.costs.of_part(part)
     np.cumsum(total, axis=0, out=total)
     before = total[first - 1]
     before[first == 0] = 0.0

@@ -6,18 +6,22 @@ over segments or steps are worked out as float64.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from ..arrays import Float, Int
-from .step_graph import PARTS
 
+AT_ONCE: Final = 4096
+"""Segments of which work is taken away at once."""
+Taken: TypeAlias = Mapping[int, tuple[Int, Float]]
+"""Place of a part -> K segments that have less of it, and how much less, [K, S] ms."""
 MANY: Final = 1 << 19
 """Numbers of one part."""
 
 
-def no_work(segments: int, steps: int, parts: int = len(PARTS)) -> Float:
+def no_work(segments: int, steps: int, parts: int) -> Float:
     """[segments, steps, parts] zeros."""
     return _zeros((segments, steps, parts), np.dtype(np.float32 if segments * steps > MANY else np.float64))
 
@@ -42,4 +46,33 @@ def copy_work(work: Float) -> Float:
     for part in range(work.shape[-1]):
         if work[..., part].any():
             found[..., part] = work[..., part]
+    return found
+
+
+def part_without(work: Float, part: int, taken: Sequence[Taken]) -> Float:
+    """[W, S] of one part of work, of which this is taken, one after the other, and never more than there is. Where some
+    is taken, what there is less than nothing of is nothing, too. It is not written to: it may be part of the work."""
+    found: Float = work[..., part]
+    if not taken:
+        return found
+    mine = bool(found.min(initial=0.0) < 0)
+    if mine:
+        found = np.maximum(found, 0.0)
+    for some, gone in (of[part] for of in taken if part in of):
+        found, mine = found if mine else found.copy(), True
+        for first in range(0, len(some), AT_ONCE):
+            here = slice(first, first + AT_ONCE)
+            found[some[here]] = np.maximum(found[some[here]] - gone[here], 0.0)
+    return found
+
+
+def work_without(work: Float, taken: Sequence[Taken]) -> Float:
+    """[W, S, PARTS] of work, of which this is taken (`part_without`). Where something is, it may be written to."""
+    if not taken:
+        return work
+    found = _zeros(work.shape, work.dtype)
+    for part in range(work.shape[-1]):
+        left = part_without(work, part, taken)
+        if left.any():
+            found[..., part] = left
     return found

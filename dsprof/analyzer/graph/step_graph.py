@@ -22,6 +22,7 @@ from ..arrays import Bool, Float, Int
 from ..budget.step_budget import WORK
 from .evaluation_order import make_plan
 from .longest_path import Plan
+from .segment_work import Taken, part_without, work_without
 
 PARTS: Final = (*WORK, "sharding", "wake_up_delay")
 """What a segment consists of: a rank's own work by its parts, with what FSDP does for its units apart from the rest of
@@ -189,16 +190,27 @@ class Structure:
 class Costs:
     """What operations take: what a what-if changes. Times are in ms.
 
-    work:     [W, S, PARTS] what each segment takes
+    given:    [W, S, PARTS] what each segment takes, but for what is `taken`
     transfer: [C, S] what each task takes once it has all it needs; tasks under way at once do not hinder each other
     wire:     [C, S] for how long it then has the link of its lane to itself, if it is linked
     size:     [C, S] bytes
+    taken:    of `given`, what goes: of many ranks there is not room for all of their work once more
     """
 
-    work: Float
+    given: Float
     transfer: Float
     wire: Float
     size: Float
+    taken: tuple[Taken, ...] = ()
+
+    @cached_property
+    def work(self) -> Float:
+        """[W, S, PARTS] what each segment takes."""
+        return work_without(self.given, self.taken)
+
+    def of_part(self, part: int) -> Float:
+        """[W, S] of one of PARTS, whether or not all of `work` was made."""
+        return part_without(self.given, part, self.taken)
 
 
 @dataclass(frozen=True)
@@ -263,16 +275,14 @@ class Steps:
         self, *, work: Float | None = None, transfer: Float | None = None, wire: Float | None = None
     ) -> Steps:
         """The same operations, some of whose costs are others."""
-        now = self.costs
-        return replace(
-            self,
-            costs=Costs(
-                now.work if work is None else work,
-                now.transfer if transfer is None else transfer,
-                now.wire if wire is None else wire,
-                now.size,
-            ),
-        )
+        costs = self.costs if work is None else replace(self.costs, given=work, taken=())
+        transfer = costs.transfer if transfer is None else transfer
+        return replace(self, costs=replace(costs, transfer=transfer, wire=costs.wire if wire is None else wire))
+
+    def without(self, taken: Taken, transfer: Float) -> Steps:
+        """The same operations, of whose work this goes, and whose tasks take so long."""
+        costs = self.costs
+        return replace(self, costs=replace(costs, taken=(*costs.taken, taken), transfer=transfer))
 
 
 @dataclass(frozen=True)

@@ -272,7 +272,7 @@ class _Program:
             action=np.full(segments, "", object), tasks=tuple(self.tasks), outside=0,
             edges=Edges(edges[:, 0], edges[:, 1]), threads=self.plan.ranks,
         )  # fmt: skip
-        work = no_work(segments, count)
+        work = no_work(segments, count, len(PARTS))
         work[..., WORK] = np.array(self.ms)[:, None] * steps
         transfer = np.array(self.took)[:, None] * steps
         nothing = np.zeros_like(transfer)

@@ -21,8 +21,6 @@ from .select import named, threads_of
 
 OFFLOAD: Final = "offload"
 """The part of the budget that a wait for a lane of the rank's own is."""
-AT_ONCE: Final = 4096
-"""Segments of which work is taken away at once."""
 
 
 @dataclass(frozen=True)
@@ -160,8 +158,8 @@ class LessWork(WhatIf):
 
     def change(self, graph: StepGraph) -> StepGraph:
         origin = measured(graph)
-        every = zip(graph.templates, origin.templates, self._of(origin), strict=True)
-        return graph.with_templates(tuple(gone.less(steps, was.work) for steps, was, gone in every))
+        every = zip(graph.templates, self._of(origin), strict=True)
+        return graph.with_templates(tuple(gone.less(steps) for steps, gone in every))
 
     def _of(self, origin: StepGraph) -> list[_Gone]:
         """Of each template, what goes."""
@@ -198,18 +196,9 @@ class _Gone:
     work: dict[int, tuple[Int, Float]]
     transfer: Float
 
-    def less(self, steps: Steps, measured_work: Float) -> Steps:
-        """The steps without it. Any work but the measured one is a copy that was made for this graph (`apply` begins at
-        the measured one) and may be written to: of many ranks there is not room for one more."""
-        work = copy_work(measured_work) if steps.work is measured_work else steps.work
-        for part in range(work.shape[-1]):
-            if work[..., part].min(initial=0.0) < 0:
-                np.maximum(work[..., part], 0.0, out=work[..., part])
-        for part, (some, gone) in self.work.items():
-            for first in range(0, len(some), AT_ONCE):
-                here = slice(first, first + AT_ONCE)
-                work[some[here], :, part] = np.maximum(work[some[here], :, part] - gone[here], 0.0)
-        return steps.with_costs(work=work, transfer=np.maximum(steps.transfer - self.transfer, 0.0))
+    def less(self, steps: Steps) -> Steps:
+        """The steps without it."""
+        return steps.without(self.work, np.maximum(steps.transfer - self.transfer, 0.0))
 
 
 OF_DEVICE: Final = ("compute", "optimizer")

@@ -169,7 +169,7 @@ def _rest_ms(study: Study, waited: Float, host_ms: float) -> float:
 def _input_bytes(study: Study) -> float:
     """Bytes given to forward, mean of a rank's step."""
     rows = study.phase_rows
-    forward = rows.are("name", "forward") & np.isin(rows.whole("step"), study.step_numbers)
+    forward = rows.are("name", "forward") & rows.table["step"].isin(study.step_numbers).to_numpy(bool)
     return float(rows.table["bytes"][forward].sum()) / max(len(study.ranks) * len(study.step_numbers), 1)
 
 
