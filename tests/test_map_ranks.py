@@ -21,6 +21,7 @@ from synthetic import Job
 
 from dsprof.analyzer import analyze
 from dsprof.analyzer.analyze import explain
+from dsprof.analyzer.budget.step_budget import time_of_parts
 from dsprof.analyzer.rules.run.slow_chain import device_phases
 from dsprof.analyzer.study import Study, study
 from dsprof.schema import COLUMNS
@@ -249,6 +250,23 @@ def test_one_broken_rank_costs_that_rank(columns: int, warning: str, pooled: boo
     assert analysis.ranks_expected == 4
     assert warning in analysis.capture.warnings
     assert sorted(analysis.steps["rank"].unique()) == [0, 1, 3]
+
+
+def test_a_rank_whose_time_cannot_be_told_costs_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though what is worked out is worked out of several ranks at once."""
+
+    def told(times: Any, steps: pd.DataFrame) -> pd.DataFrame:
+        if 2 in times:
+            raise KeyError("two")
+        return time_of_parts(times, steps)
+
+    monkeypatch.setattr("dsprof.analyzer.rank_summary.time_of_parts", told)
+    monkeypatch.setattr("dsprof.trace.map_ranks.FEWEST_PARTS", 2)
+    analysis = analyze(job().trace())
+    assert analysis.ranks_captured == (0, 1, 3)
+    assert "rank 2: it could not be analyzed and is left out (KeyError: 'two')" in analysis.capture.warnings
+    assert sorted(analysis.steps["rank"].unique()) == [0, 1, 3]
+    assert sorted(analysis.waits["rank"].unique()) == [0, 1, 3]
 
 
 def double(rank: int) -> int:

@@ -189,20 +189,30 @@ class SummarizeRanks:
         known = len(run.warnings)
         every = each(self._of_rank, ranks)
         found = {rank: result for rank, result in every.found.items() if result is not None}
-        measured = self._joined(found) if found else None
-        return MeasuredPart(measured, tuple(run.warnings[known:]), every.failed)
+        failed = dict(every.failed)
+        try:
+            times = self._times(found) if found else None
+        except Exception:  # whatever is wrong with one rank, the others count
+            alone = each(lambda rank: self._times({rank: found[rank]}), tuple(found))
+            failed |= alone.failed
+            found = {rank: found[rank] for rank in alone.found}
+            times = self._times(found) if found else None
+        if times is None:
+            return MeasuredPart(None, tuple(run.warnings[known:]), failed)
+        tables = [of_rank.tables for of_rank in found.values()]
+        measured = MeasuredRanks(
+            ranks=ByRank((rank, of_rank.measured) for rank, of_rank in found.items()),
+            tables=tables[0] if len(tables) == 1 else join_parts(tables),  # joined with those of others later
+            steps=times[0],
+            waits=times[1],
+        )
+        return MeasuredPart(measured, tuple(run.warnings[known:]), failed)
 
-    def _joined(self, found: Mapping[int, _OfRank]) -> MeasuredRanks[Columns]:
-        every = [of_rank.tables for of_rank in found.values()]
-        tables = every[0] if len(every) == 1 else join_parts(every)  # joined with those of others later
+    def _times(self, found: Mapping[int, _OfRank]) -> tuple[pd.DataFrame, PackedTable]:
+        """Where the time of these ranks' steps went, and what they waited for."""
         times = {rank: of_rank.time for rank, of_rank in found.items()}
         steps = time_of_parts(times, pd.concat([of_rank.steps for of_rank in found.values()], ignore_index=True))
-        return MeasuredRanks(
-            ranks=ByRank((rank, of_rank.measured) for rank, of_rank in found.items()),
-            tables=tables,
-            steps=steps,
-            waits=PackedTable(waits_table(times, self._collective_columns, steps)),
-        )
+        return steps, PackedTable(waits_table(times, self._collective_columns, steps))
 
     @cached_property
     def _collective_columns(self) -> CollectiveColumns:
