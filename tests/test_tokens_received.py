@@ -137,3 +137,17 @@ def test_what_a_team_tells_is_not_said_of_one_whose_ranks_say_otherwise() -> Non
     assert mean[:4] == pytest.approx([3.0, -1.0, -1.0, -1.0], abs=0.2)
     assert mean[4:8] == pytest.approx(0.0, abs=0.01)
     assert mean[8] == pytest.approx(3.0, abs=0.2)
+
+
+def test_of_a_program_that_no_other_team_has_nothing_is_said_where_its_ranks_say_nothing() -> None:
+    """It has other pieces than the program of the team that tells, and one of its ranks has that one's."""
+    drawn = np.random.default_rng(2)
+    work = drawn.normal(10.0, 0.05, (8, 3, 20))
+    given = np.tile([1.6, 0.8, 0.8, 0.8], 2)[:, None] * drawn.uniform(0.98, 1.02, (8, 20))
+    work[:4, 1] += 5.0 * (given[:4] - 1)
+    study = team_of(work)
+    study.need_graph().templates[0].structure.programs[5:] = [b"longer"] * 3
+    found = pieces_that_follow(study, [range(4), range(4, 8)], given_in_steps(given - 1, given))
+    assert found is not None
+    assert found.excess[:4].mean(axis=1) == pytest.approx([3.0, -1.0, -1.0, -1.0], abs=0.2)
+    assert not found.excess[4:].any()

@@ -4,7 +4,7 @@ tokens for its experts, or inputs. So an equal share takes work from where it wa
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -113,30 +113,30 @@ class _PiecesOfTemplate:
 
     def _compare(self, threads: list[int], alike: list[int]) -> _Slopes:
         """Which pieces of a team's ranks follow, by those of one program, `alike`."""
-        of_team = np.isin(threads, alike)
+        of_team, program = np.isin(threads, alike), self._steps.structure.programs[alike[0]]
         above, share, unseen = self._given(threads, alike[0])
         work = np.stack([self._compute(thread) for thread in alike])
         gone, slope = follows(work, above[of_team], share[of_team], None if unseen is None else unseen[of_team])
         if not gone.any():
             beyond = above[of_team] - above[of_team].mean(axis=0)
-            return _Slopes(False, *_slope(work - work.mean(axis=0), beyond)[::2])
+            return _Slopes(False, program, *_slope(work - work.mean(axis=0), beyond)[::2])
         pieces: Bool = np.asarray(gone.any(axis=(0, 2)))
         self.told.append(_told(work, above[of_team], pieces))
-        self._slopes[self._steps.structure.programs[alike[0]]].append(slope)
+        self._slopes[program].append(slope)
         for thread, mine, took in zip(alike, gone, work, strict=True):
             self._take(thread, mine, took, pieces)
-        return _Slopes(True, slope, slope)
+        return _Slopes(True, program, slope, np.zeros_like(slope))
 
     def _as_elsewhere(self, threads: list[int], others: list[int], own: _Slopes | None) -> None:
         """What is told of some ranks of a team by the ranks, of any team, that have their program, or that of another
         one of them. Nothing where the team's own ranks say otherwise. own: what they say; None: nothing."""
         programs = self._steps.structure.programs
         known = [thread for thread in threads if programs[thread] in self._slopes]
-        for thread in others if known else ():
+        if not known or (own is not None and not own.taken and not own.agrees(self._slopes.get(own.program, ()))):
+            return
+        for thread in others:
             like = thread if thread in known else known[0]
             slope = np.mean(self._slopes[programs[like]], axis=0)
-            if own is not None and not own.agrees(slope):
-                continue
             every, shares, _ = self._given(threads, like)
             above, share = (of[threads.index(thread)] for of in (every, shares))
             took = self._compute(thread)
@@ -168,17 +168,20 @@ class _PiecesOfTemplate:
 
 @dataclass(frozen=True)
 class _Slopes:
-    """What a team says of its pieces. taken: whether some follow, so that its work was taken. slope, error: [W] ms for
-    one that is given one more, and the standard error of that."""
+    """What a team says of the pieces of a program. taken: whether some follow, so that its work was taken. slope,
+    error: [W] ms for one that is given one more, and the standard error of that."""
 
     taken: bool
+    program: bytes
     slope: Float
     error: Float
 
-    def agrees(self, other: Float) -> bool:
-        """Whether what other teams say, [W], may be so here, too: of the pieces that follow there, all together."""
-        if self.taken:
-            return True
+    def agrees(self, others: Sequence[Float]) -> bool:
+        """Whether what other teams say of the same program, [W] each, may be so here, too: of the pieces that follow
+        there, all together. Without any, it is not."""
+        if not others:
+            return False
+        other = np.mean(others, axis=0)
         pieces = other > 0
         apart = abs(float((self.slope - other)[pieces].sum()))
         return apart <= SAME * float(np.sqrt((self.error[pieces] ** 2).sum()))
