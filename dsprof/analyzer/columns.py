@@ -124,9 +124,8 @@ class RankRows:
     def by_step(self, value: Float, place: Int, ranks: Int, steps: Int) -> Float:
         """Sums of `value`, one a row, over the rows at these places, [R, S] by these ranks and steps, which are in
         order; NaN where there is no row."""
-        rank, step = (
-            np.asarray(self.array(name))[place] for name in ("rank", "step")
-        )  # of many ranks too much to keep
+        # Whole columns made wider are not kept: of many ranks they are large.
+        rank, step = (np.asarray(self.array(name))[place] for name in ("rank", "step"))
         inside = np.isin(rank, ranks) & np.isin(step, steps)
         at = np.searchsorted(ranks, rank[inside]) * len(steps) + np.searchsorted(steps, step[inside])
         size = len(ranks) * len(steps)

@@ -19,9 +19,8 @@ from dsprof.run import RunInfo
 from ..arrays import Bool, Float, Int
 from ..columns import RankRows, as_rows
 from .parts import OWN_WORK
+from .step_budget import KNOWN
 
-KNOWN: Final = ("evaluation", "checkpointing", "compilation")
-"""Kinds of time that are not training."""
 KINDS: Final = (*KNOWN, "data", "stop")
 
 FEWEST_JUDGED: Final = 5

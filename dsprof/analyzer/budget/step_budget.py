@@ -38,8 +38,8 @@ LAYERS: Final = (
 """In order of precedence. `outside_training` is no part of the budget: it counts as `other`."""
 COMPUTE: Final = LAYERS.index("compute")
 OF_STEP: Final = ("rank", "step", "start_ns", "dur_ns")
-KINDS: Final = ("checkpointing", "compilation", "evaluation")
-"""Of schema.TIME_KINDS, those that `outside_training` tells."""
+KNOWN: Final = ("evaluation", "checkpointing", "compilation")
+"""Kinds of time that are not training."""
 WORK: Final = ("compute", "data", "optimizer", "offload", "pause", "other")
 """Parts that are a rank's own doing; the rest is waiting for others."""
 THREAD_WORK: Final = ("phase", "pipe", "module", "copy", "launch", "pause")
@@ -244,7 +244,7 @@ def step_budget(times: Mapping[int, RankTime], steps: pd.DataFrame) -> pd.DataFr
 
 def time_of_parts(times: Mapping[int, RankTime], steps: pd.DataFrame) -> pd.DataFrame:
     """`steps` with a column in ns for each of LAYERS and each kind of time outside training: as tasks send them."""
-    columns: dict[str, Int] = {name: np.zeros(len(steps), np.int64) for name in (*LAYERS, *KINDS)}
+    columns: dict[str, Int] = {name: np.zeros(len(steps), np.int64) for name in (*LAYERS, *KNOWN)}
     starts, lengths = steps["start_ns"].to_numpy(np.int64), steps["dur_ns"].to_numpy(np.int64)
     of = steps["rank"].to_numpy(np.int64)
     by_rank = np.argsort(of, kind="stable")
@@ -262,11 +262,11 @@ def time_of_parts(times: Mapping[int, RankTime], steps: pd.DataFrame) -> pd.Data
 
 def in_ms(steps: pd.DataFrame) -> pd.DataFrame:
     """`step_budget` of the steps that `time_of_parts` was told."""
-    spent = {name: steps[name].to_numpy(np.int64) for name in (*LAYERS, *KINDS)}
+    spent = {name: steps[name].to_numpy(np.int64) for name in (*LAYERS, *KNOWN)}
     labelled = sum((spent[part] for part in LAYERS if part != "outside_training"), np.zeros(len(steps), np.int64))
     spent["other"] = steps["dur_ns"].to_numpy(np.int64) - labelled
     names = {part: part for part in BUDGET_PARTS}
-    names |= {"apart_ms": "outside_training", **{f"{kind}_ms": kind for kind in KINDS}}
+    names |= {"apart_ms": "outside_training", **{f"{kind}_ms": kind for kind in sorted(KNOWN)}}
     columns: dict[str, Any] = {name: steps[name].array for name in OF_STEP}
     for name, part in names.items():
         ns = spent.pop(part)

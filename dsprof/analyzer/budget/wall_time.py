@@ -14,7 +14,8 @@ from dsprof.schema import TIME_KINDS
 from ..arrays import Float, Int
 from ..columns import RankRows, as_rows
 from .intervals import Intervals
-from .irregular import KNOWN, USUAL, Irregular
+from .irregular import USUAL, Irregular
+from .step_budget import KNOWN
 
 PHASE_KIND: Final = {"checkpoint": "checkpointing", "compile": "compilation"}
 LANDMARKS: Final = ("backward", "optimizer", "checkpoint", "compile")

@@ -48,7 +48,8 @@ def lost_by_waiting_less(study: Study, gain_ms: float) -> float:
     need a core have to need it at once. At most MOST_OF_GAIN."""
     if study.contended is None or gain_ms <= 0:
         return 0.0
-    waited = float(sum(study.ordinary[part].to_numpy(np.float64) for part in WAITING).mean())
+    ordinary = study.ordinary
+    waited = float(sum(ordinary[part].to_numpy(np.float64) for part in WAITING).mean())
     share = min(gain_ms / waited, 1.0) if waited > 0 else 0.0
     here = np.isin(study.ranks, study.contended.busiest.ranks)
     a_core = float(_beside(study)[here].sum()) / study.contended.busiest.cores

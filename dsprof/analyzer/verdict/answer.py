@@ -163,7 +163,8 @@ def _waiting_for_cores(study: Study) -> str:
     """How long training threads wait for a core, in words, where ranks may be late for that; else empty."""
     waits = study.gauges.spent("core_wait_seconds")
     waits = waits[np.isfinite(waits)]
-    late_ms = float(study.ordinary["peer_wait"].mean()) if len(study.ordinary) else 0.0
+    ordinary = study.ordinary
+    late_ms = float(ordinary["peer_wait"].mean()) if len(ordinary) else 0.0
     if study.contended is None or not len(waits) or float(waits.mean()) < FOR_CORES * late_ms:
         return ""
     waits_for_core = f"a rank waits {ms(float(waits.mean()))} of each step for a core"

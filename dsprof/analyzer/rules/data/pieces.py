@@ -104,35 +104,38 @@ class _PiecesOfTemplate:
             threads = sorted(thread_of[rank] for rank in team if rank in thread_of)
             most = Counter(programs[thread] for thread in threads).most_common(1)
             alike = [thread for thread in threads if programs[thread] == most[0][0]]
-            slopes = self._compare(threads, alike) if len(alike) >= 2 else None
-            others = threads if slopes is None or not slopes.taken else sorted({*threads} - {*alike})
+            others, otherwise = threads, None
+            if len(alike) >= 2:
+                otherwise = self._compare(threads, alike)
+                others = threads if otherwise is not None else sorted({*threads} - {*alike})
             if others:
-                left.append((threads, others, slopes))
-        for threads, others, slopes in left:
-            self._as_elsewhere(threads, others, slopes)
+                left.append((threads, others, otherwise))
+        for threads, others, otherwise in left:
+            self._as_elsewhere(threads, others, otherwise)
 
-    def _compare(self, threads: list[int], alike: list[int]) -> _Slopes:
-        """Which pieces of a team's ranks follow, by those of one program, `alike`."""
+    def _compare(self, threads: list[int], alike: list[int]) -> _Slopes | None:
+        """Take what goes of the pieces of a team's ranks that follow, by those of one program, `alike`. Where none
+        follows, what they say of them."""
         of_team, program = np.isin(threads, alike), self._steps.structure.programs[alike[0]]
         above, share, unseen = self._given(threads, alike[0])
         work = np.stack([self._compute(thread) for thread in alike])
         gone, slope = follows(work, above[of_team], share[of_team], None if unseen is None else unseen[of_team])
         if not gone.any():
             beyond = above[of_team] - above[of_team].mean(axis=0)
-            return _Slopes(False, program, *_slope(work - work.mean(axis=0), beyond)[::2])
+            return _Slopes(program, *_slope(work - work.mean(axis=0), beyond)[::2])
         pieces: Bool = np.asarray(gone.any(axis=(0, 2)))
         self.told.append(_told(work, above[of_team], pieces))
         self._slopes[program].append(slope)
         for thread, mine, took in zip(alike, gone, work, strict=True):
             self._take(thread, mine, took, pieces)
-        return _Slopes(True, program, slope, np.zeros_like(slope))
+        return None
 
-    def _as_elsewhere(self, threads: list[int], others: list[int], own: _Slopes | None) -> None:
+    def _as_elsewhere(self, threads: list[int], others: list[int], otherwise: _Slopes | None) -> None:
         """What is told of some ranks of a team by the ranks, of any team, that have their program, or that of another
-        one of them. Nothing where the team's own ranks say otherwise. own: what they say; None: nothing."""
+        one of them. otherwise: what the team's own ranks say, if nothing follows; where that disagrees nothing does."""
         programs = self._steps.structure.programs
         known = [thread for thread in threads if programs[thread] in self._slopes]
-        if not known or (own is not None and not own.taken and not own.agrees(self._slopes.get(own.program, ()))):
+        if not known or (otherwise is not None and not otherwise.agrees(self._slopes.get(otherwise.program, ()))):
             return
         for thread in others:
             like = thread if thread in known else known[0]
@@ -168,10 +171,9 @@ class _PiecesOfTemplate:
 
 @dataclass(frozen=True)
 class _Slopes:
-    """What a team says of the pieces of a program. taken: whether some follow, so that its work was taken. slope,
-    error: [W] ms for one that is given one more, and the standard error of that."""
+    """What a team says of the pieces of a program. slope, error: [W] ms for one that is given one more, and the
+    standard error of that."""
 
-    taken: bool
     program: bytes
     slope: Float
     error: Float

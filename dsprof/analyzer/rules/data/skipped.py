@@ -117,7 +117,8 @@ class _Kind:
         self._waits = structure.waits[np.argsort(structure.waits[:, 1], kind="stable")]
         table = study.passes
         table = table[(table["name"] == BACKWARD) & table["step"].isin(numbers[:1])].reset_index(drop=True)
-        origin = study.ordinary.loc[study.ordinary["step"].isin(numbers[:1]), "start_ns"].min()
+        ordinary = study.ordinary
+        origin = ordinary.loc[ordinary["step"].isin(numbers[:1]), "start_ns"].min()
         begin = (table["start_ns"].to_numpy(np.int64) - (0 if table.empty else int(origin))) / 1e6
         self._backwards = np.stack([begin, begin + table["dur_ns"].to_numpy(np.float64) / 1e6], axis=1)
         self._of_rank = table.groupby("rank").indices

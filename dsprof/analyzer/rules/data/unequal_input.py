@@ -20,7 +20,7 @@ from ..base import NotJudged, at, code_fix
 from ..rule import Look, Rule, fault
 from .every_rank import of_every_rank
 from .loader import loader_site, training_loader
-from .pieces import Pieces, given_in_steps, pieces_that_follow
+from .pieces import MOST_OF_WORK, Pieces, given_in_steps, pieces_that_follow
 from .routed_tokens import routed_tokens
 from .sequence import causal, causal_shards
 
@@ -100,7 +100,7 @@ def _of_whole_steps(study: Study) -> Float | None:
         slope = float((within * (compute - compute.mean(axis=1, keepdims=True))).sum() / (within**2).sum())
     else:
         slope = float((between * _less_mean_of_team(study, compute)).sum() / (between**2).sum())
-    excess: Float = np.minimum(max(slope, 0.0) * between, 0.95 * compute)
+    excess: Float = np.minimum(max(slope, 0.0) * between, MOST_OF_WORK * compute)
     return excess
 
 
