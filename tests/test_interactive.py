@@ -59,6 +59,16 @@ def test_what_is_no_run_is_refused_with_what_makes_one(tmp_path: Path) -> None:
         dsprof.load(tmp_path / "nothing")
 
 
+def test_a_folder_that_is_named_is_not_left_for_a_run_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dsprof-out" / "a-20261101T100000Z-000001" / "capture").mkdir(parents=True)
+    below = tmp_path / "mine"
+    below.mkdir()
+    with pytest.raises(RunError, match="no run in it, nor in a dsprof-out/ there; make one"):
+        dsprof.load(below)
+    monkeypatch.chdir(below)
+    assert dsprof.load(".").path.parent == tmp_path / "dsprof-out"
+
+
 # --- tables ---------------------------------------------------------------------------------------
 
 

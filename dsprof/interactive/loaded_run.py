@@ -192,20 +192,22 @@ class Run:
 
 
 def load(path: str | os.PathLike[str] = ".", *, executor: Executor | None = None) -> Run:
-    """The run at `path`: a run folder, or a folder above, of which the newest run counts.
+    """The run at `path`: a run folder, or a folder above, of which the newest run counts, or that of its `dsprof-out`.
 
-    Where neither it nor a `dsprof-out` in it has a run, the `dsprof-out` of the folders above are looked through, as a
-    notebook often lies below them. `executor` does what is of one rank alone, such as a Dask client's
+    From the current directory (the default, and `"."`) the `dsprof-out` of the folders above are looked through as
+    well, as a notebook often lies below them. A folder that is named is not left: a run of somebody else's, above it,
+    is not what was meant. `executor` does what is of one rank alone, such as a Dask client's
     (`client.get_executor()`). Raises dsprof.run.RunError where there is none.
     """
     folder = Path(path)
-    if folder.is_dir() and not RunFolder(folder).is_run():
-        around = [folder, *(above / DEFAULT_PARENT for above in (folder.resolve(), *folder.resolve().parents))]
-        for place in around:
-            if runs_below(place):
-                return Run(find_run(place), executor)
-        raise RunError(
-            f"{path}: no run in it, nor in a {DEFAULT_PARENT}/ there or above; make one with `dsprof run train.py`, or "
-            "with dsprof.profile()"
-        )
-    return Run(find_run(folder), executor)
+    if not folder.is_dir() or RunFolder(folder).is_run():
+        return Run(find_run(folder), executor)
+    here = folder == Path()
+    above = folder.resolve().parents if here else ()
+    for place in (folder, *(parent / DEFAULT_PARENT for parent in (folder, *above))):
+        if runs_below(place):
+            return Run(find_run(place), executor)
+    raise RunError(
+        f"{path}: no run in it, nor in a {DEFAULT_PARENT}/ there{' or above' if here else ''}; make one with "
+        "`dsprof run train.py`, or with dsprof.profile()"
+    )
