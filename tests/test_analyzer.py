@@ -76,7 +76,7 @@ def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
 
     analysis = analyze(Job(jitter=0.05).trace())
     measured = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
-    chains = {rank: of.chains for rank, of in measured.ranks.items()}
+    chains = measured.chains()
     graph = build_graph(chains, analysis.collectives, analysis.steps)
     assert graph is not None
     middle = analysis.steps[analysis.steps["ordinary"]].groupby("step")["dur_ns"].mean() / 1e6

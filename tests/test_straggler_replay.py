@@ -39,7 +39,7 @@ def analyzed(name: str) -> Analysis:
 def graph_of(name: str) -> StepGraph:
     analysis = analyzed(name)
     measured = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
-    chains = {rank: of.chains for rank, of in measured.ranks.items()}
+    chains = measured.chains()
     graph = build_graph(chains, analysis.collectives, analysis.steps, analysis.run)
     assert graph is not None
     return graph

@@ -164,6 +164,7 @@ class _Judging:
             if refusal is not None and signals.replay in look.needs:
                 self.not_judged |= {code: self.absent.get(code, refusal) for code in codes}
                 continue
+            give_back()  # what the one before made: of many ranks it is as much as this one needs
             said = self._ask(codes, partial(self._whole, look))
             if said is None:
                 continue
@@ -199,7 +200,7 @@ class _Judging:
         """Price the candidates, and say what they are."""
         study = self.study
         replayed = [one for one in self.candidates if isinstance(one.change, WhatIf)]
-        give_back()  # what rules made in order to look is free: of many ranks, graphs that are changed need the room
+        give_back()  # of many ranks, graphs that are changed need the room
         if refusal is None:
             replays = price_together(study, signals.replay(study), replayed)
             self.not_judged |= replays.refused

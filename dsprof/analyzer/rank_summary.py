@@ -16,7 +16,7 @@ from dsprof.trace.load import Columns, drain_columns
 from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
 from dsprof.trace.packed_table import PackedTable
-from dsprof.trace.packing import ByRank
+from dsprof.trace.packing import ByRank, pack, unpack
 
 from .align.match import Matches
 from .align.steps import completed_steps, no_steps, steps_taken
@@ -30,6 +30,7 @@ from .budget.wall_time import spans_outside_training
 from .columns import RankRows
 from .device import DeviceTime, device_time, host_waits, kernel_steps
 from .device.host_waits import no_host_waits
+from .freed_memory import give_back
 from .graph.chains import RankChains
 from .graph.find_chains import find_chains
 from .memory.use_by_step import nothing, sum_memory
@@ -42,7 +43,7 @@ from .work.stream_phases import no_stream_phases, stream_phases
 Rows = TypeVar("Rows")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankSummary:
     """activity: how it communicated, in a few numbers (`budget.activity.find_activity`)
     outside_training: kind of schema.TIME_KINDS -> when its training thread was at it
@@ -66,17 +67,6 @@ class RankSummary:
     taken: int | None
     device: DeviceTime | None
     kernel_steps: Int
-
-
-@dataclass(frozen=True)
-class MeasuredRank:
-    """summary: what a study keeps of the rank
-    chains:  what its training thread, and its device's stream, issued and waited for (`graph.chains`): until the graph
-             is made
-    """
-
-    summary: RankSummary
-    chains: RankChains
 
 
 @dataclass(frozen=True)
@@ -113,9 +103,9 @@ PartTables: TypeAlias = "RankTables[Columns]"
 def join_parts(parts: Sequence[PartTables]) -> PartTables:
     """Those of some ranks, and of those after them, whose columns are used up; without any, no rows."""
     return RankTables(
-        activity={kind: drain_columns([part.activity[kind] for part in parts], of) for kind, of in ACTIVITY.items()},
-        issued=drain_columns([part.issued for part in parts], ISSUED),
-        staged=drain_columns([part.staged for part in parts], NEEDED),
+        activity={kind: _drained([part.activity[kind] for part in parts], of) for kind, of in ACTIVITY.items()},
+        issued=_drained([part.issued for part in parts], ISSUED),
+        staged=_drained([part.staged for part in parts], NEEDED),
         recorded=_concat([part.recorded for part in parts], RECORDED),
         passes=_concat([part.passes for part in parts], PASS_COLUMNS),
         memory=_those_with_rows([part.memory for part in parts], nothing),
@@ -123,6 +113,12 @@ def join_parts(parts: Sequence[PartTables]) -> PartTables:
         stream_phases=_those_with_rows([part.stream_phases for part in parts], no_stream_phases),
         modules=join_modules([part.modules for part in parts]),
     )
+
+
+def _drained(parts: Sequence[Columns], columns: Sequence[str]) -> Columns:
+    found = drain_columns(parts, columns)
+    give_back()  # of thousands of ranks the next ones have no room beside what these left
+    return found
 
 
 def as_tables(ranks: PartTables) -> RankTables[pd.DataFrame]:
@@ -151,17 +147,24 @@ def _concat(tables: Sequence[pd.DataFrame], columns: Sequence[str]) -> pd.DataFr
 class MeasuredRanks(Generic[Rows]):
     """What is measured of some ranks, or of all of them.
 
-    ranks:  each of those that have rows
+    summaries: of each of those that have rows, what a study keeps
+    packed_chains: `chains` of them, part by part, as tasks send them: until the graph is made
     tables: of all of these
     steps:  where the time of their training threads went: of some ranks `step_budget.time_of_parts`, of all of them
             `step_budget.step_budget`
     waits:  of these threads (`budget.wait_table.WAIT_COLUMNS`)
     """
 
-    ranks: Mapping[int, MeasuredRank]
+    summaries: Mapping[int, RankSummary]
+    packed_chains: tuple[bytes, ...]
     tables: RankTables[Rows]
     steps: pd.DataFrame
     waits: PackedTable
+
+    def chains(self) -> dict[int, RankChains]:
+        """What the training threads, and the devices' streams, issued and waited for, made anew each time. Chains that
+        lay among what stays would keep the memory between that."""
+        return {rank: chains for part in self.packed_chains for rank, chains in unpack(part).items()}
 
 
 @dataclass(frozen=True)
@@ -201,7 +204,8 @@ class SummarizeRanks:
             return MeasuredPart(None, tuple(run.warnings[known:]), failed)
         tables = [of_rank.tables for of_rank in found.values()]
         measured = MeasuredRanks(
-            ranks=ByRank((rank, of_rank.measured) for rank, of_rank in found.items()),
+            summaries=ByRank((rank, of_rank.summary) for rank, of_rank in found.items()),
+            packed_chains=(pack(ByRank((rank, of_rank.chains) for rank, of_rank in found.items())),),
             tables=tables[0] if len(tables) == 1 else join_parts(tables),  # joined with those of others later
             steps=times[0],
             waits=times[1],
@@ -250,7 +254,8 @@ def summarize_ranks(
     tables = as_tables(join_parts([part.tables for part in found]))
     steps = [part.steps for part in found]
     return MeasuredRanks(
-        ranks={rank: one for part in found for rank, one in part.ranks.items()},
+        summaries={rank: one for part in found for rank, one in part.summaries.items()},
+        packed_chains=tuple(packed for part in found for packed in part.packed_chains),
         tables=tables,
         steps=in_ms(pd.concat(steps, ignore_index=True) if steps else time_of_parts({}, no_steps())),
         waits=PackedTable.joined([part.waits for part in found]) if found else PackedTable(no_waits()),
@@ -262,7 +267,8 @@ class _OfRank:
     """steps: that it completed (`align.steps.completed_steps`)
     time:  where its training thread's time went. It stays in the task."""
 
-    measured: MeasuredRank
+    summary: RankSummary
+    chains: RankChains
     steps: pd.DataFrame
     time: RankTime
     tables: PartTables
@@ -298,4 +304,4 @@ def _summarize(
         stream_phases=stream_phases(table, rank),
         modules=sum_modules(rows, rank),
     )
-    return _OfRank(MeasuredRank(summary, chains.without_waits()), completed_steps(rows), time, tables)
+    return _OfRank(summary, chains.without_waits(), completed_steps(rows), time, tables)

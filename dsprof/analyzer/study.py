@@ -266,19 +266,13 @@ class Study:
         return (int(numbers[0]), int(numbers[-1])) if len(numbers) else None
 
     @cached_property
-    def _wide(self) -> dict[str, Float]:
-        """Each number that is known of a step, [R, S] over the ordinary steps in order: a part of one array."""
-        numbers = self.ordinary.select_dtypes("number")
-        place = (np.searchsorted(self.ranks, numbers["rank"].to_numpy(np.int64)),
-                 np.searchsorted(self.step_numbers, numbers["step"].to_numpy(np.int64)))  # fmt: skip
-        shape = numbers.shape[1], len(self.ranks), len(self.step_numbers)
-        complete = len(numbers) == shape[1] * shape[2]
-        wide = np.zeros(shape) if complete else np.full(shape, np.nan)
-        for of_part, name in zip(wide, numbers.columns, strict=True):
-            if not complete or numbers[name].any():  # pages of zeros that nobody writes to take no room
-                of_part[place] = numbers[name].to_numpy(np.float64)
-        wide.flags.writeable = False
-        return dict(zip(numbers.columns, wide, strict=True))
+    def _row_of(self) -> npt.NDArray[np.int32]:
+        """The row of `steps` that each rank and ordinary step has, [R, S] in order; -1: none."""
+        rows = np.flatnonzero(self.steps["ordinary"].to_numpy(bool))
+        rank, step = (self.steps[name].to_numpy(np.int64)[rows] for name in ("rank", "step"))
+        found = np.full((len(self.ranks), len(self.step_numbers)), -1, np.int32)
+        found[np.searchsorted(self.ranks, rank), np.searchsorted(self.step_numbers, step)] = rows
+        return found
 
     def work(self, part: str) -> Float:
         """Time of a budget part in ms, [R, S] over the ordinary steps in order; or another number of `steps`.
@@ -288,7 +282,8 @@ class Study:
             graph = self.need_graph()
             spent: Float = chain_work(graph, part)[hosts(graph)]
             return spent
-        return self._wide[part]
+        number, row = self.steps[part].to_numpy(np.float64), self._row_of
+        return np.where(row >= 0, number[row], np.nan) if len(number) else np.empty(row.shape)
 
     @cached_property
     def input_sizes(self) -> Float | None:
@@ -342,11 +337,9 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
 
     # Second pass. Each rank by itself: what it did when it was not training, and where its training thread's time went.
     measured = summarize_ranks(aligned.trace, collectives, matches, executor, observer)
-    ranks = {rank: of_rank.summary for rank, of_rank in measured.ranks.items()}
-    chains = {rank: of_rank.chains for rank, of_rank in measured.ranks.items()}
-    tables, steps, waits = measured.tables, measured.steps, measured.waits
+    ranks, tables, steps, waits = measured.summaries, measured.tables, measured.steps, measured.waits
     activity = tables.activity
-    del measured, matches  # what was issued and waited for is in the waits, and in the graph
+    del matches
     give_back()
 
     # All ranks together: their steps, and which of them are ordinary.
@@ -355,9 +348,12 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
     ordinary, length = steps[steps["ordinary"]], step_time(steps)
     overhead = measure_overhead(activity["gauge"], ordinary)
     estimated = estimate_overhead(run, tables.recorded, ordinary)
+    del ordinary
 
     # The step graph, and whether to believe it.
     clock_error_ms = aligned.clock_error_us / 1e3
+    chains = measured.chains()
+    del measured  # what was issued and waited for is in the waits, and in the graph
     graph, checked = checked_graph(chains, collectives, steps, run, aligned.topology, clock_error_ms)
 
     # Memory, devices, cores.

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import pandas as pd
+from pandas.arrays import BooleanArray, FloatingArray, IntegerArray
 
 from dsprof.run import RunFolder, RunInfo
 from dsprof.schema import COLUMNS
@@ -115,7 +116,15 @@ def _concat(parts: Sequence[Any], dtype: str) -> Any:
     first = parts[0].dtype
     if any(part.dtype != first for part in parts):
         return pd.concat([pd.Series(part) for part in parts], ignore_index=True).array
+    if isinstance(parts[0], BooleanArray | FloatingArray | IntegerArray) and all(part.isna().all() for part in parts):
+        return _nothing_known(parts[0], sum(map(len, parts)))
     return type(parts[0])._concat_same_type(parts)
+
+
+def _nothing_known(like: Any, count: int) -> Any:
+    """A column without a value, which takes no room: a trace has columns that nothing in it has. It is not written to;
+    a copy of it is like any other."""
+    return type(like)(np.broadcast_to(like.dtype.numpy_dtype.type(0), count), np.broadcast_to(np.True_, count))
 
 
 def join_categories(parts: Sequence[Any]) -> pd.Categorical:

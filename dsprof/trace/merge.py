@@ -89,11 +89,12 @@ def bring_up_to_date(
     _note_deep(info)
     note_groups(info)
     info.hangs = folder.read_hangs() or info.hangs
-    if info != before or not folder.run_json.exists():
-        try:
-            folder.write_info(info)
-        except OSError as error:
-            warn(info, f"run.json: not updated ({error.strerror})")
+    if info == before and folder.run_json.exists():
+        return before, unwritten  # the same, and not strewn over all that was made of thousands of ranks meanwhile
+    try:
+        folder.write_info(info)
+    except OSError as error:
+        warn(info, f"run.json: not updated ({error.strerror})")
     return info, unwritten
 
 

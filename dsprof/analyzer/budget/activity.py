@@ -41,7 +41,7 @@ PROGRESS: Final = tuple({*KINDS, "comm"} - {*NO_PROGRESS})
 """And waits for messages."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankActivity:
     """begun_ns: when it began something last, which samples are not; 0: it did nothing
     host_ns:  purpose -> how long issuing each communication of it took the thread that did, where that is known,

@@ -10,7 +10,6 @@ there, is joined to it by an edge across steps.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,6 +20,7 @@ import pandas as pd
 from dsprof.run import RunInfo
 
 from ..arrays import Float, Int
+from ..freed_memory import give_back
 from .chains import RankChains, of_host, without_own_lanes
 from .durations import no_later_than_seen, transfers, wake_up_delays
 from .events import ISSUE, WAIT, ProgramEvents, Time, find_events, find_segments, without_microbatch
@@ -97,13 +97,14 @@ def _builder(
     follows = np.append(False, np.diff(numbers) == 1)
     first_own = len(collectives) + np.cumsum([0, *(of_ranks[rank].own_tasks for rank in ranks)])[:-1]
     own = [replace(of_ranks[rank], chains=()) for rank in ranks]
-    programs, times = [chain.program for chain in chains], [chain.time for chain in chains]
+    programs = [chain.program for chain in chains]
+    times: list[Time] = [chain.time for chain in chains]
     names = tuple(chain.name for chain in chains)
     of_ranks.clear()  # and with it all that they issued and waited for, which is among the events now
     del every, beside, chains
-    events = find_events(programs, begin, end, first_own[leads])
-    tasks = find_tasks(collectives, own, events, ranks, leads, run)
-    events = replace(events, ended=events.when)  # what ended when is known of the tasks now
+    events, first_end = find_events(programs, begin, end, first_own[leads], len(collectives))
+    give_back()  # what is freed here and below is as large as what is made next
+    tasks = find_tasks(collectives, own, events, first_end, ranks, leads, run)
     return _Builder(ranks, names, leads, numbers, judged, follows, begin, end, events, times, tasks)
 
 
@@ -136,7 +137,7 @@ class _Builder:
         begin: Int,
         end: Int,
         events: ProgramEvents,
-        times: Sequence[Time],
+        times: list[Time],
         tasks: Tasks,
     ) -> None:
         self.ranks, self.numbers, self.judged, self.follows = ranks, numbers, judged, follows
@@ -189,8 +190,9 @@ class _Builder:
         alike = [template.steps for template in self.templates]
         segments = find_segments(self.times, self.events, self.begin, self.end, alike)
         of_template = zip(self.templates, segments.began, segments.work, strict=True)
-        self.times, self.events = (), self.elsewhere  # of many ranks there is not room for all that is known at once
+        self.events = self.elsewhere  # of many ranks there is not room for all that is known at once
         del by_key, segments
+        give_back()
         gap = np.zeros(self.begin.shape)
         gap[:, 1:] = np.where(self.follows[1:], (self.begin[:, 1:] - self.end[:, :-1]) / 1e6, 0.0)
         return StepGraph(
@@ -256,7 +258,7 @@ class _Builder:
         """work: [W, S, PARTS], which the steps take over; began_ns: [W, S]."""
         steps, structure = np.array(template.steps), template.structure
         reference = self.reference[steps]
-        began = (began_ns - reference) / 1e6
+        began = np.empty(began_ns.shape, work.dtype)
         picks = np.array([[targets[i] for targets in template.targets] for i, _ in template.tasks], np.int64)
         picks = picks.reshape(len(template.tasks), len(steps))
         ended, last = (
@@ -268,7 +270,8 @@ class _Builder:
         at_once = max(AT_ONCE // max(structure.segments, 1), 1)
         for first in range(0, len(steps), at_once):  # no step tells anything of another one
             some = slice(first, first + at_once)
-            seen, supplied = began[:, some], outside[:, some]
+            seen, supplied = (began_ns[:, some] - reference[some]) / 1e6, outside[:, some]
+            began[:, some] = seen
             over = seen + work[:, some].sum(axis=-1)
             over_at = no_later_than_seen(structure, seen, ended[:, some])
             kept = {lane: until[:, some] for lane, until in busy.items()}

@@ -20,6 +20,7 @@ from ..arrays import Float, Int, places
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import BEHIND, RankTime
 from ..columns import RankRows, as_rows
+from ..freed_memory import give_back
 from .segment_work import no_work
 from .step_graph import PARTS
 
@@ -44,11 +45,11 @@ Narrow = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class ProgramEvents:
-    """ProgramEvents by step, chain and time.
+    """The events of programs, by step, chain and time.
 
     step:   index of the step, -1: in none of the graph's; rank: index of the chain; what: ISSUE, ...
     target: row of `tasks.Tasks`, -1: none. These four are narrow: of many ranks there are millions of events
-    when, ended: ns, the latter when the rank saw its task end (-1: unknown)
+    when:   ns
     action: of a event at either end of one, which: `action_code`; narrow where there is none
     """
 
@@ -57,7 +58,6 @@ class ProgramEvents:
     what: npt.NDArray[np.int8]
     target: Narrow
     when: Int
-    ended: Int
     action: Int
 
     def take(self, chosen: Int | slice) -> ProgramEvents:
@@ -66,9 +66,12 @@ class ProgramEvents:
 
 Program = tuple[npt.NDArray[Any], ...]
 """One rank's events in any order: what, target, when, ended, action, own. The target is a row of the matched table, or
-of the rank's own `LaneTasks` where `own` is 1; the others are as in `ProgramEvents`. A rank keeps them in types as
-narrow as they fit in (`_narrow`)."""
+of the rank's own `LaneTasks` where `own` is 1; `ended` is when the rank saw what it issued end, ns (-1: unknown); the
+others are as in `ProgramEvents`. A rank keeps them in types as narrow as they fit in (`_narrow`)."""
 WHAT, TARGET, WHEN, ENDED, ACTION, OWN = range(6)
+NEVER: Final = np.iinfo(np.int64).max
+CHAINS: Final = 1024
+"""After so many, what they took is given back."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,12 @@ class Segments:
     work: tuple[Float, ...]
 
 
-def find_events(programs: list[Program], begin: Int, end: Int, first_own: Int) -> ProgramEvents:
-    """The events of these chains. begin, end: [T, N] of the graph's steps, ns; `first_own`: [T] the row of
-    `tasks.Tasks` that the first of the own tasks of each one's rank is.
+def find_events(
+    programs: list[Program], begin: Int, end: Int, first_own: Int, shared: int
+) -> tuple[ProgramEvents, Int]:
+    """The events of these chains; and [shared] of each row of the matched table when the first chain that issued it saw
+    it end, ns (NEVER: unknown). begin, end: [T, N] of the graph's steps, ns; `first_own`: [T] the row of `tasks.Tasks`
+    that the first of the own tasks of each one's rank is.
 
     programs: is emptied: of many ranks there is not room for them and for the events twice
     """
@@ -99,7 +105,7 @@ def find_events(programs: list[Program], begin: Int, end: Int, first_own: Int) -
     first = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)  # of each chain's in each step, in this order
     step, rank, target = (np.empty(total, np.int32) for _ in range(3))
     what = np.empty(total, np.int8)
-    moment, ended = (np.empty(total, np.int64) for _ in range(2))
+    moment, first_end = np.empty(total, np.int64), np.full(shared, NEVER)
     action = np.empty(total, np.result_type(*(columns[ACTION] for columns in programs)))
     programs.reverse()
     for i, mine in enumerate(steps):
@@ -109,9 +115,11 @@ def find_events(programs: list[Program], begin: Int, end: Int, first_own: Int) -
         place = places(first[:, i], counts[:, i])
         step[place], rank[place] = mine[order], i
         target[place] = (columns[TARGET] + np.where(columns[OWN] == 1, first_own[i], 0))[order]
-        for column, into in ((WHAT, what), (WHEN, moment), (ENDED, ended), (ACTION, action)):
+        for column, into in ((WHAT, what), (WHEN, moment), (ACTION, action)):
             into[place] = columns[column][order]
-    return ProgramEvents(step, rank, what, target, moment, ended, action)
+        seen = (columns[WHAT] == ISSUE) & (columns[OWN] == 0) & (columns[ENDED] >= 0)
+        np.minimum.at(first_end, columns[TARGET][seen], columns[ENDED][seen])
+    return ProgramEvents(step, rank, what, target, moment, action), first_end
 
 
 def find_program(
@@ -227,10 +235,13 @@ class Time(Protocol):
 
 
 def find_segments(
-    times: Sequence[Time], events: ProgramEvents, begin: Int, end: Int, alike: Sequence[Sequence[int]]
+    times: list[Time], events: ProgramEvents, begin: Int, end: Int, alike: Sequence[Sequence[int]]
 ) -> Segments:
     """What lies between the events, from the beginning of each step to its end. alike: indices of steps that have as
-    many events of each chain, in groups; each step is in one."""
+    many events of each chain, in groups; each step is in one.
+
+    times: is emptied: of many ranks there is not room for them and for their segments
+    """
     steps, chains = begin.shape[1], len(times)
     key = events.step.astype(np.int64)
     key *= chains
@@ -247,7 +258,11 @@ def find_segments(
         first[group], apart[group] = ends[-1] + np.arange(len(group)), len(group)
         ends.append(ends[-1] + beginnings.size)
     work = no_work(ends[-1], 1, len(PARTS))[:, 0]
-    for i, time in enumerate(times):
+    times.reverse()
+    for i in range(chains):
+        time = times.pop()
+        if i % CHAINS == 0:
+            give_back()
         count = counts[:, i]
         edges = np.cumsum(count + 2)
         when = np.empty(int(edges[-1]), np.int64)

@@ -20,7 +20,7 @@ from ..align.match import BOTH_SIDES, SEND_RECV, SENDER_GOES_ON
 from ..arrays import Float, Int
 from ..budget.lane_tasks import LaneTasks, kinds_of
 from .chains import Flows, RankChains
-from .events import ISSUE, ProgramEvents
+from .events import ISSUE, NEVER, ProgramEvents
 
 EVERYONE, OWN = 0, 1
 """Whose arrival the end of a task depends on, as a rank sees it: on that of all; OWN + i: on that of rank i itself and,
@@ -95,25 +95,22 @@ def find_tasks(
     collectives: pd.DataFrame,
     own: Sequence[RankChains],
     events: ProgramEvents,
+    first_end: Int,
     ranks: tuple[int, ...],
     leads: Int,
     run: RunInfo | None,
 ) -> Tasks:
     """Those of the matched table; then each rank's own, and the flows between its chains.
 
-    own: of each rank; leads: [T] of each chain, the one that leads its rank: of the first of `ranks` it is 0
+    own: of each rank; first_end: as `find_events` gives it; leads: [T] of each chain, the one that leads its rank: of
+    the first of `ranks` it is 0
     """
     shared, alone = len(collectives), sum(of_rank.own_tasks for of_rank in own)
-    issues = events.what == ISSUE
     home = _owner_steps(events, shared + alone)
-    target, ended = events.target[issues], events.ended[issues]
     message = (collectives["name"] == SEND_RECV).to_numpy(bool)
     end = collectives["end_ns"].to_numpy(np.int64).copy()
-    seen = (ended >= 0) & (target < shared)
-    earliest = np.full(shared, np.iinfo(np.int64).max)
-    np.minimum.at(earliest, target[seen], ended[seen])
-    known = earliest < np.iinfo(np.int64).max
-    end[known] = np.maximum(earliest[known], collectives["last_ns"].to_numpy(np.int64)[known])
+    known = first_end < NEVER
+    end[known] = np.maximum(first_end[known], collectives["last_ns"].to_numpy(np.int64)[known])
     of_all = (collectives["needs"] == "all").to_numpy(bool)
     latest = np.where(of_all, np.maximum(collectives["end_ns"].to_numpy(np.int64), end), end)
     eager = (collectives["needs"] == "eager").to_numpy(bool)

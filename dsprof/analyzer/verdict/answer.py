@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
+import pandas as pd
 
 from dsprof.schema import BUDGET_PARTS
 
@@ -15,6 +16,7 @@ from ..analysis import Analysis, CaptureQuality
 from ..budget.wall_time import divide_time, run_span
 from ..device import unknown_kernels
 from ..finding import Finding
+from ..freed_memory import give_back
 from ..graph.evaluation_order import Cyclic
 from ..graph.path_summary import PathSummary, summarize_path
 from ..hang.transient_hang import transient_hangs
@@ -42,9 +44,9 @@ FOR_CORES: Final = 0.3
 
 def answer(study: Study, judgement: Judged) -> Analysis:
     """The analysis of a run, with its verdict."""
+    give_back()  # what judging made
     run, steps, irregular, ranks = study.run, study.steps, study.irregular, study.summaries
-    ordinary = study.ordinary
-    budget_by_rank = ordinary.groupby("rank")[list(BUDGET_PARTS)].mean()
+    budget, budget_by_rank = _budget(study)
     # A snapshot imported by itself tells when memory changed, and of no time what it went into.
     timed = len(steps) or not study.trace.memory or any(item.capture for item in run.ranks)
     span = run_span(run, (summary.seen_ns for summary in ranks.values())) if timed else None
@@ -62,7 +64,7 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         steps=steps,
         irregular=irregular.table,
         step_is=describe_steps(study.of_kind("step"), study.trace),
-        budget={part: float(ordinary[part].mean()) for part in BUDGET_PARTS} if len(ordinary) else {},
+        budget=budget,
         budget_by_rank=budget_by_rank,
         time=divide_time(span, steps, outside, irregular) if span else {},
         slowest_rank=int(budget_by_rank["peer_wait"].idxmin()) if len(budget_by_rank) > 1 else None,
@@ -106,6 +108,13 @@ def answer(study: Study, judgement: Judged) -> Analysis:
         untold=untold_work(study, judgement),
     )
     return replace(analysis, verdict=verdict, stack_difference=_stack_difference(study, analysis))
+
+
+def _budget(study: Study) -> tuple[dict[str, float], pd.DataFrame]:
+    """Mean of each part of the ordinary steps, in ms: of all ranks, and of each."""
+    ordinary = study.ordinary
+    every = {part: float(ordinary[part].mean()) for part in BUDGET_PARTS} if len(ordinary) else {}
+    return every, ordinary.groupby("rank")[list(BUDGET_PARTS)].mean()
 
 
 def _stack_difference(study: Study, analysis: Analysis) -> StackDifference | None:

@@ -269,8 +269,10 @@ def _shares(graph: StepGraph, index: int, change: Change, peer_groups: Sequence[
         own = sum((steps.work[:, chosen, k] for k in within(part)), stood[:, chosen] if part == OFFLOAD else 0.0)
         total = np.zeros((structure.threads, len(chosen)))
         np.add.at(total, structure.thread, own)
-        gone = np.zeros(stood.shape)
-        gone[:, chosen] = np.minimum(of_part[:, judged] / np.maximum(total, 1e-9), 1.0)[structure.thread]
+        del own  # of many ranks one table of segments is large
+        share = np.zeros((structure.threads, stood.shape[1]))
+        share[:, chosen] = np.minimum(of_part[:, judged] / np.maximum(total, 1e-9), 1.0)
+        gone = share[structure.thread]
         found = _Shares({**found.work, **dict.fromkeys(within(part), gone)}, gone if part == OFFLOAD else found.stood)
     return found
 

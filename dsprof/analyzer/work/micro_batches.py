@@ -63,7 +63,7 @@ class UnequalMicroBatches:
 
 def can_tell(study: Study) -> bool:
     """Whether enough forwards and backwards of micro-batches were seen."""
-    return _computations(study) is not None
+    return _looked_at(study)[0]
 
 
 @dataclass(frozen=True)
@@ -111,12 +111,20 @@ class _Passes:
     beside: Float
 
 
-@once
 def unequal_micro_batches(study: Study) -> UnequalMicroBatches | None:
     """None where micro-batches take equally long, differ for another reason, or were not seen."""
+    return _looked_at(study)[1]
+
+
+@once
+def _looked_at(study: Study) -> tuple[bool, UnequalMicroBatches | None]:
+    """Whether enough was seen, and what was found. Of thousands of ranks the computations take more room than all that
+    is found in them, and are not kept."""
     each = _computations(study)
-    if each is None:
-        return None
+    return each is not None, None if each is None else _unequal(study, each)
+
+
+def _unequal(study: Study, each: _Computations) -> UnequalMicroBatches | None:
     passes = _passes(each)
     both = _forwards_beside_backwards(passes)
     if both is None:  # one of the two computes nothing
@@ -166,7 +174,6 @@ def micro_batch_counts(study: Study) -> Float | None:
     return forward if (forward > 0).all() and (forward == backward).all() else None
 
 
-@once
 def _computations(study: Study) -> _Computations | None:
     table = study.passes
     if study.on_gpu or table.empty:  # on devices their hosts' phases say nothing of what they take
@@ -197,20 +204,9 @@ def _computations(study: Study) -> _Computations | None:
     of_place = np.zeros(len(parts), np.int64)
     of_place[pair] = place
     usual = np.bincount(place, ms) / np.bincount(of_place)
+    when = start[there], length[there]
     return _Computations(
-        rank,
-        step,
-        stage,
-        micro,
-        replica,
-        back,
-        kind,
-        place,
-        batch,
-        start[there],
-        length[there],
-        ms,
-        usual[place] / parts[pair],
+        rank, step, stage, micro, replica, back, kind, place, batch, *when, ms, usual[place] / parts[pair]
     )
 
 
