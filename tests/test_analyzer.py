@@ -70,13 +70,14 @@ def test_the_budget_sums_to_the_step(ranks: int) -> None:
 def test_replay_of_the_measured_job_gives_the_measured_steps() -> None:
     from dsprof.analyzer.align.match import Matches
     from dsprof.analyzer.graph.build_graph import build_graph
+    from dsprof.analyzer.graph.chains_of_ranks import PackedChains
     from dsprof.analyzer.graph.replay import replay
     from dsprof.analyzer.graph.validate import check
     from dsprof.analyzer.rank_summary import summarize_ranks
 
     analysis = analyze(Job(jitter=0.05).trace())
     measured = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
-    chains = measured.chains()
+    chains = PackedChains(measured.chains)
     graph = build_graph(chains, analysis.collectives, analysis.steps)
     assert graph is not None
     middle = analysis.steps[analysis.steps["ordinary"]].groupby("step")["dur_ns"].mean() / 1e6

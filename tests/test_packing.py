@@ -14,6 +14,7 @@ from test_map_ranks import assert_equal
 
 from dsprof.analyzer.align.aligned import ReadArrivals, align
 from dsprof.analyzer.align.match import Matches, match_collectives
+from dsprof.analyzer.graph.chains_of_ranks import PackedChains
 from dsprof.analyzer.rank_summary import SummarizeRanks
 from dsprof.trace.packing import ByRank, pack, unpack
 from dsprof.trace.strings import plain_strings
@@ -127,5 +128,5 @@ def test_both_passes_send_few_bytes_a_rank_and_step() -> None:
         assert measured.measured is not None
         assert len(measured.measured.summaries) == RANKS
         assert len(assert_comes_back(measured)) / (RANKS * STEPS) <= MOST_BYTES
-        whole = measured, measured.measured.chains()
+        whole = measured, dict(PackedChains(measured.measured.chains))
         assert len(pickle.dumps(whole)) / (RANKS * STEPS) > 3 * MOST_BYTES

@@ -14,6 +14,7 @@ from dsprof.analyzer import analyze
 from dsprof.analyzer.align.match import Matches
 from dsprof.analyzer.analysis import Analysis
 from dsprof.analyzer.graph.build_graph import build_graph
+from dsprof.analyzer.graph.chains_of_ranks import PackedChains
 from dsprof.analyzer.graph.step_graph import PARTS, StepGraph
 from dsprof.analyzer.graph.validate import check
 from dsprof.analyzer.rank_summary import summarize_ranks
@@ -39,7 +40,7 @@ def analyzed(name: str) -> Analysis:
 def graph_of(name: str) -> StepGraph:
     analysis = analyzed(name)
     measured = summarize_ranks(analysis.trace, analysis.collectives, Matches(analysis.collectives))
-    chains = measured.chains()
+    chains = PackedChains(measured.chains)
     graph = build_graph(chains, analysis.collectives, analysis.steps, analysis.run)
     assert graph is not None
     return graph

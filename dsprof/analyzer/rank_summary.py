@@ -16,7 +16,7 @@ from dsprof.trace.load import Columns, drain_columns
 from dsprof.trace.map_ranks import Observer, each, map_parts
 from dsprof.trace.merge import warn
 from dsprof.trace.packed_table import PackedTable
-from dsprof.trace.packing import ByRank, pack, unpack
+from dsprof.trace.packing import ByRank
 
 from .align.match import Matches
 from .align.steps import completed_steps, no_steps, steps_taken
@@ -32,6 +32,7 @@ from .device import DeviceTime, device_time, host_waits, kernel_steps
 from .device.host_waits import no_host_waits
 from .freed_memory import give_back
 from .graph.chains import RankChains
+from .graph.chains_of_ranks import packed_part
 from .graph.find_chains import find_chains
 from .memory.use_by_step import nothing, sum_memory
 from .work.layer_costs import NEEDED, staged_rows
@@ -148,7 +149,8 @@ class MeasuredRanks(Generic[Rows]):
     """What is measured of some ranks, or of all of them.
 
     summaries: of each of those that have rows, what a study keeps
-    packed_chains: `chains` of them, part by part, as tasks send them: until the graph is made
+    chains: what their training threads, and their devices' streams, issued and waited for, part by part
+            (`graph.chains_of_ranks.packed_part`): until the graph is made
     tables: of all of these
     steps:  where the time of their training threads went: of some ranks `step_budget.time_of_parts`, of all of them
             `step_budget.step_budget`
@@ -156,15 +158,10 @@ class MeasuredRanks(Generic[Rows]):
     """
 
     summaries: Mapping[int, RankSummary]
-    packed_chains: tuple[bytes, ...]
+    chains: tuple[tuple[tuple[int, ...], bytes], ...]
     tables: RankTables[Rows]
     steps: pd.DataFrame
     waits: PackedTable
-
-    def chains(self) -> dict[int, RankChains]:
-        """What the training threads, and the devices' streams, issued and waited for, made anew each time. Chains that
-        lay among what stays would keep the memory between that."""
-        return {rank: chains for part in self.packed_chains for rank, chains in unpack(part).items()}
 
 
 @dataclass(frozen=True)
@@ -205,7 +202,7 @@ class SummarizeRanks:
         tables = [of_rank.tables for of_rank in found.values()]
         measured = MeasuredRanks(
             summaries=ByRank((rank, of_rank.summary) for rank, of_rank in found.items()),
-            packed_chains=(pack(ByRank((rank, of_rank.chains) for rank, of_rank in found.items())),),
+            chains=(packed_part({rank: of_rank.chains for rank, of_rank in found.items()}),),
             tables=tables[0] if len(tables) == 1 else join_parts(tables),  # joined with those of others later
             steps=times[0],
             waits=times[1],
@@ -255,7 +252,7 @@ def summarize_ranks(
     steps = [part.steps for part in found]
     return MeasuredRanks(
         summaries={rank: one for part in found for rank, one in part.summaries.items()},
-        packed_chains=tuple(packed for part in found for packed in part.packed_chains),
+        chains=tuple(packed for part in found for packed in part.chains),
         tables=tables,
         steps=in_ms(pd.concat(steps, ignore_index=True) if steps else time_of_parts({}, no_steps())),
         waits=PackedTable.joined([part.waits for part in found]) if found else PackedTable(no_waits()),

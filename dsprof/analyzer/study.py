@@ -37,6 +37,7 @@ from .columns import RankRows, is_one_of
 from .device import Devices, compare_devices
 from .freed_memory import give_back
 from .graph.chain_work import chain_work, hosts
+from .graph.chains_of_ranks import PackedChains
 from .graph.checked_graph import checked_graph
 from .graph.step_graph import StepGraph
 from .graph.validate import ReplayCheck
@@ -352,7 +353,7 @@ def study(trace: Trace, executor: Executor | None = None, observer: Observer | N
 
     # The step graph, and whether to believe it.
     clock_error_ms = aligned.clock_error_us / 1e3
-    chains = measured.chains()
+    chains = PackedChains(measured.chains)
     del measured  # what was issued and waited for is in the waits, and in the graph
     graph, checked = checked_graph(chains, collectives, steps, run, aligned.topology, clock_error_ms)
 

@@ -5,6 +5,7 @@ segment_work   the own work of its segments, held part by part
 chains       the chains of a rank: its training thread, a device's stream, and what they give each other
 find_chains  which chains a rank has
 device_phases  phases that were timed on a device, and the steps of its rank
+chains_of_ranks  those of all ranks, a rank at a time
 gathers      parameters that a stream of its own gathers: when each could have been issued
 phase_chain  that of a device whose phases were timed by events
 kernel_chains  those of a device whose kernels were traced

@@ -10,6 +10,7 @@ there, is joined to it by an edge across steps.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -22,6 +23,7 @@ from dsprof.run import RunInfo
 from ..arrays import Float, Int
 from ..freed_memory import give_back
 from .chains import RankChains, of_host, without_own_lanes
+from .chains_of_ranks import ChangedChains, EachChain
 from .durations import no_later_than_seen, transfers, wake_up_delays
 from .events import ISSUE, WAIT, ProgramEvents, Time, find_events, find_segments, without_microbatch
 from .step_graph import WAKE_UP_DELAY, Costs, CrossStepEdges, Measured, StepGraph, Steps
@@ -37,26 +39,25 @@ MOST_BRIDGED: Final = 8
 
 
 def build_graph(
-    ranks: dict[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None = None
+    ranks: Mapping[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None = None
 ) -> StepGraph | None:
     """The steps that are judged, and the few between them, of the ranks that have steps. None where no step is judged.
 
     Where ranks issue their own copies in another order each step, as when they read ahead into whichever buffer is
     free, no two steps are alike, and nothing is known of what a copy would delay in another: then copies are no tasks.
 
-    ranks:    emptied as soon as it is not needed any more: of many ranks there is not room for them and for the graph
+    ranks:    gone through in order, several times
     steps:    rank, step, start_ns, dur_ns, ordinary
     """
-    own_copies = any(len(of_rank.own) for of_rank in ranks.values())
-    chains = dict(ranks)
-    if not own_copies:
-        ranks.clear()
-    builder = _builder(chains, collectives, steps, run)
-    graph = builder.build() if builder is not None else None
+    builder = _builder(ranks, collectives, steps, run)
+    if builder is None:
+        return None
+    own_copies, graph = builder.own_copies, builder.build()
     del builder
-    if graph is None or not own_copies or _alike(graph) >= LEAST_ALIKE:
+    if not own_copies or _alike(graph) >= LEAST_ALIKE:
         return graph
-    again = _builder({rank: without_own_lanes(of) for rank, of in ranks.items()}, collectives, steps, run)
+    without_copies = ChangedChains(ranks, lambda _, chains: without_own_lanes(chains))
+    again = _builder(without_copies, collectives, steps, run)
     return again.build() if again is not None else None
 
 
@@ -66,18 +67,19 @@ def _alike(graph: StepGraph) -> float:
 
 
 def _builder(
-    of_ranks: dict[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None
+    of_ranks: Mapping[int, RankChains], collectives: pd.DataFrame, steps: pd.DataFrame, run: RunInfo | None
 ) -> _Builder | None:
-    """All that a graph takes of the chains; None where no step is judged. of_ranks: is emptied."""
+    """All that a graph takes of the chains but their work; None where no step is judged."""
     ranks = tuple(sorted(set(of_ranks) & set(steps["rank"].tolist())))
     numbers, judged = _chosen(steps, len(ranks))
-    every = [chain for rank in ranks for chain in of_ranks[rank].chains]
-    if not all(np.isin(numbers, chain.numbers).all() for chain in every if len(chain.numbers)):
-        # What devices did was not seen in every step.
-        of_ranks.update({rank: of_host(of_ranks[rank]) for rank in ranks})
-    beside = [(i, chain) for i, rank in enumerate(ranks) for chain in of_ranks[rank].chains[1:]]
     if not len(numbers):
         return None
+    known = [of_ranks[rank].outline() for rank in ranks]
+    timed = (chain.numbers for of_rank in known for chain in of_rank.chains if len(chain.numbers))
+    if not all(np.isin(numbers, of_chain).all() for of_chain in timed):  # what devices did was not seen in every step
+        of_ranks = ChangedChains(of_ranks, lambda _, chains: of_host(chains))
+        known = [of_ranks[rank].outline() for rank in ranks]
+    beside = [(i, chain) for i, of_rank in enumerate(known) for chain in of_rank.chains[1:]]
     rank, step = (steps[name].to_numpy(np.int64) for name in ("rank", "step"))
     inside = np.flatnonzero(np.isin(step, numbers) & np.isin(rank, ranks))
     at_step = np.searchsorted(ranks, rank[inside]), np.searchsorted(numbers, step[inside])
@@ -85,26 +87,22 @@ def _builder(
     begin[at_step] = steps["start_ns"].to_numpy(np.int64)[inside]
     end: Int = begin.copy()
     end[at_step] += steps["dur_ns"].to_numpy(np.int64)[inside]
-    for i, chain in enumerate(of_ranks[rank].chains[0] for rank in ranks):
-        if len(chain.numbers):
+    for i, of_rank in enumerate(known):
+        if len((chain := of_rank.chains[0]).numbers):
             at = np.searchsorted(chain.numbers, numbers)
             begin[i], end[i] = chain.begin[at], chain.end[at]
     for _, chain in beside:
         at = np.searchsorted(chain.numbers, numbers)
         begin, end = np.vstack([begin, chain.begin[at]]), np.vstack([end, chain.end[at]])
-    chains = [of_ranks[rank].chains[0] for rank in ranks] + [chain for _, chain in beside]
+    names = (*(of_rank.chains[0].name for of_rank in known), *(chain.name for _, chain in beside))
     leads = np.array([*range(len(ranks)), *(i for i, _ in beside)], np.int64)
     follows = np.append(False, np.diff(numbers) == 1)
-    first_own = len(collectives) + np.cumsum([0, *(of_ranks[rank].own_tasks for rank in ranks)])[:-1]
-    own = [replace(of_ranks[rank], chains=()) for rank in ranks]
-    programs = [chain.program for chain in chains]
-    times: list[Time] = [chain.time for chain in chains]
-    names = tuple(chain.name for chain in chains)
-    of_ranks.clear()  # and with it all that they issued and waited for, which is among the events now
-    del every, beside, chains
+    first_own = len(collectives) + np.cumsum([0, *(of_rank.own_tasks for of_rank in known)])[:-1]
+    programs = EachChain(of_ranks, ranks, lambda chain: chain.program)
     events, first_end = find_events(programs, begin, end, first_own[leads], len(collectives))
     give_back()  # what is freed here and below is as large as what is made next
-    tasks = find_tasks(collectives, own, events, first_end, ranks, leads, run)
+    tasks = find_tasks(collectives, known, events, first_end, ranks, leads, run)
+    times = EachChain(of_ranks, ranks, lambda chain: chain.time)
     return _Builder(ranks, names, leads, numbers, judged, follows, begin, end, events, times, tasks)
 
 
@@ -137,7 +135,7 @@ class _Builder:
         begin: Int,
         end: Int,
         events: ProgramEvents,
-        times: list[Time],
+        times: Iterable[tuple[int, Time]],
         tasks: Tasks,
     ) -> None:
         self.ranks, self.numbers, self.judged, self.follows = ranks, numbers, judged, follows
@@ -146,6 +144,7 @@ class _Builder:
         self.reference = begin.min(axis=0)
         self.stretch = np.cumsum(~follows)
         self.tasks = tasks
+        self.own_copies = bool((tasks.owner >= 0).any())
         issues = events.what == ISSUE
         home = np.where(events.target >= 0, self.tasks.home[events.target], -1) if len(self.tasks.home) else events.step
         # Issued in another step than the one the task belongs to: those events, and where they are among all.

@@ -14,7 +14,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..align.topology import Topology
 from ..arrays import Float, Int
 from ..budget.intervals import Intervals
 from ..budget.lane_tasks import LaneTasks
@@ -137,14 +136,37 @@ class RankChains:
     behind: Intervals = field(default_factory=Intervals.empty)
     incomplete: str = ""
 
-    @property
-    def own_tasks(self) -> int:
-        return len(self.own) + len(self.flows)
+    def outline(self) -> RankOutline:
+        chains = tuple(ChainSteps(chain.name, chain.numbers, chain.begin, chain.end) for chain in self.chains)
+        return RankOutline(chains, self.own, self.flows)
 
     def without_waits(self) -> RankChains:
         """All that a graph is made of: what was waited for is in the programs."""
         chains = tuple(replace(chain, time=chain.time.without_waits()) for chain in self.chains)
         return replace(self, chains=chains, time=self.time.without_waits())
+
+
+@dataclass(frozen=True, slots=True)
+class ChainSteps:
+    """The steps of a chain (`Chain`)."""
+
+    name: str
+    numbers: Int
+    begin: Int
+    end: Int
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutline:
+    """What of a rank's chains (`RankChains`) is held of all ranks at once: neither programs nor where time goes."""
+
+    chains: tuple[ChainSteps, ...]
+    own: LaneTasks
+    flows: Flows
+
+    @property
+    def own_tasks(self) -> int:
+        return len(self.own) + len(self.flows)
 
 
 def of_thread(time: RankTime, program: Program) -> RankChains:
@@ -164,22 +186,11 @@ def of_host(chains: RankChains) -> RankChains:
     return replace(chains, chains=(alone,), flows=Flows.none())
 
 
-def without_unseen_waits(of_ranks: Mapping[int, RankChains], topology: Topology) -> dict[int, RankChains]:
-    """The same, where waits for messages of ranks that were not captured are no time of the rank's own, which would be
-    as long whatever a change did: of ranks without a device, where another one of the stage has all of its messages.
-    That one has them as late, and who communicates with it is held up as long. One that waits for none stays itself."""
-    seen_whole = {
-        topology.stage_of[rank]
-        for rank, chains in of_ranks.items()
-        if rank in topology.stage_of and not len(chains.time.unseen_messages.start)
-    }
-    found = dict(of_ranks)
-    for rank, chains in of_ranks.items():
-        held = topology.stage_of.get(rank) in seen_whole and len(chains.chains) == 1
-        if held and len(chains.time.unseen_messages.start):
-            (chain,), time = chains.chains, chains.time.without_unseen_messages()
-            found[rank] = replace(chains, chains=(replace(chain, time=ThreadTime(time)),), time=time)
-    return found
+def without_unseen_messages(chains: RankChains) -> RankChains:
+    """The same of a rank with one chain, whose waits for messages of ranks that were not captured are no time of its
+    own."""
+    (chain,), time = chains.chains, chains.time.without_unseen_messages()
+    return replace(chains, chains=(replace(chain, time=ThreadTime(time)),), time=time)
 
 
 def without_own_lanes(chains: RankChains) -> RankChains:

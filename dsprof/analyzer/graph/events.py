@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final, Protocol
@@ -20,7 +20,6 @@ from ..arrays import Float, Int, places
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import BEHIND, RankTime
 from ..columns import RankRows, as_rows
-from ..freed_memory import give_back
 from .segment_work import no_work
 from .step_graph import PARTS
 
@@ -70,8 +69,6 @@ of the rank's own `LaneTasks` where `own` is 1; `ended` is when the rank saw wha
 others are as in `ProgramEvents`. A rank keeps them in types as narrow as they fit in (`_narrow`)."""
 WHAT, TARGET, WHEN, ENDED, ACTION, OWN = range(6)
 NEVER: Final = np.iinfo(np.int64).max
-CHAINS: Final = 1024
-"""After so many, what they took is given back."""
 
 
 @dataclass(frozen=True)
@@ -84,32 +81,28 @@ class Segments:
 
 
 def find_events(
-    programs: list[Program], begin: Int, end: Int, first_own: Int, shared: int
+    programs: Iterable[tuple[int, Program]], begin: Int, end: Int, first_own: Int, shared: int
 ) -> tuple[ProgramEvents, Int]:
     """The events of these chains; and [shared] of each row of the matched table when the first chain that issued it saw
-    it end, ns (NEVER: unknown). begin, end: [T, N] of the graph's steps, ns; `first_own`: [T] the row of `tasks.Tasks`
-    that the first of the own tasks of each one's rank is.
+    it end, ns (NEVER: unknown).
 
-    programs: is emptied: of many ranks there is not room for them and for the events twice
+    programs: of each chain, with its number; gone through twice
+    begin, end: [T, N] of the graph's steps, ns
+    first_own: [T] the row of `tasks.Tasks` that the first of the own tasks of each one's rank is
     """
-    chains, number = len(programs), begin.shape[1]
-    steps: list[Narrow] = []
-    counts = np.zeros((number + 1, chains), np.int64)
-    for i, columns in enumerate(programs):
-        when = columns[WHEN]
-        at = np.searchsorted(begin[i], when, "right") - 1
-        within = (at >= 0) & (when < end[i][np.maximum(at, 0)])
-        steps.append(np.where(within, at, -1).astype(np.int32))
-        counts[:, i] = np.bincount(steps[i] + 1, minlength=number + 1)
+    chains, number = begin.shape
+    counts, actions = np.zeros((number + 1, chains), np.int64), {np.dtype(np.int8)}
+    for i, columns in programs:
+        counts[:, i] = np.bincount(_steps_of(columns[WHEN], begin[i], end[i]) + 1, minlength=number + 1)
+        actions.add(columns[ACTION].dtype)
     total = int(counts.sum())
     first = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)  # of each chain's in each step, in this order
     step, rank, target = (np.empty(total, np.int32) for _ in range(3))
     what = np.empty(total, np.int8)
     moment, first_end = np.empty(total, np.int64), np.full(shared, NEVER)
-    action = np.empty(total, np.result_type(*(columns[ACTION] for columns in programs)))
-    programs.reverse()
-    for i, mine in enumerate(steps):
-        columns = programs.pop()
+    action = np.empty(total, np.result_type(*actions))
+    for i, columns in programs:
+        mine = _steps_of(columns[WHEN], begin[i], end[i])
         turn = _turn(columns[WHAT], columns[TARGET], columns[OWN], columns[WHEN])
         order = np.lexsort((turn, columns[WHEN], mine))
         place = places(first[:, i], counts[:, i])
@@ -120,6 +113,13 @@ def find_events(
         seen = (columns[WHAT] == ISSUE) & (columns[OWN] == 0) & (columns[ENDED] >= 0)
         np.minimum.at(first_end, columns[TARGET][seen], columns[ENDED][seen])
     return ProgramEvents(step, rank, what, target, moment, action), first_end
+
+
+def _steps_of(when: Int, begin: Int, end: Int) -> Int:
+    """The index of the step that each moment is in, -1: in none. begin, end: [N] of the steps, ns."""
+    at = np.searchsorted(begin, when, "right") - 1
+    found: Int = np.where((at >= 0) & (when < end[np.maximum(at, 0)]), at, -1)
+    return found
 
 
 def find_program(
@@ -235,14 +235,11 @@ class Time(Protocol):
 
 
 def find_segments(
-    times: list[Time], events: ProgramEvents, begin: Int, end: Int, alike: Sequence[Sequence[int]]
+    times: Iterable[tuple[int, Time]], events: ProgramEvents, begin: Int, end: Int, alike: Sequence[Sequence[int]]
 ) -> Segments:
-    """What lies between the events, from the beginning of each step to its end. alike: indices of steps that have as
-    many events of each chain, in groups; each step is in one.
-
-    times: is emptied: of many ranks there is not room for them and for their segments
-    """
-    steps, chains = begin.shape[1], len(times)
+    """What lies between the events, from the beginning of each step to its end. times: of each chain, with its number;
+    alike: indices of steps that have as many events of each chain, in groups; each step is in one."""
+    chains, steps = begin.shape
     key = events.step.astype(np.int64)
     key *= chains
     key += events.rank
@@ -258,11 +255,7 @@ def find_segments(
         first[group], apart[group] = ends[-1] + np.arange(len(group)), len(group)
         ends.append(ends[-1] + beginnings.size)
     work = no_work(ends[-1], 1, len(PARTS))[:, 0]
-    times.reverse()
-    for i in range(chains):
-        time = times.pop()
-        if i % CHAINS == 0:
-            give_back()
+    for i, time in times:
         count = counts[:, i]
         edges = np.cumsum(count + 2)
         when = np.empty(int(edges[-1]), np.int64)

@@ -19,7 +19,7 @@ from ..align.broadcast_tree import holds_up, members_of
 from ..align.match import BOTH_SIDES, SEND_RECV, SENDER_GOES_ON
 from ..arrays import Float, Int
 from ..budget.lane_tasks import LaneTasks, kinds_of
-from .chains import Flows, RankChains
+from .chains import Flows, RankOutline
 from .events import ISSUE, NEVER, ProgramEvents
 
 EVERYONE, OWN = 0, 1
@@ -93,7 +93,7 @@ class Tasks:
 
 def find_tasks(
     collectives: pd.DataFrame,
-    own: Sequence[RankChains],
+    own: Sequence[RankOutline],
     events: ProgramEvents,
     first_end: Int,
     ranks: tuple[int, ...],
