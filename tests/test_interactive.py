@@ -66,7 +66,17 @@ def test_a_folder_that_is_named_is_not_left_for_a_run_above_it(tmp_path: Path, m
     with pytest.raises(RunError, match="no run in it, nor in a dsprof-out/ there; make one"):
         dsprof.load(below)
     monkeypatch.chdir(below)
-    assert dsprof.load(".").path.parent == tmp_path / "dsprof-out"
+    found = dsprof.load(".")
+    assert found.path.parent == tmp_path / "dsprof-out"
+
+
+def test_a_run_is_found_again_when_the_directory_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "dsprof-out" / "a-20261101T100000Z-000001", forward=lambda rank, step: 40)
+    monkeypatch.chdir(tmp_path)
+    newest, named = dsprof.load(), dsprof.load("dsprof-out/a-20261101T100000Z-000001")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert len(newest.steps) == len(named.steps) == 80
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -100,6 +110,15 @@ def test_collectives_say_who_came_last_and_how_fast_they_were(run: Run) -> None:
     assert one["transfer_ms"] == pytest.approx(4.2)
     assert one["busbw_gbps"] == pytest.approx((4 << 20) / 4.2e6)  # of two ranks: 2 (n - 1) / n is 1
     assert 25 < one["skew_ms"] < 35
+
+
+def test_events_may_be_written_to(run: Run) -> None:
+    events = run.events
+    empty = [name for name in events if events[name].isna().all() and events[name].dtype == "Int64"]
+    assert empty
+    for name in empty:
+        events.loc[events["rank"] == 0, name] = 1
+        assert events[name].sum() == (events["rank"] == 0).sum()
 
 
 def test_events_are_all_rows_on_one_clock(run: Run) -> None:

@@ -9,7 +9,9 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from records import capture_of
@@ -21,6 +23,7 @@ from dsprof.run import RankExit, RunError, RunFolder, open_run
 from dsprof.trace import load, merge
 from dsprof.trace.capture import Capture, read_capture
 from dsprof.trace.derive import trace_rows
+from dsprof.trace.load import concat_arrays, drain_columns
 
 
 def run_of(job: Job, path: Path) -> RunFolder:
@@ -344,3 +347,18 @@ def test_a_trace_that_cannot_be_written_is_analyzed_all_the_same(tmp_path: Path)
     trace = load(folder)
     assert analyze(trace).step_count == 40
     assert any("not written" in warning for warning in trace.run.warnings)
+
+
+def test_a_column_without_a_value_of_thousands_of_ranks_takes_no_room() -> None:
+    def part(count: int) -> dict[str, Any]:
+        return {"bytes": pd.array([None] * count, "Int64"), "dur_ns": pd.array([1] * count, "Int64")}
+
+    columns = drain_columns([part(3), part(2)])
+    assert columns["bytes"].dtype == "Int64"
+    assert columns["bytes"].isna().tolist() == [True] * 5
+    assert columns["dur_ns"].tolist() == [1] * 5
+    assert columns["bytes"].to_numpy(float, na_value=np.nan).strides != (0,)  # a copy is like any other
+    table = pd.DataFrame(columns, copy=False)
+    assert table["bytes"].fillna(7).tolist() == [7] * 5
+    assert table.sort_values("bytes")["dur_ns"].sum() == 5
+    assert concat_arrays([part(3), part(2)]).assign(bytes=1)["bytes"].tolist() == [1] * 5

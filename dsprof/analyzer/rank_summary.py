@@ -118,7 +118,7 @@ def join_parts(parts: Sequence[PartTables]) -> PartTables:
 
 def _drained(parts: Sequence[Columns], columns: Sequence[str]) -> Columns:
     found = drain_columns(parts, columns)
-    give_back()  # of thousands of ranks the next ones have no room beside what these left
+    give_back()  # of thousands of ranks, there is no room for the next table beside the freed parts of this one
     return found
 
 

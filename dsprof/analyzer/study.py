@@ -284,7 +284,7 @@ class Study:
             spent: Float = chain_work(graph, part)[hosts(graph)]
             return spent
         number, row = self.steps[part].to_numpy(np.float64), self._row_of
-        return np.where(row >= 0, number[row], np.nan) if len(number) else np.empty(row.shape)
+        return np.where(row >= 0, number[row], np.nan) if len(number) else np.full(row.shape, np.nan)
 
     @cached_property
     def input_sizes(self) -> Float | None:

@@ -192,22 +192,23 @@ class Run:
 
 
 def load(path: str | os.PathLike[str] = ".", *, executor: Executor | None = None) -> Run:
-    """The run at `path`: a run folder, or a folder above, of which the newest run counts, or that of its `dsprof-out`.
+    """The run at `path`: a run folder, or a folder that holds runs, itself or in its `dsprof-out`: then the newest.
 
-    From the current directory (the default, and `"."`) the `dsprof-out` of the folders above are looked through as
-    well, as a notebook often lies below them. A folder that is named is not left: a run of somebody else's, above it,
+    From the current directory (the default, and `"."`) the `dsprof-out` of the folders around it are looked through as
+    well, as a notebook often lies below them. A folder that is named is not left: a run of somebody else's, around it,
     is not what was meant. `executor` does what is of one rank alone, such as a Dask client's
     (`client.get_executor()`). Raises dsprof.run.RunError where there is none.
     """
     folder = Path(path)
     if not folder.is_dir() or RunFolder(folder).is_run():
-        return Run(find_run(folder), executor)
-    here = folder == Path()
-    above = folder.resolve().parents if here else ()
-    for place in (folder, *(parent / DEFAULT_PARENT for parent in (folder, *above))):
+        found = find_run(folder)
+        return Run(RunFolder(found.path.absolute()), executor)  # which is read later, maybe from another directory
+    here, whole = folder == Path(), folder.resolve()
+    above = whole.parents if here else ()
+    for place in (whole, *(parent / DEFAULT_PARENT for parent in (whole, *above))):
         if runs_below(place):
             return Run(find_run(place), executor)
     raise RunError(
-        f"{path}: no run in it, nor in a {DEFAULT_PARENT}/ there{' or above' if here else ''}; make one with "
+        f"{path}: no run in it, nor in a {DEFAULT_PARENT}/ there{' or above it' if here else ''}; make one with "
         "`dsprof run train.py`, or with dsprof.profile()"
     )

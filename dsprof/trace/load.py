@@ -97,10 +97,10 @@ def concat_columns(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COL
 
 def drain_columns(tables: Sequence[Columns], columns: Sequence[str] = EVERY_COLUMN) -> Columns:
     """Like `concat_columns`, but it empties the tables that it is given, column by column: of thousands of ranks there
-    is not room for all of them twice."""
+    is not room for all of them twice. A column without a value takes no room, and cannot be written to."""
     if not tables:
         return concat_columns(tables, columns)
-    return {name: _concat([table.pop(name) for table in tables], COLUMNS[name]) for name in list(tables[0])}
+    return {name: _drained([table.pop(name) for table in tables], COLUMNS[name]) for name in list(tables[0])}
 
 
 def drain_rows(tables: list[pd.DataFrame], columns: Sequence[str] = EVERY_COLUMN) -> pd.DataFrame:
@@ -116,15 +116,14 @@ def _concat(parts: Sequence[Any], dtype: str) -> Any:
     first = parts[0].dtype
     if any(part.dtype != first for part in parts):
         return pd.concat([pd.Series(part) for part in parts], ignore_index=True).array
-    if isinstance(parts[0], BooleanArray | FloatingArray | IntegerArray) and all(part.isna().all() for part in parts):
-        return _nothing_known(parts[0], sum(map(len, parts)))
     return type(parts[0])._concat_same_type(parts)
 
 
-def _nothing_known(like: Any, count: int) -> Any:
-    """A column without a value, which takes no room: a trace has columns that nothing in it has. It is not written to;
-    a copy of it is like any other."""
-    return type(like)(np.broadcast_to(like.dtype.numpy_dtype.type(0), count), np.broadcast_to(np.True_, count))
+def _drained(parts: Sequence[Any], dtype: str) -> Any:
+    if not all(isinstance(part, BooleanArray | FloatingArray | IntegerArray) and part.isna().all() for part in parts):
+        return _concat(parts, dtype)
+    count = sum(map(len, parts))
+    return type(parts[0])(np.broadcast_to(parts[0].dtype.numpy_dtype.type(0), count), np.broadcast_to(np.True_, count))
 
 
 def join_categories(parts: Sequence[Any]) -> pd.Categorical:

@@ -90,7 +90,7 @@ def bring_up_to_date(
     note_groups(info)
     info.hangs = folder.read_hangs() or info.hangs
     if info == before and folder.run_json.exists():
-        return before, unwritten  # the same, and not strewn over all that was made of thousands of ranks meanwhile
+        return before, unwritten  # of thousands of ranks, it lies together: `info` keeps the room of what lay around it
     try:
         folder.write_info(info)
     except OSError as error:

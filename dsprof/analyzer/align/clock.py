@@ -109,7 +109,7 @@ class Clocks:
         for name in ("issue_ns", "arrival_ns"):
             told = rows[name].notna().to_numpy(bool)
             if not told.any():
-                continue
+                continue  # a column without a value takes no room
             when = rows[name].to_numpy(np.int64, na_value=0).copy()
             when[told] -= self._ahead(when[told], host[told])
             moved[name] = pd.arrays.IntegerArray(when, ~told)

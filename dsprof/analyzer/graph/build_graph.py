@@ -257,7 +257,7 @@ class _Builder:
         """work: [W, S, PARTS], which the steps take over; began_ns: [W, S]."""
         steps, structure = np.array(template.steps), template.structure
         reference = self.reference[steps]
-        began = np.empty(began_ns.shape, work.dtype)
+        began = np.empty(began_ns.shape)
         picks = np.array([[targets[i] for targets in template.targets] for i, _ in template.tasks], np.int64)
         picks = picks.reshape(len(template.tasks), len(steps))
         ended, last = (

@@ -69,6 +69,7 @@ of the rank's own `LaneTasks` where `own` is 1; `ended` is when the rank saw wha
 others are as in `ProgramEvents`. A rank keeps them in types as narrow as they fit in (`_narrow`)."""
 WHAT, TARGET, WHEN, ENDED, ACTION, OWN = range(6)
 NEVER: Final = np.iinfo(np.int64).max
+"""A moment that is not known."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Segments:
 def find_events(
     programs: Iterable[tuple[int, Program]], begin: Int, end: Int, first_own: Int, shared: int
 ) -> tuple[ProgramEvents, Int]:
-    """The events of these chains; and [shared] of each row of the matched table when the first chain that issued it saw
-    it end, ns (NEVER: unknown).
+    """The events of these chains; and of each row of the matched table, [shared], the earliest moment at which a chain
+    that issued it saw it end, ns (NEVER: unknown).
 
     programs: of each chain, with its number; gone through twice
     begin, end: [T, N] of the graph's steps, ns

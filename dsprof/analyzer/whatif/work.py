@@ -174,8 +174,9 @@ class LessWork(WhatIf):
                 for part, share in (*shares.work.items(), (WAKE_UP_DELAY, shares.stood)):
                     some = np.flatnonzero(share.any(axis=1))
                     if len(some):
-                        gone = steps.work[some, :, part] * share[some]
-                        found[index].work[part] = some, gone.astype(steps.work.dtype)
+                        gone = np.empty((len(some), share.shape[1]), steps.work.dtype)
+                        np.multiply(steps.work[some, :, part], share[some], out=gone, casting="same_kind")
+                        found[index].work[part] = some, gone
                 for wait in stood.waits:
                     gone = wait.spent * shares.stood[wait.segment, wait.columns]
                     np.add.at(found[wait.template].transfer, (wait.tasks[:, None], wait.task_columns), gone)

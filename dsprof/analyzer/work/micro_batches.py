@@ -63,7 +63,8 @@ class UnequalMicroBatches:
 
 def can_tell(study: Study) -> bool:
     """Whether enough forwards and backwards of micro-batches were seen."""
-    return _looked_at(study)[0]
+    told, _ = _looked_at(study)
+    return told
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,13 @@ class _Passes:
 
 def unequal_micro_batches(study: Study) -> UnequalMicroBatches | None:
     """None where micro-batches take equally long, differ for another reason, or were not seen."""
-    return _looked_at(study)[1]
+    _, found = _looked_at(study)
+    return found
 
 
 @once
 def _looked_at(study: Study) -> tuple[bool, UnequalMicroBatches | None]:
-    """Whether enough was seen, and what was found. Of thousands of ranks the computations take more room than all that
+    """Whether enough was seen, and what was found. Of thousands of ranks the computations take more room than what
     is found in them, and are not kept."""
     each = _computations(study)
     return each is not None, None if each is None else _unequal(study, each)
