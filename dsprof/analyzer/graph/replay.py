@@ -55,13 +55,15 @@ def replay_all(graphs: Iterable[StepGraph]) -> list[Replayed]:
     first: StepGraph | None = None
     weights: list[list[Float]] = []
     for graph in graphs:
-        full = len(weights) * graph.operations >= MOST_NUMBERS
-        if first is not None and (full or not _same_structure(first, graph)):
+        if first is not None and not _same_structure(first, graph):
             found += _Sweeps(first, weights).run()
             first, weights = None, []
         first = first or _without_costs(graph)
         weights.append([weights_of(steps) for steps in graph.templates])
-        del graph  # before the next one is made: of many ranks each is large
+        if len(weights) * graph.operations >= MOST_NUMBERS:
+            found += _Sweeps(first, weights).run()
+            first, weights = None, []
+        del graph  # before the next one is made: of many ranks each is large, as are its weights
     return found + (_Sweeps(first, weights).run() if first is not None else [])
 
 
