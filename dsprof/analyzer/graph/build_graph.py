@@ -94,15 +94,17 @@ def _builder(
     for _, chain in beside:
         at = np.searchsorted(chain.numbers, numbers)
         begin, end = np.vstack([begin, chain.begin[at]]), np.vstack([end, chain.end[at]])
-    names = (*(of_rank.chains[0].name for of_rank in known), *(chain.name for _, chain in beside))
+    every = [*(of_rank.chains[0] for of_rank in known), *(chain for _, chain in beside)]
     leads = np.array([*range(len(ranks)), *(i for i, _ in beside)], np.int64)
     follows = np.append(False, np.diff(numbers) == 1)
     first_own = len(collectives) + np.cumsum([0, *(of_rank.own_tasks for of_rank in known)])[:-1]
     programs = EachChain(of_ranks, ranks, lambda chain: chain.program)
-    events, first_end = find_events(programs, begin, end, first_own[leads], len(collectives))
+    moments = [chain.events for chain in every]
+    events, first_end = find_events(moments, programs, begin, end, first_own[leads], len(collectives))
     give_back()  # what is freed here and below is as large as what is made next
     tasks = find_tasks(collectives, known, events, first_end, ranks, leads, run)
     times = EachChain(of_ranks, ranks, lambda chain: chain.time)
+    names = tuple(chain.name for chain in every)
     return _Builder(ranks, names, leads, numbers, judged, follows, begin, end, events, times, tasks)
 
 

@@ -18,7 +18,7 @@ from ..arrays import Float, Int
 from ..budget.intervals import Intervals
 from ..budget.lane_tasks import LaneTasks
 from ..budget.step_budget import WORK, RankTime
-from .events import OWN, TARGET, Program, work_between
+from .events import OWN, TARGET, WHEN, Program, work_between
 from .step_graph import PARTS
 
 LAUNCH: Final = "launch"
@@ -137,7 +137,9 @@ class RankChains:
     incomplete: str = ""
 
     def outline(self) -> RankOutline:
-        chains = tuple(ChainSteps(chain.name, chain.numbers, chain.begin, chain.end) for chain in self.chains)
+        chains = tuple(
+            ChainSteps(chain.name, chain.numbers, chain.begin, chain.end, chain.program[WHEN]) for chain in self.chains
+        )
         return RankOutline(chains, self.own, self.flows)
 
     def without_waits(self) -> RankChains:
@@ -148,17 +150,18 @@ class RankChains:
 
 @dataclass(frozen=True, slots=True)
 class ChainSteps:
-    """The steps of a chain (`Chain`)."""
+    """The steps of a chain (`Chain`), and when its events are."""
 
     name: str
     numbers: Int
     begin: Int
     end: Int
+    events: Int
 
 
 @dataclass(frozen=True, slots=True)
 class RankOutline:
-    """What of a rank's chains (`RankChains`) is held of all ranks at once: neither programs nor where time goes."""
+    """What of a rank's chains (`RankChains`) is held of all ranks at once: not their programs, nor where time goes."""
 
     chains: tuple[ChainSteps, ...]
     own: LaneTasks

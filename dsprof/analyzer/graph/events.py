@@ -82,26 +82,26 @@ class Segments:
 
 
 def find_events(
-    programs: Iterable[tuple[int, Program]], begin: Int, end: Int, first_own: Int, shared: int
+    moments: Sequence[Int], programs: Iterable[tuple[int, Program]], begin: Int, end: Int, first_own: Int, shared: int
 ) -> tuple[ProgramEvents, Int]:
     """The events of these chains; and of each row of the matched table, [shared], the earliest moment at which a chain
     that issued it saw it end, ns (NEVER: unknown).
 
-    programs: of each chain, with its number; gone through twice
+    moments: of each chain, when its events are
+    programs: of each chain, with its number
     begin, end: [T, N] of the graph's steps, ns
     first_own: [T] the row of `tasks.Tasks` that the first of the own tasks of each one's rank is
     """
     chains, number = begin.shape
-    counts, actions = np.zeros((number + 1, chains), np.int64), {np.dtype(np.int8)}
-    for i, columns in programs:
-        counts[:, i] = np.bincount(_steps_of(columns[WHEN], begin[i], end[i]) + 1, minlength=number + 1)
-        actions.add(columns[ACTION].dtype)
+    counts = np.zeros((number + 1, chains), np.int64)
+    for i, of_chain in enumerate(moments):
+        counts[:, i] = np.bincount(_steps_of(of_chain, begin[i], end[i]) + 1, minlength=number + 1)
     total = int(counts.sum())
     first = (np.cumsum(counts) - counts.ravel()).reshape(counts.shape)  # of each chain's in each step, in this order
     step, rank, target = (np.empty(total, np.int32) for _ in range(3))
     what = np.empty(total, np.int8)
-    moment, first_end = np.empty(total, np.int64), np.full(shared, NEVER)
-    action = np.empty(total, np.result_type(*actions))
+    action: Int = np.zeros(total, np.int8)
+    when, first_end = np.empty(total, np.int64), np.full(shared, NEVER)
     for i, columns in programs:
         mine = _steps_of(columns[WHEN], begin[i], end[i])
         turn = _turn(columns[WHAT], columns[TARGET], columns[OWN], columns[WHEN])
@@ -109,11 +109,13 @@ def find_events(
         place = places(first[:, i], counts[:, i])
         step[place], rank[place] = mine[order], i
         target[place] = (columns[TARGET] + np.where(columns[OWN] == 1, first_own[i], 0))[order]
-        for column, into in ((WHAT, what), (WHEN, moment), (ACTION, action)):
+        if columns[ACTION].itemsize > action.itemsize:
+            action = action.astype(columns[ACTION].dtype)
+        for column, into in ((WHAT, what), (WHEN, when), (ACTION, action)):
             into[place] = columns[column][order]
         seen = (columns[WHAT] == ISSUE) & (columns[OWN] == 0) & (columns[ENDED] >= 0)
         np.minimum.at(first_end, columns[TARGET][seen], columns[ENDED][seen])
-    return ProgramEvents(step, rank, what, target, moment, action), first_end
+    return ProgramEvents(step, rank, what, target, when, action), first_end
 
 
 def _steps_of(when: Int, begin: Int, end: Int) -> Int:
