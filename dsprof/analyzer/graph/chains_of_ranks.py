@@ -17,7 +17,7 @@ class PackedChains(Mapping[int, RankChains]):
     """As tasks send them. The ranks of a part are unpacked when one of them is asked for, and kept until one of another
     part is: they are to be asked for in order."""
 
-    def __init__(self, parts: Sequence[tuple[tuple[int, ...], bytes]] = ()) -> None:
+    def __init__(self, parts: Sequence[tuple[tuple[int, ...], bytes]]) -> None:
         """parts: ranks, and what `packed_part` made of their chains"""
         self._parts = [packed for _, packed in parts]
         self._part_of = {rank: part for part, (ranks, _) in enumerate(parts) for rank in ranks}
@@ -82,7 +82,9 @@ def without_unseen_waits(of_ranks: Mapping[int, RankChains], topology: Topology)
     That one has them as late, and who communicates with it is held up as long. One that waits for none stays itself.
     Where no rank changes it is `of_ranks`."""
     waiting, seen_whole = set(), set()
-    for rank in (rank for rank in of_ranks if rank in topology.stage_of):
+    for rank in of_ranks:
+        if rank not in topology.stage_of:
+            continue
         chains = of_ranks[rank]
         if not len(chains.time.unseen_messages.start):
             seen_whole.add(topology.stage_of[rank])
