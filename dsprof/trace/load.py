@@ -120,10 +120,13 @@ def _concat(parts: Sequence[Any], dtype: str) -> Any:
 
 
 def _drained(parts: Sequence[Any], dtype: str) -> Any:
-    if not all(isinstance(part, BooleanArray | FloatingArray | IntegerArray) and part.isna().all() for part in parts):
+    first = parts[0]
+    if not isinstance(first, BooleanArray | FloatingArray | IntegerArray) or not all(
+        part.dtype == first.dtype and part.isna().all() for part in parts
+    ):
         return _concat(parts, dtype)
     count = sum(map(len, parts))
-    return type(parts[0])(np.broadcast_to(parts[0].dtype.numpy_dtype.type(0), count), np.broadcast_to(np.True_, count))
+    return type(first)(np.broadcast_to(first.dtype.numpy_dtype.type(0), count), np.broadcast_to(np.True_, count))
 
 
 def join_categories(parts: Sequence[Any]) -> pd.Categorical:
